@@ -1,0 +1,132 @@
+"""`shoal config`: everything about configurations, without starting anything."""
+
+from __future__ import annotations
+
+import sys
+
+from shoal import ShoalError
+from shoal.cli.main import print_problems, print_warnings
+from shoal.cli.options import load, parse, parser, require
+from shoal.config.problems import ConfigError
+from shoal.config.schema import Run
+
+HELP = """\
+usage: shoal config COMMAND …
+
+commands:
+  check FILE…          is it good? every problem at once (--format text|json|github)
+  show FILE…           every setting, resolved (--origin: and where it comes from; --format yaml|json)
+  explain PATH FILE…   one setting: who set it, whom they overrode, what it means
+  diff A… -- B…        what differs between two configurations
+  schema               JSON Schema of a native file, for editors
+  migrate FILE         a dialect file in Shoal's own words (--output FILE)
+
+`shoal config COMMAND --help` tells more.
+"""
+
+
+def run(argv: list[str]) -> int:
+    commands = {"check": check, "show": show, "explain": explain, "diff": diff, "schema": schema, "migrate": migrate}
+    if not argv or argv[0] in ("--help", "-h"):
+        print(HELP, end="")
+        return 0
+    if argv[0] not in commands:
+        raise ShoalError(f"no command `config {argv[0]}`; there are {', '.join(commands)}")
+    return commands[argv[0]](argv[1:])
+
+
+def check(argv: list[str]) -> int:
+    made = parser("config check", "Check a configuration; exit code 2 if it is not good.")
+    made.add_argument("--format", choices=("text", "json", "github"), default="text")
+    arguments, overrides = parse(made, argv)
+    loaded = load(arguments, overrides)
+    if loaded.problems or arguments.format == "json":
+        print_problems(ConfigError(loaded.problems), arguments.format)
+    if loaded.ok and arguments.format == "text":
+        print(f"{', '.join(_summary(loaded.run, [parsed.layer.dialect for parsed in loaded.files]))}: OK")
+    return 0 if loaded.ok else 2
+
+
+def _summary(run: Run, dialects: list[str]) -> list[str]:
+    return [
+        f"{'+'.join(dict.fromkeys(dialects)) or 'shoal'} configuration",
+        f"{run.task} with a model of kind {run.model.kind}",
+        f"engine {run.engine.kind}",
+        f"strategy {run.strategy.kind}",
+    ]
+
+
+def show(argv: list[str]) -> int:
+    from shoal.config.show import show as text
+
+    made = parser("config show", "Print every setting of a configuration, secrets masked.")
+    made.add_argument("--origin", action="store_true", help="and where each comes from")
+    made.add_argument("--format", choices=("yaml", "json"), default="yaml")
+    arguments, overrides = parse(made, argv)
+    loaded = require(load(arguments, overrides))
+    print_warnings(ConfigError(loaded.problems))
+    print(text(loaded, origin=arguments.origin, style=arguments.format), end="")
+    return 0
+
+
+def explain(argv: list[str]) -> int:
+    from shoal.config.show import explain as text
+    from shoal.config.show import find_setting
+
+    made = parser("config explain", "Tell where the value of one setting comes from.", files="")
+    made.add_argument("path", metavar="PATH", help="a setting: its path in Shoal's words or in the files'")
+    made.add_argument("files", nargs="*", metavar="FILE")
+    arguments, overrides = parse(made, argv)
+    loaded = require(load(arguments, overrides))
+    print(text(loaded, find_setting(loaded, arguments.path)), end="")
+    return 0
+
+
+def diff(argv: list[str]) -> int:
+    from shoal.config.show import diff as text
+
+    made = parser("config diff", "Compare two configurations: A… -- B…; exit code 1 if they differ.")
+    if "--" not in argv:
+        arguments, overrides = parse(made, argv)
+        if len(arguments.files) != 2:
+            raise ShoalError("put `--` between the files of the two configurations: shoal config diff A… -- B…")
+        first, second = (require(load(arguments, overrides, [file])) for file in arguments.files)
+    else:
+        cut = argv.index("--")
+        first, second = (require(load(*parse(made, side))) for side in (argv[:cut], argv[cut + 1 :]))
+    difference = text(first, second)
+    print(difference or "no difference\n", end="")
+    return 1 if difference else 0
+
+
+def schema(argv: list[str]) -> int:
+    import argparse
+    import json
+
+    from shoal.config.reference import json_schema
+
+    argparse.ArgumentParser("shoal config schema", description="Print the JSON Schema of a native file.").parse_args(argv)
+    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+def migrate(argv: list[str]) -> int:
+    import argparse
+
+    from shoal.cli.init import write
+    from shoal.config.dialects import NAMES
+    from shoal.config.migrate import migrate as text
+
+    made = argparse.ArgumentParser("shoal config migrate", description="Rewrite a dialect file in Shoal's own words, comments kept.")
+    made.add_argument("file", metavar="FILE", help="a file or a preset")
+    made.add_argument("--output", "-o", metavar="FILE", help="where to write it (default: standard output)")
+    made.add_argument("--dialect", choices=NAMES)
+    made.add_argument("--force", action="store_true", help="overwrite the output")
+    arguments = made.parse_args(argv)
+    native = text(arguments.file, arguments.dialect)
+    if arguments.output:
+        write(arguments.output, native, force=arguments.force)
+        print(f"wrote {arguments.output}", file=sys.stderr)
+    else:
+        print(native, end="")
+    return 0

@@ -1,0 +1,48 @@
+"""`shoal init`: a commented file to start from."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from shoal import ShoalError
+from shoal.config.fields import did_you_mean
+from shoal.config.load import DEFAULT_FILE
+from shoal.config.presets import find, names
+
+
+def run(argv: list[str]) -> int:
+    made = argparse.ArgumentParser("shoal init", description="Write a configuration to start from.")
+    made.add_argument("file", nargs="?", default=DEFAULT_FILE, help=f"where to (default: {DEFAULT_FILE})")
+    made.add_argument("--preset", default="starter", metavar="NAME", help="which one (default: starter)")
+    made.add_argument("--list", action="store_true", help="list the presets")
+    made.add_argument("--force", action="store_true", help="overwrite the file")
+    arguments = made.parse_args(argv)
+    if arguments.list:
+        print("\n".join(f"{name:<40} {_title(name)}" for name in names()))
+        return 0
+    path = find(arguments.preset)
+    if path is None:
+        raise ShoalError(f"no preset `{arguments.preset}`. {did_you_mean(arguments.preset, names())} `shoal init --list` names them all.")
+    with open(path, encoding="utf-8") as preset:
+        write(arguments.file, preset.read(), force=arguments.force)
+    print(f"wrote {arguments.file} (preset {arguments.preset}); next: shoal config check {arguments.file}")
+    return 0
+
+
+def write(path: str, text: str, *, force: bool) -> None:
+    """Write a new file; an existing one only when told to."""
+    if os.path.exists(path) and not force:
+        raise ShoalError(f"{path} is there already; --force overwrites it, or name another file")
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ShoalError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _title(name: str) -> str:
+    path = find(name)
+    assert path
+    with open(path, encoding="utf-8") as preset:
+        return preset.readline().lstrip("# ").strip()

@@ -1,0 +1,82 @@
+"""`shoal`: finds the command and loads nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from shoal import ShoalError, __version__
+from shoal.config.problems import ConfigError, Style, errors, render
+
+COMMANDS = {
+    "config": "check, show, explain, compare and migrate configurations",
+    "init": "write a configuration to start from",
+}
+HELP = f"""\
+Shoal trains one model on every machine you can get, from one YAML file.
+
+usage: shoal COMMAND …
+
+commands:
+{chr(10).join(f"  {name:<10} {text}" for name, text in COMMANDS.items())}
+
+`shoal COMMAND --help` tells more. `shoal --version` prints the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code. 2 is for what the user can mend."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except ConfigError as error:
+        print_problems(error)
+        return 2
+    except ShoalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `shoal … | head`
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def print_problems(error: ConfigError, style: Style = "text") -> None:
+    """Problems go to standard error for people, to standard output for programs."""
+    if style == "text":
+        print(render(error.problems, colour=sys.stderr.isatty()), file=sys.stderr)
+    else:
+        print(render(error.problems, style))
+
+
+def print_warnings(error: ConfigError) -> None:
+    if error.problems and not errors(error.problems):
+        print_problems(error)
+
+
+def _run(arguments: list[str]) -> int:
+    flags, rest = _leading_flags(arguments)
+    if not rest or rest[0] in ("--help", "-h", "help"):
+        print(HELP, end="")
+        return 0
+    if rest[0] == "--version":
+        print(f"shoal {__version__}")
+        return 0
+    name, *rest = rest
+    if name not in COMMANDS:
+        from shoal.config.fields import did_you_mean
+
+        raise ShoalError(f"no command `{name}`; there are {', '.join(COMMANDS)}. {did_you_mean(name, COMMANDS)}".rstrip())
+    code: int = import_module(f"shoal.cli.{name}").run([*rest, *flags])
+    return code
+
+
+def _leading_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Settings given before the command (`shoal --log-level DEBUG train …`) count as if given after it."""
+    flags: list[str] = []
+    while arguments and arguments[0].startswith("--") and arguments[0] not in ("--help", "--version"):
+        count = 1 if "=" in arguments[0] else 2
+        flags, arguments = flags + arguments[:count], arguments[count:]
+    return flags, arguments

@@ -1,0 +1,91 @@
+"""What every command that reads a configuration takes: files, layers, and any setting as an option."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from shoal.config.dialects import NAMES
+from shoal.config.load import File, Loaded, Override, parse_override, resolve
+from shoal.config.problems import ConfigError, Label, Problem
+from shoal.config.text import Source
+
+LAYERS = {"config": "base", "hardware_config": "hardware", "distributed_config": "distributed", "rlhf_config": "rlhf"}
+EPILOG = """\
+any setting is an option:
+  --set a.b=c, --override a.b=c    a setting by its path, in the file's own words or in Shoal's
+  --batch_size 32, --batch-size 32 a setting by its name alone, where only one has it
+
+FILE may be a preset (`shoal init --list`). Later files win over earlier ones; the environment over files; options over all.
+"""
+
+
+def parser(name: str, description: str, *, files: str = "*") -> argparse.ArgumentParser:
+    """A parser with the common options."""
+    made = argparse.ArgumentParser(
+        f"shoal {name}", description=description, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    if files:
+        made.add_argument(
+            "files", nargs=files, metavar="FILE", help="YAML files or presets, in order (default: $CONFIG_PATH, or config.yaml)"
+        )
+    for layer, meaning in LAYERS.items():
+        spellings = {f"--{layer}", f"--{layer.replace('_', '-')}"}
+        made.add_argument(*sorted(spellings), dest=layer, metavar="FILE", help=f"the {meaning} layer")
+    made.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
+    made.add_argument("--dialect", choices=NAMES, help="the vocabulary of the files, where their keys do not tell")
+    return made
+
+
+def parse(made: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[Override]]:
+    """The options, and the settings that were given as options."""
+    known, flags = _split(made, argv)
+    arguments = made.parse_args(known)
+    return arguments, [parse_override(text) for text in arguments.settings] + flags
+
+
+def load(arguments: argparse.Namespace, overrides: list[Override], files: list[str] | None = None) -> Loaded:
+    """Resolve what the options name."""
+    named = [File(path) for path in (arguments.files if files is None else files)]
+    layers = [File(path, LAYERS[layer]) for layer in LAYERS if (path := getattr(arguments, layer))]
+    base = [file for file in layers if file.layer == "base"]
+    rest = [file for file in layers if file.layer != "base"]
+    return resolve([*base, *named, *rest], overrides, dialect=arguments.dialect)
+
+
+def require(loaded: Loaded) -> Loaded:
+    if not loaded.ok:
+        raise ConfigError(loaded.problems)
+    return loaded
+
+
+def _split(made: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[Override]]:
+    """Tell the command's own options from settings: an unknown `--name value` is a setting."""
+    takes_value: Callable[[str], bool | None] = lambda option: _takes_value(made, option)  # noqa: E731
+    known: list[str] = []
+    flags: list[Override] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        option, equals, value = word.partition("=")
+        if not word.startswith("--") or word == "--" or takes_value(option) is not None:
+            known.append(word)
+            if takes_value(option) and not equals and rest:
+                known.append(rest.pop(0))
+            continue
+        if equals:
+            flags.append(Override(option[2:], value, word, exact=False))
+        elif rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+            flags.append(Override(option[2:], value, f"{word} {value}", exact=False))
+        else:
+            source = Source("command line", word, kind="command line")
+            help = f"write {word} VALUE, for a switch {word} true"
+            raise ConfigError([Problem("bad-override", f"`{word}` needs a value", (Label(source.whole()),), help=help)])
+    return known, flags
+
+
+def _takes_value(made: argparse.ArgumentParser, option: str) -> bool | None:
+    """None for an option that is not the command's own."""
+    action = made._option_string_actions.get(option)
+    return None if action is None else action.nargs != 0

@@ -1,0 +1,175 @@
+"""What is left to Shoal to choose: null settings get the value that follows from the others, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal.config.layers import Settings, UnavailableError
+
+Step = Callable[[Settings], None]
+_STEPS: list[Step] = []
+TASKS = {"mlp": "classification", "dcgan": "gan", "lstm": "language-modelling", "gpt": "language-modelling", "moe": "language-modelling"}
+TASKS["huggingface"] = "language-modelling"
+
+
+def derive(settings: Settings) -> None:
+    """Fill in what follows. A step whose settings are not good is left out: the check has told why."""
+    for step in _STEPS:
+        try:
+            step(settings)
+        except UnavailableError:
+            continue
+
+
+def _step(function: Step) -> Step:
+    _STEPS.append(function)
+    return function
+
+
+def quorum(rule: str, byzantine: int) -> int:
+    """Contributions that an aggregation rule needs to withstand so many false ones."""
+    return {"krum": 2, "bulyan": 4}.get(rule, 0) * byzantine + (3 if rule in ("krum", "bulyan") else 1)
+
+
+def contributions(settings: Settings) -> tuple[int | None, str]:
+    """How many contributions make an update, and the setting that says so."""
+    kind = settings.get("strategy.kind")
+    if kind == "async":
+        return settings.get("strategy.contributions_per_update"), "strategy.contributions_per_update"
+    if kind == "workunits":
+        return settings.get("strategy.units_per_update"), "strategy.units_per_update"
+    if kind in ("local", "edp"):
+        return 1, "strategy.kind"
+    return settings.get("cluster.num_workers"), "cluster.num_workers"
+
+
+def is_language(settings: Settings) -> bool:
+    return settings.get("task") in ("language-modelling", "ppo")
+
+
+@_step
+def task(settings: Settings) -> None:
+    if settings.get("task") is None:
+        kind = settings.get("model.kind")
+        if settings.get("rlhf") is not None:
+            settings.derive("task", "ppo", "there is an rlhf section")
+        else:
+            settings.derive("task", TASKS[kind], f"what a model of kind {kind} is for")
+
+
+@_step
+def source(settings: Settings) -> None:
+    if settings.get("data.source") is None and ("data", "source") not in settings.kinds:
+        name = "python-source" if is_language(settings) else "digits"
+        settings.kinds["data", "source"] = "builtin"
+        settings.derive("data.source.kind", "builtin", "no data.source is given")
+        settings.derive("data.source.name", name, f"built-in data for {settings.get('task')}")
+
+
+@_step
+def cadence(settings: Settings) -> None:
+    for section, steps in (("evaluation", 500), ("checkpoint", 1000)):
+        if settings.get(f"{section}.strategy") is None:
+            given = settings.get(f"{section}.every_steps") is not None
+            why = f"{section}.every_steps is given" if given else f"{section}.every_steps is not given"
+            settings.derive(f"{section}.strategy", "steps" if given else "epoch", why)
+        if settings.get(f"{section}.every_steps") is None:
+            settings.derive(f"{section}.every_steps", steps, "not given")
+
+
+@_step
+def sequence_length(settings: Settings) -> None:
+    if is_language(settings) and settings.get("data.sequence_length") is None:
+        try:
+            longest = settings.get("model.max_seq_len")
+        except UnavailableError:
+            return settings.derive("data.sequence_length", 128, "the model sets no limit")
+        settings.derive("data.sequence_length", longest, "as long as model.max_seq_len")
+
+
+@_step
+def batch_size(settings: Settings) -> None:
+    if settings.get("training.batch_size") is None:
+        if not is_language(settings):
+            settings.derive("training.batch_size", 32, "not given")
+        elif (length := settings.get("data.sequence_length")) <= 128:
+            settings.derive("training.batch_size", 32, f"sequences of {length} tokens, at most 128")
+        else:
+            settings.derive("training.batch_size", 16, f"sequences of {length} tokens, more than 128")
+    if settings.get("evaluation.batch_size") is None:
+        settings.derive("evaluation.batch_size", settings.get("training.batch_size"), "as training.batch_size")
+
+
+@_step
+def length_of_run(settings: Settings) -> None:
+    if settings.get("strategy.kind") == "diloco" and settings.get("training.max_steps") is None:
+        steps = settings.get("strategy.rounds") * settings.get("strategy.inner_steps")
+        settings.derive("training.max_steps", steps, "strategy.rounds × strategy.inner_steps")
+    if settings.get("training.epochs") is None and settings.get("training.max_steps") is None:
+        kind = settings.get("data.source.kind")
+        epochs = {"wikitext": 30, "snli": 20}.get(kind, 1)
+        settings.derive("training.epochs", epochs, f"{kind} data, and no max_steps")
+
+
+@_step
+def seeds_and_names(settings: Settings) -> None:
+    if settings.get("data.shuffle_seed") is None:
+        settings.derive("data.shuffle_seed", settings.get("seed"), "as seed")
+    if is_language(settings) and settings.get("data.tokenizer") is None:
+        if settings.get("model.kind") == "huggingface":
+            settings.derive("data.tokenizer", settings.get("model.pretrained"), "the model's own")
+        else:
+            settings.derive("data.tokenizer", "bytes", "not given")
+
+
+@_step
+def number_of_workers(settings: Settings) -> None:
+    listed = settings.get("cluster.workers")
+    if settings.get("cluster.num_workers") is None and listed:
+        settings.derive("cluster.num_workers", len(listed), "workers listed")
+
+
+@_step
+def least_staleness(settings: Settings) -> None:
+    if settings.get("strategy.kind") == "async" and settings.get("strategy.min_staleness") is None:
+        settings.derive("strategy.min_staleness", min(5, settings.get("strategy.max_staleness")), "5, or max_staleness if that is less")
+
+
+@_step
+def robust_round(settings: Settings) -> None:
+    """Krum and Bulyan need enough contributions. A dialect file that asks for fewer gets more, and is told."""
+    rule = settings.get("updates.aggregation.kind")
+    if rule not in ("krum", "bulyan"):
+        return
+    count, path = contributions(settings)
+    if count is None:
+        return
+    if settings.get("updates.aggregation.byzantine") is None:
+        settings.derive("updates.aggregation.byzantine", count // 4, f"a quarter of {count} contributions")
+    byzantine = settings.get("updates.aggregation.byzantine")
+    needed = quorum(rule, byzantine)
+    assignment = settings.last(("updates", "aggregation", "byzantine"))
+    if count >= needed or path != "strategy.contributions_per_update" or not assignment or assignment.layer.dialect != "dist-llm-train":
+        return
+    message = f"{rule} against {byzantine} false contributions needs {needed} of them, not {count}: a round is raised to {needed}"
+    listed = len(settings.get("cluster.workers"))
+    help = f"{needed - listed} more workers must join than the {listed} listed; the run waits for them" if 0 < listed < needed else ""
+    settings.report("quorum", message, path, "updates.aggregation.byzantine", help=help, severity="warning")
+    settings.derive(path, needed, f"{rule} with f = {byzantine} needs it")
+
+
+@_step
+def global_batch(settings: Settings) -> None:
+    """A later layer that changes a factor of the global batch size outdates it."""
+    whole = settings.get("training.global_batch_size")
+    factors = ("training.batch_size", "training.gradient_accumulation_steps", "launch.devices_per_node", "launch.nodes")
+    newer = [path for path in factors if settings.given(path) and settings.rank(path) > settings.rank("training.global_batch_size")]
+    batch, accumulation, devices, nodes = (settings.get(path) for path in factors)
+    step = batch * accumulation * (devices or 1) * (nodes or 1)
+    fits = whole == step if devices else whole is None or whole % step == 0
+    if whole is None or fits or not newer:
+        return
+    product = f"{batch} × {accumulation}" + (f" × {devices * (nodes or 1)} devices" if devices else " × the number of devices")
+    message = f"a global batch of {whole} does not fit {product}; the later layer counts, and the global batch follows from it"
+    settings.report("batch-arithmetic", message, newer[-1], "training.global_batch_size", severity="warning")
+    settings.derive("training.global_batch_size", step if devices else None, "batch_size × gradient_accumulation_steps × devices")

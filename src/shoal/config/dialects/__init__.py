@@ -1,0 +1,77 @@
+"""The dialects, and which of them a file is written in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.config.dialects.ava import AVA
+from shoal.config.dialects.classroom import CLASSROOM
+from shoal.config.dialects.diloco import DILOCO
+from shoal.config.dialects.dist_llm_train import DIST_LLM_TRAIN
+from shoal.config.dialects.smolcluster import SMOLCLUSTER
+from shoal.config.dialects.table import Dialect
+from shoal.config.fields import ListType, MappingType, OptionalType, Section, SectionType, TaggedType
+from shoal.config.layers import Key
+from shoal.config.schema import Run
+from shoal.config.text import Node
+
+DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (CLASSROOM, SMOLCLUSTER, DIST_LLM_TRAIN, DILOCO, AVA)}
+NATIVE = "shoal"
+NAMES = (*DIALECTS, NATIVE)
+
+
+def candidates(root: Node) -> list[str]:
+    """The dialects that know most of a file's keys: one, or several that know as many."""
+    keys = list(_keys(root, ()))
+    known = {name: sum(dialect.knows(key) for key in keys) for name, dialect in DIALECTS.items()}
+    known[NATIVE] = sum(native_knows(key) for key in keys)
+    most = max(known.values())
+    return [name for name, count in known.items() if count == most] if most else [NATIVE]
+
+
+def native_knows(path: Key) -> bool:
+    """Is this a path of the schema, whatever kinds are chosen?"""
+    return _knows(SectionType(Run), path)
+
+
+def native_paths() -> Iterator[str]:
+    """Every setting of the schema, of every kind. Paths of several kinds come once."""
+    seen: dict[str, None] = {}
+    for path in _paths(Run, ""):
+        seen[path] = None
+    return iter(seen)
+
+
+def _keys(node: Node, path: Key) -> Iterator[Key]:
+    for name, entry in node.value.items():
+        here = (*path, name)
+        if isinstance(entry.value.value, dict) and entry.value.value:
+            yield from _keys(entry.value, here)
+        elif isinstance(entry.value.value, list) and any(isinstance(item.value, dict) for item in entry.value.value):
+            yield from (key for item in entry.value.value if isinstance(item.value, dict) for key in _keys(item, here))
+        else:
+            yield here
+
+
+def _knows(checker: object, path: Key) -> bool:
+    if not path:
+        return True
+    if isinstance(checker, OptionalType):
+        return _knows(checker.inner, path)
+    if isinstance(checker, MappingType):
+        return _knows(checker.item, path[1:])
+    if isinstance(checker, ListType):
+        return _knows(checker.item, path)
+    if isinstance(checker, (SectionType, TaggedType)):
+        return any(path[0] in section.fields() and _knows(section.fields()[path[0]].checker, path[1:]) for section in checker.sections())
+    return False
+
+
+def _paths(section: type[Section], prefix: str) -> Iterator[str]:
+    for name, field in section.fields().items():
+        checker = field.checker.inner if isinstance(field.checker, OptionalType) else field.checker
+        inner = list(checker.sections()) if isinstance(checker, (SectionType, TaggedType)) else []
+        for below in inner:
+            yield from _paths(below, f"{prefix}{name}.")
+        if not inner:
+            yield f"{prefix}{name}"

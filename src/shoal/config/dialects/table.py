@@ -1,0 +1,383 @@
+"""A dialect: a table from the paths of one document to Shoal's own, with a converter where a value changes.
+
+Targets are written as paths of the schema, with three additions:
+    strategy[syncps].window         counts only when strategy.kind is syncps (several kinds: `[edp,syncps]`)
+    cluster.hosts.*.server_address  `*` stands for the same key as in the source
+    cluster.hosts.{name}.memory_gb  `{name}` stands for the item's own `name`, for a source that is a list of mappings
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from shoal.config.fields import did_you_mean
+from shoal.config.layers import Assignment, Key, Layer
+from shoal.config.problems import Label, Problem
+from shoal.config.text import Entry, Node, Report, Source, data_of, describe, node_of
+
+NOTHING: Any = object()
+_STEP = re.compile(r"([^.\[\]]+)(?:\[([^\]]*)\])?")
+
+
+class RejectError(Exception):
+    """What a converter raises: the value is none of those the document allows."""
+
+    def __init__(self, message: str, help: str = "", code: str = "wrong-type") -> None:
+        self.message, self.help, self.code = message, help, code
+
+
+Convert = Callable[[Any], Any]
+
+
+class Row(NamedTuple):
+    """One documented key: its path, where it goes, and what becomes of its value."""
+
+    path: str
+    to: tuple[str, ...]
+    convert: Convert | None = None
+    default: Any = NOTHING
+    """The document's own default, where it differs from Shoal's."""
+    also: tuple[str, ...] = ()
+    """Other spellings that the document uses for the same key."""
+    old: tuple[str, ...] = ()
+    """Spellings that still work, with a warning."""
+    yields_to: str = ""
+    """Another documented key that wins over this one, with a warning, where both are given and differ."""
+
+    @property
+    def has_default(self) -> bool:
+        return self.default is not NOTHING
+
+
+def row(
+    path: str,
+    *to: str,
+    convert: Convert | None = None,
+    default: Any = NOTHING,
+    also: tuple[str, ...] = (),
+    old: tuple[str, ...] = (),
+    yields_to: str = "",
+) -> Row:
+    return Row(path, to, convert, default, also, old, yields_to)
+
+
+class Seen:
+    """What the files of one dialect hold, by the path of the table's row."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, Node] = {}
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.nodes
+
+    def value(self, path: str) -> Any:
+        return self.nodes[path].value if path in self.nodes else None
+
+    def any_below(self, prefix: str) -> bool:
+        return any(path.startswith(prefix + ".") for path in self.nodes)
+
+
+Implied = dict[str, tuple[Any, str]]
+"""Native path → value, and why."""
+
+
+class Dialect:
+    """The table of one document, ready to look paths up in."""
+
+    def __init__(self, name: str, title: str, rows: tuple[Row, ...], imply: Callable[[Seen], Implied]) -> None:
+        self.name = name
+        self.title = title
+        self.rows = rows
+        self.imply = imply
+        self.trie = _Trie()
+        for entry in rows:
+            for path in (entry.path, *entry.also, *entry.old):
+                self.trie.insert(path, entry)
+
+    def knows(self, path: Key) -> bool:
+        return self.trie.find(path) is not None
+
+    def paths(self) -> list[tuple[str, Row]]:
+        """Every spelling of every row."""
+        return [(path, entry) for entry in self.rows for path in (entry.path, *entry.also, *entry.old)]
+
+    def translate(self, root: Node, layer: Layer, seen: Seen, report: Report) -> list[Assignment]:
+        """The assignments that a file of this dialect makes."""
+        translation = _Translation(self, layer, seen, report)
+        translation.walk(root, self.trie, ())
+        return _without_conflicts(translation.found, report)
+
+    def unknown(self, name: str, entry: Entry, path: Key, siblings: Iterable[str]) -> Problem:
+        where = ".".join(path)
+        spelled = [known for known, _ in self.paths()]
+        homes = [known.rpartition(".")[0] for known in spelled if known.rpartition(".")[2] == name]
+        if close := did_you_mean(name, siblings):
+            help = close
+        elif homes:
+            help = "it belongs " + (f"under `{homes[0].replace('[]', '')}`" if homes[0] else "at the top level")
+        else:
+            help = did_you_mean(name, [known.rpartition(".")[2] for known in spelled])
+            help = help or f"this file was read as {self.name}; a line `dialect: NAME` at its top says otherwise"
+        message = f"unknown key `{name}`" + (f" in `{where}`" if where else "")
+        return Problem("unknown-key", message, (Label(entry.key, "not a setting here"),), f"{where}.{name}".lstrip("."), help)
+
+    # --- what is not written --------------------------------------------------------------------------------
+
+    def unwritten(self, seen: Seen, layer: Layer, report: Report) -> Iterator[Assignment]:
+        """The document's own defaults, and what follows from the keys that are there."""
+        values: list[tuple[str, Any, str]] = []
+        for entry in self.rows:
+            if entry.has_default:
+                converted = entry.convert(entry.default) if entry.convert else entry.default
+                values += [(target, converted, f"default of `{entry.path}` in {self.name} files") for target in entry.to]
+        try:
+            values += [(target, value, why) for target, (value, why) in self.imply(seen).items()]
+        except RejectError as reject:
+            labels = tuple(Label(seen.nodes[path].span) for path in reject.help.split() if path in seen)
+            report(Problem(reject.code, reject.message, labels, reject.help.split()[0]))
+        for target, value, why in values:
+            native, only_for = parse_target(target)
+            span = Source(why, kind="default").whole()
+            for leaf, node in leaves(native, node_of(value, span, ".".join(native))):
+                yield Assignment(leaf, node, span, layer, only_for, because=why)
+
+
+class _Translation:
+    """One file on its way from a dialect's paths to Shoal's."""
+
+    def __init__(self, dialect: Dialect, layer: Layer, seen: Seen, report: Report) -> None:
+        self.dialect = dialect
+        self.layer = layer
+        self.seen = seen
+        self.report = report
+        self.found: list[_Found] = []
+
+    def walk(self, node: Node, trie: _Trie, path: Key) -> None:
+        for name, entry in node.value.items():
+            below, here = trie.child(name), (*path, name)
+            if below is None:
+                self.report(self.dialect.unknown(name, entry, path, trie.children))
+            elif isinstance(entry.value.value, dict) and below.children and not below.tail:
+                self.walk(entry.value, below, here)
+            elif below.items and isinstance(entry.value.value, list):
+                self.walk_items(entry, below.items, here)
+            elif below.row is not None:
+                self.emit(below.row, entry, here)
+            elif entry.value.value is not None:
+                self.wrong(entry.value, "a list" if below.items else "a mapping")
+
+    def wrong(self, node: Node, expected: str) -> None:
+        message = f"`{node.user_path}`: expected {expected}, found {describe(node.value)}"
+        self.report(Problem("wrong-type", message, (Label(node.span),), node.user_path))
+
+    def emit(self, entry_row: Row, entry: Entry, path: Key) -> None:
+        spelling, steps = ".".join(path), entry_row.path.split(".")
+        self.seen.nodes[entry_row.path] = entry.value
+        if spelling in entry_row.old:
+            message = f"`{spelling}` is an older spelling of `{entry_row.path}`"
+            self.report(Problem("old-spelling", message, (Label(entry.key),), spelling, f"write `{steps[-1]}`", "warning"))
+        node = self.converted(entry_row, entry.value)
+        if node is None:
+            return
+        wildcard = path[steps.index("*")] if "*" in steps else "*"
+        for target in entry_row.to:
+            native, only_for = parse_target(target.replace(".**", ""))
+            native = tuple(wildcard if step == "*" else step for step in native)
+            for leaf, value in leaves(native, node):
+                self.found.append(_Found(entry_row, spelling, Assignment(leaf, value, entry.key, self.layer, only_for)))
+
+    def converted(self, entry_row: Row, node: Node) -> Node | None:
+        if entry_row.convert is None or node.value is None:
+            return node
+        try:
+            value = entry_row.convert(data_of(node))
+        except RejectError as reject:
+            self.report(Problem(reject.code, f"`{node.user_path}`: {reject.message}", (Label(node.span),), node.user_path, reject.help))
+            return None
+        return None if value is NOTHING else _relocated(value, node)
+
+    def walk_items(self, entry: Entry, trie: _Trie, path: Key) -> None:
+        """A list of mappings: each becomes an item of a list here, or settings under its own name."""
+        identity = "name" if trie.child("name") else "id"
+        collected: dict[str, Node] = {}
+        names: dict[str, Node] = {}
+        for item in entry.value.value:
+            name = item.get(identity)
+            if not isinstance(item.value, dict):
+                self.wrong(item, "a mapping")
+            elif name is None:
+                self.report(Problem("missing-key", f"`{item.user_path}` needs a `{identity}`", (Label(item.span),), item.user_path))
+            elif not isinstance(name.value, str):
+                self.wrong(name, "text")
+            elif name.value in names:
+                labels = (Label(name.span, "again here"), Label(names[name.value].span, "first here"))
+                self.report(Problem("duplicate-name", f"`{name.value}` stands twice in `{'.'.join(path)}`", labels, item.user_path))
+            else:
+                names[name.value] = name
+                self.item(item, name.value, trie, path, collected)
+        for target, node in collected.items():
+            self.found.append(_Found(trie.any_row(), target, Assignment(tuple(target.split(".")), node, entry.key, self.layer)))
+
+    def item(self, item: Node, name: str, trie: _Trie, path: Key, collected: dict[str, Node]) -> None:
+        fields: dict[str, dict[str, Entry]] = {}
+        for key, entry in item.value.items():
+            below = trie.child(key)
+            if below is None or below.row is None:
+                self.report(self.dialect.unknown(key, entry, path, trie.children))
+                continue
+            self.seen.nodes[below.row.path] = entry.value
+            node = self.converted(below.row, entry.value)
+            if node is None:
+                continue
+            for target in below.row.to:
+                listed, bracket, rest = target.partition("[]")
+                if not bracket:
+                    native = tuple(name if step == "{name}" else step for step in target.split("."))
+                    self.found.append(_Found(below.row, entry.value.user_path, Assignment(native, node, entry.key, self.layer)))
+                elif rest:
+                    fields.setdefault(listed, {})[rest.lstrip(".")] = Entry(entry.key, node)
+                else:
+                    collected.setdefault(listed, Node([], item.span, user_path=".".join(path))).value.append(node)
+        for listed, entries in fields.items():
+            collected.setdefault(listed, Node([], item.span, user_path=".".join(path))).value.append(item.replaced(entries))
+
+
+class _Found(NamedTuple):
+    """An assignment, the row it came by and the spelling it had."""
+
+    row: Row
+    spelling: str
+    assignment: Assignment
+
+
+class _Trie:
+    __slots__ = ("children", "items", "row", "tail")
+
+    def __init__(self) -> None:
+        self.children: dict[str, _Trie] = {}
+        self.items: _Trie | None = None
+        self.row: Row | None = None
+        self.tail = False
+        """Everything below goes along as it is."""
+
+    def insert(self, path: str, entry: Row) -> None:
+        trie = self
+        for step in path.split("."):
+            if step == "**":
+                trie.tail = True
+                break
+            name = step.removesuffix("[]")
+            trie = trie.children.setdefault(name, _Trie())
+            if name != step:
+                trie.items = trie.items or _Trie()
+                trie = trie.items
+        trie.row = entry
+
+    def child(self, name: str) -> _Trie | None:
+        return self.children.get(name) or self.children.get("*")
+
+    def find(self, path: Key) -> _Trie | None:
+        trie: _Trie | None = self
+        for name in path:
+            if trie is not None and trie.tail:
+                return trie
+            trie = (trie.items or trie).child(name) if trie else None
+        return trie
+
+    def any_row(self) -> Row:
+        return next(child.row for child in self.children.values() if child.row)
+
+
+def parse_target(target: str) -> tuple[Key, tuple[tuple[Key, tuple[str, ...]], ...]]:
+    """`strategy[edp,syncps].window` → (("strategy", "window"), ((("strategy",), ("edp", "syncps")),))."""
+    path: Key = ()
+    only_for = []
+    for name, kinds in _STEP.findall(target):
+        path = (*path, name)
+        if kinds:
+            only_for.append((path, tuple(kinds.split(","))))
+    return path, tuple(only_for)
+
+
+def leaves(path: Key, node: Node) -> Iterator[tuple[Key, Node]]:
+    """The settings below a path: mappings are opened, lists are not."""
+    if isinstance(node.value, dict) and node.value:
+        for name, entry in node.value.items():
+            yield from leaves((*path, name), entry.value)
+    else:
+        yield path, node
+
+
+def _relocated(value: Any, node: Node) -> Node:
+    """A converted value at the place of the original."""
+    converted = node_of(value, node.span, node.user_path)
+    stack = [converted]
+    while stack:
+        current = stack.pop()
+        current.user_path = node.user_path
+        if isinstance(current.value, dict):
+            stack += [entry.value for entry in current.value.values()]
+        elif isinstance(current.value, list):
+            stack += current.value
+    return converted
+
+
+def _without_conflicts(found: list[_Found], report: Report) -> list[Assignment]:
+    """One assignment for each setting: two spellings in one file must agree."""
+    kept: dict[tuple[Key, Any], _Found] = {}
+    told: set[frozenset[str]] = set()
+    for candidate in found:
+        entry, spelling, assignment = candidate
+        slot = (assignment.path, assignment.only_for)
+        if slot not in kept:
+            kept[slot] = candidate
+            continue
+        other, other_spelling, earlier = kept[slot]
+        pair = frozenset((spelling, other_spelling))
+        same = data_of(assignment.node) == data_of(earlier.node)
+        both_spellings = entry is other and bool({spelling, other_spelling} & set(entry.old))
+        if same and not both_spellings:
+            continue
+        if other.yields_to == entry.path:
+            kept[slot], (entry, spelling, assignment), (other, other_spelling, earlier) = candidate, kept[slot], candidate
+        if pair in told:
+            continue
+        told.add(pair)
+        labels = (Label(assignment.node.span), Label(earlier.node.span))
+        if entry.yields_to == other.path:
+            message = f"`{spelling}` and `{other_spelling}` differ; `{other_spelling}` counts"
+            report(Problem("two-values", message, labels, spelling, f"remove `{spelling}`", "warning"))
+        else:
+            message = f"`{spelling}` and `{other_spelling}` are one setting" + ("" if same else " with two different values")
+            report(Problem("two-values", message, labels, spelling, "keep one of them"))
+    return [assignment for _, _, assignment in kept.values()]
+
+
+# --- converters --------------------------------------------------------------------------------
+
+
+def choice(words: dict[Any, Any]) -> Convert:
+    """One of the document's words, each with Shoal's."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, (str, bool, int)):
+            for word, meaning in words.items():
+                if type(word) is type(value) and (word == value or (isinstance(word, str) and word.lower() == str(value).lower())):
+                    return meaning
+        expected = "true or false" if set(words) == {True, False} else "one of " + ", ".join(f"`{word}`" for word in words)
+        if isinstance(value, str) and not set(words) == {True, False}:
+            raise RejectError(f"{describe(value)} is not {expected}", did_you_mean(value, words), "unknown-choice")
+        raise RejectError(f"expected {expected}, found {describe(value)}")
+
+    return convert
+
+
+def off_at(off: int) -> Convert:
+    """A number, of which one value means "not at all"."""
+
+    def convert(value: Any) -> Any:
+        return None if not isinstance(value, bool) and isinstance(value, (int, float)) and value == off else value
+
+    return convert

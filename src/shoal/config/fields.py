@@ -1,0 +1,451 @@
+"""How a section of the configuration is declared, checked and frozen.
+
+A section is a class with annotated fields and defaults; docstrings say what they mean:
+
+    class Fp8(Section):
+        '''8-bit floating point matrix products.'''
+        kind: Literal["fp8"] = "fp8"
+        margin: NonNegativeInt = 0
+        '''Extra powers of two of head-room in the scale.'''
+
+Types are the ordinary ones (`int | None`, `Literal[...]`, `tuple[str, ...]`, `Mapping[str, Host]`, other sections), and a union of
+sections is told apart by `kind`. Checking reports every fault with the node it stands at, and never stops at the first.
+Why not pydantic: importing it and building this schema takes three times as long as all of `shoal config check` (`make bench`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, dataclass_transform, get_args, get_origin
+
+from shoal.config.text import Node, describe
+
+Tree = Node | dict[str, "Tree"]
+Path = tuple[str | int, ...]
+
+
+class Bounds(NamedTuple):
+    """Limits of a number."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def __str__(self) -> str:
+        words = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        return " and ".join(f"{word} {limit:g}" for word, limit in words.items() if limit is not None)
+
+    def hold(self, value: float) -> bool:
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+
+PositiveInt = Annotated[int, Bounds(at_least=1)]
+NonNegativeInt = Annotated[int, Bounds(at_least=0)]
+Port = Annotated[int, Bounds(at_least=0, at_most=65535)]
+PositiveFloat = Annotated[float, Bounds(above=0)]
+NonNegativeFloat = Annotated[float, Bounds(at_least=0)]
+Share = Annotated[float, Bounds(at_least=0, at_most=1)]
+PositiveShare = Annotated[float, Bounds(above=0, at_most=1)]
+Decay = Annotated[float, Bounds(at_least=0, below=1)]
+
+
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+class Secret:
+    """A value that no message, file or log shows."""
+
+    __slots__ = ("_value",)
+    MASK: ClassVar[str] = "********"
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    def reveal(self) -> str:
+        return self._value
+
+    def __repr__(self) -> str:
+        return f"Secret({self.MASK!r})"
+
+    def __str__(self) -> str:
+        return self.MASK
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._value == self._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+
+class Fault(NamedTuple):
+    """What is wrong at one place of the tree. `at` is the node, or the key of the mapping where there is no value to show."""
+
+    code: str
+    message: str
+    path: Path
+    at: Tree
+    key: str | None = None
+    help: str = ""
+
+
+Faults = list[Fault]
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+MISSING: Any = _Missing()
+INVALID: Any = object()
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Section:
+    """A frozen group of settings. Construct it with keywords; everything a user writes goes through `check` first."""
+
+    __slots__ = ()
+    _fields: ClassVar[dict[str, Field]] = {}
+    _declared: ClassVar[dict[str, tuple[Any, Any]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        declared = dict(cls._declared)
+        for name, annotation in cls.__dict__.get("__annotations__", {}).items():  # noqa: RUF063 (inspect takes 5 ms to import)
+            if not name.startswith("_"):
+                declared[name] = (annotation, cls.__dict__.get(name, MISSING))
+        cls._declared = declared
+        cls._fields = {}
+
+    def __init__(self, **values: Any) -> None:
+        for name, field in self.fields().items():
+            value = values.pop(name, field.default)
+            if value is MISSING:
+                raise TypeError(f"{type(self).__name__} needs {name}")
+            object.__setattr__(self, name, value)
+        if values:
+            raise TypeError(f"{type(self).__name__} has no {', '.join(values)}")
+
+    @classmethod
+    def fields(cls) -> dict[str, Field]:
+        if not cls._fields:
+            cls._fields = {name: Field(checker_of(annotation), default) for name, (annotation, default) in cls._declared.items()}
+        return cls._fields
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a loaded configuration does not change; use replace({name}=…)")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError("a loaded configuration does not change")
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and all(getattr(self, name) == getattr(other, name) for name in self.fields())
+
+    def __hash__(self) -> int:
+        return hash((type(self), repr(self)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self.fields())})"
+
+    def replace(self, **changes: Any) -> Any:
+        return type(self)(**{name: getattr(self, name) for name in self.fields()} | changes)
+
+
+class Field(NamedTuple):
+    """The type and the default of one setting."""
+
+    checker: Checker
+    default: Any
+
+
+def as_data(value: object, *, reveal: bool = False) -> Any:
+    """Plain data for YAML or JSON. Secrets are masked unless told otherwise."""
+    if isinstance(value, Section):
+        return {name: as_data(getattr(value, name), reveal=reveal) for name in value.fields()}
+    if isinstance(value, Mapping):
+        return {key: as_data(item, reveal=reveal) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [as_data(item, reveal=reveal) for item in value]
+    if isinstance(value, Secret):
+        return value.reveal() if reveal else Secret.MASK
+    return value
+
+
+# --- checkers: one for each form of type --------------------------------------------------------------------------------
+
+
+class Checker:
+    """Checks a tree and gives the frozen value, or INVALID after adding to `faults`. `expected` completes "expected …"."""
+
+    expected = "a value"
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        raise NotImplementedError  # abstract
+
+    def wrong(self, tree: Tree, path: Path, faults: Faults, help: str = "") -> Any:
+        found = describe(tree.value if isinstance(tree, Node) else tree)
+        faults.append(Fault("wrong-type", f"expected {self.expected}, found {found}", path, tree, help=help))
+        return INVALID
+
+    def sections(self) -> Iterator[type[Section]]:
+        """The sections a value of this type can be made of."""
+        return iter(())
+
+
+class AnyType(Checker):
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        if isinstance(tree, dict):
+            return MappingProxyType({key: self.check(item, (*path, key), faults) for key, item in tree.items()})
+        if isinstance(tree.value, dict):
+            return MappingProxyType({key: self.check(entry.value, (*path, key), faults) for key, entry in tree.value.items()})
+        if isinstance(tree.value, list):
+            return tuple(self.check(item, (*path, i), faults) for i, item in enumerate(tree.value))
+        return tree.value
+
+
+class BoolType(Checker):
+    expected = "true or false"
+    WORDS: ClassVar[dict[str, str]] = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        if isinstance(tree, Node) and isinstance(tree.value, bool):
+            return tree.value
+        word = self.WORDS.get(tree.value.lower()) if isinstance(tree, Node) and isinstance(tree.value, str) else None
+        return self.wrong(tree, path, faults, f"write `{word}`" if word else "")
+
+
+class NumberType(Checker):
+    def __init__(self, whole: bool, bounds: Bounds) -> None:
+        self.whole = whole
+        self.bounds = bounds
+        kind = "a whole number" if whole else "a number"
+        self.expected = f"{kind} {bounds}".rstrip() if any(limit is not None for limit in bounds) else kind
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        value = tree.value if isinstance(tree, Node) else tree
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return self.wrong(tree, path, faults, self.hint(value))
+        if not math.isfinite(value) or (self.whole and value != int(value)):
+            return self.wrong(tree, path, faults)
+        if not self.bounds.hold(value):
+            faults.append(Fault("out-of-range", f"expected {self.expected}, found {describe(value)}", path, tree))
+            return INVALID
+        return int(value) if self.whole else float(value)
+
+    @staticmethod
+    def hint(value: object) -> str:
+        if not isinstance(value, str):
+            return ""
+        digits = value.replace("_", "")
+        if "_" in value and digits.lstrip("+-").replace(".", "", 1).isdigit():
+            return f"YAML has no `_` in numbers: write {digits}"
+        if value.lstrip("+-").isdigit() and value.lstrip("+-").startswith("0"):
+            return f"a leading zero is ambiguous: write {int(digits)}, or 0o{value.lstrip('+-0') or '0'} if you mean octal"
+        return "write the number without quotes" if digits.replace(".", "", 1).isdigit() else ""
+
+
+class TextType(Checker):
+    expected = "text"
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        if isinstance(tree, Node) and isinstance(tree.value, str):
+            return tree.value
+        if isinstance(tree, Node) and tree.plain and tree.raw is not None and not isinstance(tree.value, (dict, list)):
+            return self.wrong(tree, path, faults, f'to mean the text, quote it: "{tree.raw}"' if tree.raw else "")
+        return self.wrong(tree, path, faults)
+
+
+class SecretType(Checker):
+    expected = "text (a secret)"
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        value = tree.value if isinstance(tree, Node) else tree
+        if isinstance(value, str):
+            return Secret(value)
+        if isinstance(value, int) and not isinstance(value, bool) and isinstance(tree, Node):
+            return Secret(tree.raw if tree.raw and "${" not in tree.raw else str(value))  # a password of digits
+        faults.append(Fault("wrong-type", f"expected {self.expected}, found {type(value).__name__}", path, tree))
+        return INVALID
+
+
+class ChoiceType(Checker):
+    def __init__(self, choices: tuple[Any, ...]) -> None:
+        self.choices = choices
+        self.expected = choices[0] if len(choices) == 1 else "one of " + ", ".join(f"`{choice}`" for choice in choices)
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        value = tree.value if isinstance(tree, Node) else tree
+        if not isinstance(value, bool) and value in self.choices if isinstance(value, (str, int)) else False:
+            return value
+        if isinstance(value, str):
+            faults.append(
+                Fault("unknown-choice", f"{describe(value)} is not {self.expected}", path, tree, help=did_you_mean(value, self.choices))
+            )
+            return INVALID
+        return self.wrong(tree, path, faults)
+
+
+class ListType(Checker):
+    def __init__(self, item: Checker) -> None:
+        self.item = item
+        self.expected = f"a list (each {item.expected})"
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        if not isinstance(tree, Node) or not isinstance(tree.value, list):
+            return self.wrong(tree, path, faults)
+        items = tuple(self.item.check(item, (*path, i), faults) for i, item in enumerate(tree.value))
+        return INVALID if any(item is INVALID for item in items) else items
+
+    def sections(self) -> Iterator[type[Section]]:
+        return self.item.sections()
+
+
+class MappingType(Checker):
+    expected = "a mapping"
+
+    def __init__(self, item: Checker) -> None:
+        self.item = item
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        entries = entries_of(tree)
+        if entries is None:
+            return self.wrong(tree, path, faults)
+        items = {key: self.item.check(item, (*path, key), faults) for key, item in entries.items()}
+        return INVALID if any(item is INVALID for item in items.values()) else MappingProxyType(items)
+
+    def sections(self) -> Iterator[type[Section]]:
+        return self.item.sections()
+
+
+class OptionalType(Checker):
+    def __init__(self, inner: Checker) -> None:
+        self.inner = inner
+        self.expected = f"{inner.expected}, or null"
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        if isinstance(tree, Node) and tree.value is None:
+            return None
+        return self.inner.check(tree, path, faults)
+
+    def sections(self) -> Iterator[type[Section]]:
+        return self.inner.sections()
+
+
+class SectionType(Checker):
+    expected = "a mapping"
+
+    def __init__(self, section: type[Section]) -> None:
+        self.section = section
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        entries = {} if isinstance(tree, Node) and tree.value is None else entries_of(tree)
+        if entries is None:
+            return self.wrong(tree, path, faults)
+        fields = self.section.fields()
+        values: dict[str, Any] = {}
+        for name, field in fields.items():
+            if name in entries:
+                values[name] = field.checker.check(entries[name], (*path, name), faults)
+            elif field.default is MISSING:
+                faults.append(Fault("missing-key", f"`{name}` is required here", (*path, name), tree))
+                values[name] = INVALID
+        for name in entries.keys() - fields.keys():
+            faults.append(self.unknown(name, entries[name], path, tree))
+        return INVALID if any(value is INVALID for value in values.values()) else self.section(**values)
+
+    def unknown(self, name: str, value: Tree, path: Path, tree: Tree) -> Fault:
+        where = ".".join(map(str, path)) or "the configuration"
+        return Fault(
+            "unknown-key", f"unknown key `{name}` in {where}", (*path, name), tree, key=name, help=did_you_mean(name, self.section.fields())
+        )
+
+    def sections(self) -> Iterator[type[Section]]:
+        yield self.section
+
+
+class TaggedType(Checker):
+    """A union of sections; `kind` says which."""
+
+    def __init__(self, sections: tuple[type[Section], ...]) -> None:
+        self.kinds = {get_args(section._declared["kind"][0])[0]: section for section in sections}
+        self.expected = f"a mapping with a `kind`: {', '.join(self.kinds)}"
+
+    def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
+        entries = entries_of(tree)
+        if entries is None:
+            kind = tree.value if isinstance(tree, Node) else None
+            return self.wrong(tree, path, faults, f"write `{{kind: {kind}}}`" if isinstance(kind, str) and kind in self.kinds else "")
+        kind = entries.get("kind")
+        if kind is None:
+            faults.append(Fault("missing-key", f"`kind` is required here, one of {', '.join(self.kinds)}", (*path, "kind"), tree))
+            return INVALID
+        chosen = ChoiceType(tuple(self.kinds)).check(kind, (*path, "kind"), faults)
+        if chosen is INVALID:
+            return INVALID
+        start = len(faults)
+        value = SectionType(self.kinds[chosen]).check(tree, path, faults)
+        for i in range(start, len(faults)):
+            faults[i] = self.elsewhere(faults[i], chosen, len(path))
+        return value
+
+    def elsewhere(self, fault: Fault, chosen: str, depth: int) -> Fault:
+        """An unknown key that another kind has is a likely slip."""
+        if fault.code != "unknown-key" or len(fault.path) != depth + 1:
+            return fault
+        others = [f"`{kind}`" for kind, section in self.kinds.items() if fault.key in section.fields()]
+        help = f"it is a setting of kind {' and '.join(others)}; this is kind `{chosen}`" if others else fault.help
+        return fault._replace(message=f"{fault.message} (kind {chosen})", help=help)
+
+    def sections(self) -> Iterator[type[Section]]:
+        return iter(self.kinds.values())
+
+
+def entries_of(tree: Tree) -> dict[str, Tree] | None:
+    """The keys and values of a tree that is a mapping."""
+    if isinstance(tree, dict):
+        return tree
+    if isinstance(tree.value, dict):
+        return {key: entry.value for key, entry in tree.value.items()}
+    return None
+
+
+def did_you_mean(word: str, choices: Any, template: str = "did you mean `{}`?") -> str:
+    from difflib import get_close_matches
+
+    words = {str(choice).lower(): str(choice) for choice in choices}
+    close = get_close_matches(word.lower().replace("-", "_"), words, 1, 0.6) or get_close_matches(word.lower(), words, 1, 0.6)
+    return template.format(words[close[0]]) if close else ""
+
+
+_PLAIN: dict[Any, Callable[[], Checker]] = {Any: AnyType, bool: BoolType, str: TextType, Secret: SecretType}
+
+
+def checker_of(annotation: Any) -> Checker:
+    """The checker for a type annotation."""
+    if annotation in _PLAIN:
+        return _PLAIN[annotation]()
+    if annotation in (int, float):
+        return NumberType(annotation is int, Bounds())
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return NumberType(arguments[0] is int, arguments[1])
+    if origin is Literal:
+        return ChoiceType(arguments)
+    if origin is tuple:
+        return ListType(checker_of(arguments[0]))
+    if origin is Mapping:
+        return MappingType(checker_of(arguments[1]))
+    if origin in (Union, UnionType):
+        rest = tuple(argument for argument in arguments if argument is not NoneType)
+        inner = TaggedType(rest) if len(rest) > 1 else checker_of(rest[0])
+        return OptionalType(inner) if len(rest) < len(arguments) else inner
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return SectionType(annotation)
+    raise TypeError(f"no checker for {annotation!r}")

@@ -1,0 +1,261 @@
+"""Layers of settings become one tree, and the merge keeps the history of every value.
+
+Mappings merge, lists replace, null is null. Where a later layer changes the `kind` of a union, the earlier layers' settings of the old
+kind are dropped. A setting that a dialect meant for one kind (its `only_for`) waits until that kind is chosen, in whatever layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from shoal.config.fields import INVALID, Checker, Faults, MappingType, OptionalType, Section, SectionType, TaggedType, Tree
+from shoal.config.problems import Label, Problem, Severity, Span
+from shoal.config.schema import Run
+from shoal.config.text import Node, Source
+
+Key = tuple[str, ...]
+
+
+class Layer(NamedTuple):
+    """One origin of settings. A higher rank wins."""
+
+    name: str
+    rank: int
+    dialect: str = "shoal"
+
+
+class Assignment(NamedTuple):
+    """One value for one setting, from one layer."""
+
+    path: Key
+    node: Node
+    key: Span
+    layer: Layer
+    only_for: tuple[tuple[Key, tuple[str, ...]], ...] = ()
+    """Unions and the kinds of each under which the value counts."""
+    because: str = ""
+    """Why, for a value that nobody wrote."""
+
+
+class Dropped(NamedTuple):
+    """An assignment without effect, and why."""
+
+    assignment: Assignment
+    reason: str
+    by: Assignment | None
+    """What decided it."""
+
+
+class UnavailableError(Exception):
+    """A setting that did not pass its own check, or that the chosen kind does not have."""
+
+
+class Settings:
+    """The merged settings, before and while they are checked."""
+
+    def __init__(self, assignments: Iterable[Assignment]) -> None:
+        self.assignments = sorted(assignments, key=lambda assignment: assignment.layer.rank)
+        self.problems: list[Problem] = []
+        self.kinds: dict[Key, str] = {}
+        self.history: dict[Key, list[Assignment]] = {}
+        self.dropped: list[Dropped] = []
+        self.tree: dict[str, Tree] = {}
+        self._merge()
+
+    # --- merging --------------------------------------------------------------------------------
+
+    def _merge(self) -> None:
+        deciders = {union: self._decide(union) for union in unions()}
+        for assignment in self.assignments:
+            verdict = self._verdict(assignment, deciders)
+            if verdict:
+                self.dropped.append(verdict)
+            else:
+                self.history.setdefault(assignment.path, []).append(assignment)
+                self._put(assignment)
+        for union, kind in self.kinds.items():
+            self._name_kind(union, kind)
+
+    def _name_kind(self, union: Key, kind: str) -> None:
+        """Where settings of a union are given and its kind is left at the default, the tree says so too."""
+        branch: Tree | None = self.tree
+        for name in union:
+            branch = branch.get(name) if isinstance(branch, dict) else None
+        if isinstance(branch, dict) and "kind" not in branch:
+            branch["kind"] = Node(kind, Source("default", kind="default").whole(), user_path=".".join((*union, "kind")))
+
+    def _decide(self, union: Key) -> Assignment | None:
+        """Choose the kind of a union; the assignment that changed it to what it is."""
+        default = default_at(union)
+        kind = getattr(default, "kind", None)
+        decider = None
+        for assignment in self.assignments:
+            if assignment.path == (*union, "kind") and isinstance(assignment.node.value, str):
+                if assignment.node.value != kind:
+                    decider = assignment
+                kind = assignment.node.value
+            elif assignment.path == union and assignment.node.value is None:
+                kind = getattr(default, "kind", None)
+        if kind is not None:
+            self.kinds[union] = kind
+        return decider
+
+    def _verdict(self, assignment: Assignment, deciders: dict[Key, Assignment | None]) -> Dropped | None:
+        for union, kinds in assignment.only_for:
+            if self.kinds.get(union) not in kinds:
+                chosen = self.last((*union, "kind")) or deciders.get(union)
+                return Dropped(assignment, f"{'.'.join(union)}.kind is {self.kinds.get(union, 'not set')}", chosen)
+        guarded = {union for union, _ in assignment.only_for}
+        for union, decider in deciders.items():
+            inside = assignment.path[: len(union)] == union and len(assignment.path) > len(union) and assignment.path[len(union)] != "kind"
+            if inside and union not in guarded and decider and assignment.layer.rank < decider.layer.rank:
+                return Dropped(assignment, f"a later layer changed {'.'.join(union)}.kind", decider)
+        return None
+
+    def _put(self, assignment: Assignment) -> None:
+        *parents, last = assignment.path
+        value = assignment.node.value
+        if value is None and isinstance(checker_at(assignment.path, self.kinds), (SectionType, TaggedType, MappingType)):
+            return  # an empty section: nothing is set here
+        branch = self.tree
+        for name in parents:
+            below = branch.get(name)
+            if not isinstance(below, dict):
+                below = {}
+                branch[name] = below
+            branch = below
+        if isinstance(value, dict) and not value:
+            if not isinstance(branch.get(last), dict):
+                branch[last] = {}
+            return
+        branch[last] = assignment.node
+
+    def add(self, assignment: Assignment) -> None:
+        """A value that was derived from the others."""
+        self.history.setdefault(assignment.path, []).append(assignment)
+        self._put(assignment)
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def last(self, path: Key) -> Assignment | None:
+        """The assignment that gave a setting its value; None where it has its default."""
+        above = [self.history[path[:length]][-1] for length in range(1, len(path) + 1) if path[:length] in self.history]
+        return max(above, key=lambda assignment: assignment.layer.rank, default=None)
+
+    def get(self, dotted: str) -> Any:
+        """The value of a setting. UnavailableError if it is not a good one, or not a setting of the kind that was chosen."""
+        path = tuple(dotted.split("."))
+        tree: Tree | None = self.tree
+        for name in path:
+            tree = tree.get(name) if isinstance(tree, dict) else None
+        checker = checker_at(path, self.kinds)
+        if checker is None:
+            raise UnavailableError(dotted)
+        if tree is None:
+            return default_at(path, self.kinds)
+        faults: Faults = []
+        value = checker.check(tree, path, faults)
+        if value is INVALID:
+            raise UnavailableError(dotted)
+        return value
+
+    def given(self, dotted: str) -> bool:
+        """Did somebody write this setting (not a default, not null)?"""
+        assignment = self.last(tuple(dotted.split(".")))
+        return assignment is not None and assignment.node.value is not None and assignment.node.span.source.kind != "default"
+
+    def rank(self, dotted: str) -> int:
+        assignment = self.last(tuple(dotted.split(".")))
+        return assignment.layer.rank if assignment else -1
+
+    def labels(self, *dotted: str) -> tuple[Label, ...]:
+        """Where settings were set, with what; settings that have their default have no place."""
+        labels = []
+        for name in dotted:
+            assignment = self.last(tuple(name.split(".")))
+            if assignment and assignment.node.span.source.kind != "default":
+                labels.append(Label(assignment.node.span, f"`{assignment.node.user_path or name}`"))
+        return tuple(labels)
+
+    def spelling(self, dotted: str) -> str:
+        """A setting as its author wrote it."""
+        assignment = self.last(tuple(dotted.split(".")))
+        return (assignment.node.user_path if assignment else "") or dotted
+
+    def report(self, code: str, message: str, *paths: str, help: str = "", severity: Severity = "error") -> None:
+        """A problem at the places where the settings of these paths were set."""
+        labels = self.labels(*paths)
+        self.problems.append(Problem(code, message, labels, self.spelling(paths[0]), help, severity))
+
+    def derive(self, dotted: str, value: Any, because: str) -> None:
+        """Give a setting the value that follows from others."""
+        source = Source(because, kind="default")
+        node = Node(value, source.whole(), user_path=dotted)
+        self.add(Assignment(tuple(dotted.split(".")), node, node.span, Layer("derived", 1_000_000), because=because))
+
+
+# --- the schema, asked by path --------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def unions() -> tuple[Key, ...]:
+    """Every path of the schema where a `kind` decides what else there is."""
+    return tuple(_unions(Run, ()))
+
+
+def _unions(section: type[Section], path: Key) -> Iterator[Key]:
+    for name, field in section.fields().items():
+        checker = _inner(field.checker)
+        if isinstance(checker, TaggedType):
+            yield (*path, name)
+        elif isinstance(checker, SectionType):
+            yield from _unions(checker.section, (*path, name))
+
+
+def _inner(checker: Checker) -> Checker:
+    return checker.inner if isinstance(checker, OptionalType) else checker
+
+
+def checker_at(path: Key, kinds: dict[Key, str]) -> Checker | None:
+    """The checker of the setting at a path, given the kinds that were chosen."""
+    checker: Checker = SectionType(Run)
+    for depth, name in enumerate(path):
+        section = _section_of(_inner(checker), kinds.get(path[:depth]))
+        if section is not None:
+            field = section.fields().get(name)
+            if field is None:
+                return None
+            checker = field.checker
+        elif isinstance(mapping := _inner(checker), MappingType):
+            checker = mapping.item
+        else:
+            return None
+    return checker
+
+
+def section_at(path: Key, kinds: dict[Key, str]) -> type[Section] | None:
+    """The section at a path, of the kind that was chosen."""
+    checker = checker_at(path, kinds)
+    return _section_of(_inner(checker), kinds.get(path)) if checker else None
+
+
+def default_at(path: Key, kinds: dict[Key, str] | None = None) -> Any:
+    """The default of the setting at a path."""
+    value: Any = Run()
+    for depth, name in enumerate(path):
+        kind = (kinds or {}).get(path[:depth])
+        if kind is not None and getattr(value, "kind", None) != kind:
+            section = section_at(path[:depth], kinds or {})
+            field = section.fields().get(name) if section else None
+            value = field.default if field else None
+        else:
+            value = getattr(value, name, None)
+    return value
+
+
+def _section_of(checker: Checker, kind: str | None) -> type[Section] | None:
+    if isinstance(checker, SectionType):
+        return checker.section
+    return checker.kinds.get(kind or "") if isinstance(checker, TaggedType) else None

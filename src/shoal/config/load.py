@@ -1,0 +1,343 @@
+"""From files, environment and command line to one frozen Run: the only way there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from shoal.config import derive, rules
+from shoal.config.dialects import DIALECTS, NAMES, NATIVE, candidates, native_knows, native_paths
+from shoal.config.dialects.table import Seen, leaves, parse_target
+from shoal.config.fields import INVALID, Fault, Faults, SectionType, did_you_mean
+from shoal.config.layers import Assignment, Key, Layer, Settings
+from shoal.config.presets import find as find_preset
+from shoal.config.problems import ConfigError, Label, Problem, errors
+from shoal.config.schema import Run
+from shoal.config.text import Entry, Node, Source, interpolate, node_of, parse_value, read
+
+VARIABLES = {
+    "DB_PASSWORD": "transport[postgres].password",
+    "HF_TOKEN": "hub.token",
+    "TELEMETRY_ALPHA": "coordinator.telemetry_alpha",
+    "LOG_LEVEL": "log_level",
+}
+DEFAULT_FILE = "config.yaml"
+
+
+class Override(NamedTuple):
+    """A setting from the command line: `--set a.b=c`, or a flag with the name of a setting."""
+
+    path: str
+    value: str
+    argument: str
+    """As it was typed."""
+    exact: bool = True
+    """A full path; otherwise the end of one is enough."""
+
+
+class File(NamedTuple):
+    """A file, or a preset, and the name of its layer."""
+
+    path: str
+    layer: str = ""
+
+
+class Loaded:
+    """The outcome: the run if there is one, the settings with their history, and all problems."""
+
+    def __init__(self, settings: Settings, problems: list[Problem], files: list[_Parsed]) -> None:
+        self.settings = settings
+        self.problems = problems
+        self.files = files
+        self._run: Run | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not errors(self.problems)
+
+    @property
+    def run(self) -> Run:
+        if self._run is None:
+            raise ConfigError(self.problems)
+        return self._run
+
+
+class _Parsed(NamedTuple):
+    root: Node
+    layer: Layer
+
+
+def load(*files: str, overrides: Iterable[str] = (), dialect: str | None = None, environ: Mapping[str, str] | None = None) -> Run:
+    """The run that files and presets describe, later ones over earlier ones; `overrides` are `path=value`. Raises ConfigError."""
+    settings = [parse_override(text) for text in overrides]
+    return resolve([File(file) for file in files], settings, dialect=dialect, environ=environ).run
+
+
+def parse_override(text: str, option: str = "--set") -> Override:
+    path, equals, value = text.partition("=")
+    if not equals or not path.strip():
+        source = Source("command line", f"{option} {text}", kind="command line")
+        raise ConfigError([Problem("bad-override", f"`{text}` is not `path=value`", (Label(source.whole()),))])
+    return Override(path.strip(), value, f"{option} {text}")
+
+
+def resolve(
+    files: list[File], overrides: Iterable[Override] = (), *, dialect: str | None = None, environ: Mapping[str, str] | None = None
+) -> Loaded:
+    """Read, translate, merge, check, derive. Never raises for what a user wrote: `problems` has it all."""
+    return _Loader(os.environ if environ is None else environ, dialect).load(files, list(overrides))
+
+
+def resolve_data(data: Mapping[str, Any], *, name: str, dialect: str, environ: Mapping[str, str] | None = None) -> Loaded:
+    """The same for settings given in Python."""
+    loader = _Loader(os.environ if environ is None else environ, dialect)
+    source = Source(name, kind="python")
+    root = node_of(data, source.whole())
+    return loader.finish([_Parsed(root, Layer(name, 10, dialect))], [])
+
+
+class _Loader:
+    def __init__(self, environ: Mapping[str, str], dialect: str | None) -> None:
+        self.environ = environ
+        self.dialect = dialect
+        self.problems: list[Problem] = []
+        self.seen: dict[str, Seen] = {}
+
+    def report(self, problem: Problem) -> None:
+        self.problems.append(problem)
+
+    def load(self, files: list[File], overrides: list[Override]) -> Loaded:
+        if not files:
+            files = self.default_files()
+        roots = [self.read(file, order) for order, file in enumerate(files)]
+        expanded = [interpolate(root, self.environ, self.report) for root in roots if root]
+        return self.finish(self.in_dialects(expanded), overrides)
+
+    def read(self, file: File, order: int) -> Node | None:
+        preset = None if os.path.exists(file.path) else find_preset(file.path)
+        layer = file.layer or os.path.splitext(os.path.basename(file.path))[0]
+        return read(preset or file.path, self.report, name=file.path, layer=layer, order=order)
+
+    def default_files(self) -> list[File]:
+        path = self.environ.get("CONFIG_PATH") or DEFAULT_FILE
+        if not os.path.exists(path) and not find_preset(path):
+            help = f"name one, set CONFIG_PATH, or let `shoal init` write {DEFAULT_FILE}"
+            where = "CONFIG_PATH names a file that is not there" if self.environ.get("CONFIG_PATH") else f"there is no {DEFAULT_FILE} here"
+            self.report(Problem("missing-file", f"no configuration file is given, and {where}", help=help))
+            return []
+        return [File(path)]
+
+    # --- which dialect --------------------------------------------------------------------------------
+
+    def in_dialects(self, roots: list[Node]) -> list[_Parsed]:
+        possible = [self.possible(root) for root in roots]
+        sure = [names[0] for names in possible if len(names) == 1]
+        files = []
+        for root, names in zip(roots, possible, strict=True):
+            source = root.span.source
+            agreed = names if len(names) == 1 else [name for name in names if name in sure]
+            name = self.dialect or (agreed[0] if len(set(agreed)) == 1 else "")
+            if not name:
+                message = f"`{source.name}` could be written in several dialects: {', '.join(names)}"
+                help = f"say which: --dialect NAME, or a line `dialect: {names[0]}` at its top"
+                self.report(Problem("ambiguous-dialect", message, (Label(source.whole()),), help=help))
+                continue
+            files.append(_Parsed(root, Layer(source.layer, 10 + source.order, name)))
+        return files
+
+    def possible(self, root: Node) -> list[str]:
+        """The dialects a file may be written in. Its own `dialect:` line is taken out."""
+        entry = root.value.pop("dialect", None)
+        if entry is None:
+            return candidates(root)
+        name = entry.value.value
+        if name in NAMES:
+            return [name]
+        help = did_you_mean(str(name), NAMES)
+        self.report(
+            Problem("unknown-choice", f"no dialect `{name}`: one of {', '.join(NAMES)}", (Label(entry.value.span),), "dialect", help)
+        )
+        return candidates(root)
+
+    # --- assignments --------------------------------------------------------------------------------
+
+    def finish(self, files: list[_Parsed], overrides: list[Override]) -> Loaded:
+        assignments: list[Assignment] = []
+        for parsed in files:
+            assignments += self.translate(parsed.root, parsed.layer)
+        used = list(dict.fromkeys(parsed.layer.dialect for parsed in files))
+        assignments += self.from_environment()
+        for number, override in enumerate(overrides):
+            assignments += self.from_override(override, used, number)
+        for rank, name in enumerate(name for name in used if name != NATIVE):
+            layer = Layer(f"{name} dialect", rank, name)
+            assignments += DIALECTS[name].unwritten(self.seen.get(name, Seen()), layer, self.report)
+        return self.check(Settings(assignments), files)
+
+    def translate(self, root: Node, layer: Layer) -> list[Assignment]:
+        if layer.dialect == NATIVE:
+            return [Assignment(path, node, key, layer) for path, node, key in _native_leaves((), root)]
+        return DIALECTS[layer.dialect].translate(root, layer, self.seen.setdefault(layer.dialect, Seen()), self.report)
+
+    def from_environment(self) -> list[Assignment]:
+        assignments = []
+        for name, target in VARIABLES.items():
+            text = self.environ.get(name)
+            if text:
+                shown = "********" if name in ("DB_PASSWORD", "HF_TOKEN") else text
+                span = Source(f"environment variable {name}", f"{name}={shown}", kind="environment", order=1000).whole()._replace(line=1)
+                path, only_for = parse_target(target)
+                node = Node(text, span, user_path=name) if text is not shown else parse_value(text, span, self.report, name)
+                if name == "LOG_LEVEL":
+                    node = node.replaced(str(node.value).upper())
+                assignments.append(Assignment(path, node, span, Layer("environment", 1000), only_for))
+        return assignments
+
+    def from_override(self, override: Override, used: list[str], number: int) -> list[Assignment]:
+        source = Source("command line", override.argument, kind="command line", layer="command line", order=2000 + number)
+        value_at = len(override.argument) - len(override.value)
+        span = source.whole()._replace(line=1, column=value_at + 1, length=max(1, len(override.value)))
+        key = source.whole()._replace(line=1, column=max(1, value_at - len(override.path)), length=len(override.path))
+        layer = Layer("command line", 2000 + number)
+        for name in used:
+            matches = [path for path, _ in DIALECTS[name].paths()] if name != NATIVE else list(native_paths())
+            full = self.match(override, matches, name, key)
+            if full:
+                return self.assign(full, name, override, span, key, layer)
+        if NATIVE not in used and (full := self.match(override, list(native_paths()), NATIVE, key)):
+            return self.assign(full, NATIVE, override, span, key, layer)
+        if full is None:
+            self.report(self.unknown_override(override, used, key))
+        return []
+
+    def match(self, override: Override, paths: list[str], name: str, key: Any) -> str | None:
+        """The full path an override means in a dialect: None if none, '' once an ambiguous one has been reported."""
+        wanted = override.path
+        knows = native_knows if name == NATIVE else DIALECTS[name].knows
+        if knows(tuple(wanted.split("."))) and ("." in wanted or wanted in paths or override.exact):
+            return wanted
+        if override.exact:
+            return None
+        wanted = wanted.replace("-", "_")
+        found = {path for path in paths if path == wanted or path.endswith("." + wanted)}
+        if not found:
+            return None
+        depth = min(path.count(".") for path in found)
+        nearest = sorted(path for path in found if path.count(".") == depth)
+        targets = {DIALECTS[name].trie.find(tuple(path.split("."))).row.to if name != NATIVE else path for path in nearest}  # type: ignore[union-attr]
+        if len(targets) == 1:
+            return nearest[0]
+        message = f"`{override.argument.split()[0]}` could mean {' or '.join(f'`{path}`' for path in sorted(found))}"
+        self.report(
+            Problem("ambiguous-flag", message, (Label(key),), override.path, f"give the full path: --{nearest[0]} {override.value}")
+        )
+        return ""
+
+    def assign(self, path: str, name: str, override: Override, span: Any, key: Any, layer: Layer) -> list[Assignment]:
+        node = parse_value(override.value, span, self.report, path)
+        node = interpolate(node, self.environ, self.report)
+        for step in reversed(path.split(".")):
+            node = Node({step: Entry(key, node)}, span, user_path=node.user_path.rpartition(".")[0])
+        return self.translate(node, layer._replace(dialect=name))
+
+    def unknown_override(self, override: Override, used: list[str], key: Any) -> Problem:
+        paths = [path for name in used if name != NATIVE for path, _ in DIALECTS[name].paths()] + list(native_paths())
+        leaf = override.path.replace("-", "_").split(".")[-1]
+        homes = [path for path in paths if path.split(".")[-1] == leaf]
+        if homes:
+            help = f"did you mean `{homes[0]}`?"
+        else:
+            help = did_you_mean(override.path, paths) or did_you_mean(leaf, [path.split(".")[-1] for path in paths])
+        what = "setting" if override.exact else "option or setting"
+        return Problem("unknown-key", f"no {what} `{override.path}`", (Label(key, "not a setting"),), override.path, help)
+
+    # --- checking --------------------------------------------------------------------------------
+
+    def check(self, settings: Settings, files: list[_Parsed]) -> Loaded:
+        loaded = Loaded(settings, self.problems, files)
+        faults: Faults = []
+        if SectionType(Run).check(settings.tree, (), faults) is INVALID:
+            self.problems += [self.problem(fault, settings) for fault in faults]
+        self.problems += self.without_effect(settings)
+        derive.derive(settings)
+        rules.apply(settings)
+        self.problems += settings.problems
+        if loaded.ok:
+            final = SectionType(Run).check(settings.tree, (), faults)
+            assert final is not INVALID, faults
+            loaded._run = final
+        return loaded
+
+    def problem(self, fault: Fault, settings: Settings) -> Problem:
+        """A fault of the tree, told at the place and in the words of the one who wrote it."""
+        path = tuple(str(step) for step in fault.path)
+        if fault.code in ("unknown-key", "missing-key"):
+            spans = _key_spans(fault, path, settings)
+            note = "not a setting here" if fault.code == "unknown-key" else ""
+            return Problem(fault.code, fault.message, tuple(Label(span, note) for span in spans), ".".join(path), fault.help)
+        node = fault.at if isinstance(fault.at, Node) else None
+        if node is None:
+            below = settings.last(path) or next(
+                (history[-1] for known, history in settings.history.items() if known[: len(path)] == path), None
+            )
+            labels: tuple[Label, ...] = (Label(below.key),) if below else ()
+            return Problem(fault.code, f"`{'.'.join(path)}`: {fault.message}", labels, ".".join(path), fault.help)
+        spelling = node.user_path or ".".join(path)
+        return Problem(
+            fault.code, f"`{spelling}`: {fault.message}", (Label(node.span, fault.message.split(", found")[0]),), spelling, fault.help
+        )
+
+    def without_effect(self, settings: Settings) -> list[Problem]:
+        """A warning for each key that was written and waits for another kind, unless it counts elsewhere."""
+        alive = {id(assignment.key) for history in settings.history.values() for assignment in history}
+        told = []
+        for assignment, reason, by in settings.dropped:
+            if (
+                assignment.only_for
+                and assignment.node.span.source.kind not in ("default", "environment")
+                and id(assignment.key) not in alive
+            ):
+                labels: tuple[Label, ...] = (Label(assignment.key),)
+                if by and by.node.span.source.kind != "default":
+                    labels = (*labels, Label(by.node.span, "decided here"))
+                spelling = assignment.node.user_path
+                told.append(Problem("no-effect", f"`{spelling}` has no effect: {reason}", labels, spelling, severity="warning"))
+        return told
+
+
+def _native_leaves(path: Key, node: Node) -> Iterable[tuple[Key, Node, Any]]:
+    for name, entry in node.value.items():
+        here = (*path, name)
+        if isinstance(entry.value.value, dict) and entry.value.value:
+            yield from _native_leaves(here, entry.value)
+        else:
+            yield here, entry.value, entry.key
+
+
+def _key_spans(fault: Fault, path: Key, settings: Settings) -> list[Any]:
+    if isinstance(fault.at, Node) and isinstance(fault.at.value, dict):
+        entry = fault.at.value.get(fault.key) if fault.key else None
+        return [entry.key if entry else fault.at.span]
+    prefix = path if fault.code == "unknown-key" else path[:-1]
+    below = [history[-1] for known, history in settings.history.items() if known[: len(prefix)] == prefix]
+    if not below:
+        return []
+    first = min(below, key=lambda assignment: (assignment.layer.rank, assignment.key.line))
+    if fault.code == "unknown-key" and first.path != path:
+        return [_ancestor_key(first, path)]
+    return [first.key]
+
+
+def _ancestor_key(assignment: Assignment, path: Key) -> Any:
+    """The place of a key above a value: found in the text, since only leaves keep theirs."""
+    source, name = assignment.key.source, path[-1]
+    for number in range(assignment.key.line, 0, -1):
+        line = source.line(number) or ""
+        column = line.find(name + ":")
+        if column >= 0 and not line[:column].strip(" -{"):
+            return assignment.key._replace(line=number, column=column + 1, length=len(name))
+    return assignment.key
+
+
+__all__ = ["DEFAULT_FILE", "File", "Loaded", "Override", "leaves", "load", "parse_override", "resolve", "resolve_data"]

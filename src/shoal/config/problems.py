@@ -1,0 +1,167 @@
+"""Problems in a configuration, and how they are shown: for people, for programs, for code review."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.config.text import Source
+
+Severity = Literal["error", "warning"]
+Style = Literal["text", "json", "github"]
+
+# A key that ends like this may hold a secret even where no schema knows it (a misspelt key, a syntax error).
+_SECRET_IN_LINE = re.compile(r"""(\b\w*(?:password|passwd|secret|(?:^|_|\b)token)["']?\s*[:=]\s*)(?!\$\{)(\S.*)$""", re.IGNORECASE)
+
+
+class Span(NamedTuple):
+    """A stretch of one line of a source; lines and columns count from 1. Line 0 means the source as a whole."""
+
+    source: Source
+    line: int
+    column: int
+    length: int
+
+    def __str__(self) -> str:
+        if not self.line:
+            return self.source.name
+        if self.source.kind != "file":
+            return self.source.name if self.source.lines == [self.source.name] else f"{self.source.name}: {self.source.lines[0]}"
+        return f"{self.source.name}:{self.line}:{self.column}"
+
+
+class Label(NamedTuple):
+    """A place in a source and what is to be said about it."""
+
+    span: Span
+    text: str = ""
+
+
+class Problem(NamedTuple):
+    """One thing wrong (or odd) in the configuration. The first label is where it is, the others where it comes from."""
+
+    code: str
+    message: str
+    labels: tuple[Label, ...] = ()
+    path: str = ""
+    help: str = ""
+    severity: Severity = "error"
+
+
+class ConfigError(ShoalError):
+    """The configuration does not load; `problems` has every reason."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = list(problems)
+        super().__init__(render(self.problems))
+
+
+def errors(problems: Iterable[Problem]) -> list[Problem]:
+    """Those of the problems that forbid to start."""
+    return [problem for problem in problems if problem.severity == "error"]
+
+
+def render(problems: list[Problem], style: Style = "text", *, colour: bool = False) -> str:
+    """All problems, in the order of the files and lines they stand in."""
+    ordered = sorted(problems, key=_position)
+    if style == "json":
+        import json
+
+        return json.dumps([_as_dict(problem) for problem in ordered], indent=2, ensure_ascii=False)
+    if style == "github":
+        return "\n".join(_github(problem) for problem in ordered)
+    return "\n\n".join([*(_text(problem, colour) for problem in ordered), _summary(ordered)])
+
+
+def masked(line: str) -> str:
+    """A source line that can be shown: what looks like a secret is hidden."""
+    return _SECRET_IN_LINE.sub(lambda match: match.group(1) + "********", line)
+
+
+def _position(problem: Problem) -> tuple[int, int, int]:
+    if not problem.labels:
+        return (-1, 0, 0)
+    span = problem.labels[0].span
+    return (span.source.order, span.line, span.column)
+
+
+def _text(problem: Problem, colour: bool) -> str:
+    def paint(code: str, text: str) -> str:
+        return f"\033[{code}m{text}\033[0m" if colour and text else text
+
+    tone = "1;31" if problem.severity == "error" else "1;33"
+    rows = [f"{paint(tone, f'{problem.severity}[{problem.code}]')}{paint('1', f': {problem.message}')}"]
+    numbered = [label.span.line for label in problem.labels if label.span.line and label.span.source.kind == "file"]
+    gutter = len(str(max(numbered, default=1)))
+    for number, (span, note) in enumerate(problem.labels):
+        arrow = "-->" if number == 0 else ":::"
+        layer = f"  ({span.source.layer} layer)" if span.source.layer and span.source.kind == "file" else ""
+        rows.append(f"{' ' * gutter}{paint('1;34', arrow)} {masked(str(span))}{layer}")
+        line = span.source.line(span.line)
+        if line is None:
+            continue
+        shown, column, length = _window(masked(line), span.column, span.length)
+        in_file = str(span.line) if span.source.kind == "file" else " "
+        caret = "^" if number == 0 else "-"
+        bar = paint("1;34", "|")
+        rows += [
+            f"{' ' * gutter} {bar}",
+            f"{paint('1;34', in_file.rjust(gutter))} {bar} {shown}",
+            f"{' ' * gutter} {bar} {' ' * (column - 1)}{paint(tone if number == 0 else '1;34', f'{caret * length} {note}'.rstrip())}",
+        ]
+    rows += [f"{' ' * gutter} {paint('1;34', '=')} help: {line}" for line in problem.help.splitlines()]
+    return "\n".join(rows)
+
+
+def _window(line: str, column: int, length: int, width: int = 160) -> tuple[str, int, int]:
+    """The part of a long line around the column, control characters made visible."""
+    line = "".join(character if character.isprintable() else ("    " if character == "\t" else "�") for character in line[: column + width])
+    start = max(0, column - width // 2) if len(line) > width else 0
+    shown = ("…" if start else "") + line[start : start + width]
+    column = column - start + (1 if start else 0)
+    return shown, column, max(1, min(length, len(shown) - column + 1))
+
+
+def _summary(problems: list[Problem]) -> str:
+    wrong = errors(problems)
+    odd = len(problems) - len(wrong)
+    warnings = f"{odd} warning{'s' * (odd != 1)}" if odd else ""
+    if not wrong:
+        return f"{warnings}."
+    files = {problem.labels[0].span.source.name for problem in wrong if problem.labels and problem.labels[0].span.source.kind == "file"}
+    where = f" in {len(files)} file{'s' * (len(files) != 1)}" if files else ""
+    count = f"{len(wrong)} problem{'s' * (len(wrong) != 1)}{where}"
+    return f"{count}{f', {warnings}' if warnings else ''}; nothing was started."
+
+
+def _as_dict(problem: Problem) -> dict[str, object]:
+    span = problem.labels[0].span if problem.labels else None
+    return {
+        "severity": problem.severity,
+        "code": problem.code,
+        "message": problem.message,
+        "file": span.source.name if span else None,
+        "line": span.line or None if span else None,
+        "column": span.column if span and span.line else None,
+        "path": problem.path or None,
+        "help": problem.help or None,
+    }
+
+
+def _github(problem: Problem) -> str:
+    def escape(text: str) -> str:
+        return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+    def escape_property(text: str) -> str:
+        return escape(text).replace(":", "%3A").replace(",", "%2C")
+
+    where = ""
+    if problem.labels:
+        span = problem.labels[0].span
+        where = f"file={escape_property(span.source.name)},line={max(1, span.line)},col={max(1, span.column)},"
+    message = problem.message + (f"\n{problem.help}" if problem.help else "")
+    return f"::{problem.severity} {where}title={escape_property(problem.code)}::{escape(message)}"

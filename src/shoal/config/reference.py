@@ -1,0 +1,145 @@
+"""The schema as documents: JSON Schema for editors, Markdown for people. Docstrings are read from the source."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from shoal.config import fields as f
+from shoal.config.dialects import DIALECTS
+from shoal.config.fields import MISSING, Checker, Section, as_data
+from shoal.config.schema import Run
+from shoal.config.show import scalar
+
+_INTERPOLATED = {"type": "string", "pattern": r"\$\{[A-Za-z_][A-Za-z0-9_]*(:[-?][^}]*)?\}", "description": "taken from the environment"}
+
+
+def field_docs(section: type[Section]) -> dict[str, str]:
+    """The text under each field of a section, by name."""
+    docs: dict[str, str] = {}
+    for base in reversed(section.__mro__[:-2]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(following, ast.Expr):
+                docs[statement.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
+    return docs
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of a native file. `${…}` may stand for any value."""
+    definitions: dict[str, Any] = {}
+    root = _section(Run, definitions)
+    root["properties"]["dialect"] = {"enum": [*DIALECTS, "shoal"], "description": "the vocabulary of this file"}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Shoal run"}
+    return head | root | {"$defs": definitions}
+
+
+def _section(section: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:
+    docs = field_docs(section)
+    properties = {}
+    for name, field in section.fields().items():
+        schema = _of(field.checker, definitions)
+        if docs.get(name):
+            schema = schema | {"description": docs[name]}
+        if field.default is not MISSING:
+            schema = schema | {"default": as_data(field.default)}
+        properties[name] = schema
+    schema = {"type": "object", "description": (section.__doc__ or "").strip(), "properties": properties, "additionalProperties": False}
+    required = [name for name, field in section.fields().items() if field.default is MISSING]
+    return schema | ({"required": required} if required else {})
+
+
+def _reference(section: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:
+    if section.__name__ not in definitions:
+        definitions[section.__name__] = {}
+        definitions[section.__name__] = _section(section, definitions)
+    return {"$ref": f"#/$defs/{section.__name__}"}
+
+
+def _of(checker: Checker, definitions: dict[str, Any]) -> dict[str, Any]:
+    match checker:
+        case f.OptionalType():
+            return {"anyOf": [_of(checker.inner, definitions), {"type": "null"}]}
+        case f.SectionType():
+            return {"anyOf": [_reference(checker.section, definitions), {"type": "null"}]}
+        case f.TaggedType():
+            kinds = [_reference(section, definitions) for section in checker.kinds.values()]
+            return {"type": "object", "properties": {"kind": {"enum": list(checker.kinds)}}, "anyOf": kinds}
+        case f.ListType():
+            return {"type": "array", "items": _of(checker.item, definitions)}
+        case f.MappingType():
+            return {"type": "object", "additionalProperties": _of(checker.item, definitions)}
+        case f.ChoiceType():
+            return {"anyOf": [{"enum": list(checker.choices)}, _INTERPOLATED]}
+        case f.BoolType():
+            return {"anyOf": [{"type": "boolean"}, _INTERPOLATED]}
+        case f.NumberType():
+            names = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": "maximum", "below": "exclusiveMaximum"}
+            limits = {names[name]: limit for name, limit in checker.bounds._asdict().items() if limit is not None}
+            return {"anyOf": [{"type": "integer" if checker.whole else "number"} | limits, _INTERPOLATED]}
+        case f.TextType():
+            return {"type": "string"}
+        case f.SecretType():
+            return {"type": ["string", "integer"], "writeOnly": True}
+    return {}
+
+
+def settings_page() -> str:
+    """docs/settings.md: every setting, its type, its default, its meaning."""
+    rows = ["# Settings", "", "Every setting of a native file. Made from the schema by `make docs`; do not edit.", ""]
+    _page(Run, "", rows)
+    return "\n".join(rows).rstrip() + "\n"
+
+
+def _page(section: type[Section], path: str, rows: list[str]) -> None:
+    title = path.rstrip(".") or "At the top"
+    kind = section.fields().get("kind")
+    tagged = kind.default if kind and isinstance(kind.checker, f.ChoiceType) and len(kind.checker.choices) == 1 else None
+    rows += [f"## {title}" + (f", kind `{tagged}`" if tagged else ""), "", (section.__doc__ or "").strip(), ""]
+    docs, below = field_docs(section), []
+    table = []
+    for name, field in section.fields().items():
+        inner = field.checker.inner if isinstance(field.checker, f.OptionalType) else field.checker
+        if isinstance(inner, (f.SectionType, f.TaggedType)):
+            below += [(item, f"{path}{name}.") for item in inner.sections()]
+            continue
+        if isinstance(inner, (f.ListType, f.MappingType)):
+            star = "NAME" if isinstance(inner, f.MappingType) else "[]"
+            below += [(item, f"{path}{name}.{star}.") for item in inner.sections() if not isinstance(inner.item, f.TaggedType)]
+        if name == "kind" and tagged:
+            continue
+        default = "required" if field.default is MISSING else f"`{scalar(as_data(field.default))}`"
+        table.append(f"| `{name}` | {_escape(field.checker.expected)} | {default} | {_escape(docs.get(name, ''))} |")
+    if table:
+        rows += ["| setting | takes | default | meaning |", "|---|---|---|---|", *table, ""]
+    for item, where in below:
+        _page(item, where, rows)
+
+
+def dialects_page() -> str:
+    """docs/dialects.md: every key of every dialect, and where it goes."""
+    rows = [
+        "# Dialects",
+        "",
+        "Files written for five earlier programs load as they are. Each dialect is a table from its keys to Shoal's settings;",
+        "`shoal config migrate FILE` rewrites a file in Shoal's own words. Made from the tables by `make docs`; do not edit.",
+        "",
+        "`strategy[syncps].window` is the setting `strategy.window`, which counts when `strategy.kind` is `syncps`.",
+        "",
+    ]
+    for dialect in DIALECTS.values():
+        rows += [f"## {dialect.name}", "", f"{dialect.title}.", "", "| key | setting | default |", "|---|---|---|"]
+        for entry in dialect.rows:
+            spellings = [f"`{entry.path}`", *(f"`{path}`" for path in entry.also), *(f"`{path}` (old)" for path in entry.old)]
+            default = f"`{scalar(entry.default)}`" if entry.has_default else ""
+            note = f" (gives way to `{entry.yields_to}`)" if entry.yields_to else ""
+            rows.append(f"| {', '.join(spellings)} | {', '.join(f'`{target}`' for target in entry.to)}{note} | {default} |")
+        rows.append("")
+    return "\n".join(rows).rstrip() + "\n"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|")

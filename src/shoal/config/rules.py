@@ -1,0 +1,250 @@
+"""What must hold between settings. Each rule names the settings it reads, and runs when they are good, whatever else is wrong.
+
+Where the contradiction stands in one layer it is an error; where a later layer brought it into an earlier one (a short test run of a long
+config, say) most rules only warn, because the later layer was chosen knowingly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from shoal.config.derive import contributions, quorum
+from shoal.config.fields import Secret
+from shoal.config.layers import Settings, UnavailableError
+from shoal.config.problems import Severity
+
+
+class Rule(NamedTuple):
+    """A check over the values at some paths."""
+
+    paths: tuple[str, ...]
+    check: Callable[..., None]
+
+
+RULES: list[Rule] = []
+
+
+def rule(*paths: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def register(check: Callable[..., None]) -> Callable[..., None]:
+        RULES.append(Rule(paths, check))
+        return check
+
+    return register
+
+
+def apply(settings: Settings) -> None:
+    for paths, check in RULES:
+        try:
+            check(settings, *(settings.get(path) for path in paths))
+        except UnavailableError:
+            continue
+
+
+def _across(settings: Settings, *paths: str) -> Severity:
+    """An error within a layer, a warning across layers."""
+    return "error" if len({settings.rank(path) for path in paths}) == 1 else "warning"
+
+
+@rule("model.hidden_size", "model.num_heads")
+def heads_divide_width(settings: Settings, width: int, heads: int) -> None:
+    if width % heads:
+        settings.report("heads", f"{heads} attention heads do not divide a width of {width}", "model.num_heads", "model.hidden_size")
+
+
+@rule("model.num_heads", "model.num_kv_heads")
+def kv_heads_divide_heads(settings: Settings, heads: int, kv_heads: int | None) -> None:
+    if kv_heads and heads % kv_heads:
+        settings.report(
+            "heads", f"{kv_heads} key and value heads do not divide {heads} attention heads", "model.num_kv_heads", "model.num_heads"
+        )
+
+
+@rule("model.experts.count", "model.experts.per_token")
+def enough_experts(settings: Settings, count: int, per_token: int) -> None:
+    if per_token > count:
+        message = f"{per_token} experts per token, of {count} experts in all"
+        settings.report("experts", message, "model.experts.per_token", "model.experts.count")
+
+
+@rule("data.sequence_length", "model.max_seq_len")
+def sequence_fits_model(settings: Settings, length: int | None, longest: int) -> None:
+    if length is not None and length > longest:
+        message = f"sequences of {length} tokens do not fit a model that takes {longest}"
+        settings.report("sequence-length", message, "data.sequence_length", "model.max_seq_len")
+
+
+@rule("cluster.num_workers", "cluster.workers")
+def workers_counted(settings: Settings, number: int | None, workers: tuple[str, ...]) -> None:
+    if number is not None and workers and number != len(workers):
+        message = f"{number} workers are expected and {len(workers)} are listed"
+        settings.report("workers", message, "cluster.num_workers", "cluster.workers", help="make them agree")
+
+
+@rule("cluster.workers")
+def workers_named_once(settings: Settings, workers: tuple[str, ...]) -> None:
+    for name in sorted({name for name in workers if workers.count(name) > 1}):
+        settings.report("workers", f"worker `{name}` is listed twice", "cluster.workers")
+
+
+@rule("cluster.server", "cluster.workers", "cluster.hosts")
+def hosts_are_known(settings: Settings, server: str | None, workers: tuple[str, ...], hosts: dict[str, Any]) -> None:
+    known = ", ".join(f"`{name}`" for name in hosts) or "none"
+    if server is not None and server not in hosts:
+        message = f"the server `{server}` has no address: the hosts are {known}"
+        settings.report("hosts", message, "cluster.server", *_first_host(settings), help=f"add `{server}` to the hosts")
+    if server is not None and server in workers:
+        settings.report("hosts", f"`{server}` is the server and a worker too", "cluster.workers", "cluster.server")
+    missing = [name for name in workers if name not in hosts] if hosts else []
+    if missing:
+        names = ", ".join(f"`{name}`" for name in missing)
+        settings.report(
+            "hosts",
+            f"no address for the worker{'s' * (len(missing) > 1)} {names}: the hosts are {known}",
+            "cluster.workers",
+            *_first_host(settings),
+        )
+
+
+def _first_host(settings: Settings) -> tuple[str, ...]:
+    return next(((".".join(path),) for path in settings.history if path[:2] == ("cluster", "hosts")), ())
+
+
+@rule("updates.privacy.enabled", "updates.clip_norm")
+def privacy_needs_clipping(settings: Settings, private: bool, clip: float | None) -> None:
+    if private and clip is None:
+        message = "differential privacy needs a limit on each contribution, and clipping is off"
+        settings.report("privacy", message, "updates.privacy.enabled", "updates.clip_norm", help="set a clip norm above 0")
+
+
+@rule("updates.aggregation.kind", "updates.aggregation.byzantine")
+def robust_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
+    count, path = contributions(settings)
+    if byzantine is None or count is None:
+        return
+    needed = quorum(kind, byzantine)
+    if count < needed:
+        factor = "2f+3" if kind == "krum" else "4f+3"
+        message = f"{kind} against f = {byzantine} false contributions needs {factor} = {needed} of them, and a round has {count}"
+        possible = (count - 3) // (2 if kind == "krum" else 4)
+        help = f"raise the round to {needed}" + (f", or lower f to {possible}" if possible >= 0 else "")
+        settings.report("quorum", message, "updates.aggregation.byzantine", path, "updates.aggregation.kind", help=help)
+
+
+@rule("strategy.min_staleness", "strategy.max_staleness")
+def staleness_bounds(settings: Settings, least: int | None, most: int) -> None:
+    if least is not None and least > most:
+        message = f"the least staleness bound, {least}, is above max_staleness, {most}"
+        settings.report("staleness", message, "strategy.min_staleness", "strategy.max_staleness")
+
+
+@rule("training.schedule.warmup_steps", "training.max_steps")
+def warmup_inside_run(settings: Settings, warmup: int, steps: int | None) -> None:
+    if steps is not None and warmup and warmup >= steps:
+        paths = ("training.schedule.warmup_steps", "training.max_steps")
+        message = f"a warm-up of {warmup} steps does not end within a run of {steps}: the learning rate never reaches its peak"
+        settings.report("warm-up", message, *paths, severity=_across(settings, *paths))
+
+
+@rule("training.schedule.kind", "training.schedule.end_learning_rate", "training.optimizer.learning_rate")
+def schedule_falls(settings: Settings, kind: str, end: float, start: float) -> None:
+    if kind != "constant" and end > start:
+        paths = ("training.schedule.end_learning_rate", "training.optimizer.learning_rate")
+        message = f"the learning rate would rise from {start:g} to {end:g} over the run"
+        settings.report("schedule", message, *paths, severity=_across(settings, *paths))
+
+
+@rule(
+    "training.global_batch_size", "training.batch_size", "training.gradient_accumulation_steps", "launch.devices_per_node", "launch.nodes"
+)
+def batch_arithmetic(
+    settings: Settings, whole: int | None, batch: int | None, accumulation: int, devices: int | None, nodes: int | None
+) -> None:
+    if whole is None or batch is None:
+        return
+    step = batch * accumulation * (devices or 1) * (nodes or 1)
+    paths = ("training.global_batch_size", "training.batch_size", "training.gradient_accumulation_steps")
+    if devices and whole != step:
+        message = f"a global batch of {whole} is not {batch} × {accumulation} × {devices * (nodes or 1)} devices = {step}"
+        settings.report(
+            "batch-arithmetic", message, *paths, "launch.devices_per_node", help=f"set the global batch size to {step}, or leave it out"
+        )
+    elif whole % step:
+        message = f"a global batch of {whole} is no multiple of {batch} × {accumulation} = {step}"
+        settings.report("batch-arithmetic", message, *paths, help="the number of devices would have to be a fraction")
+
+
+@rule("training.gradient_health.enabled", "training.gradient_health.initial_clip_value", "training.gradient_health.final_clip_value")
+def clip_value_tightens(settings: Settings, enabled: bool, initial: float, final: float) -> None:
+    if enabled and final > initial:
+        paths = ("training.gradient_health.final_clip_value", "training.gradient_health.initial_clip_value")
+        settings.report(
+            "gradient-health", f"the clip value would loosen from {initial:g} to {final:g}", *paths, severity=_across(settings, *paths)
+        )
+
+
+@rule("training.polyak_alpha", "strategy.kind")
+def polyak_in_use(settings: Settings, alpha: float | None, kind: str) -> None:
+    if alpha is not None and kind not in ("syncps", "local"):
+        message = f"`{settings.spelling('training.polyak_alpha')}` has no effect: with {kind} a pull replaces the weights"
+        settings.report("no-effect", message, "training.polyak_alpha", severity="warning")
+
+
+@rule("engine.zero_stage", "engine.nvme_offload", "engine.cpu_offload")
+def offload_fits_stage(settings: Settings, stage: int, nvme: bool, cpu: bool) -> None:
+    if nvme and stage < 3:
+        settings.report("offload", f"offload to NVMe needs ZeRO stage 3, this is stage {stage}", "engine.nvme_offload", "engine.zero_stage")
+    if nvme and cpu:
+        settings.report("offload", "offload to CPU memory and to NVMe exclude each other", "engine.nvme_offload", "engine.cpu_offload")
+
+
+@rule("hub.enabled", "hub.repo_id", "hub.token")
+def hub_has_a_place(settings: Settings, enabled: bool, repo_id: str, token: Secret | None) -> None:
+    if enabled and repo_id.count("/") != 1:
+        message = f"uploads are on, and `{repo_id}` is not a repository" if repo_id else "uploads are on, and no repository is named"
+        settings.report("hub", message, "hub.repo_id", "hub.enabled", help="name it as user/name")
+    if enabled and not (token and token.reveal()):
+        message = "uploads are on, and there is no token"
+        settings.report("hub", message, "hub.enabled", help="export HF_TOKEN=hf_… before the run", severity="warning")
+
+
+@rule("serving.num_nodes", "cluster.workers")
+def nodes_are_there(settings: Settings, nodes: int | None, workers: tuple[str, ...]) -> None:
+    if nodes is not None and workers and nodes != len(workers) + 1:
+        message = f"the layers go over {nodes} nodes, and the cluster has {len(workers) + 1} (the server and {len(workers)} workers)"
+        settings.report("nodes", message, "serving.num_nodes", "cluster.workers")
+
+
+@rule("serving.num_nodes", "model.num_layers")
+def a_layer_for_each_node(settings: Settings, nodes: int | None, layers: int | None) -> None:
+    if nodes is not None and layers is not None and nodes > layers:
+        settings.report("nodes", f"{layers} layers do not go over {nodes} nodes", "serving.num_nodes", "model.num_layers")
+
+
+@rule("scheduler.tasks")
+def tasks_named_once(settings: Settings, tasks: tuple[Any, ...]) -> None:
+    ids = [task.id for task in tasks]
+    for name in sorted({name for name in ids if ids.count(name) > 1}):
+        settings.report("tasks", f"task `{name}` stands twice", "scheduler.tasks")
+
+
+@rule("task", "model.kind")
+def task_fits_model(settings: Settings, task: str | None, kind: str) -> None:
+    from shoal.config.derive import TASKS
+
+    wanted = {"ppo": "language-modelling"}.get(task or "", task)
+    if task is not None and TASKS[kind] != wanted:
+        settings.report("task", f"a model of kind {kind} does not learn {task}", "task", "model.kind")
+
+
+@rule("task", "training.penalties")
+def penalties_in_use(settings: Settings, task: str | None, penalties: Any) -> None:
+    given = [name for name in ("repetition_weight", "immediate_repetition_weight", "eos_weight") if getattr(penalties, name)]
+    if given and task not in ("language-modelling", "ppo", None):
+        settings.report("no-effect", f"penalties are for language models, this is {task}", f"training.penalties.{given[0]}", "task")
+
+
+@rule("data.source.kind", "data.source.parts")
+def mixture_has_parts(settings: Settings, kind: str, parts: tuple[Any, ...]) -> None:
+    if not parts:
+        settings.report("mixture", "a mixture needs at least one part", "data.source.parts")

@@ -1,0 +1,146 @@
+"""Who takes part, how they reach each other, and who does what."""
+
+from collections.abc import Mapping
+from typing import Literal, Union
+
+from shoal.config.fields import (
+    EMPTY,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Secret,
+    Section,
+    Share,
+)
+
+
+class Zmq(Section):
+    """ZeroMQ: a small header and raw frames."""
+
+    kind: Literal["zmq"] = "zmq"
+    host: str | None = None
+    """Address the coordinator listens on; null: every address its workers use, or this machine alone."""
+    port: Port = 65432
+    """0 lets the system choose."""
+
+
+class XmlRpc(Section):
+    """XML-RPC over HTTP, for debugging: the same results, slower."""
+
+    kind: Literal["xmlrpc"] = "xmlrpc"
+    host: str | None = None
+    """Address the coordinator listens on; null: this machine alone."""
+    port: Port = 65432
+    """0 lets the system choose."""
+
+
+class Postgres(Section):
+    """A PostgreSQL database that every machine reaches."""
+
+    kind: Literal["postgres"] = "postgres"
+    host: str = "embedded"
+    """Server address; `embedded` starts a server of the run's own."""
+    port: Port = 5432
+    database: str = "shoal"
+    user: str = "shoal"
+    password: Secret | None = None
+    """Better in the environment as DB_PASSWORD."""
+    poll_interval_s: PositiveFloat = 5.0
+    """Seconds between looks at the database where notifications do not get through."""
+
+
+class InProcess(Section):
+    """All in one process."""
+
+    kind: Literal["in-process"] = "in-process"
+
+
+Transport = Union[Zmq, XmlRpc, Postgres, InProcess]
+
+
+class Host(Section):
+    """One machine."""
+
+    server_address: str | None = None
+    """Address under which this machine reaches the server."""
+    server_port: Port | None = None
+    """Port under which this machine reaches the server; null: the transport's."""
+    host: str | None = None
+    """Address this machine itself listens on."""
+    port: Port | None = None
+    """Port this machine itself listens on; 0 lets the system choose."""
+    memory_gb: PositiveFloat | None = None
+    flops: PositiveFloat | None = None
+    """Compute, in the units of the tasks' required_flops."""
+    bandwidth_mbps: PositiveFloat | None = None
+
+
+class Cluster(Section):
+    """The machines of the run."""
+
+    server: str | None = None
+    """Name of the host that coordinates."""
+    workers: tuple[str, ...] = ()
+    """Names of the hosts that work."""
+    num_workers: PositiveInt | None = None
+    """How many workers to expect; null: as many as are listed."""
+    hosts: Mapping[str, Host] = EMPTY
+    """What is known of each machine, by name."""
+
+
+class Coordinator(Section):
+    """The one who holds the weights."""
+
+    heartbeat_interval_s: PositiveFloat = 5.0
+    """Seconds between a worker's signs of life."""
+    telemetry_alpha: PositiveShare = 0.2
+    """Weight of the newest measurement in a worker's smoothed speed."""
+    state_path: str | None = None
+    """Where its state is kept; null: in the run's folder."""
+    checkpoint_path: str | None = None
+    """File the weights are saved to and continued from; null: in the run's folder."""
+
+
+class Launch(Section):
+    """How many processes a worker is made of."""
+
+    devices_per_node: PositiveInt | None = None
+    """Devices to use on each machine; null: all of them."""
+    nodes: PositiveInt | None = None
+    """Machines the engine spans; null: as torchrun says, else 1."""
+
+
+class ScheduledTask(Section):
+    """A piece of work to be matched with a worker."""
+
+    id: str
+    model_share: Share = 1.0
+    """Share of the model it holds: memory needed = share × model size."""
+    data_share: Share = 1.0
+    """Share of the data it works on."""
+    required_flops: NonNegativeFloat = 0.0
+    """Compute it needs, in the units of the hosts' flops."""
+    priority: NonNegativeInt = 1
+    """Larger is more urgent."""
+
+
+class Scheduler(Section):
+    """Which worker does which task."""
+
+    kind: Literal["none", "priority", "capability", "gale-shapley"] = "none"
+    """`priority`: the most urgent task takes the first worker it fits; `capability`: by score; `gale-shapley`: a stable matching."""
+    tasks: tuple[ScheduledTask, ...] = ()
+
+
+class Simulation(Section):
+    """A run in virtual time."""
+
+    heartbeats: PositiveInt = 5
+    """Rounds of heartbeats to simulate."""
+    heartbeat_interval_s: PositiveFloat = 1.0
+    scheduling_rounds: PositiveInt = 3
+    """Rounds of scheduling to simulate."""
+    scheduling_interval_s: PositiveFloat = 2.0

@@ -1,0 +1,146 @@
+"""What it learns from: the source, how samples become batches, how batches are loaded."""
+
+from typing import Literal, Union
+
+from shoal.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class Builtin(Section):
+    """Real data that comes with Python packages, so that everything runs with no download."""
+
+    kind: Literal["builtin"] = "builtin"
+    name: Literal["digits", "python-source"] = "digits"
+    """`digits`: 1,797 handwritten digits of 8 × 8; `python-source`: the text of Python's standard library."""
+
+
+class Mnist(Section):
+    """Files in MNIST's idx format."""
+
+    kind: Literal["mnist"] = "mnist"
+    path: str = "data/mnist"
+    """Folder with the four idx files, gzipped or not; downloaded there when missing."""
+
+
+class Images(Section):
+    """A folder or a zip file of images, such as CelebA."""
+
+    kind: Literal["images"] = "images"
+    path: str = "data/images"
+    download: str | None = None
+    """Data set of the hub to download when nothing is at the path."""
+
+
+class Text(Section):
+    """Text files (.txt, .jsonl, gzipped or not), or a folder of them."""
+
+    kind: Literal["text"] = "text"
+    path: str
+    text_field: str | None = None
+    """Field of a JSON line that holds the text; null: found out."""
+
+
+class HubDataset(Section):
+    """A data set of the Hugging Face hub, or a local copy of one."""
+
+    kind: Literal["huggingface"] = "huggingface"
+    name: str
+    subset: str | None = None
+    """Configuration name, or a slice such as `train[:1000]`."""
+    text_field: str | None = None
+    """Column that holds the text; null: found out."""
+
+
+class Wikitext(Section):
+    """WikiText-2 (Merity et al.)."""
+
+    kind: Literal["wikitext"] = "wikitext"
+    path: str | None = None
+    """Folder with its files; null: from the hub."""
+
+
+class Snli(Section):
+    """The Stanford Natural Language Inference corpus, as text."""
+
+    kind: Literal["snli"] = "snli"
+    path: str | None = None
+    """Folder with its files; null: from the hub."""
+
+
+class Preferences(Section):
+    """Pairs of a chosen and a rejected answer, one JSON object a line."""
+
+    kind: Literal["preferences"] = "preferences"
+    path: str
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+
+
+class MixturePart(Section):
+    """One source of a mixture."""
+
+    source: Union[Builtin, Text, HubDataset, Wikitext, Snli]
+    weight: PositiveFloat | None = None
+    """How often it is drawn, against the others; null: by its size."""
+
+
+class Mixture(Section):
+    """Several sources, drawn from by weight."""
+
+    kind: Literal["mixture"] = "mixture"
+    parts: tuple[MixturePart, ...]
+
+
+DataSource = Union[Builtin, Mnist, Images, Text, HubDataset, Wikitext, Snli, Preferences, Mixture]
+
+
+class Mixing(Section):
+    """How the sources of a mixture, or the files of a folder of texts, are balanced."""
+
+    enabled: bool = False
+    """Draw by weight; otherwise one source after the other."""
+    temperature: PositiveFloat = 1.0
+    """Weights are taken to the power 1/temperature: above 1 lifts the small sources."""
+
+
+class Loader(Section):
+    """How batches reach the device."""
+
+    num_workers: NonNegativeInt = 0
+    """Processes that load ahead; 0 loads in the training process."""
+    drop_last: bool = True
+    """Leave out a last batch that is not full."""
+    pin_memory: bool = True
+    """Use pinned memory on the way to a GPU."""
+    prefetch_factor: PositiveInt = 2
+    """Batches each process loads ahead."""
+    persistent_workers: bool = True
+    """Keep the processes between epochs."""
+
+
+class Data(Section):
+    """Where samples come from and how they become batches."""
+
+    source: DataSource | None = None
+    """null: a built-in source that fits the model."""
+    tokenizer: str | None = None
+    """`bytes`, `bpe` (trained on the data), a name on the hub, or a path; null: the model's own, else bytes."""
+    sequence_length: PositiveInt | None = None
+    """Tokens in a training sequence; null: as many as the model takes."""
+    batching: Literal["packed", "dynamic", "padded"] = "packed"
+    """Sequences joined and cut to length, padded to the longest of the batch, or padded to the full length."""
+    padding_side: Literal["right", "left"] = "right"
+    truncation: bool = True
+    """Cut a text that is too long; otherwise it is split into several samples."""
+    streaming: bool = False
+    """Read as a stream instead of loading all of it."""
+    shuffle_buffer: PositiveInt = 10_000
+    """Samples a stream is shuffled over."""
+    shuffle_seed: NonNegativeInt | None = None
+    """Seed of the order of samples; null: the run's seed."""
+    reshuffle_each_epoch: bool = True
+    max_samples: PositiveInt | None = None
+    """Use only so many samples in all."""
+    max_train_samples: PositiveInt | None = None
+    max_eval_samples: PositiveInt | None = None
+    mixing: Mixing = Mixing()
+    loader: Loader = Loader()

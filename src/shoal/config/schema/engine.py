@@ -1,0 +1,57 @@
+"""Inside a worker: how it turns batches into an update on its own devices."""
+
+from typing import Literal, Union
+
+from shoal.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class Single(Section):
+    """One process, one device."""
+
+    kind: Literal["single"] = "single"
+
+
+class Ddp(Section):
+    """A copy of the model on each device, gradients averaged."""
+
+    kind: Literal["ddp"] = "ddp"
+
+
+class Fsdp(Section):
+    """Parameters, gradients and optimizer state sharded over the devices (torch `fully_shard`)."""
+
+    kind: Literal["fsdp"] = "fsdp"
+    cpu_offload: bool = False
+    """Keep parameters in main memory when they are not in use."""
+
+
+class DeepSpeed(Section):
+    """DeepSpeed ZeRO."""
+
+    kind: Literal["deepspeed"] = "deepspeed"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """1 shards optimizer state, 2 gradients too, 3 parameters too."""
+    cpu_offload: bool = False
+    """Keep optimizer state (and parameters, at stage 3) in main memory."""
+    nvme_offload: bool = False
+    """Keep them on disk instead (stage 3)."""
+    nvme_path: str = "/local_nvme"
+    """Folder for nvme_offload."""
+    allgather_bucket_size: PositiveInt = 500_000_000
+    reduce_bucket_size: PositiveInt = 500_000_000
+    stage3_prefetch_bucket_size: NonNegativeInt = 50_000_000
+    stage3_param_persistence_threshold: NonNegativeInt = 100_000
+    stage3_max_live_parameters: NonNegativeInt = 1_000_000_000
+
+
+class Pipeline(Section):
+    """Layers in consecutive blocks over several machines, each block's output feeding the next."""
+
+    kind: Literal["pipeline"] = "pipeline"
+    micro_batches: PositiveInt = 4
+    """Parts a batch is cut into, so that all blocks work at once."""
+    timeout_s: PositiveFloat = 300.0
+    """Longest wait for a neighbour or a request."""
+
+
+Engine = Union[Single, Ddp, Fsdp, DeepSpeed, Pipeline]

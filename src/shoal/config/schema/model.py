@@ -1,0 +1,199 @@
+"""What is trained: the network and its sizes."""
+
+from typing import Literal, Union
+
+from shoal.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare, Section, Share
+
+
+class Mlp(Section):
+    """Fully connected layers with ReLU between them, for images and other flat inputs."""
+
+    kind: Literal["mlp"] = "mlp"
+    input_dim: PositiveInt | None = None
+    """Numbers per sample; null: as many as the data has."""
+    hidden_sizes: tuple[PositiveInt, ...] = (128,)
+    """Width of each hidden layer."""
+    output_dim: PositiveInt | None = None
+    """Number of classes; null: as many as the data has."""
+
+
+class Lstm(Section):
+    """A recurrent language model."""
+
+    kind: Literal["lstm"] = "lstm"
+    vocab_size: PositiveInt | None = None
+    """Number of tokens; null: as many as the tokenizer has."""
+    hidden_size: PositiveInt = 128
+    """Width of the embedding and of the recurrent state."""
+    num_layers: PositiveInt = 1
+    """Recurrent layers, one on the other."""
+    dropout: Share = 0.0
+    """Share of activations dropped between layers while training."""
+
+
+class Gpt(Section):
+    """A decoder-only transformer."""
+
+    kind: Literal["gpt"] = "gpt"
+    vocab_size: PositiveInt | None = None
+    """Number of tokens; null: as many as the tokenizer has."""
+    hidden_size: PositiveInt = 256
+    """Width of the residual stream."""
+    num_layers: PositiveInt = 6
+    """Transformer blocks."""
+    num_heads: PositiveInt = 4
+    """Attention heads; must divide hidden_size."""
+    num_kv_heads: PositiveInt | None = None
+    """Key and value heads (grouped-query attention); null: one per attention head."""
+    intermediate_size: PositiveInt | None = None
+    """Width of the feed-forward layer; null: 4 × hidden_size."""
+    max_seq_len: PositiveInt = 128
+    """Longest sequence, in tokens."""
+    positions: Literal["learned", "rotary"] = "learned"
+    """How a token knows its place."""
+    feed_forward: Literal["gelu", "swiglu"] = "gelu"
+    """Activation of the feed-forward layer."""
+    norm: Literal["layer", "rms"] = "layer"
+    """Normalisation before each layer."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the variance in every normalisation."""
+    bias: bool = True
+    """Bias terms in linear layers and normalisations."""
+    tied_embeddings: bool = True
+    """Use the embedding matrix as output matrix too."""
+    dropout: Share = 0.0
+    """Share of activations dropped while training."""
+
+
+class Experts(Section):
+    """Mixture of experts in the feed-forward layers."""
+
+    count: PositiveInt = 8
+    """Experts per layer."""
+    per_token: PositiveInt = 2
+    """Experts that see each token."""
+    capacity_factor: PositiveFloat = 1.25
+    """Room in each expert, as a multiple of an even share; tokens beyond it are dropped and counted."""
+    router: Literal["switch", "gshard", "hash", "stochastic"] = "switch"
+    """How tokens find their experts."""
+    aux_loss_weight: NonNegativeFloat = 0.01
+    """Weight of the loss that balances the experts' load."""
+
+
+class MixtureOfHeads(Section):
+    """A router activates a share of the attention heads for each token."""
+
+    enabled: bool = False
+    active_share: PositiveShare = 0.75
+    """Share of the heads that are active for a token."""
+
+
+class MixtureOfActivations(Section):
+    """A learned gate blends relu, gelu, silu and mish in the feed-forward layers."""
+
+    enabled: bool = False
+
+
+class CrossAttention(Section):
+    """Attention to encoded context given beside the input."""
+
+    enabled: bool = False
+
+
+class Retrieval(Section):
+    """Passages found by dense retrieval, fused through cross-attention."""
+
+    enabled: bool = False
+    passages: str | None = None
+    """File with one passage a line, or a folder of texts; null: the training text."""
+    index: str | None = None
+    """FAISS index on disk; null: built when the run starts."""
+    top_k: PositiveInt = 4
+    """Passages given to the model for each input."""
+
+
+class EpisodicMemory(Section):
+    """A bounded memory of past hidden states, kept by importance, found by similarity, replayed."""
+
+    enabled: bool = False
+    capacity: PositiveInt = 1024
+    """Episodes kept."""
+    top_k: PositiveInt = 4
+    """Episodes recalled for each input."""
+
+
+class Moe(Section):
+    """A decoder-only transformer with mixture-of-experts layers."""
+
+    kind: Literal["moe"] = "moe"
+    vocab_size: PositiveInt | None = None
+    """Number of tokens; null: as many as the tokenizer has."""
+    hidden_size: PositiveInt = 768
+    """Width of the residual stream."""
+    num_layers: PositiveInt = 16
+    """Transformer blocks."""
+    num_heads: PositiveInt = 12
+    """Attention heads; must divide hidden_size."""
+    intermediate_size: PositiveInt | None = None
+    """Width of each expert's feed-forward layer; null: 4 × hidden_size."""
+    max_seq_len: PositiveInt = 2048
+    """Longest sequence, in tokens."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the variance in every normalisation."""
+    dropout: Share = 0.0
+    """Share of hidden activations dropped while training."""
+    attention_dropout: Share = 0.0
+    """Share of attention weights dropped while training."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
+    experts: Experts = Experts()
+    mixture_of_heads: MixtureOfHeads = MixtureOfHeads()
+    mixture_of_activations: MixtureOfActivations = MixtureOfActivations()
+    cross_attention: CrossAttention = CrossAttention()
+    retrieval: Retrieval = Retrieval()
+    episodic_memory: EpisodicMemory = EpisodicMemory()
+
+
+class Dcgan(Section):
+    """A generator and a discriminator of convolutions (players `generator` and `discriminator`)."""
+
+    kind: Literal["dcgan"] = "dcgan"
+    latent_dim: PositiveInt = 100
+    """Numbers in the noise vector an image is made from."""
+    generator_features: PositiveInt = 64
+    """Feature maps of the generator's last hidden layer; earlier ones have more."""
+    discriminator_features: PositiveInt = 64
+    """Feature maps of the discriminator's first layer; later ones have more."""
+    image_size: PositiveInt = 64
+    """Height and width of an image."""
+    channels: PositiveInt | None = None
+    """1 for grey, 3 for colour; null: as the data has."""
+
+
+class Lora(Section):
+    """Train small low-rank matrices beside frozen weights."""
+
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    dropout: Share = 0.0
+    target_modules: tuple[str, ...] = ()
+    """Names of the layers that get one; empty: the library's choice for the model."""
+
+
+class HuggingFace(Section):
+    """Any causal language model of the Hugging Face hub, or a local copy of one."""
+
+    kind: Literal["huggingface"] = "huggingface"
+    pretrained: str
+    """Name on the hub, or a folder: the architecture and the tokenizer."""
+    weights: str | None = None
+    """Name or folder to take the weights from; null: the same."""
+    from_scratch: bool = False
+    """Start from random weights instead of the pretrained ones."""
+    num_layers: PositiveInt | None = None
+    """Transformer blocks the model must have; null: as many as it has."""
+    lora: Lora | None = None
+    """Fine-tune with LoRA; null: train all weights."""
+
+
+Model = Union[Mlp, Lstm, Gpt, Moe, Dcgan, HuggingFace]

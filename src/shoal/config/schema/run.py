@@ -1,0 +1,50 @@
+"""The root: everything a run is made of."""
+
+from typing import Literal
+
+from shoal.config.fields import NonNegativeInt, Section
+from shoal.config.schema.cluster import Cluster, Coordinator, Launch, Scheduler, Simulation, Transport, Zmq
+from shoal.config.schema.data import Data
+from shoal.config.schema.engine import Engine, Single
+from shoal.config.schema.model import Mlp, Model
+from shoal.config.schema.output import Checkpoint, Evaluation, Hub, Logging
+from shoal.config.schema.rlhf import Rlhf
+from shoal.config.schema.serving import Serving
+from shoal.config.schema.strategy import Local, Strategy
+from shoal.config.schema.training import Training
+from shoal.config.schema.updates import Updates
+
+Task = Literal["classification", "language-modelling", "gan", "ppo"]
+
+
+class Run(Section):
+    """A whole run. Frozen: what was checked is what runs."""
+
+    name: str | None = None
+    """What to call it; null: made from the date and the model."""
+    seed: NonNegativeInt = 42
+    """Start of every random number."""
+    output_dir: str = "runs"
+    """Folder that the run's own folder is made in."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    task: Task | None = None
+    """What is learned; null: what the model is for."""
+    model: Model = Mlp()
+    data: Data = Data()
+    training: Training = Training()
+    engine: Engine = Single()
+    strategy: Strategy = Local()
+    updates: Updates = Updates()
+    transport: Transport = Zmq()
+    cluster: Cluster = Cluster()
+    coordinator: Coordinator = Coordinator()
+    launch: Launch = Launch()
+    scheduler: Scheduler = Scheduler()
+    simulation: Simulation = Simulation()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+    hub: Hub = Hub()
+    serving: Serving = Serving()
+    rlhf: Rlhf | None = None
+    """null: no reinforcement learning."""

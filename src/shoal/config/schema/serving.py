@@ -1,0 +1,65 @@
+"""What is done with a trained model: answers, over an API and a page."""
+
+from typing import Literal
+
+from shoal.config.fields import NonNegativeFloat, Port, PositiveFloat, PositiveInt, PositiveShare, Section
+
+
+class Greedy(Section):
+    """The most likely token."""
+
+    temperature: NonNegativeFloat = 1.0
+
+
+class Sampling(Section):
+    """A token drawn from the whole distribution."""
+
+    temperature: NonNegativeFloat = 1.0
+
+
+class TopK(Section):
+    """A token drawn from the k most likely."""
+
+    temperature: NonNegativeFloat = 1.0
+    k: PositiveInt = 40
+
+
+class TopP(Section):
+    """A token drawn from the fewest that together have probability p."""
+
+    temperature: NonNegativeFloat = 1.0
+    p: PositiveShare = 0.9
+
+
+class TopKTopP(Section):
+    """Top-k, then top-p."""
+
+    temperature: NonNegativeFloat = 1.0
+    k: PositiveInt = 50
+    p: PositiveShare = 0.9
+
+
+class Decoding(Section):
+    """How the next token is chosen. A request may name any of the ways; `active` is the default."""
+
+    active: Literal["greedy", "sampling", "top_k", "top_p", "top_k_top_p"] = "top_k"
+    greedy: Greedy = Greedy()
+    sampling: Sampling = Sampling()
+    top_k: TopK = TopK()
+    top_p: TopP = TopP()
+    top_k_top_p: TopKTopP = TopKTopP()
+
+
+class Serving(Section):
+    """Inference, on one machine or with the layers spread over several."""
+
+    num_nodes: PositiveInt | None = None
+    """Machines the layers are spread over, the server counted; null: all of the cluster."""
+    max_new_tokens: PositiveInt = 256
+    decoding: Decoding = Decoding()
+    api_port: Port = 8080
+    """Port of the HTTP API."""
+    page_port: Port = 5050
+    """Port of the chat page."""
+    request_timeout_s: PositiveFloat = 300.0
+    """Longest time a request may take."""

@@ -1,0 +1,96 @@
+"""Between workers: how updates become new weights."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Union
+
+from shoal.config.fields import EMPTY, Decay, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from shoal.config.schema.training import OptimizerName
+
+
+class Local(Section):
+    """Nobody else: one worker."""
+
+    kind: Literal["local"] = "local"
+
+
+class WorkUnits(Section):
+    """Workers lease units of the data; N results make an update."""
+
+    kind: Literal["workunits"] = "workunits"
+    batches_per_unit: PositiveInt = 10
+    """A unit is batch_size × batches_per_unit samples."""
+    units_per_update: PositiveInt = 3
+    """Results to wait for before the weights move."""
+    lease_timeout_s: PositiveFloat = 300.0
+    """Seconds before unfinished work goes to somebody else."""
+    max_retries: NonNegativeInt = 3
+    """Attempts at a unit before it counts as failed."""
+
+
+class Edp(Section):
+    """Elastic and asynchronous: every gradient is applied on arrival, weighted by 1/(1+lag)."""
+
+    kind: Literal["edp"] = "edp"
+    pull_every_steps: PositiveInt = 10
+    """Steps between pulls of the weights."""
+
+
+class SyncPs(Section):
+    """Synchronous parameter server: a round closes when every live worker has sent, or at the deadline."""
+
+    kind: Literal["syncps"] = "syncps"
+    pull_every_steps: PositiveInt = 1
+    """Steps between pulls of the weights."""
+    round_timeout_s: PositiveFloat = 30.0
+    """Seconds after the first contribution at which a round closes without the late ones."""
+    window: PositiveInt = 1
+    """Rounds a worker may be ahead of the slowest before it waits; 1 is a strict barrier."""
+
+
+class Async(Section):
+    """Bounded staleness: a contribution that lags too many versions is rejected."""
+
+    kind: Literal["async"] = "async"
+    max_staleness: NonNegativeInt = 50
+    """Versions a contribution may lag."""
+    adaptive: bool = True
+    """A bound for each worker: max_staleness divided by its speed against the median."""
+    min_staleness: NonNegativeInt | None = None
+    """Least bound of any worker; null: 5, or max_staleness if that is less."""
+    max_staleness_multiplier: PositiveFloat = 10.0
+    """Largest bound, as a multiple of max_staleness."""
+    contributions_per_update: PositiveInt = 1
+    """Contributions from different workers that make an update."""
+
+
+class OuterOptimizer(Section):
+    """What moves the shared weights, once a round."""
+
+    name: OptimizerName = "SGD"
+    learning_rate: PositiveFloat = 0.7
+    momentum: Decay = 0.9
+    """Passed to an optimizer that takes it."""
+    nesterov: bool = True
+    """Passed to an optimizer that takes it."""
+    kwargs: Mapping[str, Any] = EMPTY
+    """Further arguments, passed as they are."""
+
+
+class DiLoCo(Section):
+    """Each worker takes many steps alone; the outer optimizer applies the mean of what they moved."""
+
+    kind: Literal["diloco"] = "diloco"
+    inner_steps: PositiveInt = 500
+    """Steps of each worker in a round."""
+    rounds: PositiveInt = 10
+    """Outer steps."""
+    outer: OuterOptimizer = OuterOptimizer()
+    outer_schedule: Literal["constant", "cosine", "linear", "polynomial"] = "constant"
+    """The outer learning rate over the rounds."""
+    outer_clip_norm: PositiveFloat | None = None
+    """Limit on the norm of the outer gradient; null: none."""
+    round_timeout_s: PositiveFloat = 600.0
+    """Seconds after the first contribution at which a round closes without the late ones."""
+
+
+Strategy = Union[Local, WorkUnits, Edp, SyncPs, Async, DiLoCo]

@@ -1,0 +1,188 @@
+"""How a worker learns: batches, optimizer, schedule, precision, and what keeps it healthy."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Union
+
+from shoal.config.fields import (
+    EMPTY,
+    Decay,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Section,
+    Share,
+)
+
+OptimizerName = Literal[
+    "AdamW",
+    "Adam",
+    "SGD",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adafactor",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "ASGD",
+    "Rprop",
+    "Muon",
+]
+
+
+class Optimizer(Section):
+    """An optimizer of torch.optim. A setting that the optimizer does not take is refused when it is given."""
+
+    name: OptimizerName = "AdamW"
+    learning_rate: NonNegativeFloat = 1e-3
+    weight_decay: NonNegativeFloat | None = None
+    """null: the optimizer's own default; likewise below."""
+    beta1: Decay | None = None
+    beta2: Decay | None = None
+    eps: PositiveFloat | None = None
+    momentum: Decay | None = None
+    kwargs: Mapping[str, Any] = EMPTY
+    """Further arguments, passed as they are."""
+
+
+class PlayerOptimizer(Section):
+    """What differs for one network of several; null: as in `optimizer`."""
+
+    name: OptimizerName | None = None
+    learning_rate: NonNegativeFloat | None = None
+    weight_decay: NonNegativeFloat | None = None
+    beta1: Decay | None = None
+    beta2: Decay | None = None
+
+
+class Schedule(Section):
+    """The learning rate over the run."""
+
+    kind: Literal["constant", "cosine", "linear", "polynomial"] = "constant"
+    """Course after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    warmup: Literal["linear", "cosine"] = "linear"
+    """Shape of the rise."""
+    end_learning_rate: NonNegativeFloat = 0.0
+    """Where it ends."""
+    power: PositiveFloat = 1.0
+    """Exponent of the polynomial course."""
+
+
+class Clipping(Section):
+    """Limit on the norm of a step's gradient."""
+
+    enabled: bool = True
+    max_norm: PositiveFloat | None = None
+    """L2 norm over all parameters of a network; null: no limit."""
+
+
+class Fp32(Section):
+    """32-bit floating point throughout."""
+
+    kind: Literal["fp32"] = "fp32"
+
+
+class Fp16(Section):
+    """16-bit floating point with loss scaling."""
+
+    kind: Literal["fp16"] = "fp16"
+
+
+class Bf16(Section):
+    """bfloat16 for activations and matrix products."""
+
+    kind: Literal["bf16"] = "bf16"
+
+
+class Fp8(Section):
+    """8-bit floating point matrix products, where the GPU has them."""
+
+    kind: Literal["fp8"] = "fp8"
+    margin: NonNegativeInt = 0
+    """Powers of two of head-room in each scale."""
+    interval: PositiveInt = 1
+    """Steps between new scales."""
+
+
+class Nvfp4(Section):
+    """4-bit floating point with block scales (research)."""
+
+    kind: Literal["nvfp4"] = "nvfp4"
+
+
+Precision = Union[Fp32, Fp16, Bf16, Fp8, Nvfp4]
+
+
+class Penalties(Section):
+    """Additions to a language model's loss; a weight of 0 switches one off."""
+
+    repetition_weight: NonNegativeFloat = 0.0
+    """Unlikelihood of tokens that stand in the window before."""
+    repetition_window: PositiveInt = 32
+    """Tokens looked back for repetitions."""
+    immediate_repetition_weight: NonNegativeFloat = 0.0
+    """Probability of saying the previous token again."""
+    eos_weight: NonNegativeFloat = 0.0
+    """Probability of ending before min_sequence_length."""
+    min_sequence_length: NonNegativeInt = 0
+    """Tokens before which an end is penalised."""
+
+
+class EarlyStopping(Section):
+    """Stop when evaluation no longer gets better."""
+
+    patience: PositiveInt | None = None
+    """Evaluations without progress before stopping; null: never."""
+    threshold: NonNegativeFloat = 0.0
+    """Improvement that counts as progress."""
+
+
+class GradientHealth(Section):
+    """Watch over gradients: a clip value that tightens, explosions, steps that are not finite."""
+
+    enabled: bool = False
+    initial_clip_value: PositiveFloat = 2.0
+    final_clip_value: PositiveFloat = 0.5
+    warmup_steps: NonNegativeInt = 1000
+    """Steps over which the clip value goes from initial to final."""
+    explosion_threshold: PositiveFloat = 5.0
+    """Gradient norm that counts as an explosion."""
+    auto_reduce_lr: bool = False
+    """Reduce the learning rate after an explosion."""
+    lr_reduction_factor: PositiveShare = 0.5
+
+
+class Training(Section):
+    """How a worker learns."""
+
+    batch_size: PositiveInt | None = None
+    """Samples per batch on each device; null: 32, or 16 for sequences longer than 128 tokens."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Batches whose gradients make one step."""
+    global_batch_size: PositiveInt | None = None
+    """Samples per step over all devices; checked against batch_size × accumulation × devices. null: that product."""
+    epochs: PositiveInt | None = None
+    """Passes over the data; null: 30 for WikiText, 20 for SNLI, else 1, unless max_steps is set."""
+    max_steps: PositiveInt | None = None
+    """End after so many steps; null: when the epochs are done."""
+    optimizer: Optimizer = Optimizer()
+    players: Mapping[str, PlayerOptimizer] = EMPTY
+    """Optimizer settings by network: `generator`, `discriminator`, `policy`, `value`."""
+    schedule: Schedule = Schedule()
+    clipping: Clipping = Clipping()
+    polyak_alpha: Share | None = None
+    """Weight of the server's parameters when a worker pulls: local ← α·server + (1−α)·local (strategy syncps). null: 1."""
+    precision: Precision = Fp32()
+    allow_emulation: bool = False
+    """Run fp8 or nvfp4 in emulation where the hardware lacks them."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    penalties: Penalties = Penalties()
+    early_stopping: EarlyStopping = EarlyStopping()
+    gradient_health: GradientHealth = GradientHealth()

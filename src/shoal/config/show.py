@@ -1,0 +1,200 @@
+"""Resolved settings as text: YAML with origins, the story of one value, the difference of two runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from shoal.config.fields import Secret, Section, as_data, did_you_mean
+from shoal.config.layers import Assignment, Key, Settings, checker_at, default_at, section_at
+from shoal.config.load import Loaded
+from shoal.config.problems import ConfigError, Problem, masked
+from shoal.config.text import data_of
+from shoal.config.text import resolve as resolve_scalar
+
+_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./@+-]*(?: [A-Za-z0-9_./@+-]+)*")
+
+
+def scalar(value: Any) -> str:
+    """A scalar or a list as YAML on one line."""
+    if isinstance(value, Secret):
+        return Secret.MASK
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        text = repr(value)
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) and resolve_scalar(value) == value else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(scalar(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {scalar(item)}' for key, item in value.items())}}}"
+    return str(value)
+
+
+def to_yaml(data: dict[str, Any], comments: dict[Key, str] | None = None, path: Key = ()) -> str:
+    """Nested data as YAML; `comments` are put at the end of the lines of their paths."""
+    rows: list[tuple[str, str]] = []
+    _rows(data, path, comments or {}, rows)
+    width = min(60, max((len(line) for line, comment in rows if comment), default=0))
+    return "\n".join(f"{line:<{width}}  # {comment}" if comment else line for line, comment in rows) + "\n"
+
+
+def _rows(data: dict[str, Any], path: Key, comments: dict[Key, str], rows: list[tuple[str, str]]) -> None:
+    indent = "  " * len(path)
+    for key, value in data.items():
+        here = (*path, str(key))
+        name = scalar(str(key))
+        if isinstance(value, dict) and value:
+            rows.append((f"{indent}{name}:", ""))
+            _rows(value, here, comments, rows)
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            rows.append((f"{indent}{name}:", comments.get(here, "")))
+            rows += [(f"{indent}  - {scalar(item)}", "") for item in value]
+        else:
+            rows.append((f"{indent}{name}: {scalar(value)}", comments.get(here, "")))
+
+
+def show(loaded: Loaded, *, origin: bool = False, style: str = "yaml") -> str:
+    """The resolved run. Secrets are masked."""
+    data = as_data(loaded.run)
+    origins = {path: place(loaded.settings.last(path)) for path, _ in flat(loaded.run)} if origin else {}
+    if style == "json":
+        if not origin:
+            return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+        values = {".".join(path): {"value": as_data(value), "origin": origins[path]} for path, value in flat(loaded.run)}
+        return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    return to_yaml(data, origins)
+
+
+def flat(section: Section, path: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Every setting below a section, with its path."""
+    for name in section.fields():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from flat(value, (*path, name))
+        elif hasattr(value, "items") and value:
+            for key, item in value.items():
+                if isinstance(item, Section):
+                    yield from flat(item, (*path, name, key))
+                else:
+                    yield (*path, name, key), item
+        else:
+            yield (*path, name), value
+
+
+def place(assignment: Assignment | None) -> str:
+    """Where a value comes from, in a few words."""
+    if assignment is None:
+        return "default"
+    if assignment.because:
+        return assignment.because
+    return _where(assignment)
+
+
+def _where(assignment: Assignment) -> str:
+    span = assignment.node.span
+    if span.source.kind == "command line":
+        return masked(span.source.lines[0])
+    return span.source.name if span.source.kind != "file" else f"{span.source.name}:{span.line}:{span.column}"
+
+
+def explain(loaded: Loaded, dotted: str) -> str:
+    """The value of a setting, who set it, whom they overrode, and what the setting means."""
+    settings, path = loaded.settings, tuple(dotted.split("."))
+    value: Any = loaded.run
+    for name in path:
+        value = value.get(name) if hasattr(value, "get") else getattr(value, name)
+    if isinstance(value, Section):
+        return to_yaml({dotted: as_data(value)})
+    rows = [f"{dotted} = {_quoted(value)}"]
+    rows += _story(settings, path)
+    meaning = description(path, settings)
+    default = default_at(path, settings.kinds)
+    checker = checker_at(path, settings.kinds)
+    rows += [f"  meaning   {meaning}"] if meaning else []
+    rows.append(f"  takes     {checker.expected if checker else 'a value'}; default {_quoted(default)}")
+    return "\n".join(rows) + "\n"
+
+
+def _quoted(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else scalar(as_data(value))
+
+
+def _story(settings: Settings, path: Key) -> list[str]:
+    winner = settings.last(path)
+    told = [assignment for assignment in settings.history.get(path, []) if assignment is not winner][::-1]
+    lines: list[tuple[str, str, str, str]] = []
+    if winner is None:
+        lines.append(("set by", "default", "", ""))
+    elif winner.because:
+        lines.append(("set by", winner.layer.name, winner.because, ""))
+    else:
+        lines.append(("set by", winner.layer.name, _where(winner), _as_written(winner, path)))
+    secret = is_secret(path, settings)
+    shown = {id(old): Secret.MASK if secret else _quoted(data_of(old.node)) for old in settings.assignments}
+    lines += [("overrides", old.layer.name, place(old), f"(was {shown.get(id(old), '')})") for old in told]
+    for assignment, reason, _ in settings.dropped:
+        if assignment.path == path:
+            lines.append(("not used", assignment.layer.name, place(assignment), f"({shown[id(assignment)]}: {reason})"))
+    width = max(len(layer) for _, layer, _, _ in lines)
+    return [f"  {verb:<9} {layer:<{width}}  {where}  {more}".rstrip() for verb, layer, where, more in lines]
+
+
+def is_secret(path: Key, settings: Settings) -> bool:
+    checker = checker_at(path, settings.kinds)
+    return checker is None or "secret" in checker.expected
+
+
+def _as_written(assignment: Assignment, path: Key) -> str:
+    spelling = assignment.node.user_path
+    return f"(as `{spelling}`)" if spelling and spelling != ".".join(path) else ""
+
+
+def diff(before: Loaded, after: Loaded) -> str:
+    """The settings that differ, with their origins; empty if none does."""
+    old, new = dict(flat(before.run)), dict(flat(after.run))
+    rows = []
+    for path in dict.fromkeys([*old, *new]):
+        missing = object()
+        left, right = old.get(path, missing), new.get(path, missing)
+        if left == right:
+            continue
+        rows.append(".".join(path))
+        if left is not missing:
+            rows.append(f"  - {_quoted(left):<24} {place(before.settings.last(path))}")
+        if right is not missing:
+            rows.append(f"  + {_quoted(right):<24} {place(after.settings.last(path))}")
+    return "\n".join(rows) + "\n" if rows else ""
+
+
+def description(path: Key, settings: Settings) -> str:
+    """What a setting means: its docstring in the schema."""
+    from shoal.config.reference import field_docs
+
+    section = section_at(path[:-1], settings.kinds)
+    return field_docs(section).get(path[-1], "") if section else ""
+
+
+def find_setting(loaded: Loaded, wanted: str) -> str:
+    """The native path that is meant: a native one, one in the words of the files' dialects, or the end of either. Raises ConfigError."""
+    known = [".".join(path) for path, _ in flat(loaded.run)]
+    sections = {".".join(path.split(".")[:depth]) for path in known for depth in range(1, path.count(".") + 1)}
+    if wanted in known or wanted in sections:
+        return wanted
+    spelled = {a.node.user_path: ".".join(path) for path, history in loaded.settings.history.items() for a in history if not a.because}
+    if wanted in spelled:
+        return spelled[wanted]
+    ends = [path for path in known if path.endswith(f".{wanted.replace('-', '_')}")]
+    ends += [path for spelling, path in spelled.items() if spelling.endswith(f".{wanted}") and path not in ends]
+    if len(ends) == 1:
+        return ends[0]
+    if ends:
+        raise ConfigError([Problem("ambiguous-path", f"`{wanted}` could mean {' or '.join(f'`{path}`' for path in ends)}")])
+    help = did_you_mean(wanted, known) or did_you_mean(wanted, spelled) or "`shoal config show FILE…` lists them all"
+    raise ConfigError([Problem("unknown-key", f"no setting `{wanted}` in this configuration", path=wanted, help=help)])
