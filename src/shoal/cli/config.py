@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from shoal import ShoalError
-from shoal.cli.main import print_problems, print_warnings
+from shoal.cli.main import report
 from shoal.cli.options import load, parse, parser, require
-from shoal.config.problems import ConfigError
+from shoal.config.problems import ConfigError, render
 from shoal.config.schema import Run
 
 HELP = """\
@@ -40,8 +40,10 @@ def check(argv: list[str]) -> int:
     made.add_argument("--format", choices=("text", "json", "github"), default="text")
     arguments, overrides = parse(made, argv)
     loaded = load(arguments, overrides)
-    if loaded.problems or arguments.format == "json":
-        print_problems(ConfigError(loaded.problems), arguments.format)
+    if arguments.format != "text":
+        print(render(loaded.problems, arguments.format))
+    elif loaded.problems:
+        report(ConfigError(loaded.problems))
     if loaded.ok and arguments.format == "text":
         print(f"{', '.join(_summary(loaded.run, [parsed.layer.dialect for parsed in loaded.files]))}: OK")
     return 0 if loaded.ok else 2
@@ -64,7 +66,8 @@ def show(argv: list[str]) -> int:
     made.add_argument("--format", choices=("yaml", "json"), default="yaml")
     arguments, overrides = parse(made, argv)
     loaded = require(load(arguments, overrides))
-    print_warnings(ConfigError(loaded.problems))
+    if loaded.problems:
+        report(ConfigError(loaded.problems))
     print(text(loaded, origin=arguments.origin, style=arguments.format), end="")
     return 0
 

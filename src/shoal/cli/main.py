@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from shoal import ShoalError, __version__
-from shoal.config.problems import ConfigError, Style, errors, render
+from shoal import __version__
+from shoal.errors import ShoalError
 
 COMMANDS = {
     "config": "check, show, explain, compare and migrate configurations",
@@ -30,11 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)
-    except ConfigError as error:
-        print_problems(error)
-        return 2
     except ShoalError as error:
-        print(f"error: {error}", file=sys.stderr)
+        report(error)
         return 2
     except BrokenPipeError:  # `shoal … | head`
         sys.stderr.close()
@@ -43,17 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def print_problems(error: ConfigError, style: Style = "text") -> None:
-    """Problems go to standard error for people, to standard output for programs."""
-    if style == "text":
-        print(render(error.problems, colour=sys.stderr.isatty()), file=sys.stderr)
+def report(error: ShoalError) -> None:
+    """Tell what is wrong, on standard error."""
+    problems = getattr(error, "problems", None)
+    if problems is None:
+        print(f"error: {error}", file=sys.stderr)
     else:
-        print(render(error.problems, style))
+        from shoal.config.problems import render
 
-
-def print_warnings(error: ConfigError) -> None:
-    if error.problems and not errors(error.problems):
-        print_problems(error)
+        print(render(problems, colour=sys.stderr.isatty()), file=sys.stderr)
 
 
 def _run(arguments: list[str]) -> int:

@@ -241,6 +241,13 @@ def section_at(path: Key, kinds: dict[Key, str]) -> type[Section] | None:
     return _section_of(_inner(checker), kinds.get(path)) if checker else None
 
 
+def union_at(path: Key, kinds: dict[Key, str]) -> TaggedType | None:
+    """The union at a path, if there is one."""
+    checker = checker_at(path, kinds)
+    inner = _inner(checker) if checker else None
+    return inner if isinstance(inner, TaggedType) else None
+
+
 def default_at(path: Key, kinds: dict[Key, str] | None = None) -> Any:
     """The default of the setting at a path."""
     value: Any = Run()

@@ -284,9 +284,8 @@ class _Loader:
             labels: tuple[Label, ...] = (Label(below.key),) if below else ()
             return Problem(fault.code, f"`{'.'.join(path)}`: {fault.message}", labels, ".".join(path), fault.help)
         spelling = node.user_path or ".".join(path)
-        return Problem(
-            fault.code, f"`{spelling}`: {fault.message}", (Label(node.span, fault.message.split(", found")[0]),), spelling, fault.help
-        )
+        note = "not a choice here" if fault.code == "unknown-choice" else fault.message.split(", found")[0]
+        return Problem(fault.code, f"`{spelling}`: {fault.message}", (Label(node.span, note),), spelling, fault.help)
 
     def without_effect(self, settings: Settings) -> list[Problem]:
         """A warning for each key that was written and waits for another kind, unless it counts elsewhere."""

@@ -84,10 +84,8 @@ class _Writer:
     def needless(self, path: Key, assignment: Assignment) -> bool:
         if assignment.node.span.source.kind == "file":
             return False
-        union = path[:-1] if path[-1] == "kind" else ()
-        if union and any(known[: len(union)] == union and known != path for known in self.settings.history):
-            return False
-        return bool(as_data(default_at(path, self.settings.kinds)) == data_of(assignment.node))
+        kinds = {} if path[-1] == "kind" else self.settings.kinds
+        return bool(as_data(default_at(path, kinds)) == data_of(assignment.node))
 
     def line(self, path: Key, assignment: Assignment) -> _Line:
         above, trailing = self.comments.get(assignment.key.line, []), ""

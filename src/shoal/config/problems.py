@@ -15,7 +15,7 @@ Severity = Literal["error", "warning"]
 Style = Literal["text", "json", "github"]
 
 # A key that ends like this may hold a secret even where no schema knows it (a misspelt key, a syntax error).
-_SECRET_IN_LINE = re.compile(r"""(\b\w*(?:password|passwd|secret|(?:^|_|\b)token)["']?\s*[:=]\s*)(?!\$\{)(\S.*)$""", re.IGNORECASE)
+_SECRET_IN_LINE = r"""(\b(?:\w*_)?(?:pas+w\w*|secrets?|tok+e?n)["']?\s*[:=]\s*)(?!\$\{)(\S.*)$"""
 
 
 class Span(NamedTuple):
@@ -79,7 +79,7 @@ def render(problems: list[Problem], style: Style = "text", *, colour: bool = Fal
 
 def masked(line: str) -> str:
     """A source line that can be shown: what looks like a secret is hidden."""
-    return _SECRET_IN_LINE.sub(lambda match: match.group(1) + "********", line)
+    return re.sub(_SECRET_IN_LINE, lambda match: match.group(1) + "********", line, flags=re.IGNORECASE)
 
 
 def _position(problem: Problem) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal.config.fields import Secret, Section, as_data, did_you_mean
-from shoal.config.layers import Assignment, Key, Settings, checker_at, default_at, section_at
+from shoal.config.layers import Assignment, Key, Settings, checker_at, default_at, section_at, union_at
 from shoal.config.load import Loaded
 from shoal.config.problems import ConfigError, Problem, masked
 from shoal.config.text import data_of
@@ -115,11 +115,18 @@ def explain(loaded: Loaded, dotted: str) -> str:
     rows = [f"{dotted} = {_quoted(value)}"]
     rows += _story(settings, path)
     meaning = description(path, settings)
-    default = default_at(path, settings.kinds)
-    checker = checker_at(path, settings.kinds)
     rows += [f"  meaning   {meaning}"] if meaning else []
-    rows.append(f"  takes     {checker.expected if checker else 'a value'}; default {_quoted(default)}")
+    rows.append(f"  takes     {_takes(path, settings)}")
     return "\n".join(rows) + "\n"
+
+
+def _takes(path: Key, settings: Settings) -> str:
+    """The type of a setting and its default. The `kind` of a union takes any of the union's kinds."""
+    union = union_at(path[:-1], settings.kinds) if path[-1] == "kind" else None
+    if union is not None:
+        return f"one of {', '.join(f'`{kind}`' for kind in union.kinds)}; default {_quoted(default_at(path))}"
+    checker = checker_at(path, settings.kinds)
+    return f"{checker.expected if checker else 'a value'}; default {_quoted(default_at(path, settings.kinds))}"
 
 
 def _quoted(value: Any) -> str:

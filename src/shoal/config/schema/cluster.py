@@ -44,8 +44,11 @@ class Postgres(Section):
     host: str = "embedded"
     """Server address; `embedded` starts a server of the run's own."""
     port: Port = 5432
+    """Port of the server."""
     database: str = "shoal"
+    """Name of the database."""
     user: str = "shoal"
+    """Role to connect as."""
     password: Secret | None = None
     """Better in the environment as DB_PASSWORD."""
     poll_interval_s: PositiveFloat = 5.0
@@ -73,9 +76,11 @@ class Host(Section):
     port: Port | None = None
     """Port this machine itself listens on; 0 lets the system choose."""
     memory_gb: PositiveFloat | None = None
+    """Memory, in GB."""
     flops: PositiveFloat | None = None
     """Compute, in the units of the tasks' required_flops."""
     bandwidth_mbps: PositiveFloat | None = None
+    """Network bandwidth, in Mbit/s."""
 
 
 class Cluster(Section):
@@ -117,6 +122,7 @@ class ScheduledTask(Section):
     """A piece of work to be matched with a worker."""
 
     id: str
+    """Its name."""
     model_share: Share = 1.0
     """Share of the model it holds: memory needed = share × model size."""
     data_share: Share = 1.0
@@ -141,6 +147,8 @@ class Simulation(Section):
     heartbeats: PositiveInt = 5
     """Rounds of heartbeats to simulate."""
     heartbeat_interval_s: PositiveFloat = 1.0
+    """Virtual seconds between heartbeats."""
     scheduling_rounds: PositiveInt = 3
     """Rounds of scheduling to simulate."""
     scheduling_interval_s: PositiveFloat = 2.0
+    """Virtual seconds between rounds of scheduling."""

@@ -26,6 +26,7 @@ class Images(Section):
 
     kind: Literal["images"] = "images"
     path: str = "data/images"
+    """Folder, or .zip or .npz file."""
     download: str | None = None
     """Data set of the hub to download when nothing is at the path."""
 
@@ -35,6 +36,7 @@ class Text(Section):
 
     kind: Literal["text"] = "text"
     path: str
+    """File or folder."""
     text_field: str | None = None
     """Field of a JSON line that holds the text; null: found out."""
 
@@ -44,6 +46,7 @@ class HubDataset(Section):
 
     kind: Literal["huggingface"] = "huggingface"
     name: str
+    """Name on the hub, or a folder."""
     subset: str | None = None
     """Configuration name, or a slice such as `train[:1000]`."""
     text_field: str | None = None
@@ -71,8 +74,11 @@ class Preferences(Section):
 
     kind: Literal["preferences"] = "preferences"
     path: str
+    """File with the pairs."""
     chosen_field: str = "chosen"
+    """Field of the better answer."""
     rejected_field: str = "rejected"
+    """Field of the worse answer."""
 
 
 class MixturePart(Section):
@@ -129,6 +135,7 @@ class Data(Section):
     batching: Literal["packed", "dynamic", "padded"] = "packed"
     """Sequences joined and cut to length, padded to the longest of the batch, or padded to the full length."""
     padding_side: Literal["right", "left"] = "right"
+    """Where padding goes."""
     truncation: bool = True
     """Cut a text that is too long; otherwise it is split into several samples."""
     streaming: bool = False
@@ -138,9 +145,12 @@ class Data(Section):
     shuffle_seed: NonNegativeInt | None = None
     """Seed of the order of samples; null: the run's seed."""
     reshuffle_each_epoch: bool = True
+    """A new order each epoch; otherwise the same again."""
     max_samples: PositiveInt | None = None
     """Use only so many samples in all."""
     max_train_samples: PositiveInt | None = None
+    """Use only so many samples to learn from."""
     max_eval_samples: PositiveInt | None = None
+    """Use only so many samples to evaluate on."""
     mixing: Mixing = Mixing()
     loader: Loader = Loader()

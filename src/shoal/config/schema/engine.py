@@ -38,10 +38,15 @@ class DeepSpeed(Section):
     nvme_path: str = "/local_nvme"
     """Folder for nvme_offload."""
     allgather_bucket_size: PositiveInt = 500_000_000
+    """Elements gathered at a time."""
     reduce_bucket_size: PositiveInt = 500_000_000
+    """Elements reduced at a time."""
     stage3_prefetch_bucket_size: NonNegativeInt = 50_000_000
+    """Elements fetched ahead at stage 3."""
     stage3_param_persistence_threshold: NonNegativeInt = 100_000
+    """Parameters smaller than this are never sharded at stage 3."""
     stage3_max_live_parameters: NonNegativeInt = 1_000_000_000
+    """Most parameters held at once at stage 3."""
 
 
 class Pipeline(Section):

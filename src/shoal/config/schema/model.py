@@ -174,8 +174,11 @@ class Lora(Section):
     """Train small low-rank matrices beside frozen weights."""
 
     rank: PositiveInt = 8
+    """Width of the small matrices."""
     alpha: PositiveFloat = 16.0
+    """Scale of what they add, divided by the rank."""
     dropout: Share = 0.0
+    """Share of their input dropped while training."""
     target_modules: tuple[str, ...] = ()
     """Names of the layers that get one; empty: the library's choice for the model."""
 

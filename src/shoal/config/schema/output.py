@@ -13,6 +13,7 @@ class Evaluation(Section):
     strategy: Cadence | None = None
     """Every `every_steps` steps, after each epoch (or outer round), or never; null: steps where every_steps is given, else epoch."""
     every_steps: PositiveInt | None = None
+    """Steps between evaluations; null: 500."""
     batches: NonNegativeInt | None = None
     """Batches looked at; null: all of the held-out data; 0: no evaluation."""
     batch_size: PositiveInt | None = None
@@ -25,6 +26,7 @@ class Checkpoint(Section):
     strategy: Cadence | None = None
     """Every `every_steps` steps, after each epoch (or outer round), or only at the end; null: as for evaluation."""
     every_steps: PositiveInt | None = None
+    """Steps between checkpoints; null: 1000."""
     keep_last: PositiveInt = 3
     """Checkpoints kept."""
     resume_from: str | None = None
@@ -57,3 +59,4 @@ class Hub(Section):
     push_interval: PositiveInt = 5
     """Iterations between uploads."""
     private: bool = False
+    """Keep the repository private."""

@@ -9,40 +9,50 @@ class Greedy(Section):
     """The most likely token."""
 
     temperature: NonNegativeFloat = 1.0
+    """Has no influence on which token is the most likely; kept so that every way has one."""
 
 
 class Sampling(Section):
     """A token drawn from the whole distribution."""
 
     temperature: NonNegativeFloat = 1.0
+    """Above 1 more random, below 1 less; 0 takes the most likely."""
 
 
 class TopK(Section):
     """A token drawn from the k most likely."""
 
     temperature: NonNegativeFloat = 1.0
+    """Above 1 more random, below 1 less; 0 takes the most likely."""
     k: PositiveInt = 40
+    """Tokens to draw from."""
 
 
 class TopP(Section):
     """A token drawn from the fewest that together have probability p."""
 
     temperature: NonNegativeFloat = 1.0
+    """Above 1 more random, below 1 less; 0 takes the most likely."""
     p: PositiveShare = 0.9
+    """Probability the tokens to draw from have together."""
 
 
 class TopKTopP(Section):
     """Top-k, then top-p."""
 
     temperature: NonNegativeFloat = 1.0
+    """Above 1 more random, below 1 less; 0 takes the most likely."""
     k: PositiveInt = 50
+    """Tokens to draw from, at most."""
     p: PositiveShare = 0.9
+    """Probability the tokens to draw from have together."""
 
 
 class Decoding(Section):
     """How the next token is chosen. A request may name any of the ways; `active` is the default."""
 
     active: Literal["greedy", "sampling", "top_k", "top_p", "top_k_top_p"] = "top_k"
+    """The way that is used unless a request names another."""
     greedy: Greedy = Greedy()
     sampling: Sampling = Sampling()
     top_k: TopK = TopK()
@@ -56,6 +66,7 @@ class Serving(Section):
     num_nodes: PositiveInt | None = None
     """Machines the layers are spread over, the server counted; null: all of the cluster."""
     max_new_tokens: PositiveInt = 256
+    """Longest answer, in tokens."""
     decoding: Decoding = Decoding()
     api_port: Port = 8080
     """Port of the HTTP API."""

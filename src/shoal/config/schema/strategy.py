@@ -67,7 +67,9 @@ class OuterOptimizer(Section):
     """What moves the shared weights, once a round."""
 
     name: OptimizerName = "SGD"
+    """Class name in torch.optim."""
     learning_rate: PositiveFloat = 0.7
+    """Step size, before the outer schedule."""
     momentum: Decay = 0.9
     """Passed to an optimizer that takes it."""
     nesterov: bool = True

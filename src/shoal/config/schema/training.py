@@ -36,13 +36,19 @@ class Optimizer(Section):
     """An optimizer of torch.optim. A setting that the optimizer does not take is refused when it is given."""
 
     name: OptimizerName = "AdamW"
+    """Class name in torch.optim."""
     learning_rate: NonNegativeFloat = 1e-3
+    """Step size, before the schedule."""
     weight_decay: NonNegativeFloat | None = None
     """null: the optimizer's own default; likewise below."""
     beta1: Decay | None = None
+    """Decay of the mean of gradients."""
     beta2: Decay | None = None
+    """Decay of the mean of squared gradients."""
     eps: PositiveFloat | None = None
+    """Added to the denominator."""
     momentum: Decay | None = None
+    """Momentum of SGD and RMSprop."""
     kwargs: Mapping[str, Any] = EMPTY
     """Further arguments, passed as they are."""
 
@@ -51,10 +57,15 @@ class PlayerOptimizer(Section):
     """What differs for one network of several; null: as in `optimizer`."""
 
     name: OptimizerName | None = None
+    """Class name in torch.optim."""
     learning_rate: NonNegativeFloat | None = None
+    """Step size, before the schedule."""
     weight_decay: NonNegativeFloat | None = None
+    """Pull of the weights towards zero."""
     beta1: Decay | None = None
+    """Decay of the mean of gradients."""
     beta2: Decay | None = None
+    """Decay of the mean of squared gradients."""
 
 
 class Schedule(Section):
@@ -63,6 +74,7 @@ class Schedule(Section):
     kind: Literal["constant", "cosine", "linear", "polynomial"] = "constant"
     """Course after the warm-up."""
     warmup_steps: NonNegativeInt = 0
+    """Steps until the full learning rate."""
     warmup: Literal["linear", "cosine"] = "linear"
     """Shape of the rise."""
     end_learning_rate: NonNegativeFloat = 0.0
@@ -145,7 +157,9 @@ class GradientHealth(Section):
 
     enabled: bool = False
     initial_clip_value: PositiveFloat = 2.0
+    """Limit on the gradient norm at the start."""
     final_clip_value: PositiveFloat = 0.5
+    """Limit on the gradient norm after the warm-up."""
     warmup_steps: NonNegativeInt = 1000
     """Steps over which the clip value goes from initial to final."""
     explosion_threshold: PositiveFloat = 5.0
@@ -153,6 +167,7 @@ class GradientHealth(Section):
     auto_reduce_lr: bool = False
     """Reduce the learning rate after an explosion."""
     lr_reduction_factor: PositiveShare = 0.5
+    """What the learning rate is multiplied with."""
 
 
 class Training(Section):
@@ -183,6 +198,7 @@ class Training(Section):
     compile: bool = False
     """Compile the model with torch.compile."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where to compute; auto: cuda, else mps, else cpu."""
     penalties: Penalties = Penalties()
     early_stopping: EarlyStopping = EarlyStopping()
     gradient_health: GradientHealth = GradientHealth()

@@ -1,0 +1,48 @@
+"""`make bench`: ratios to peers, measured in one run. `make bench BENCH="config"` runs one.
+
+Each benchmark is a module here with `measure() -> list[Row]`; the table is printed and written to results/bench.json.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+DEFAULT = ["config"]
+
+
+class Row(NamedTuple):
+    """One figure: ours, the peer's, and the ratio that is to be at least (or at most) the target."""
+
+    name: str
+    ours: float
+    peer: float
+    unit: str
+    ratio: float
+    target: str
+    note: str = ""
+
+
+def main() -> None:
+    sys.path.insert(0, str(HERE))
+    sys.modules["run"] = sys.modules["__main__"]
+    rows: list[Row] = []
+    for name in sys.argv[1:] or DEFAULT:
+        print(f"measuring {name} …", file=sys.stderr)
+        rows += importlib.import_module(name.replace("-", "_")).measure()
+    width = max(len(row.name) for row in rows)
+    print(f"{'':<{width}}  {'ours':>10}  {'peer':>10}  {'ratio':>7}  target")
+    for row in rows:
+        figures = f"{row.ours:>10.4g}  {row.peer:>10.4g}  {row.ratio:>7.3g}"
+        print(f"{row.name:<{width}}  {figures}  {row.target}  ({row.unit}) {row.note}".rstrip())
+    results = HERE.parent / "results"
+    results.mkdir(exist_ok=True)
+    (results / "bench.json").write_text(json.dumps([row._asdict() for row in rows], indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Problems are told like a good compiler's, in three formats, and never tell a secret."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.config.load import File, Loaded, parse_override, resolve
+from shoal.config.problems import render
+from shoal.config.show import diff, explain, show
+
+
+def load(tmp_path: Path, text: str, dialect: str | None = "shoal", *overrides: str) -> Loaded:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    return resolve([File(str(file))], [parse_override(o) for o in overrides], dialect=dialect, environ={})
+
+
+def test_the_text_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("distributed.yaml").write_text("strategy:\n  kind: syncps\n  pull_evry_steps: 100\n")
+    loaded = resolve([File("distributed.yaml")], dialect="shoal", environ={})
+    assert (
+        render(loaded.problems)
+        == """\
+error[unknown-key]: unknown key `pull_evry_steps` in strategy (kind syncps)
+ --> distributed.yaml:3:3  (distributed layer)
+  |
+3 |   pull_evry_steps: 100
+  |   ^^^^^^^^^^^^^^^ not a setting here
+  = help: did you mean `pull_every_steps`?
+
+1 problem in 1 file; nothing was started."""
+    )
+
+
+def test_all_problems_come_at_once_in_order(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "seed: -1\nmodel:\n  kind: gtp\ntraining:\n  batch_size: many\n  optimizer: {name: adamw}\nnonsense: 1\n")
+    assert [(p.code, p.labels[0].span.line) for p in sorted(loaded.problems, key=lambda p: p.labels[0].span.line)] == [
+        ("out-of-range", 1),
+        ("unknown-choice", 3),
+        ("wrong-type", 5),
+        ("unknown-choice", 6),
+        ("unknown-key", 7),
+    ]
+    text = render(loaded.problems)
+    assert "5 problems in 1 file; nothing was started." in text
+    assert "did you mean `AdamW`?" in text
+    assert "did you mean `gpt`?" in text
+    positions = [text.index(f":{line}:") for line in (1, 3, 5, 6, 7)]
+    assert positions == sorted(positions)
+
+
+def test_the_users_own_spelling(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "training:\n  learning_rate_g: fast\n  num_workunits_per_update: 0\n", "classroom")
+    text = render(loaded.problems)
+    assert "`training.learning_rate_g`: expected a number at least 0, found the text `fast`" in text
+    assert "`training.num_workunits_per_update`: expected a whole number at least 1, found `0`" in text
+
+
+def test_a_misplaced_key_is_told_its_place(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "training:\n  batch_size: 8\n  batches_per_work_unit: 2\n  poll_interval: 3\n", "classroom")
+    assert "it belongs under `worker`" in render(loaded.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("training: {batch_size: 1_000}\n", "write 1000"),
+        ("training: {batch_size: 08}\n", "a leading zero is ambiguous"),
+        ("training: {batch_size: '8'}\n", "without quotes"),
+        ("training: {compile: yes}\n", "write `true`"),
+        ("name: 5\n", 'quote it: "5"'),
+        ("model: gpt\n", "write `{kind: gpt}`"),
+        ("model: {kind: huggingface}\n", "`pretrained` is required"),
+    ],
+)
+def test_slips_are_helped(tmp_path: Path, text: str, hint: str) -> None:
+    loaded = load(tmp_path, text)
+    assert not loaded.ok
+    assert hint in render(loaded.problems)
+
+
+def test_two_values_name_both_places(tmp_path: Path) -> None:
+    text = "worker:\n  num_workers_dataloader: 2\ndata:\n  num_workers_dataloader: 3\n"
+    loaded = load(tmp_path, text, "classroom")
+    assert [problem.code for problem in loaded.problems] == ["two-values"]
+    assert [label.span.line for label in loaded.problems[0].labels] == [4, 2]
+    assert load(tmp_path, text.replace("3", "2"), "classroom").ok
+
+
+def test_the_old_spelling_warns_and_both_are_refused(tmp_path: Path) -> None:
+    old = load(tmp_path, "training:\n  num_workers_per_update: 4\n", "classroom")
+    assert old.run.strategy.units_per_update == 4
+    assert [(p.code, p.severity) for p in old.problems] == [("old-spelling", "warning")]
+    both = load(tmp_path, "training:\n  num_workers_per_update: 4\n  num_workunits_per_update: 4\n", "classroom")
+    assert not both.ok
+
+
+def test_the_controller_wins_with_a_warning(tmp_path: Path) -> None:
+    text = "training:\n  max_staleness: 5\n  use_async_training: false\ncontroller:\n  max_staleness: 50\n  use_async_training: true\n"
+    loaded = load(tmp_path, text, "dist-llm-train")
+    assert (loaded.run.strategy.kind, loaded.run.strategy.max_staleness) == ("async", 50)
+    warned = {problem.path: [label.span.line for label in problem.labels] for problem in loaded.problems}
+    assert warned == {"training.max_staleness": [2, 5], "training.use_async_training": [3, 6]}
+
+
+def test_precision_in_two_sections_of_one_file_must_agree(tmp_path: Path) -> None:
+    text = "training:\n  mixed_precision: fp16\ndeepspeed:\n  enabled: true\n  precision: bf16\n"
+    assert [p.code for p in load(tmp_path, text, "ava").problems] == ["two-values"]
+    layered = resolve([File("gpu/base"), File("distributed/deepspeed_zero1")], environ={})
+    assert layered.run.training.precision.kind == "bf16", "a later layer wins"
+    fp8 = "deepspeed:\n  precision: fp8\n  fp8_enabled: false\n"
+    assert [p.code for p in load(tmp_path, fp8, "ava").problems] == ["two-values"]
+
+
+def test_json_form(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "seed: x\n")
+    (problem,) = json.loads(render(loaded.problems, "json"))
+    assert set(problem) >= {"code", "message", "file", "line", "column", "path", "help"}
+    assert (problem["code"], problem["line"], problem["column"], problem["path"]) == ("wrong-type", 1, 7, "seed")
+    assert problem["file"].endswith("run.yaml")
+
+
+def test_github_form(tmp_path: Path) -> None:
+    text = render(load(tmp_path, "seed: x\n").problems, "github")
+    assert text.startswith("::error file=")
+    assert ",line=1,col=7,title=wrong-type::" in text
+    assert "\n" not in text
+
+
+def test_problems_of_the_command_line_show_the_argument(tmp_path: Path) -> None:
+    text = render(load(tmp_path, "seed: 1\n", "shoal", "training.batch_size=none").problems)
+    assert "--> command line: --set training.batch_size=none" in text
+    assert "^^^^" in text
+
+
+SECRETS = [
+    "transport: {kind: postgres, password: hunter2}\nseed: x\n",
+    "transport:\n  kind: postgres\n  password: hunter2\n  password: hunter2\n",
+    "transport:\n  kind: postgres\n  pasword: hunter2\n",
+    "transport:\n  kind: postgres\n  password: [hunter2]\n",
+    "transport:\n  kind: zmq\n  password: hunter2\n",
+    "hub: {enabled: true, token: hunter2}\n",
+    "hub:\n  token: hunter2\n  enabled: perhaps\n",
+    "hub: {token: hunter2\n",
+]
+
+
+@pytest.mark.parametrize("text", SECRETS)
+@pytest.mark.parametrize("style", ["text", "json", "github"])
+def test_no_problem_tells_a_secret(tmp_path: Path, text: str, style: str) -> None:
+    loaded = load(tmp_path, text)
+    assert loaded.problems
+    assert "hunter2" not in render(loaded.problems, style)  # type: ignore[arg-type]
+
+
+def test_no_view_tells_a_secret(tmp_path: Path) -> None:
+    text = "database:\n  host: db.example.com\n  password: hunter2\nhuggingface: {token: hunter3, repo_id: a/b}\n"
+    loaded = load(tmp_path, text, "classroom", "database.password=hunter4")
+    other = load(tmp_path, text.replace("hunter2", "hunter5"), "classroom")
+    views = [
+        show(loaded),
+        show(loaded, origin=True),
+        show(loaded, style="json"),
+        show(loaded, origin=True, style="json"),
+        explain(loaded, "transport.password"),
+        explain(loaded, "hub.token"),
+        explain(loaded, "hub"),
+        diff(loaded, other),
+        repr(loaded.run),
+        str(loaded.run.transport.password),
+        render(load(tmp_path, text, "classroom", "database.password=[hunter4]").problems),
+    ]
+    for view in views:
+        assert "hunter" not in view
+    assert "********" in views[0]
+    assert loaded.run.transport.password.reveal() == "hunter4"

@@ -1,0 +1,204 @@
+"""What must hold between settings: each rule, seen to fail and to hold, with the lines it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.config.load import File, Loaded, parse_override, resolve
+from shoal.config.problems import render
+from shoal.config.rules import RULES
+
+HOSTS = "cluster: {server: s, workers: [a, b], hosts: {s: {}, a: {}, b: {}}}\n"
+
+BROKEN = [
+    ("heads", "model: {kind: gpt, hidden_size: 100, num_heads: 3}\n", ["model.num_heads", "model.hidden_size"]),
+    ("heads", "model: {kind: gpt, num_heads: 4, num_kv_heads: 3}\n", ["model.num_kv_heads", "model.num_heads"]),
+    ("experts", "model: {kind: moe, experts: {count: 2, per_token: 3}}\n", ["model.experts.per_token", "model.experts.count"]),
+    (
+        "sequence-length",
+        "model: {kind: gpt, max_seq_len: 64}\ndata: {sequence_length: 65}\n",
+        ["data.sequence_length", "model.max_seq_len"],
+    ),
+    ("workers", HOSTS + "dialect: shoal\n", None),
+    ("workers", "cluster: {num_workers: 3, workers: [a, b], hosts: {a: {}, b: {}}}\n", ["cluster.num_workers", "cluster.workers"]),
+    ("workers", "cluster: {workers: [a, a], hosts: {a: {}}}\n", ["cluster.workers"]),
+    ("hosts", "cluster: {server: z, workers: [a], hosts: {a: {memory_gb: 4}}}\n", ["cluster.server", "cluster.hosts.a.memory_gb"]),
+    ("hosts", "cluster: {workers: [a, b], hosts: {a: {memory_gb: 4}}}\n", ["cluster.workers", "cluster.hosts.a.memory_gb"]),
+    ("hosts", "cluster: {server: a, workers: [a], hosts: {a: {}}}\n", ["cluster.workers", "cluster.server"]),
+    ("privacy", "updates: {privacy: {enabled: true}}\n", ["updates.privacy.enabled"]),
+    (
+        "quorum",
+        "strategy: {kind: async, contributions_per_update: 6}\nupdates: {aggregation: {kind: krum, byzantine: 2}}\n",
+        ["updates.aggregation.byzantine", "strategy.contributions_per_update", "updates.aggregation.kind"],
+    ),
+    ("quorum", "strategy: {kind: async, contributions_per_update: 10}\nupdates: {aggregation: {kind: bulyan, byzantine: 2}}\n", None),
+    ("quorum", "strategy: {kind: syncps}\nupdates: {aggregation: {kind: krum, byzantine: 1}}\ncluster: {num_workers: 4}\n", None),
+    ("staleness", "strategy: {kind: async, min_staleness: 9, max_staleness: 5}\n", ["strategy.min_staleness", "strategy.max_staleness"]),
+    (
+        "warm-up",
+        "training: {max_steps: 10, schedule: {kind: cosine, warmup_steps: 10}}\n",
+        ["training.schedule.warmup_steps", "training.max_steps"],
+    ),
+    ("schedule", "training: {optimizer: {learning_rate: 0.1}, schedule: {kind: cosine, end_learning_rate: 0.2}}\n", None),
+    ("batch-arithmetic", "training: {batch_size: 4, gradient_accumulation_steps: 2, global_batch_size: 12}\n", None),
+    ("batch-arithmetic", "training: {batch_size: 4, global_batch_size: 12}\nlaunch: {devices_per_node: 4}\n", None),
+    ("gradient-health", "training: {gradient_health: {enabled: true, initial_clip_value: 1.0, final_clip_value: 2.0}}\n", None),
+    ("offload", "engine: {kind: deepspeed, zero_stage: 2, nvme_offload: true}\n", ["engine.nvme_offload", "engine.zero_stage"]),
+    ("offload", "engine: {kind: deepspeed, zero_stage: 3, nvme_offload: true, cpu_offload: true}\n", None),
+    ("hub", "hub: {enabled: true, repo_id: nobody, token: x}\n", ["hub.repo_id", "hub.enabled"]),
+    ("nodes", "serving: {num_nodes: 4}\n" + HOSTS, ["serving.num_nodes", "cluster.workers"]),
+    ("nodes", "serving: {num_nodes: 4}\nmodel: {kind: gpt, num_layers: 3}\n", ["serving.num_nodes", "model.num_layers"]),
+    ("tasks", "scheduler: {tasks: [{id: a}, {id: a}]}\n", ["scheduler.tasks"]),
+    ("task", "task: gan\nmodel: {kind: mlp}\n", ["task", "model.kind"]),
+    ("no-effect", "model: {kind: mlp}\ntraining: {penalties: {eos_weight: 1.0}}\n", ["training.penalties.eos_weight"]),
+    ("mixture", "model: {kind: gpt}\ndata: {source: {kind: mixture, parts: []}}\n", ["data.source.parts"]),
+]
+
+
+def load(tmp_path: Path, text: str) -> Loaded:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    return resolve([File(str(file))], dialect="shoal", environ={})
+
+
+@pytest.mark.parametrize(("code", "text", "paths"), [case for case in BROKEN if "dialect: shoal" not in case[1]])
+def test_a_broken_rule_is_an_error_with_its_places(tmp_path: Path, code: str, text: str, paths: list[str] | None) -> None:
+    loaded = load(tmp_path, text)
+    assert [problem.code for problem in loaded.problems if problem.severity == "error"] == [code], render(loaded.problems)
+    (problem,) = (problem for problem in loaded.problems if problem.code == code)
+    assert problem.labels
+    assert all(label.span.line for label in problem.labels)
+    if paths is not None:
+        assert [label.text.strip("`") for label in problem.labels] == paths
+
+
+def test_the_same_files_mended_load(tmp_path: Path) -> None:
+    for text in (
+        HOSTS,
+        "updates: {privacy: {enabled: true}, clip_norm: 1.0}\n",
+        "strategy: {kind: async, contributions_per_update: 7}\nupdates: {aggregation: {kind: krum, byzantine: 2}}\n",
+        "strategy: {kind: async, contributions_per_update: 11}\nupdates: {aggregation: {kind: bulyan, byzantine: 2}}\n",
+        "training: {max_steps: 11, schedule: {kind: cosine, warmup_steps: 10}}\n",
+        "training: {batch_size: 4, gradient_accumulation_steps: 2, global_batch_size: 16}\n",
+        "training: {batch_size: 4, global_batch_size: 16}\nlaunch: {devices_per_node: 4}\n",
+        "engine: {kind: deepspeed, zero_stage: 3, nvme_offload: true}\n",
+        "serving: {num_nodes: 3}\n" + HOSTS,
+        "scheduler: {tasks: [{id: a}, {id: b}]}\n",
+    ):
+        assert load(tmp_path, text).ok, text
+
+
+def test_rules_run_though_other_settings_are_wrong(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "seed: x\nmodel: {kind: gpt, hidden_size: 100, num_heads: 3, dropout: 7}\n")
+    assert {problem.code for problem in loaded.problems} == {"wrong-type", "out-of-range", "heads"}
+
+
+def test_every_rule_is_exercised(tmp_path: Path) -> None:
+    """Each registered rule reports something for some case above, or is one of the warnings tested below."""
+    import shoal.config.rules as module
+
+    reported: set[str] = set()
+    originals = list(RULES)
+    for position, rule in enumerate(originals):
+        module.RULES[:] = [rule]
+        texts = [text for _, text, _ in BROKEN] + ["strategy: {kind: edp}\ntraining: {polyak_alpha: 0.5}\n"]
+        if any(load(tmp_path, text).problems for text in texts):
+            reported.add(rule.check.__name__)
+        assert position >= 0
+    module.RULES[:] = originals
+    assert reported == {rule.check.__name__ for rule in originals}
+
+
+# --- across layers -----------------------------------------------------------------------------
+
+
+def test_a_short_test_run_of_a_long_config_only_warns() -> None:
+    """The document's own advice: try a configuration with --max_steps 100."""
+    loaded = resolve([File("gpu/base")], [parse_override("training.max_steps=100")], environ={})
+    assert loaded.ok
+    assert [problem.code for problem in loaded.problems] == ["warm-up"]
+
+
+def test_a_later_layer_outdates_the_global_batch() -> None:
+    """base + a100 + zero2 with --num_gpus 8, and the full stack with --batch_size 16: both are documented commands."""
+    files = [File("gpu/base"), File("hardware/a100_80gb"), File("distributed/deepspeed_zero2")]
+    loaded = resolve(files, [parse_override("num_gpus=8")], environ={})
+    assert loaded.ok
+    assert loaded.run.training.global_batch_size == 4 * 8 * 8
+    assert "batch-arithmetic" in [problem.code for problem in loaded.problems]
+    plain = resolve(files, environ={})
+    assert plain.run.training.global_batch_size == 64
+    assert "batch-arithmetic" not in [problem.code for problem in plain.problems]
+
+
+def test_a_documented_quorum_is_raised_with_a_warning_naming_both_lines() -> None:
+    for name, needed, more in (("federated", 13, 11), ("high-security", 15, 12)):
+        loaded = resolve([File(f"dist-llm-train/{name}")], environ={})
+        assert loaded.run.strategy.contributions_per_update == needed
+        (problem,) = loaded.problems
+        assert (problem.code, problem.severity, len(problem.labels)) == ("quorum", "warning", 2)
+        assert f"{more} more workers must join" in problem.help
+
+
+def test_polyak_without_syncps_warns() -> None:
+    files = [File("smolcluster/cluster_config_edp"), File("smolcluster/nn_config")]
+    assert [problem.code for problem in resolve(files, environ={}).problems] == ["no-effect"]
+    files[0] = File("smolcluster/cluster_config_syncps")
+    assert not resolve(files, environ={}).problems
+
+
+def test_uploads_without_a_token_warn(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "hub: {enabled: true, repo_id: teacher/gan}\n")
+    assert loaded.ok
+    assert "HF_TOKEN" in loaded.problems[0].help
+
+
+# --- derived values ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "batch_size", "epochs"),
+    [
+        ([], 32, 30),
+        (["model.max_seq_len=256"], 16, 30),
+        (["dataset.name=SNLI"], 32, 20),
+        (["training.batch_size=5", "training.epochs=6"], 5, 6),
+    ],
+)
+def test_auto_values_of_the_gpt_file(overrides: list[str], batch_size: int, epochs: int) -> None:
+    run = resolve([File("smolcluster/gpt_config")], [parse_override(text) for text in overrides], environ={}).run
+    assert (run.training.batch_size, run.training.epochs) == (batch_size, epochs)
+
+
+def test_algorithms_are_told_apart_by_their_keys() -> None:
+    expected = {
+        "cluster_config_edp": ("edp", "single"),
+        "cluster_config_syncps": ("syncps", "single"),
+        "cluster_config_mp": ("local", "pipeline"),
+        "cluster_config_inference": ("local", "pipeline"),
+    }
+    for name, kinds in expected.items():
+        run = resolve([File(f"smolcluster/{name}")], environ={}).run
+        assert (run.strategy.kind, run.engine.kind) == kinds
+    assert resolve([File("cluster_config_mp")], environ={}).run.engine.timeout_s == 300
+
+
+def test_ports_may_be_a_map_by_host(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("host_ip: {s: 10.0.0.1, a: 10.0.0.1}\nport: {a: 7001, s: 7002}\nworkers: [a]\nserver: s\nnum_workers: 1\n")
+    run = resolve([File(str(file))], environ={}).run
+    assert run.cluster.hosts["a"].server_port == 7001
+    assert run.cluster.hosts["a"].server_address == "10.0.0.1"
+
+
+def test_a_nested_and_a_flat_gpt_file_are_one(tmp_path: Path) -> None:
+    file = tmp_path / "flat.yaml"
+    file.write_text(
+        "model_dim: 256\nnum_layers: 6\nnum_heads: 4\nff_dim: 1024\ndropout: 0.1\nmax_seq_len: 128\nbatch_size: null\nepochs: null\n"
+        "learning_rate: 6e-4\nweight_decay: 0.01\ngrad_clip_norm: 1.0\nwarmup_iters: 100\nmin_lr: 6e-5\n"
+        'tokenizer: "openai-community/gpt2"\n'
+        'project_name: "smolcluster-gpt-wikitext2"\n'
+    )
+    assert resolve([File(str(file))], environ={}).run == resolve([File("gpt_config")], environ={}).run

@@ -1,0 +1,53 @@
+"""The rules of the house, read from the source: who may read the environment, print, open sockets, hold SQL."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "shoal"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0]
+
+
+def names_in(path: Path) -> set[str]:
+    """Every dotted name a module uses: `os.environ`, `print`, `socket.socket`."""
+    return {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Attribute, ast.Name))}
+
+
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_module_keeps_the_rules(path: Path) -> None:
+    names, imports, text = names_in(path), imports_of(path), path.read_text()
+    if room(path) not in ("config", "launch"):
+        assert not {name for name in names if name in ("os.environ", "os.getenv")}, "only config reads the environment"
+    if room(path) != "cli":
+        assert not names & {"print", "sys.exit", "exit", "input"}, "only cli prints or exits"
+    if room(path) not in ("transports", "serve"):
+        assert not imports & {"socket", "zmq", "http"}, "only transports and serve open sockets"
+    if path.name != "postgres.py":
+        assert not re.search(r"\b(SELECT|INSERT INTO|UPDATE|DELETE FROM|CREATE TABLE)\s+\w+", text), (
+            "only the PostgreSQL transport holds SQL"
+        )
+    assert not imports & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, "nothing is pickled"
+    assert not re.search(r"torch\.(load|save)\(|allow_pickle=True|\beval\(|\bexec\(|shell=True", text.replace(".eval()", ""))
+
+
+def test_no_path_of_a_machine_is_named() -> None:
+    for path in MODULES:
+        assert not re.search(r"/(home|root|work|Users)/", path.read_text()), path

@@ -1,0 +1,57 @@
+"""The README tells the truth: its commands run, its output is what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SLIPS = "dialect: shoal\nmodel:\n  kind: gtp\nstrategy:\n  kind: syncps\n  pull_evry_steps: 10\n"
+
+
+def shell(command: str, folder: Path) -> str:
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    result = subprocess.run(
+        ["sh", "-c", command], cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=100
+    )
+    assert result.returncode in (0, 2), result.stdout
+    return result.stdout
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_shown_output_is_what_is_printed(tmp_path: Path) -> None:
+    for file in (ROOT / "examples" / "layers").glob("*.yaml"):
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "slips.yaml").write_text(SLIPS)
+    for block in blocks("console"):
+        for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
+            assert shell(command, tmp_path).strip() == output.strip()
+
+
+def test_the_commands_run(tmp_path: Path) -> None:
+    commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("shoal")]
+    assert len(commands) >= 8
+    for command in commands:
+        output = shell(command, tmp_path)
+        assert "error" not in output.split("\n")[0], (command, output)
+
+
+@pytest.mark.parametrize("command", re.findall(r"^\| .* \| `(shoal [^`]*)` \|$", README, re.MULTILINE))
+def test_the_starting_points_work(command: str, tmp_path: Path) -> None:
+    shell(command, tmp_path)
+    if "init" in command:
+        assert "OK" in shell("shoal config check", tmp_path)
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
