@@ -139,6 +139,11 @@ def test_the_nearest_leaf_is_meant() -> None:
     assert run.training.gradient_health.warmup_steps == 2000
 
 
+def test_a_bare_name_means_training_first() -> None:
+    run = resolve([File("starter")], [flag("batch_size", "5"), flag("learning-rate", "0.5")], environ={}).run
+    assert (run.training.batch_size, run.training.optimizer.learning_rate) == (5, 0.5)
+
+
 def test_an_ambiguous_leaf_asks_for_its_path() -> None:
     loaded = resolve([File("starter")], [flag("every_steps", "5")], environ={})
     assert [problem.code for problem in loaded.problems] == ["ambiguous-flag"]

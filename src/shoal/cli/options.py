@@ -14,7 +14,7 @@ LAYERS = {"config": "base", "hardware_config": "hardware", "distributed_config":
 EPILOG = """\
 any setting is an option:
   --set a.b=c, --override a.b=c    a setting by its path, in the file's own words or in Shoal's
-  --batch_size 32, --batch-size 32 a setting by its name alone, where only one has it
+  --batch_size 32, --batch-size 32 a setting by its name alone: the one nearest the top, `training` before others
 
 FILE may be a preset (`shoal init --list`). Later files win over earlier ones; the environment over files; options over all.
 """

@@ -212,7 +212,10 @@ class _Loader:
         return []
 
     def match(self, override: Override, paths: list[str], name: str, key: Any) -> str | None:
-        """The full path an override means in a dialect: None if none, '' once an ambiguous one has been reported."""
+        """The full path an override means in a dialect: None if none, '' once an ambiguous one has been reported.
+
+        Of several settings with the name the nearest to the top is meant, and among those the one in `training`.
+        """
         wanted = override.path
         knows = native_knows if name == NATIVE else DIALECTS[name].knows
         if knows(tuple(wanted.split("."))) and ("." in wanted or wanted in paths or override.exact):
@@ -225,14 +228,21 @@ class _Loader:
             return None
         depth = min(path.count(".") for path in found)
         nearest = sorted(path for path in found if path.count(".") == depth)
-        targets = {DIALECTS[name].trie.find(tuple(path.split("."))).row.to if name != NATIVE else path for path in nearest}  # type: ignore[union-attr]
-        if len(targets) == 1:
-            return nearest[0]
+        in_training = [path for path in nearest if path.startswith("training.")]
+        for choice in (nearest, in_training):
+            if choice and len({self.target(path, name) for path in choice}) == 1:
+                return choice[0]
         message = f"`{override.argument.split()[0]}` could mean {' or '.join(f'`{path}`' for path in sorted(found))}"
         self.report(
             Problem("ambiguous-flag", message, (Label(key),), override.path, f"give the full path: --{nearest[0]} {override.value}")
         )
         return ""
+
+    @staticmethod
+    def target(path: str, name: str) -> object:
+        """What a path sets: two spellings of one setting are no ambiguity."""
+        found = None if name == NATIVE else DIALECTS[name].trie.find(tuple(path.split(".")))
+        return found.row.to if found and found.row else path
 
     def assign(self, path: str, name: str, override: Override, span: Any, key: Any, layer: Layer) -> list[Assignment]:
         node = parse_value(override.value, span, self.report, path)
