@@ -247,7 +247,7 @@ class NumberType(Checker):
         if "_" in value and digits.lstrip("+-").replace(".", "", 1).isdigit():
             return f"YAML has no `_` in numbers: write {digits}"
         if value.lstrip("+-").isdigit() and value.lstrip("+-").startswith("0"):
-octal = f", or 0o{digits.lstrip('+-0') or '0'} if you mean octal" if not set(digits) & {"8", "9"} else ""
+            octal = f", or 0o{digits.lstrip('+-0') or '0'} if you mean octal" if not set(digits) & {"8", "9"} else ""
             return f"a leading zero is ambiguous: write {int(digits)}{octal}"
         return "write the number without quotes" if digits.replace(".", "", 1).isdigit() else ""
 
