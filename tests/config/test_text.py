@@ -279,7 +279,7 @@ SCALARS = (
     | st.booleans()
     | st.integers()
     | st.floats()
-    | st.sampled_from(["mlp", "async", "gpt", "ava", "${X}", "08", ""])
+    | st.sampled_from(["mlp", "async", "gpt", "ava", "${X}", "08", "+-1", "0²", "1__0", ""])
     | st.text(max_size=5)
 )
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12)

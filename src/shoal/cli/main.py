@@ -10,6 +10,11 @@ from shoal import __version__
 from shoal.errors import ShoalError
 
 COMMANDS = {
+    "train": "train what a configuration describes",
+    "eval": "judge a run on its held-out data",
+    "generate": "let a run write text or draw images",
+    "runs": "list past runs",
+    "demo": "two small trainings on built-in data",
     "config": "check, show, explain, compare and migrate configurations",
     "init": "write a configuration to start from",
 }

@@ -241,15 +241,17 @@ class NumberType(Checker):
 
     @staticmethod
     def hint(value: object) -> str:
-        if not isinstance(value, str):
+        """What somebody meant who wrote a number that is none."""
+        if not isinstance(value, str) or not value.isascii():
             return ""
         digits = value.replace("_", "")
-        if "_" in value and digits.lstrip("+-").replace(".", "", 1).isdigit():
+        plain = digits.lstrip("+-").replace(".", "", 1).isdigit()
+        if plain and "_" in value:
             return f"YAML has no `_` in numbers: write {digits}"
-        if value.lstrip("+-").isdigit() and value.lstrip("+-").startswith("0"):
+        if plain and digits.lstrip("+-").isdigit() and digits.lstrip("+-").startswith("0"):
             octal = f", or 0o{digits.lstrip('+-0') or '0'} if you mean octal" if not set(digits) & {"8", "9"} else ""
-            return f"a leading zero is ambiguous: write {int(digits)}{octal}"
-        return "write the number without quotes" if digits.replace(".", "", 1).isdigit() else ""
+            return f"a leading zero is ambiguous: write {digits.lstrip('+-0') or '0'}{octal}"
+        return "write the number without quotes" if plain else ""
 
 
 class TextType(Checker):

@@ -1,0 +1,48 @@
+"""`shoal generate RUN`: text that follows a prompt, or a grid of images."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from shoal.errors import ShoalError
+
+WAYS = ("greedy", "sampling", "top_k", "top_p", "top_k_top_p")
+
+
+def run(argv: list[str]) -> int:
+    made = argparse.ArgumentParser("shoal generate", description="Let a run's newest checkpoint write or draw.")
+    made.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
+    made.add_argument("--prompt", default="", help="what the text begins with")
+    made.add_argument("--max-new-tokens", type=int, metavar="N", help="length of the text (default: the run's setting)")
+    made.add_argument("--decoding", choices=WAYS, help="how a token is chosen (default: the run's setting)")
+    made.add_argument("--temperature", type=float, help="above 1 more random, below 1 less")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--grid", nargs="?", const="grid.png", metavar="FILE", help="draw images into a PNG file (GAN)")
+    arguments = made.parse_args(argv)
+
+    from shoal.strategies.local import generate_text, open_run
+
+    trained = open_run(arguments.run, lambda text: print(f"warning: {text}", file=sys.stderr))
+    if arguments.grid:
+        from shoal.tasks.gan import Gan
+        from shoal.tasks.images import grid, save_png
+
+        if not isinstance(trained.task, Gan):
+            raise ShoalError(f"a model of kind {trained.run.model.kind} draws no images; --prompt writes text")
+        save_png(grid(trained.task.images()), Path(arguments.grid))
+        print(f"wrote {arguments.grid} (64 images, step {trained.checkpoint.step})")
+        return 0
+    decoding = trained.run.serving.decoding
+    if arguments.decoding:
+        decoding = decoding.replace(active=arguments.decoding)
+    if arguments.temperature is not None:
+        decoding = decoding.replace(**{decoding.active: getattr(decoding, decoding.active).replace(temperature=arguments.temperature)})
+    count = arguments.max_new_tokens or trained.run.serving.max_new_tokens
+    sys.stdout.write(arguments.prompt)
+    for piece in generate_text(trained, arguments.prompt, max_new_tokens=count, seed=arguments.seed, decoding=decoding):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return 0

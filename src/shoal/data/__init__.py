@@ -1,0 +1,25 @@
+"""What a run learns from: images, text, streams and mixtures, as batches that can be taken up again at any point."""
+
+from shoal.data.feed import Feed
+from shoal.data.interfaces import IGNORED, Batch, Data, Info, Progress, Samples, State, Stream
+from shoal.data.load import load
+from shoal.data.preferences import PreferencePairs, read_preferences, read_prompts
+from shoal.data.tokenizers import Tokenizer, load_tokenizer
+
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "Data",
+    "Feed",
+    "Info",
+    "PreferencePairs",
+    "Progress",
+    "Samples",
+    "State",
+    "Stream",
+    "Tokenizer",
+    "load",
+    "load_tokenizer",
+    "read_preferences",
+    "read_prompts",
+]

@@ -1,0 +1,73 @@
+"""Image files to pixels, with Pillow. Shapes: C channels, H × W pixels."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.optional import need
+from shoal.errors import ShoalError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_GREY = ("1", "L", "LA", "La", "I", "F")
+
+
+class CorruptImageError(ShoalError):
+    """An image that cannot be read."""
+
+
+def decode(content: bytes, size: int | None, channels: int | None) -> NDArray[np.uint8]:
+    """An image file as pixels [C, H, W]. With a size: the square in its middle, resized to it. Raises CorruptImageError."""
+    try:
+        image = need("PIL.ImageOps").exif_transpose(_open(content))
+        pixels: NDArray[np.uint8] = _to_pixels(_square(image, size), channels or (1 if is_grey(content) else 3))
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error) as error:
+        raise CorruptImageError(str(error) or type(error).__name__) from error
+    return pixels
+
+
+def is_grey(content: bytes) -> bool:
+    """Whether an image file holds no colours, from its header."""
+    mode: str = _open(content).mode
+    return mode in _GREY or mode.startswith("I;")
+
+
+def resize(pixels_CHW: NDArray[np.uint8], size: int, channels: int) -> NDArray[np.uint8]:
+    """The square in the middle of an image, resized, in grey or in colour."""
+    grey = len(pixels_CHW) == 1
+    image = need("PIL.Image").fromarray(pixels_CHW[0] if grey else pixels_CHW.transpose(1, 2, 0))
+    return _to_pixels(_square(image, size), channels)
+
+
+def _open(content: bytes) -> Any:
+    return need("PIL.Image").open(io.BytesIO(content))
+
+
+def _square(image: Any, size: int | None) -> Any:
+    if size is None:
+        return image
+    width, height = image.size
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    if image.mode == "P":  # a palette cannot be interpolated
+        image = image.convert("RGBA")
+    box = (left, top, left + side, top + side)
+    return image.resize(
+        (size, size), need("PIL.Image").Resampling.LANCZOS if side > size else need("PIL.Image").Resampling.BICUBIC, box=box
+    )
+
+
+def _to_pixels(image: Any, channels: int) -> NDArray[np.uint8]:
+    if channels not in (1, 3):
+        raise ShoalError(f"model.channels is {channels}: images have 1 channel (grey) or 3 (colour)")
+    if image.mode.startswith("I"):  # 16 bits a pixel: keep the upper 8, where Pillow would cut off at 255
+        image = need("PIL.Image").fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
+    if image.mode == "P":
+        image = image.convert("RGBA")
+    pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))

@@ -1,0 +1,100 @@
+"""Texts, one after the other, from any position: the one form that all sources of text take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+from shoal.data.limits import held_out_numbers
+
+Position = Any
+"""Where reading goes on; JSON-able."""
+
+Unit = Literal["whole", "piece", "line"]
+"""What a plain text file is cut into: nothing, pieces of some kilobytes (streams), or lines (samples that are not packed)."""
+
+FEW = 20
+
+
+class Document(NamedTuple):
+    """A text. The model learns to write it, after the prompt if there is one."""
+
+    text: str
+    prompt: str = ""
+    complete: bool = True
+    """False: the next document goes on where this one ends."""
+
+
+class Documents(Protocol):
+    """A sequence of documents that can be read from any position."""
+
+    def read(self, position: Position = None) -> Iterator[tuple[Document, Position]]:
+        """Each document with the position after it; from the beginning, or from a position that was given out."""
+        ...
+
+    def size(self) -> int | None:
+        """How much there is, to weigh it against others; None where nobody knows."""
+        ...
+
+
+class TextPart(NamedTuple):
+    """Texts of one origin, with its own held-out texts if it has any."""
+
+    name: str
+    train: Documents
+    held_out: Documents | None
+    weight: float | None = None
+
+
+class Texts:
+    """Documents that are in memory."""
+
+    def __init__(self, texts: Sequence[str | Document]) -> None:
+        self._documents = [Document(text) if isinstance(text, str) else text for text in texts]
+
+    def read(self, position: Position = None) -> Iterator[tuple[Document, Position]]:
+        for number in range(position or 0, len(self._documents)):
+            yield self._documents[number], number + 1
+
+    def size(self) -> int:
+        return sum(len(document.text) + len(document.prompt) for document in self._documents)
+
+
+class Chained:
+    """Documents of several origins, one origin after the other."""
+
+    def __init__(self, parts: Sequence[Documents]) -> None:
+        self._parts = parts
+
+    def read(self, position: Position = None) -> Iterator[tuple[Document, Position]]:
+        first, inner = position or (0, None)
+        for number in range(first, len(self._parts)):
+            for document, after in self._parts[number].read(inner):
+                yield document, [number, after]
+            inner = None
+
+    def size(self) -> int | None:
+        sizes = [part.size() for part in self._parts]
+        return None if any(size is None for size in sizes) else sum(size or 0 for size in sizes)
+
+
+def split(documents: Sequence[Document], seed: int) -> tuple[list[Document], list[Document]]:
+    """Hold out 5 %: documents chosen by seed; or where there are few, the end of each, cut at a line."""
+    if len(documents) >= FEW:
+        held = held_out_numbers(len(documents), seed)
+        return (
+            [document for document, out in zip(documents, held, strict=True) if not out],
+            [document for document, out in zip(documents, held, strict=True) if out],
+        )
+    halves = [_cut(document) for document in documents]
+    return [front for front, _ in halves if front.text], [back for _, back in halves if back.text]
+
+
+def _cut(document: Document) -> tuple[Document, Document]:
+    if document.prompt:  # an answer is not to be torn from its prompt
+        return document, document._replace(text="")
+    text = document.text
+    at = text.rfind("\n", 0, len(text) - len(text) // 20) + 1 or len(text) - len(text) // 20
+    if at < len(text) * 9 // 10:  # lines are longer than what is to be held out
+        at = len(text) - len(text) // 20
+    return document._replace(text=text[:at]), document._replace(text=text[at:])

@@ -1,0 +1,124 @@
+"""An endless supply of batches, epoch after epoch, that can be left and taken up again at any batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.config.schema.data import Loader
+from shoal.data.interfaces import Batch, Samples, State, Stream
+from shoal.data.supply import SampleSupply, StreamSupply
+from shoal.data.workers import WorkerOptions
+from shoal.errors import ShoalError
+
+
+class Feed:
+    """Batches of one shard. Each epoch is a fresh order by seed, the same for all shards; shard i takes every count-th of it.
+
+    `loader` says how many processes load ahead; None or 0 loads in this one. `start_method` is how they are started (`fork`, `spawn`,
+    `forkserver`; None: as Python does on this system).
+    """
+
+    def __init__(
+        self,
+        samples: Samples | Stream,
+        *,
+        batch_size: int,
+        seed: int,
+        shard: tuple[int, int] = (0, 1),
+        drop_last: bool = True,
+        reshuffle: bool = True,
+        loader: Loader | None = None,
+        start_method: str | None = None,
+    ) -> None:
+        index, count = shard
+        if not 0 <= index < count:
+            raise ValueError(f"shard {index} of {count}")
+        self._batch_size, self._shard = batch_size, shard
+        self._reshuffle = reshuffle
+        options = WorkerOptions.of(loader, start_method)
+        kind: Any = StreamSupply if isinstance(samples, Stream) else SampleSupply
+        self._supply: SampleSupply | StreamSupply = kind(samples, batch_size, seed, shard, drop_last, options)
+        self.batches_per_epoch: int | None = self._supply.batches_per_epoch
+        self.epoch = 0
+        self.position = 0
+        """Batches consumed in the epoch."""
+        self._reader: State | None = None
+        self._ahead: tuple[Batch, State | None] | None = None
+        self._open = False
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> Batch:
+        pulled = self._look_ahead()
+        if pulled is None:
+            self.epoch, self.position, self._reader, self._open = self.epoch + 1, 0, None, False
+            pulled = self._look_ahead()
+        if pulled is None:
+            index, count = self._shard
+            raise ShoalError(
+                f"there is not one batch of {self._batch_size} samples in shard {index + 1} of {count}: "
+                "take more data, a smaller batch, or fewer workers"
+            )
+        self._ahead = None
+        self.position += 1
+        batch, self._reader = pulled
+        return batch
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the next batch belongs to another epoch. A stream is read one batch ahead to find out."""
+        if self.batches_per_epoch is not None:
+            return self.position == self.batches_per_epoch
+        return self.position > 0 and self._look_ahead() is None
+
+    def _look_ahead(self) -> tuple[Batch, State | None] | None:
+        if not self._open:
+            self._supply.open(self.epoch, self.position, self._reader, self._reshuffle)
+            self._open = True
+        if self._ahead is None:
+            self._ahead = self._supply.pull()
+        return self._ahead
+
+    def state_dict(self) -> State:
+        """What was consumed: small, and JSON-able. Batches loaded ahead do not count."""
+        state: State = {"epoch": self.epoch, "position": self.position, "batch_size": self._batch_size, "shard": list(self._shard)}
+        if self.batches_per_epoch is None:
+            state |= {"workers": self._supply.workers, "reader": self._reader}
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on where a feed of the same data and seed stood: the next batches are the ones it would have given."""
+        self.close()
+        self._reader = None
+        self.epoch, self.position = state["epoch"], state["position"]
+        if self.batches_per_epoch is None:
+            self._check_stream(state)
+            self._reader = state["reader"]
+        elif (state["batch_size"], state["shard"][1]) != (self._batch_size, self._shard[1]):
+            self._convert(state)
+
+    def _check_stream(self, state: State) -> None:
+        here = {"shard": list(self._shard), "workers": self._supply.workers}
+        for name, words in (("shard", "shard (number, of how many)"), ("workers", "data.loader.num_workers")):
+            if state[name] != here[name]:
+                raise ShoalError(f"a stream goes on only as it was left: {words} was {state[name]}, and is now {here[name]}")
+
+    def _convert(self, state: State) -> None:
+        """Another batch size or number of shards: after p batches each, all shards together have used up a beginning of the order."""
+        consumed = state["position"] * state["batch_size"] * state["shard"][1]
+        step = self._batch_size * self._shard[1]
+        if consumed >= (self.batches_per_epoch or 0) * step:
+            self.epoch, self.position = state["epoch"] + 1, 0
+        elif consumed % step:
+            raise ShoalError(
+                f"{consumed:,} samples of the epoch are used up, which is no whole number of steps of {self._batch_size} samples × "
+                f"{self._shard[1]} shards: go on with {state['batch_size']} × {state['shard'][1]}, or from another checkpoint"
+            )
+        else:
+            self.position = consumed // step
+
+    def close(self) -> None:
+        """End the processes that load ahead. The next batch starts them again."""
+        self._supply.close()
+        self._ahead, self._open = None, False

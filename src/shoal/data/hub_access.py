@@ -1,0 +1,50 @@
+"""The Hugging Face hub: is it there, and if not, do not wait for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shoal.data.optional import need
+
+_LIBRARIES = ("datasets", "transformers", "huggingface_hub")
+
+
+def hub_answers(timeout_s: float = 5.0) -> bool:
+    """Whether the hub can be reached. Its libraries would find out too, after half a minute of retries."""
+    hub = need("huggingface_hub")
+    if hub.constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        hub.get_session().head(hub.constants.ENDPOINT, timeout=timeout_s)
+    except Exception:  # whatever goes wrong here, it means the same
+        return False
+    return True
+
+
+@contextmanager
+def offline(enabled: bool = True) -> Iterator[None]:
+    """Make the libraries look into their caches only."""
+    hub, datasets = need("huggingface_hub"), need("datasets")
+    before = hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    try:
+        if enabled:
+            hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No bars and notices of the libraries: what must be said, Shoal says itself."""
+    loggers = [logging.getLogger(name) for name in _LIBRARIES]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

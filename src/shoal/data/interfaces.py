@@ -1,0 +1,92 @@
+"""What the other rooms see of data: batches, samples asked for by number, streams read from any position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+
+import torch
+
+from shoal.data.tokenizers import Tokenizer
+
+Batch = dict[str, torch.Tensor]
+"""Images: `image` (float32 [B, C, H, W], 0..1), `label` (int64 [B], where there are labels).
+Text: `input_ids` and `labels` (int64 [B, T]), `attention_mask` (bool [B, T], where there is padding).
+`labels[b, t]` is the token that follows `input_ids[b, t]`, or IGNORED where there is none or it must not count."""
+
+IGNORED = -100
+Indices = Sequence[int] | torch.Tensor
+State = dict[str, Any]
+Progress = Callable[[str, int, int | None], None]
+"""Called while downloading: what, bytes done, bytes in all (where known)."""
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """A set of samples, each with a number."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Indices) -> Batch: ...
+
+
+@runtime_checkable
+class Ordered(Samples, Protocol):
+    """Samples that know in which order an epoch goes through them, such as a mixture."""
+
+    def order(self, seed: int, epoch: int) -> torch.Tensor:
+        """The numbers of an epoch's samples, in order. A number may stand in it more than once, or not at all."""
+        ...
+
+
+class Selectable(Samples, Protocol):
+    """Samples that a part can be taken of."""
+
+    def select(self, indices: torch.Tensor) -> Self: ...
+
+
+class Reader(Protocol):
+    """One pass over one shard of a stream."""
+
+    def __iter__(self) -> Reader: ...
+
+    def __next__(self) -> Any: ...
+
+    def state_dict(self) -> State:
+        """Where it stands: small, and JSON-able. A reader opened with it goes on with the very next sample."""
+        ...
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Samples that are read one after the other, shuffled over a buffer."""
+
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> Reader:
+        """Read shard `index` of `count`. Shards do not overlap, and together they are the whole stream."""
+        ...
+
+    def collate(self, samples: Sequence[Any]) -> Batch: ...
+
+
+class Info(NamedTuple):
+    """What kind of data it is."""
+
+    kind: Literal["image", "text"]
+    name: str
+    """For people."""
+    image_shape: tuple[int, int, int] | None = None
+    num_classes: int | None = None
+    vocab_size: int | None = None
+    tokenizer: Tokenizer | None = None
+
+
+class Data(NamedTuple):
+    """Data to learn from, data to be judged on, and what they are. The two never overlap."""
+
+    train: Samples | Stream
+    eval: Samples | None
+    info: Info
+
+
+def as_index(indices: Indices) -> torch.Tensor:
+    return indices if isinstance(indices, torch.Tensor) else torch.as_tensor(indices, dtype=torch.int64)

@@ -1,0 +1,20 @@
+"""Third parties that are only needed for some data."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from shoal.errors import ShoalError
+
+INSTALL = {"PIL": "pip install pillow", "sklearn": "pip install scikit-learn"}
+
+
+def need(module: str) -> Any:
+    """Import a module, or say in one line how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        command = INSTALL.get(package, "pip install 'shoal[hf]'")
+        raise ShoalError(f"this data needs the Python package `{package}`: {command}") from error

@@ -1,0 +1,133 @@
+"""Where a feed's batches come from: samples by number, or a stream; from this process, or from others that load ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+import torch
+
+from shoal.data.interfaces import Batch, Ordered, Reader, Samples, State, Stream
+from shoal.data.workers import IndexedBatches, Loaded, ShardedBatches, WorkerOptions
+from shoal.errors import ShoalError
+
+
+class SampleSupply:
+    """Batches of one shard of numbered samples."""
+
+    def __init__(
+        self, samples: Samples, batch_size: int, seed: int, shard: tuple[int, int], drop_last: bool, options: WorkerOptions
+    ) -> None:
+        self._samples, self._batch_size, self._seed, self._shard, self._options = samples, batch_size, seed, shard, options
+        index, count = shard
+        size = len(range(index, len(samples), count))
+        self.batches_per_epoch = size // batch_size if drop_last else -(-size // batch_size)
+        self.workers = options.num_workers
+        if not self.batches_per_epoch:
+            raise ShoalError(
+                f"{len(samples):,} samples over {count} shard{'s' * (count > 1)} do not make one batch of {batch_size}: "
+                "take more data, a smaller batch, or fewer workers"
+            )
+        self._epoch, self._next, self._reshuffle = 0, 0, True
+        self._order: tuple[int, torch.Tensor] | None = None
+        self._loaded: Iterator[Loaded] | None = None
+
+    def open(self, epoch: int, position: int, state: State | None, reshuffle: bool) -> None:
+        """Be ready for the batch at a position of an epoch."""
+        goes_on = self._options.persistent and (epoch, position) == (self._epoch + 1, 0) and self._next == self.batches_per_epoch
+        if not goes_on:
+            self._loaded = None
+        self._epoch, self._next, self._reshuffle = epoch, position, reshuffle
+
+    def pull(self) -> tuple[Batch, None] | None:
+        if self._next == self.batches_per_epoch:
+            return None
+        if self._options.num_workers:
+            batch = self._from_workers()
+        else:
+            batch = self._options.pinned(self._samples.batch(self._indices(self._epoch, self._next)))
+        self._next += 1
+        return batch, None
+
+    def _from_workers(self) -> Batch:
+        if self._loaded is None:
+            self._loaded = IndexedBatches(self._samples).load(self._index_lists(self._epoch, self._next), self._options)
+        return next(self._loaded).batch()
+
+    def _index_lists(self, epoch: int, position: int) -> Iterator[list[int]]:
+        """The numbers of batch after batch: of the epoch, or where processes outlive it, of all that follow."""
+        while True:
+            for number in range(position, self.batches_per_epoch):
+                yield self._indices(epoch, number).tolist()
+            if not self._options.persistent:
+                return
+            epoch, position = epoch + 1, 0
+
+    def _indices(self, epoch: int, number: int) -> torch.Tensor:
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, self._shuffled(epoch if self._reshuffle else 0)
+        return self._order[1][number * self._batch_size : (number + 1) * self._batch_size]
+
+    def _shuffled(self, epoch: int) -> torch.Tensor:
+        if isinstance(self._samples, Ordered):
+            order = self._samples.order(self._seed, epoch)
+        else:
+            order = torch.from_numpy(np.random.default_rng([self._seed, epoch]).permutation(len(self._samples)))
+        return order[self._shard[0] :: self._shard[1]].contiguous()
+
+    def close(self) -> None:
+        self._loaded = self._order = None
+
+
+class StreamSupply:
+    """Batches of one shard of a stream. With processes that load ahead, each reads a part of the shard, and they take turns."""
+
+    batches_per_epoch = None
+
+    def __init__(self, stream: Stream, batch_size: int, seed: int, shard: tuple[int, int], drop_last: bool, options: WorkerOptions) -> None:
+        self._stream, self._batch_size, self._seed, self._shard = stream, batch_size, seed, shard
+        self._drop_last, self._options = drop_last, options
+        self.workers = options.num_workers
+        self._reader: Reader | None = None
+        self._batches: ShardedBatches | None = None
+        self._loaded: Iterator[Loaded] | None = None
+
+    def open(self, epoch: int, position: int, state: State | None, reshuffle: bool) -> None:
+        order = epoch if reshuffle else 0
+        if not self._options.num_workers:
+            self._reader = self._stream.read(shard=self._shard, seed=self._seed, epoch=order, state=state)
+        elif self._batches is not None and self._options.persistent and position == 0 and state is None:
+            self._loaded = self._batches.load_next()
+            self._turns: State = {"turn": 0, "states": [None] * self.workers}
+        else:
+            self._turns = state or {"turn": 0, "states": [None] * self.workers}
+            self._batches = ShardedBatches(
+                self._stream, self._batch_size, self._seed, self._shard, self._drop_last, reshuffle, self._options
+            )
+            self._loaded = self._batches.load(epoch, self._turns)
+
+    def pull(self) -> tuple[Batch, State] | None:
+        if self._options.num_workers:
+            return self._from_workers()
+        assert self._reader is not None
+        samples = list(islice(self._reader, self._batch_size))
+        if not samples or (self._drop_last and len(samples) < self._batch_size):
+            return None
+        return self._options.pinned(self._stream.collate(samples)), self._reader.state_dict()
+
+    def _from_workers(self) -> tuple[Batch, State] | None:
+        assert self._loaded is not None
+        loaded = next(self._loaded, None)
+        if loaded is None:
+            self._loaded = iter(())
+            return None
+        states = list(self._turns["states"])
+        states[loaded.worker] = loaded.state
+        self._turns = {"turn": (loaded.worker + 1) % self.workers, "states": states}
+        return loaded.batch(), self._turns
+
+    def close(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+        self._reader = self._batches = self._loaded = None

@@ -1,0 +1,167 @@
+"""Processes that load batches ahead, with torch's DataLoader. Order and state are those of loading in one process's turn after another."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from shoal.config.schema.data import Loader
+from shoal.data.interfaces import Batch, Samples, State, Stream
+from shoal.errors import ShoalError
+
+
+class WorkerOptions(NamedTuple):
+    """How to load ahead."""
+
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    persistent: bool = False
+    pin_memory: bool = False
+    start_method: str | None = None
+
+    @classmethod
+    def of(cls, loader: Loader | None, start_method: str | None) -> WorkerOptions:
+        if loader is None:
+            return cls()
+        # Pinned memory is for the way to a GPU; without one there is nothing to pin for.
+        pin = loader.pin_memory and torch.cuda.is_available()
+        return cls(loader.num_workers, loader.prefetch_factor, loader.persistent_workers, pin, start_method)
+
+    def pinned(self, batch: Batch) -> Batch:
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
+
+    def loader(self, dataset: Dataset[Any], sampler: Iterable[Any] | None) -> DataLoader[Any]:
+        with _as_many_as_asked():
+            return DataLoader(
+                dataset,
+                batch_size=None,
+                sampler=sampler,
+                num_workers=self.num_workers,
+                collate_fn=_as_it_is,
+                pin_memory=self.pin_memory,
+                prefetch_factor=self.prefetch_factor,
+                persistent_workers=self.persistent,
+                multiprocessing_context=self.start_method,
+                # Without one of its own it would draw a seed from the global generator, and change what a model with dropout does next.
+                generator=torch.Generator(),
+            )
+
+
+@contextmanager
+def _as_many_as_asked() -> Iterator[None]:
+    """The number of processes is the user's choice; torch warns where there are fewer cores."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        yield
+
+
+def _start(loader: DataLoader[Any]) -> Iterator[Loaded]:
+    with _as_many_as_asked():
+        return iter(loader)
+
+
+class Loaded(NamedTuple):
+    """What a process sends: a batch, whose turn it was, and where its reader stands; or why there is none."""
+
+    content: Batch | None
+    worker: int = 0
+    state: State | None = None
+    error: str = ""
+
+    def batch(self) -> Batch:
+        if self.content is None:
+            raise ShoalError(self.error)
+        return self.content
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+class IndexedBatches(Dataset[Loaded]):
+    """Batches by lists of numbers."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __getitem__(self, indices: Any) -> Loaded:
+        try:
+            return Loaded(self._samples.batch(indices))
+        except ShoalError as error:  # DataLoader would wrap it in a traceback
+            return Loaded(None, error=str(error))
+
+    def load(self, index_lists: Iterable[list[int]], options: WorkerOptions) -> Iterator[Loaded]:
+        return _start(options.loader(self, _Once(index_lists)))
+
+
+class _Once:
+    """An iterator as what DataLoader takes for a sampler."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+
+class ShardedBatches(IterableDataset[Loaded]):
+    """Batches of a stream. Process w of W reads shard index·W + w of count·W."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        batch_size: int,
+        seed: int,
+        shard: tuple[int, int],
+        drop_last: bool,
+        reshuffle: bool,
+        options: WorkerOptions,
+    ) -> None:
+        self._stream, self._batch_size, self._seed, self._shard = stream, batch_size, seed, shard
+        self._drop_last, self._reshuffle, self._options = drop_last, reshuffle, options
+        self._epoch = 0
+        self._turns: State | None = None
+        self._loader: DataLoader[Loaded] | None = None
+
+    def load(self, epoch: int, turns: State) -> Iterator[Loaded]:
+        """Go on from the state of each reader, beginning with the one whose turn it is."""
+        self._epoch, self._turns = epoch, turns
+        loader = self._options.loader(self, None)
+        batches = _start(loader)
+        self._loader = loader  # only now: a process that is spawned gets a copy of this object
+        return batches
+
+    def load_next(self) -> Iterator[Loaded]:
+        """The next epoch, from the same processes."""
+        assert self._loader is not None
+        return _start(self._loader)
+
+    def close(self) -> None:
+        self._loader = None
+
+    def __iter__(self) -> Iterator[Loaded]:
+        """In the process: one epoch. DataLoader asks again for each epoch when processes outlive it."""
+        info = get_worker_info()
+        assert info is not None
+        count = info.num_workers
+        turns, self._turns = self._turns or {"turn": 0, "states": [None] * count}, None
+        worker = (info.id + turns["turn"]) % count
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self._batches(worker, count, epoch, turns["states"][worker])
+
+    def _batches(self, worker: int, count: int, epoch: int, state: State | None) -> Iterator[Loaded]:
+        try:
+            shard = (self._shard[0] * count + worker, self._shard[1] * count)
+            reader = self._stream.read(shard=shard, seed=self._seed, epoch=epoch if self._reshuffle else 0, state=state)
+            while samples := list(islice(reader, self._batch_size)):
+                if self._drop_last and len(samples) < self._batch_size:
+                    return
+                yield Loaded(self._stream.collate(samples), worker, reader.state_dict())
+        except ShoalError as error:
+            yield Loaded(None, error=str(error))

@@ -1,0 +1,58 @@
+"""Watch over gradients: a clip value that tightens, explosions, steps that are not finite."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shoal.config.schema.training import GradientHealth
+
+MOST_SKIPPED = 100
+"""Steps in a row that may be skipped before the run gives up."""
+
+
+class HealthMonitor:
+    """Decides for each step how far to clip, whether to skip it, and how much to slow down. Counts what it did."""
+
+    def __init__(self, settings: GradientHealth) -> None:
+        self.settings = settings
+        self.explosions = 0
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+        self.reductions = 0
+
+    def clip_value(self, step: int) -> float:
+        settings = self.settings
+        risen = min(1.0, step / settings.warmup_steps) if settings.warmup_steps else 1.0
+        return settings.initial_clip_value + (settings.final_clip_value - settings.initial_clip_value) * risen
+
+    def observe(self, norm: float) -> bool:
+        """May this step be taken?"""
+        if not math.isfinite(norm):
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+            self._slow_down()
+            return False
+        self.skipped_in_a_row = 0
+        if norm > self.settings.explosion_threshold:
+            self.explosions += 1
+            self._slow_down()
+        return True
+
+    def _slow_down(self) -> None:
+        if self.settings.auto_reduce_lr:
+            self.reductions += 1
+
+    @property
+    def learning_rate_scale(self) -> float:
+        return float(self.settings.lr_reduction_factor**self.reductions)
+
+    def metrics(self) -> dict[str, float]:
+        return {"explosions": self.explosions, "skipped_steps": self.skipped, "lr_scale": self.learning_rate_scale}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("explosions", "skipped", "skipped_in_a_row", "reductions")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,91 @@
+"""Optimizers of torch.optim by name. One that works element by element steps a network's whole vector at once."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.config.schema.training import Optimizer, PlayerOptimizer
+from shoal.errors import ShoalError
+from shoal.updates.layout import FlatNetwork
+
+# These look at the shape of a parameter, so they get the parameters one by one.
+SHAPED = ("Muon", "Adafactor")
+
+
+def merged(settings: Optimizer, player: PlayerOptimizer | None) -> Optimizer:
+    """The settings of one network: its own where it has them."""
+    own = {name: getattr(player, name) for name in player.fields() if getattr(player, name) is not None} if player else {}
+    result: Optimizer = settings.replace(**own)
+    return result
+
+
+def build(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
+    """An optimizer for a network's vector, or for its parameters where their shapes matter."""
+    if settings.name in SHAPED:
+        parameters: list[torch.Tensor] = list(network.parameters)
+        if settings.name == "Muon" and any(parameter.ndim != 2 for parameter in parameters):
+            return _muon(settings, network)
+    else:
+        whole = nn.Parameter(network.vector)
+        whole.grad = network.gradient
+        parameters = [whole]
+    return _make(settings.name, arguments(settings), parameters)
+
+
+def _make(name: str, keywords: dict[str, Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    kind = getattr(torch.optim, name)
+    accepted = inspect.signature(kind).parameters
+    if "fused" in accepted and name in ("Adam", "AdamW", "SGD", "Adagrad"):
+        keywords = {"fused": True} | keywords
+    try:
+        optimizer: torch.optim.Optimizer = kind(parameters, **keywords)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ShoalError(f"training.optimizer: {name} refuses its settings: {error}") from None
+    return optimizer
+
+
+def arguments(settings: Optimizer) -> dict[str, Any]:
+    """The keywords for the optimizer; a setting it does not take is refused."""
+    accepted = inspect.signature(getattr(torch.optim, settings.name)).parameters
+    keywords: dict[str, Any] = {"lr": settings.learning_rate}
+    given = {name: getattr(settings, name) for name in ("weight_decay", "eps", "momentum") if getattr(settings, name) is not None}
+    if settings.beta1 is not None or settings.beta2 is not None:
+        first, second = accepted["betas"].default if "betas" in accepted else (0.9, 0.999)
+        given["betas"] = (first if settings.beta1 is None else settings.beta1, second if settings.beta2 is None else settings.beta2)
+    unknown = [name for name in (*given, *settings.kwargs) if name not in accepted]
+    if unknown:
+        takes = ", ".join(name for name in accepted if name not in ("params", "lr"))
+        raise ShoalError(f"training.optimizer: {settings.name} takes no `{unknown[0]}`; it takes {takes}")
+    return keywords | given | dict(settings.kwargs)
+
+
+def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
+    """Muon for matrices; AdamW with the same learning rate for everything else."""
+    matrices = [parameter for parameter in network.parameters if parameter.ndim == 2]
+    others = [parameter for parameter in network.parameters if parameter.ndim != 2]
+    return Together(_make("Muon", arguments(settings), list(matrices)), _make("AdamW", {"lr": settings.learning_rate}, list(others)))
+
+
+class Together(torch.optim.Optimizer):
+    """Two optimizers that step as one."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        self.parts = (first, second)
+        super().__init__([parameter for part in self.parts for group in part.param_groups for parameter in group["params"]], {})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": [], "parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]

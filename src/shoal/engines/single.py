@@ -1,0 +1,245 @@
+"""One process, one device: batches → gradients → a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.config import Run
+from shoal.config.schema.training import Training
+from shoal.engines import optimizers
+from shoal.engines.health import MOST_SKIPPED, HealthMonitor
+from shoal.engines.schedule import learning_rate
+from shoal.errors import ShoalError
+from shoal.tasks import Batch, Task
+from shoal.updates.layout import FlatNetwork
+
+
+class StepResult(NamedTuple):
+    """Figures of a step. Tensors stay on the device until somebody reads them."""
+
+    metrics: dict[str, Tensor]
+    weight: int
+    """Samples or tokens that counted."""
+    samples: int
+
+
+class SingleEngine:
+    """Takes gradients of a task's losses and steps its networks."""
+
+    def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int) -> None:
+        self.settings: Training = run.training
+        self.task = task
+        self.device = device
+        self.total_steps = total_steps
+        self.step_count = 0
+        _prepare(run, task)
+        for name, player in task.players.items():
+            task.players[name] = player.to(device).train()
+        self.networks = {name: FlatNetwork(player) for name, player in task.players.items()}
+        if run.training.compile:
+            for player in task.players.values():
+                player.compile()
+        chosen = {name: optimizers.merged(run.training.optimizer, run.training.players.get(name)) for name in task.players}
+        unknown = set(run.training.players) - set(task.players)
+        if unknown:
+            raise ShoalError(f"training.players: there is no network `{unknown.pop()}`; there are {', '.join(task.players)}")
+        self.peaks = {name: settings.learning_rate for name, settings in chosen.items()}
+        self.optimizers = {name: optimizers.build(chosen[name], network) for name, network in self.networks.items()}
+        self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
+        self.health = HealthMonitor(run.training.gradient_health) if run.training.gradient_health.enabled else None
+        self.track_gradients = run.logging.track_gradients
+
+    # --- gradients ---------------------------------------------------------------------------------
+
+    def gradients(self, batches: list[Batch]) -> StepResult:
+        """The mean gradient over batches, weighted by what counts in each; it is left in each network's `gradient`."""
+        for network in self.networks.values():
+            network.gradient.zero_()
+        counts = [self.task.count(batch) for batch in batches]
+        total = max(1, sum(counts))
+        metrics: dict[str, Tensor] = {}
+        for batch, count in zip(batches, counts, strict=True):
+            self._accumulate(self.on_device(batch), count / total, metrics)
+        return StepResult(metrics, total, sum(len(next(iter(batch.values()))) for batch in batches))
+
+    def _accumulate(self, batch: Batch, share: float, metrics: dict[str, Tensor]) -> None:
+        losses = self.task.losses(batch)
+        while True:
+            with self.precision():
+                loss = next(losses, None)
+            if loss is None:
+                return
+            network = self.networks[loss.player]
+            value = loss.value if share == 1.0 else loss.value * share
+            if len(self.networks) == 1:
+                self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
+            else:
+                torch.autograd.backward(self.scaler.scale(value), inputs=network.parameters)
+            for name, figure in loss.metrics.items():
+                figure = figure.detach() * share
+                metrics[name] = metrics[name] + figure if name in metrics else figure
+
+    def precision(self) -> AbstractContextManager[Any]:
+        kind = self.settings.precision.kind
+        if kind == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16 if kind == "bf16" else torch.float16)
+
+    def on_device(self, batch: Batch) -> Batch:
+        if self.device.type == "cpu":
+            return batch
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+
+    # --- steps -------------------------------------------------------------------------------------
+
+    def step(self, batches: list[Batch]) -> StepResult:
+        """Gradients, then one step of each network's optimizer."""
+        result = self.gradients(batches)
+        for name, optimizer in self.optimizers.items():
+            self._step_network(name, self.networks[name], optimizer, result.metrics)
+        self.scaler.update()
+        self.step_count += 1
+        return result
+
+    def _step_network(self, name: str, network: FlatNetwork, optimizer: torch.optim.Optimizer, metrics: dict[str, Tensor]) -> None:
+        rate = learning_rate(self.settings.schedule, self.peaks[name], self.step_count, self.total_steps)
+        rate *= self.health.learning_rate_scale if self.health else 1.0
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)
+        if self._clip(name, network, metrics):
+            self.scaler.step(optimizer) if self.scaler.is_enabled() else optimizer.step()
+
+    def _clip(self, name: str, network: FlatNetwork, metrics: dict[str, Tensor]) -> bool:
+        """Limit the norm of a gradient. False if the step must not be taken."""
+        limit = self.settings.clipping.max_norm if self.settings.clipping.enabled else None
+        if limit is None and self.health is None:
+            return True
+        norm = torch.linalg.vector_norm(network.gradient)
+        metrics["gradient_norm" if len(self.networks) == 1 else f"{name}_gradient_norm"] = norm
+        if self.health is not None:
+            if not self.health.observe(float(norm)):
+                if self.health.skipped_in_a_row > MOST_SKIPPED:
+                    raise ShoalError(f"{MOST_SKIPPED} steps in a row had no finite gradient: lower the learning rate, or check the data")
+                return False
+            value = self.health.clip_value(self.step_count)
+            limit = value if limit is None else min(limit, value)
+        assert limit is not None
+        network.gradient.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+        return True
+
+    def figures(self) -> dict[str, float]:
+        """What to record besides the losses."""
+        figures = self.learning_rates()
+        if self.health:
+            figures |= self.health.metrics()
+        return figures | (self.layer_norms() if self.track_gradients else {})
+
+    @property
+    def skips_bad_steps(self) -> bool:
+        return self.health is not None
+
+    @property
+    def size(self) -> int:
+        return sum(network.layout.size for network in self.networks.values())
+
+    def layer_norms(self) -> dict[str, float]:
+        """The gradient norm of every parameter, by name."""
+        several = len(self.networks) > 1
+        return {
+            f"gradients/{f'{player}.' if several else ''}{name}": float(torch.linalg.vector_norm(view))
+            for player, network in self.networks.items()
+            for name, view in network.layout.views(network.gradient)
+        }
+
+    def learning_rates(self) -> dict[str, float]:
+        rates = {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in self.optimizers.items()}
+        return (
+            {"learning_rate": next(iter(rates.values()))}
+            if len(rates) == 1
+            else {f"{name}_learning_rate": rate for name, rate in rates.items()}
+        )
+
+    def evaluate(self, batches: Iterator[Batch]) -> dict[str, float]:
+        """The task's judgement with dropout off and statistics fixed."""
+        for player in self.task.players.values():
+            player.eval()
+        with self.precision():
+            metrics = self.task.evaluate(self.on_device(batch) for batch in batches)
+        for player in self.task.players.values():
+            player.train()
+        return metrics
+
+    def finite(self) -> bool:
+        return all(math.isfinite(float(network.vector.sum())) for network in self.networks.values())
+
+    # --- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resume needs besides the weights; tensors and plain values, nothing else."""
+        return {
+            "step": self.step_count,
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "scaler": self.scaler.state_dict(),
+            "health": self.health.state_dict() if self.health else {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step_count = state["step"]
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+        if self.health:
+            self.health.load_state_dict(state["health"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers of every network, named `player.parameter`."""
+        return {f"{player}.{name}": value for player, module in self.task.players.items() for name, value in _tensors(module)}
+
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        own = self.weights()
+        wrong = sorted(set(own) ^ set(tensors)) or [name for name in own if own[name].shape != tensors[name].shape]
+        if wrong:
+            raise ShoalError(f"the checkpoint is of another model: `{wrong[0]}` does not fit")
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(tensors[name])
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    persistent = set(module.state_dict())
+    yield from ((name, parameter) for name, parameter in module.named_parameters())
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def _prepare(run: Run, task: Task) -> None:
+    kind = run.training.precision.kind
+    if kind in ("fp8", "nvfp4"):
+        raise ShoalError(f"training.precision: {kind} is not built yet; bf16 and fp16 are")
+    if not run.training.gradient_checkpointing:
+        return
+    for name, player in task.players.items():
+        switch = getattr(player, "gradient_checkpointing", None)
+        if not callable(switch):
+            raise ShoalError(f"training.gradient_checkpointing: the {name} of kind {run.model.kind} has no blocks to recompute")
+        switch(True)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device that is asked for, or the best there is."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if wanted == "auto":
+        return torch.device(next(name for name, found in there.items() if found))
+    if not there[wanted]:
+        raise ShoalError(
+            f"training.device: there is no {wanted} here; there is {', '.join(name for name, found in there.items() if found)}"
+        )
+    return torch.device(wanted)

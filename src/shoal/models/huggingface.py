@@ -1,0 +1,112 @@
+"""Any causal language model of the Hugging Face hub, or of a folder.
+
+Shapes: B batch, L tokens, S tokens seen (L and those in the cache), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.config import Run
+from shoal.config.schema import model as schema
+from shoal.errors import ShoalError
+from shoal.models import pretrained
+from shoal.models.lora import with_lora
+from shoal.models.shapes import Shapes
+
+CACHE_NAMES = ("past_key_values", "cache_params")
+"""What attention models and state-space models call it."""
+
+
+class HuggingFaceCache:
+    """Whatever the model itself keeps of the tokens it has seen."""
+
+    def __init__(self) -> None:
+        self.past: Any = None
+
+
+class HuggingFace(nn.Module):
+    """A model of transformers with the same face as Shoal's own; `inner` is the model itself.
+
+    It has no `hidden` and `output_weight`: some of these models scale, cap or shift what the output matrix gives.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        config = inner.config.get_text_config()
+        self.inner = inner
+        self.vocab_size: int = config.vocab_size
+        self.max_seq_len: int | None = getattr(config, "max_position_embeddings", None)
+        self.accepts = frozenset(inspect.signature(inner.forward).parameters)
+        self.cache_name = next((name for name in CACHE_NAMES if name in self.accepts), None)
+
+    def forward(self, input_ids_BL: Tensor, *, cache: HuggingFaceCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits [B, L, V]. `attention_mask` [B, S] is 0 at padding, the tokens in the cache counted."""
+        return self._logits(input_ids_BL, cache, attention_mask)
+
+    def _logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache | None, attention_mask: Tensor | None, **arguments: Any) -> Tensor:
+        if attention_mask is not None:
+            arguments["attention_mask"] = attention_mask
+            if "position_ids" in self.accepts:
+                # Counted from the first real token, so that padding on the left changes nothing
+                positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+                arguments["position_ids"] = positions_BS[:, -input_ids_BL.shape[1] :]
+        if "use_cache" in self.accepts:
+            arguments["use_cache"] = cache is not None
+        if cache is not None and self.cache_name is not None:
+            arguments[self.cache_name] = cache.past
+        output = self.inner(input_ids=input_ids_BL, **arguments)
+        if cache is not None and self.cache_name is not None:
+            cache.past = getattr(output, self.cache_name)
+        logits_BLV: Tensor = output.logits
+        return logits_BLV
+
+    def new_cache(self, capacity: int) -> HuggingFaceCache:
+        """Grows as the model likes."""
+        if self.cache_name is None:
+            raise ShoalError(f"{type(self.inner).__name__} (model.pretrained) keeps no cache that Shoal knows, so it cannot generate")
+        return HuggingFaceCache()
+
+    def next_logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache) -> Tensor:
+        """Logits [B, V] of the token after these, which the cache then holds too."""
+        last_only = {"logits_to_keep": 1} if "logits_to_keep" in self.accepts else {}
+        return self._logits(input_ids_BL, cache, None, **last_only)[:, -1]
+
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        """Whether the backward pass computes activations again instead of keeping them."""
+        if not enabled:
+            self.inner.gradient_checkpointing_disable()
+            return
+        try:
+            self.inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        except ValueError as error:
+            raise ShoalError(f"training.gradient_checkpointing: {type(self.inner).__name__} (model.pretrained) does not have it") from error
+
+    def add_lora(self, lora: schema.Lora) -> None:
+        """Freeze the weights and put small matrices beside them."""
+        self.inner = with_lora(self.inner, lora)
+
+
+def players(model: schema.HuggingFace, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+    token = run.hub.token.reveal() if run.hub.token else None
+    network = HuggingFace(pretrained.load(model, token))
+    _check_fit(network, model, run, shapes)
+    if model.lora is not None:
+        network.add_lora(model.lora)
+    return {"model": network}
+
+
+def _check_fit(network: HuggingFace, model: schema.HuggingFace, run: Run, shapes: Shapes) -> None:
+    if shapes.vocab_size is not None and network.vocab_size < shapes.vocab_size:
+        raise ShoalError(
+            f"the model (model.pretrained: {model.pretrained}) knows {network.vocab_size} tokens, but the tokenizer (data.tokenizer) has "
+            f"{shapes.vocab_size}; set data.tokenizer to null for the model's own"
+        )
+    length = run.data.sequence_length
+    if network.max_seq_len is not None and length is not None and length > network.max_seq_len:
+        raise ShoalError(
+            f"data.sequence_length is {length}, but the model (model.pretrained: {model.pretrained}) takes {network.max_seq_len} tokens"
+        )

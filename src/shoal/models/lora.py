@@ -1,0 +1,46 @@
+"""Fine-tuning with small low-rank matrices beside frozen weights, through peft."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from shoal.config.schema import model as schema
+from shoal.errors import ShoalError
+
+
+def with_lora(inner: nn.Module, lora: schema.Lora) -> nn.Module:
+    """The model with its weights frozen and the small matrices to train."""
+    library = _peft()
+    config = library.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules) or None,
+    )
+    try:
+        with warnings.catch_warnings():
+            # GPT-2 keeps its matrices the other way round; peft sees that, does the right thing, and tells
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")
+            adapted: nn.Module = library.get_peft_model(inner, config)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ShoalError(f"model.lora.target_modules: {reason}; layers of this model: {', '.join(_layer_names(inner))}") from error
+    return adapted
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ShoalError("model.lora needs peft: pip install peft") from error
+    return peft
+
+
+def _layer_names(inner: nn.Module) -> list[str]:
+    """The last part of the name of every layer that is a matrix."""
+    matrices = (name for name, parameter in inner.named_parameters() if parameter.dim() == 2 and name.endswith(".weight"))
+    return sorted({name.split(".")[-2] for name in matrices})

@@ -1,0 +1,79 @@
+"""A recurrent language model.
+
+Shapes: B batch, L tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.config import Run
+from shoal.config.schema import model as schema
+from shoal.models.shapes import Shapes, vocab_size_for
+
+
+class LstmCache:
+    """The recurrent state after the tokens seen so far: all an LSTM remembers of them."""
+
+    def __init__(self) -> None:
+        self.state: tuple[Tensor, Tensor] | None = None
+
+
+class Lstm(nn.Module):
+    """Embedding, recurrent layers, linear output. Dropout stands before and after each recurrent layer."""
+
+    max_seq_len: int | None = None
+    """The state goes on for ever."""
+
+    def __init__(self, settings: schema.Lstm, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.dropout = settings.dropout
+        width, layers = settings.hidden_size, settings.num_layers
+        self.token_embedding = nn.Embedding(vocab_size, width)
+        # torch warns of a dropout between the layers of one layer
+        self.recurrent = nn.LSTM(width, width, layers, batch_first=True, dropout=settings.dropout if layers > 1 else 0.0)
+        self.output = nn.Linear(width, vocab_size, bias=False)
+
+    def forward(self, input_ids_BL: Tensor, *, cache: LstmCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits [B, L, V]. `attention_mask` [B, L] is 0 at padding, on either side."""
+        logits_BLV: Tensor = self.output(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask))
+        return logits_BLV
+
+    def hidden(self, input_ids_BL: Tensor, *, cache: LstmCache | None = None, attention_mask: Tensor | None = None) -> Tensor:
+        """What the output layer reads: logits = hidden @ output_weight.T."""
+        if attention_mask is None:
+            return self._recur(input_ids_BL, cache)
+        if cache is not None:
+            raise ValueError("an LSTM takes a cache or an attention mask, not both: padding would enter the state")
+        # Padding on the right cannot reach a token; padding on the left is turned round to the right, and back
+        order_BL = torch.arange(input_ids_BL.shape[1], device=input_ids_BL.device) + attention_mask.long().argmax(1, keepdim=True)
+        order_BL = order_BL % input_ids_BL.shape[1]
+        x_BLD = self._recur(input_ids_BL.gather(1, order_BL), None)
+        return x_BLD.gather(1, order_BL.argsort(1).unsqueeze(-1).expand_as(x_BLD))
+
+    def _recur(self, input_ids_BL: Tensor, cache: LstmCache | None) -> Tensor:
+        x_BLD = F.dropout(self.token_embedding(input_ids_BL), self.dropout, self.training)
+        x_BLD, state = self.recurrent(x_BLD, cache.state if cache else None)
+        if cache is not None:
+            cache.state = state
+        return F.dropout(x_BLD, self.dropout, self.training)
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.output.weight
+
+    def new_cache(self, capacity: int) -> LstmCache:
+        """A state has one size, whatever the number of tokens."""
+        return LstmCache()
+
+    def next_logits(self, input_ids_BL: Tensor, cache: LstmCache) -> Tensor:
+        """Logits [B, V] of the token after these, which the cache then holds too."""
+        logits_BV: Tensor = self.output(self.hidden(input_ids_BL, cache=cache)[:, -1])
+        return logits_BV
+
+
+def players(model: schema.Lstm, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+    return {"model": Lstm(model, vocab_size_for(model.vocab_size, shapes))}

@@ -1,0 +1,55 @@
+"""Fully connected layers for images and other flat inputs."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from shoal.config import Run
+from shoal.config.schema import model as schema
+from shoal.errors import ShoalError
+from shoal.models.shapes import Shapes
+
+
+class Mlp(nn.Module):
+    """Flatten, hidden layers with ReLU after each, one logit per class."""
+
+    def __init__(self, input_dim: int, hidden_sizes: tuple[int, ...], output_dim: int) -> None:
+        super().__init__()
+        widths = (input_dim, *hidden_sizes)
+        hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
+        self.layers = nn.Sequential(*hidden, nn.Linear(widths[-1], output_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layers(x.flatten(1))
+        return logits
+
+
+def players(model: schema.Mlp, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+    return {"model": Mlp(_input_dim(model, shapes), model.hidden_sizes, _output_dim(model, shapes))}
+
+
+def _input_dim(model: schema.Mlp, shapes: Shapes) -> int:
+    found = math.prod(shapes.image_shape) if shapes.image_shape else None
+    if found is None and model.input_dim is None:
+        raise ShoalError("an mlp needs images: data.source gives none; choose a source of images, or set model.input_dim")
+    if found is not None and model.input_dim not in (None, found):
+        shape = " × ".join(map(str, shapes.image_shape or ()))
+        raise ShoalError(
+            f"model.input_dim is {model.input_dim}, but an image of data.source has {shape} = {found} numbers; "
+            f"set model.input_dim to {found}, or to null"
+        )
+    return model.input_dim or found or 0
+
+
+def _output_dim(model: schema.Mlp, shapes: Shapes) -> int:
+    if shapes.num_classes is None and model.output_dim is None:
+        raise ShoalError("an mlp needs labels: data.source gives none; choose a source with labels, or set model.output_dim")
+    if shapes.num_classes is not None and model.output_dim is not None and model.output_dim < shapes.num_classes:
+        raise ShoalError(
+            f"model.output_dim is {model.output_dim}, but data.source has {shapes.num_classes} classes; "
+            f"set model.output_dim to {shapes.num_classes} or more, or to null"
+        )
+    return model.output_dim or shapes.num_classes or 0

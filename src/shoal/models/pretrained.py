@@ -1,0 +1,97 @@
+"""Weights and architectures from the Hugging Face hub or from folders, and plain words when they cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.config.schema import model as schema
+from shoal.errors import ShoalError
+
+FILES = "config.json, model.safetensors and the tokenizer's files"
+
+
+def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
+    """The model in float32: mixed precision keeps its weights so, and lowers only what is computed."""
+    if model.from_scratch and model.weights is not None:
+        raise ShoalError("model.from_scratch and model.weights contradict each other: set one of them")
+    transformers = _transformers()
+    with _explained("model.pretrained", model.pretrained):
+        config = transformers.AutoConfig.from_pretrained(model.pretrained, token=token)
+    _check_layers(model, config)
+    if model.from_scratch:
+        with _explained("model.pretrained", model.pretrained):
+            scratch: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return scratch
+    if model.weights is not None:
+        return _with_weights("model.weights", model.weights, config, token)
+    return _with_weights("model.pretrained", model.pretrained, config, token)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ShoalError("models of kind huggingface need transformers: pip install 'shoal[hf]'") from error
+    return transformers
+
+
+def _with_weights(setting: str, name: str, config: Any, token: str | None) -> nn.Module:
+    with _explained(setting, name):
+        # Only safetensors: the older .bin files are pickles
+        inner, report = _transformers().AutoModelForCausalLM.from_pretrained(
+            name, config=config, token=token, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ShoalError(f"{setting}: the weights of {name} lack {len(missing)} tensors of the model, such as {missing[0]}")
+    loaded: nn.Module = inner
+    return loaded
+
+
+def _check_layers(model: schema.HuggingFace, config: Any) -> None:
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if model.num_layers is not None and model.num_layers != layers:
+        raise ShoalError(
+            f"model.num_layers is {model.num_layers}, but {model.pretrained} (model.pretrained) has {layers} layers; "
+            f"set model.num_layers to {layers}, or to null"
+        )
+
+
+@contextmanager
+def _explained(setting: str, name: str) -> Iterator[None]:
+    """Turns what transformers raises into one line that says what to put where."""
+    from safetensors import SafetensorError
+
+    try:
+        with _quiet(name):
+            yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        if Path(name).is_dir():
+            raise ShoalError(f"{setting}: the folder {name} does not give a causal language model: {reason}; it needs {FILES}") from error
+        raise ShoalError(
+            f"{setting}: {name} is no folder here, and the Hugging Face hub does not give it: {reason}; "
+            f"put {FILES} into a folder and set {setting} to its path"
+        ) from error
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """No tables of tensors in the log: what matters becomes an error. A download still shows its progress."""
+    logging = _transformers().utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if Path(name).is_dir():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,58 @@
+"""Rotary positions: each pair of numbers of a query or key is turned by an angle that grows with its position.
+
+Shapes: B batch, L tokens, N heads, S positions, E head size, P pairs in a head; the last 2 are cosine and sine, or the two of a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+THETA = 10_000.0
+
+
+class Rotary(nn.Module):
+    """The turns of all positions, for pairs of neighbours (2i, 2i+1)."""
+
+    turns_SP2: Tensor
+
+    def __init__(self, max_seq_len: int, head_size: int) -> None:
+        super().__init__()
+        self.max_seq_len, self.head_size = max_seq_len, head_size
+        self._fill(torch.get_default_device(), torch.float32)
+
+    def forward(self, start: int, length: int) -> Tensor:
+        return self.turns_SP2[start : start + length]
+
+    def _fill(self, device: torch.device, dtype: torch.dtype) -> None:
+        # On the CPU, because not every device has float64
+        pairs = torch.arange(0, self.head_size, 2, dtype=torch.float64, device="cpu")
+        positions = torch.arange(self.max_seq_len, dtype=torch.float64, device="cpu")
+        angles_SP = torch.outer(positions, THETA ** (-pairs / self.head_size))
+        turns_SP2 = torch.stack([angles_SP.cos(), angles_SP.sin()], dim=-1)
+        self.register_buffer("turns_SP2", turns_SP2.to(device, dtype), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # A conversion to bfloat16 would round the angles, and `to_empty` would lose them: make them anew at full precision
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._fill(self.turns_SP2.device, torch.float64 if self.turns_SP2.dtype == torch.float64 else torch.float32)
+        return self
+
+
+def rotate(x_BLNE: Tensor, turns_LP2: Tensor) -> Tensor:
+    """(a, b) → (a·cos − b·sin, b·cos + a·sin) for each pair."""
+    pairs_BLNP2 = x_BLNE.view(*x_BLNE.shape[:-1], -1, 2)
+    if _has_complex(x_BLNE) and x_BLNE.dtype == turns_LP2.dtype:
+        turned = torch.view_as_complex(pairs_BLNP2) * torch.view_as_complex(turns_LP2).unsqueeze(1)
+        return torch.view_as_real(turned).flatten(-2)
+    first, second = pairs_BLNP2.unbind(-1)
+    cos, sin = turns_LP2.unsqueeze(1).unbind(-1)
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2).to(x_BLNE.dtype)
+
+
+def _has_complex(x: Tensor) -> bool:
+    """Complex numbers go through memory once, which is several times faster; but compilers do not fuse them, and low precision has none."""
+    return not torch.compiler.is_compiling() and x.dtype in (torch.float32, torch.float64) and x.device.type in ("cpu", "cuda")

@@ -1,0 +1,35 @@
+"""What a model must know of the data, and the refusals when the two do not fit."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from shoal.errors import ShoalError
+
+
+class Shapes(Protocol):
+    """The sizes of the data; null where it has no such thing."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """Channels, height and width of an image."""
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of labels."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Tokens of the tokenizer."""
+
+
+def vocab_size_for(setting: int | None, shapes: Shapes) -> int:
+    """The vocabulary of a language model: as set, or as the tokenizer has."""
+    if setting is None and shapes.vocab_size is None:
+        raise ShoalError("a language model needs text: data.source gives no tokens; choose a text source, or set model.vocab_size")
+    if setting is not None and shapes.vocab_size is not None and setting < shapes.vocab_size:
+        raise ShoalError(
+            f"model.vocab_size is {setting}, but the tokenizer (data.tokenizer) has {shapes.vocab_size} tokens; "
+            f"set model.vocab_size to {shapes.vocab_size} or more, or to null"
+        )
+    return setting or shapes.vocab_size or 0

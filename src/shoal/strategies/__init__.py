@@ -1,0 +1,1 @@
+"""Between workers: how updates become new weights. One small file each."""

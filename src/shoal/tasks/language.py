@@ -1,0 +1,105 @@
+"""What comes next? Labels are shifted by the data; −100 marks what must not count.
+
+Letters: B batch, L length, V vocabulary, D width, W window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.config.schema.training import Penalties
+from shoal.errors import ShoalError
+from shoal.tasks.base import Batch, Loss, Mean
+
+IGNORED = -100
+
+
+class LanguageModelling:
+    """Next-token cross-entropy over the tokens that count, plus penalties."""
+
+    headline = "loss"
+    higher_is_better = False
+
+    def __init__(
+        self, players: dict[str, nn.Module], penalties: Penalties | None = None, eos_id: int | None = None, *, left_padding: bool = False
+    ) -> None:
+        self.players = players
+        self.penalties = penalties or Penalties()
+        self.eos_id = eos_id
+        self.left_padding = left_padding
+        if self.penalties.eos_weight and eos_id is None:
+            raise ShoalError("training.penalties.eos_weight needs a tokenizer with an end-of-text token")
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORED).sum()) if "attention_mask" in batch else batch["labels"].numel()
+
+    def losses(self, batch: Batch) -> Iterator[Loss]:
+        logits_BLV = self.logits(batch)
+        loss = cross_entropy(logits_BLV, batch["labels"])
+        metrics = {"loss": loss}
+        total = loss
+        for name, weight, value in self.penalty_terms(logits_BLV, batch):
+            metrics[name] = value
+            total = total + weight * value
+        yield Loss("model", total, metrics)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Padding on the right needs no mask: a causal model never looks there, and the fast attention takes none."""
+        mask = batch.get("attention_mask") if self.left_padding else None
+        model = self.players["model"]
+        logits: Tensor = model(batch["input_ids"]) if mask is None else model(batch["input_ids"], attention_mask=mask)
+        return logits
+
+    def penalty_terms(self, logits_BLV: Tensor, batch: Batch) -> Iterator[tuple[str, float, Tensor]]:
+        """The penalties that are switched on: name, weight, differentiable value."""
+        settings = self.penalties
+        if not (settings.repetition_weight or settings.immediate_repetition_weight or settings.eos_weight):
+            return
+        log_p_BLV = logits_BLV.float().log_softmax(-1)
+        counted_BL = batch["labels"] != IGNORED
+        if settings.repetition_weight:
+            value = repetition(log_p_BLV, batch["input_ids"], batch["labels"], settings.repetition_window)
+            yield "repetition", settings.repetition_weight, value
+        if settings.immediate_repetition_weight:
+            p_BL = log_p_BLV.gather(-1, batch["input_ids"].unsqueeze(-1)).squeeze(-1).exp()
+            yield "immediate_repetition", settings.immediate_repetition_weight, _mean(p_BL, counted_BL)
+        if settings.eos_weight and self.eos_id is not None:
+            early_BL = counted_BL & (torch.arange(log_p_BLV.shape[1], device=log_p_BLV.device) < settings.min_sequence_length)
+            yield "early_end", settings.eos_weight, _mean(log_p_BLV[..., self.eos_id].exp(), early_BL)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        mean = Mean()
+        for batch in batches:
+            mean.add({"loss": cross_entropy(self.logits(batch), batch["labels"])}, self.count(batch))
+        result = mean.result()
+        if "loss" in result:
+            result["perplexity"] = math.exp(min(result["loss"], 700.0))
+        return result
+
+
+def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
+    """The mean over the tokens that count; 0 if none does."""
+    total = F.cross_entropy(logits_BLV.flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / (labels_BL != IGNORED).sum().clamp(min=1)
+
+
+def repetition(log_p_BLV: Tensor, input_ids_BL: Tensor, labels_BL: Tensor, window: int) -> Tensor:
+    """Unlikelihood of saying again what stands in the window before: −log(1 − p), once for each token other than the right one."""
+    window = min(window, input_ids_BL.shape[1])
+    padded = F.pad(input_ids_BL, (window - 1, 0), value=-1)
+    seen_BLW = padded.unfold(1, window, 1)
+    again_BLW = (seen_BLW.unsqueeze(-1) == seen_BLW.unsqueeze(-2)).tril(-1).any(-1)
+    wanted_BLW = (seen_BLW >= 0) & ~again_BLW & (seen_BLW != labels_BL.unsqueeze(-1)) & (labels_BL != IGNORED).unsqueeze(-1)
+    p_BLW = log_p_BLV.gather(-1, seen_BLW.clamp(min=0)).exp()
+    unlikely_BLW = -torch.log1p(-p_BLW.clamp(max=1 - 1e-6))
+    return _mean((unlikely_BLW * wanted_BLW).sum(-1), labels_BL != IGNORED)
+
+
+def _mean(value: Tensor, counted: Tensor) -> Tensor:
+    return (value * counted).sum() / counted.sum().clamp(min=1)

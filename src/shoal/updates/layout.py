@@ -1,0 +1,77 @@
+"""One contiguous vector for a network's parameters, one for its gradients, and the layout that names their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Slot(NamedTuple):
+    """Where one tensor lies in the vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+
+class Layout:
+    """The names, shapes and offsets of the tensors in a vector."""
+
+    def __init__(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        self.slots: list[Slot] = []
+        self.size = 0
+        for name, shape in shapes:
+            slot = Slot(name, tuple(shape), self.size)
+            self.slots.append(slot)
+            self.size += slot.size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.slots == other.slots
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def views(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The named tensors of a vector; they share its memory."""
+        for slot in self.slots:
+            yield slot.name, vector[slot.offset : slot.offset + slot.size].view(slot.shape)
+
+
+class FlatNetwork:
+    """A network whose parameters are views of `vector`, and whose gradients are views of `gradient`.
+
+    An optimizer that works element by element can step the whole vector at once, and an update is one tensor to send.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        parameters = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+        self.parameters = list(parameters.values())
+        self.layout = Layout((name, tuple(parameter.shape)) for name, parameter in parameters.items())
+        first = self.parameters[0]
+        self.vector = torch.empty(self.layout.size, dtype=first.dtype, device=first.device)
+        self.gradient = torch.zeros_like(self.vector)
+        with torch.no_grad():
+            for (_, view), (_, slope), parameter in zip(
+                self.layout.views(self.vector), self.layout.views(self.gradient), self.parameters, strict=True
+            ):
+                view.copy_(parameter)
+                parameter.data = view
+                parameter.grad = slope
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What is learned without gradients, such as BatchNorm statistics."""
+        return dict(self.network.named_buffers())
+
+    def load(self, vector: Tensor) -> None:
+        """Take over other weights."""
+        self.vector.copy_(vector)

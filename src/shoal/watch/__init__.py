@@ -1,0 +1,1 @@
+"""Watching a run: progress, metrics sinks, loss curves, tables of runs."""

@@ -1,0 +1,89 @@
+"""Progress for people: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from shoal.worker import Loop
+
+_LOUD = ("loss", "accuracy", "perplexity", "discriminator_loss", "generator_loss", "discriminator_accuracy")
+
+
+def figures(record: dict[str, Any]) -> str:
+    """The metrics of a record that people look at."""
+    return "  ".join(f"{name} {record[name]:.4g}" for name in _LOUD if name in record)
+
+
+class PlainProgress:
+    """A line for each evaluation, and one every few seconds."""
+
+    def __init__(self, stream: TextIO, every_s: float = 5.0) -> None:
+        self.stream = stream
+        self.every_s = every_s
+        self.total = 0
+        self._last = 0.0
+
+    def start(self, loop: Loop) -> None:
+        self.total = loop.engine.total_steps
+        if loop.step:
+            self.message(f"resumed from {loop.resumed_from} at step {loop.step}")
+
+    def step(self, loop: Loop) -> None:
+        return None
+
+    def record(self, record: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if record["split"] == "train" and now - self._last < self.every_s and record["step"] < self.total:
+            return
+        self._last = now
+        rate = f"  {record['samples_per_s']:.0f} samples/s" if "samples_per_s" in record else ""
+        self.message(f"step {record['step']}/{self.total}  {record['split']}: {figures(record)}{rate}")
+
+    def message(self, text: str) -> None:
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def close(self, summary: dict[str, Any]) -> None:
+        return None
+
+
+class LiveProgress:
+    """A bar with the latest figures, the time it took and the time it will take."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.console = Console(file=stream)
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+        self.progress = Progress(
+            *columns, TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"), console=self.console
+        )
+        self.bar: TaskID | None = None
+
+    def start(self, loop: Loop) -> None:
+        if loop.step:
+            self.message(f"resumed from {loop.resumed_from} at step {loop.step}")
+        self.bar = self.progress.add_task("training", total=loop.engine.total_steps, completed=loop.step, figures="")
+        self.progress.start()
+
+    def step(self, loop: Loop) -> None:
+        if self.bar is not None:
+            self.progress.update(self.bar, completed=loop.step)
+
+    def record(self, record: dict[str, Any]) -> None:
+        if record["split"] == "eval":
+            self.message(f"step {record['step']}  eval: {figures(record)}")
+        elif self.bar is not None:
+            self.progress.update(self.bar, figures=f"{figures(record)}  {record['samples_per_s']:.0f}/s")
+
+    def message(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def close(self, summary: dict[str, Any]) -> None:
+        self.progress.stop()
+
+
+def progress_for(stream: TextIO) -> PlainProgress | LiveProgress:
+    return LiveProgress(stream) if stream.isatty() else PlainProgress(stream)

@@ -1,0 +1,114 @@
+"""Where metrics go besides the run's own folder: TensorBoard, W&B, a picture of the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shoal.config import Run
+from shoal.config.fields import as_data
+from shoal.errors import ShoalError
+from shoal.watch.plot import save_curves
+from shoal.worker import Loop, Reporter
+
+_NOT_METRICS = ("step", "split", "samples", "epoch", "wall_s")
+
+
+def metrics_of(record: dict[str, Any]) -> dict[str, float]:
+    return {f"{record['split']}/{name}": value for name, value in record.items() if name not in _NOT_METRICS}
+
+
+class _Quiet:
+    """A reporter that only cares for records."""
+
+    def start(self, loop: Loop) -> None:
+        return None
+
+    def step(self, loop: Loop) -> None:
+        return None
+
+    def message(self, text: str) -> None:
+        return None
+
+
+class TensorBoard(_Quiet):
+    """Event files for TensorBoard."""
+
+    def __init__(self, run: Run) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ShoalError("logging.sinks: tensorboard is not installed: pip install 'shoal[tensorboard]'") from None
+        self._writer_class = SummaryWriter
+        self.directory = run.logging.directory
+
+    def start(self, loop: Loop) -> None:
+        folder = self.directory or str(loop.directory.path / "logs")
+        self.writer = self._writer_class(folder, purge_step=loop.step or None)
+
+    def record(self, record: dict[str, Any]) -> None:
+        for name, value in metrics_of(record).items():
+            self.writer.add_scalar(name, value, record["step"])
+
+    def close(self, summary: dict[str, Any]) -> None:
+        if hasattr(self, "writer"):
+            self.writer.close()
+
+
+class Wandb(_Quiet):
+    """Weights & Biases; works offline too."""
+
+    def __init__(self, run: Run) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ShoalError("logging.sinks: wandb is not installed: pip install 'shoal[wandb]'") from None
+        self._wandb: Any = wandb
+        self._run = run
+
+    def start(self, loop: Loop) -> None:
+        path = loop.directory.path
+        self.session = self._wandb.init(
+            project=self._run.logging.project or "shoal",
+            name=path.name,
+            dir=str(path),
+            config=as_data(self._run),
+            resume="allow",
+            id=path.name,
+        )
+
+    def record(self, record: dict[str, Any]) -> None:
+        self.session.log(metrics_of(record), step=record["step"])
+
+    def close(self, summary: dict[str, Any]) -> None:
+        if hasattr(self, "session"):
+            self.session.finish(exit_code=0 if summary["status"] != "failed" else 1)
+
+
+class LossCurve(_Quiet):
+    """loss.png in the run's folder, drawn when it ends."""
+
+    def start(self, loop: Loop) -> None:
+        self.directory = loop.directory
+
+    def record(self, record: dict[str, Any]) -> None:
+        return None
+
+    def close(self, summary: dict[str, Any]) -> None:
+        if not hasattr(self, "directory"):
+            return
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for record in self.directory.metrics():
+            for name, value in record.items():
+                if name.endswith("loss") and value == value:
+                    curves.setdefault(f"{record['split']} {name}", []).append((record["step"], value))
+        if curves:
+            save_curves(curves, Path(self.directory.path) / "loss.png")
+
+
+def sinks_for(run: Run) -> list[Reporter]:
+    """The sinks that a run asks for."""
+    made: list[Reporter] = [LossCurve()]
+    made += [TensorBoard(run)] if "tensorboard" in run.logging.sinks else []
+    made += [Wandb(run)] if "wandb" in run.logging.sinks else []
+    return made

@@ -1,0 +1,155 @@
+"""Checkpoints: safetensors and JSON in a folder that appears whole or not at all.
+
+checkpoints/
+  latest                      the name of the newest
+  step-00000200/
+    weights.safetensors       parameters and buffers, `player.name`
+    state.safetensors         the tensors of the state: optimizer moments, random numbers
+    state.json                everything else, and the checksums of the two
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shoal.errors import ShoalError
+
+_FILES = ("weights.safetensors", "state.safetensors")
+
+
+class Checkpoint(NamedTuple):
+    """What was saved, and where."""
+
+    path: Path
+    step: int
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep_last: int) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+
+    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Path:
+        """Write a checkpoint, then point `latest` at it, then forget the oldest. Raises ShoalError; older ones survive."""
+        final = self.folder / f"step-{step:08d}"
+        partial = self.folder / f".partial-{final.name}"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            _write(partial, step, weights, state)
+            if final.exists():
+                shutil.rmtree(final)
+            partial.rename(final)
+            _replace(self.folder / "latest", final.name)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise ShoalError(
+                f"cannot save a checkpoint in {self.folder}: {error.strerror or error}; the older ones are untouched"
+            ) from None
+        for old in self.all()[: -self.keep_last]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def all(self) -> list[Path]:
+        """Every whole checkpoint, oldest first."""
+        return sorted(self.folder.glob("step-*")) if self.folder.is_dir() else []
+
+    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
+        """The newest checkpoint that can be read; `warn` is told of any that cannot."""
+        for path in reversed(self.all()):
+            try:
+                return read(path)
+            except ShoalError as error:
+                warn(f"{error}; trying the one before it")
+        return None
+
+
+def read(path: Path) -> Checkpoint:
+    """A checkpoint, its checksums verified. Raises ShoalError."""
+    try:
+        header = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        for name in _FILES:
+            if _checksum(path / name) != header["checksums"][name]:
+                raise ShoalError(f"checkpoint {path} is damaged: {name} does not match its checksum")
+        weights, tensors = (load_file(path / name) for name in _FILES)
+        return Checkpoint(path, header["step"], weights, _unpacked(header["state"], tensors))
+    except FileNotFoundError as error:
+        raise ShoalError(f"checkpoint {path} is not whole: {Path(error.filename).name} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
+
+
+def find(path: str, warn: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint that a path means: a checkpoint, or a run with some."""
+    place = Path(path)
+    if (place / "state.json").exists():
+        return read(place)
+    found = Checkpoints(place / "checkpoints", 1).newest(warn)
+    if found is None:
+        raise ShoalError(f"there is no checkpoint at {path}: name a run's folder, or one of its checkpoints")
+    return found
+
+
+def _write(folder: Path, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+    tensors: dict[str, Tensor] = {}
+    plain = _packed(state, "", tensors)
+    save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, folder / _FILES[0])
+    save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, folder / _FILES[1])
+    header = {"format": 1, "step": step, "checksums": {name: _checksum(folder / name) for name in _FILES}, "state": plain}
+    (folder / "state.json").write_text(json.dumps(header), encoding="utf-8")
+    for file in folder.iterdir():
+        with file.open("rb+") as stream:
+            os.fsync(stream.fileno())
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _checksum(path: Path) -> str:
+    value = 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            value = zlib.crc32(chunk, value)
+    return f"{value:08x}"
+
+
+def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Nested data with each tensor replaced by its name in `tensors`. Keys that are numbers are kept so."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.clone()
+        return {"$tensor": name}
+    if isinstance(value, dict):
+        return {"$items": [[key, _packed(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        packed = [_packed(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        return {"$tuple": packed} if isinstance(value, tuple) else packed
+    return value
+
+
+def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        return tensors[value["$tensor"]]
+    if "$tuple" in value:
+        return tuple(_unpacked(item, tensors) for item in value["$tuple"])
+    return {key: _unpacked(item, tensors) for key, item in value["$items"]}

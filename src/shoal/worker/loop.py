@@ -1,0 +1,334 @@
+"""The loop: feed → engine → record, evaluate, save. Everything a resume needs is in its state."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.config import Run
+from shoal.errors import ShoalError
+from shoal.tasks import Batch, Task
+from shoal.worker.checkpoint import Checkpoint, Checkpoints
+from shoal.worker.run_directory import RunDirectory
+
+
+class Feed(Protocol):
+    """Batches without end, from a position that can be saved."""
+
+    batches_per_epoch: int | None
+
+    def __next__(self) -> Batch: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class StepResult(Protocol):
+    """Figures of a step: sums are on the device until somebody reads them."""
+
+    @property
+    def metrics(self) -> dict[str, Tensor]: ...
+    @property
+    def weight(self) -> int: ...
+    @property
+    def samples(self) -> int: ...
+
+
+class Engine(Protocol):
+    """What the loop asks of an engine."""
+
+    task: Task
+    device: torch.device
+    step_count: int
+    total_steps: int
+
+    def step(self, batches: list[Batch]) -> StepResult: ...
+    def evaluate(self, batches: Iterator[Batch]) -> dict[str, float]: ...
+    def figures(self) -> dict[str, float]:
+        """What to record besides the losses: learning rates, health, gradient norms."""
+        ...
+
+    @property
+    def skips_bad_steps(self) -> bool: ...
+    @property
+    def size(self) -> int:
+        """Parameters in all networks."""
+        ...
+
+    def finite(self) -> bool: ...
+    def weights(self) -> dict[str, Tensor]: ...
+    def load_weights(self, tensors: dict[str, Tensor]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Reporter(Protocol):
+    """Somebody who watches: a progress bar, TensorBoard, W&B."""
+
+    def start(self, loop: Loop) -> None: ...
+    def step(self, loop: Loop) -> None: ...
+    def record(self, record: dict[str, Any]) -> None: ...
+    def message(self, text: str) -> None: ...
+    def close(self, summary: dict[str, Any]) -> None: ...
+
+
+class Window:
+    """The mean of the figures since the last record, kept on the device."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.weight = 0
+
+    def add(self, result: StepResult) -> None:
+        for name, value in result.metrics.items():
+            scaled = value * result.weight
+            self.sums[name] = self.sums[name] + scaled if name in self.sums else scaled
+        self.weight += result.weight
+
+    def take(self) -> dict[str, float]:
+        means = {name: float(value) / self.weight for name, value in self.sums.items()}
+        self.sums, self.weight = {}, 0
+        return means
+
+
+class Loop:
+    """One worker's training, alone on its machine."""
+
+    def __init__(
+        self,
+        run: Run,
+        engine: Engine,
+        feed: Feed,
+        held_out: Callable[[], Iterator[Batch]] | None,
+        directory: RunDirectory,
+        reporters: list[Reporter],
+        samples: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.run = run
+        self.engine = engine
+        self.feed = feed
+        self.held_out = held_out
+        self.directory = directory
+        self.reporters = reporters
+        self.draw_samples = samples
+        self.checkpoints = Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last)
+        self.window = Window()
+        self.samples = 0
+        self.batches = 0
+        self.best: float | None = None
+        self.without_progress = 0
+        self.stopping = ""
+        """Why it ends before its time: `interrupted`, `stopped early`."""
+        self.latest: dict[str, dict[str, float]] = {"train": {}, "eval": {}}
+        self.resumed_from: str | None = None
+        self._saved_at = -1
+        self._started = time.monotonic()
+        self._wall_before = 0.0
+        self._speed_mark = (time.monotonic(), 0)
+
+    # --- the run -----------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        return self.engine.step_count
+
+    @property
+    def wall_s(self) -> float:
+        return self._wall_before + time.monotonic() - self._started
+
+    def train(self) -> dict[str, Any]:
+        """Run to the end. The summary is written whatever happens."""
+        status, error = "failed", ""
+        try:
+            for reporter in self.reporters:
+                reporter.start(self)
+            self._steps()
+            status = self.stopping or "completed"
+        except ShoalError as problem:
+            error = str(problem)
+            raise
+        except BaseException as problem:
+            error = repr(problem)
+            raise
+        finally:
+            summary = self.summary(status, error)
+            self.directory.write_summary(summary)
+            for reporter in self.reporters:
+                reporter.close(summary)
+            self.directory.close()
+        return summary
+
+    def _steps(self) -> None:
+        accumulation = self.run.training.gradient_accumulation_steps
+        total, every = self.engine.total_steps, self.run.logging.every_steps
+        while self.step < total and not self.stopping:
+            result = self.engine.step([next(self.feed) for _ in range(accumulation)])
+            self.batches += accumulation
+            self.samples += result.samples
+            self.window.add(result)
+            if self.step % every == 0 or self.step == total:
+                self._record()
+            for reporter in self.reporters:
+                reporter.step(self)
+            if self._due(self.run.evaluation, accumulation):
+                self.evaluate()
+            if self._due(self.run.checkpoint, accumulation):
+                self._save_or_warn()
+        if self.step < total:
+            self.message(f"{self.stopping} at step {self.step} of {total}")
+        if self._saved_at != self.step:
+            self.save()
+        if self.step >= total and self.latest["eval"].get("step") != self.step:
+            self.evaluate()
+
+    def _due(self, settings: Any, accumulation: int) -> bool:
+        """Is it time, by steps or by epochs?"""
+        if settings.strategy == "steps":
+            return bool(self.step % settings.every_steps == 0)
+        per_epoch = self.feed.batches_per_epoch
+        if settings.strategy != "epoch" or not per_epoch:
+            return False
+        return self.batches // per_epoch > (self.batches - accumulation) // per_epoch
+
+    # --- what is recorded --------------------------------------------------------------------------
+
+    def _record(self) -> None:
+        metrics = self.window.take()
+        self._check_finite(metrics)
+        metrics |= self.engine.figures()
+        self.latest["train"] = metrics
+        self._emit("train", metrics)
+
+    def _check_finite(self, metrics: dict[str, float]) -> None:
+        bad = [name for name, value in metrics.items() if name.endswith("loss") and value != value]
+        if bad and not self.engine.skips_bad_steps:
+            saved = self.checkpoints.all()
+            where = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
+            raise ShoalError(
+                f"{bad[0]} is not a number at step {self.step}: {where}. Lower training.optimizer.learning_rate, "
+                "set training.clipping.max_norm, or switch training.gradient_health on"
+            )
+
+    def evaluate(self) -> dict[str, float]:
+        """Judge the model on held-out data, and stop early if it no longer gets better."""
+        if self.held_out is None or self.run.evaluation.batches == 0:
+            return {}
+        metrics = self.engine.evaluate(self.held_out())
+        self.latest["eval"] = metrics | {"step": self.step}
+        self._emit("eval", metrics)
+        self.draw_samples(self.step)
+        self._consider_stopping(metrics)
+        return metrics
+
+    def _consider_stopping(self, metrics: dict[str, float]) -> None:
+        settings, task = self.run.training.early_stopping, self.engine.task
+        value = metrics.get(task.headline)
+        if value is None:
+            return
+        gain = float("inf") if self.best is None else (value - self.best if task.higher_is_better else self.best - value)
+        if gain > settings.threshold:
+            self.best, self.without_progress = value, 0
+            return
+        self.without_progress += 1
+        if settings.patience is not None and self.without_progress >= settings.patience:
+            self.stopping = "stopped early"
+
+    def _emit(self, split: str, metrics: dict[str, float]) -> None:
+        now, (then, before) = time.monotonic(), self._speed_mark
+        speed = (self.samples - before) / (now - then) if now > then else 0.0
+        if split == "train":
+            self._speed_mark = (now, self.samples)
+        record: dict[str, Any] = {"step": self.step, "split": split, "samples": self.samples}
+        if self.feed.batches_per_epoch:
+            record["epoch"] = self.batches / self.feed.batches_per_epoch
+        record |= metrics | {"wall_s": round(self.wall_s, 3)}
+        if split == "train":
+            record["samples_per_s"] = round(speed, 2)
+        self.directory.record(record)
+        for reporter in self.reporters:
+            reporter.record(record)
+
+    def message(self, text: str) -> None:
+        for reporter in self.reporters:
+            reporter.message(text)
+
+    # --- state -------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint. One with weights that are not finite is never written over a good one."""
+        if not self.engine.finite():
+            raise ShoalError(f"the weights are not finite at step {self.step}; the checkpoints before it are untouched")
+        self.checkpoints.save(self.step, self.engine.weights(), self.state_dict())
+        self._saved_at = self.step
+
+    def _save_or_warn(self) -> None:
+        try:
+            self.save()
+        except ShoalError as error:
+            self.message(f"warning: {error}; training goes on")
+
+    def state_dict(self) -> dict[str, Any]:
+        cuda = torch.cuda.get_rng_state_all() if self.engine.device.type == "cuda" else []
+        return {
+            "engine": self.engine.state_dict(),
+            "feed": self.feed.state_dict(),
+            "random": {"torch": torch.get_rng_state(), "cuda": cuda},
+            "window": {"sums": dict(self.window.sums), "weight": self.window.weight},
+            "loop": {
+                "samples": self.samples,
+                "batches": self.batches,
+                "best": self.best,
+                "without_progress": self.without_progress,
+                "wall_s": self.wall_s,
+                "latest": self.latest,
+            },
+        }
+
+    def resume(self, checkpoint: Checkpoint, *, same_run: bool) -> None:
+        """Continue from a checkpoint, to the same numbers as if there had been no break."""
+        self.engine.load_weights(checkpoint.weights)
+        state = checkpoint.state
+        self.engine.load_state_dict(state["engine"])
+        self.feed.load_state_dict(state["feed"])
+        torch.set_rng_state(state["random"]["torch"])
+        if state["random"]["cuda"] and self.engine.device.type == "cuda":
+            torch.cuda.set_rng_state_all(state["random"]["cuda"])
+        device = self.engine.device
+        self.window.sums = {name: value.to(device) for name, value in state["window"]["sums"].items()}
+        self.window.weight = state["window"]["weight"]
+        loop = state["loop"]
+        self.samples, self.batches = loop["samples"], loop["batches"]
+        self.best, self.without_progress = loop["best"], loop["without_progress"]
+        self._wall_before, self.latest = loop["wall_s"], loop["latest"]
+        self._speed_mark = (time.monotonic(), self.samples)
+        self.resumed_from = str(checkpoint.path)
+        if same_run:
+            self.directory.forget_after(checkpoint.step)
+            self._saved_at = checkpoint.step
+
+    def summary(self, status: str, error: str) -> dict[str, Any]:
+        result = {
+            "status": status,
+            "metrics": self.latest,
+            "steps": self.step,
+            "samples": self.samples,
+            "wall_s": round(self.wall_s, 3),
+            "peak_memory_bytes": peak_memory(self.engine.device),
+            "resumed_from": self.resumed_from,
+        }
+        return result | ({"error": error} if error else {})
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most memory this process has used: on the GPU if it has one, else in main memory (not known on Windows)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

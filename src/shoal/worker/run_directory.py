@@ -1,0 +1,104 @@
+"""The folder of a run: what was asked for, what happened, and how it ended.
+
+config.yaml, provenance.json   every setting, and where it came from
+metrics.jsonl                  one record a line, appended
+checkpoints/, samples/         what was learned
+summary.json                   how it ended; also after a failure
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from shoal.config import Run
+from shoal.config.fields import as_data
+from shoal.config.load import Loaded
+from shoal.config.show import show
+from shoal.errors import ShoalError
+
+
+class RunDirectory:
+    """One run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._metrics: TextIO | None = None
+
+    @classmethod
+    def create(cls, run: Run, wanted: str | None = None) -> RunDirectory:
+        """A new folder: the one that is asked for, or one named after the run and the time."""
+        parent = Path(run.output_dir) / (run.logging.project or "")
+        stem = run.name or f"{run.task}-{run.model.kind}"
+        path = Path(wanted) if wanted else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
+        number = 1
+        while not wanted and path.exists():
+            number += 1
+            path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{number}"
+        if wanted and (path / "config.yaml").exists():
+            raise ShoalError(f"{path} holds a run already: add --resume to continue it, or choose another --run-dir")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ShoalError(f"cannot make the run's folder {path}: {error.strerror}") from None
+        return cls(path)
+
+    def write_config(self, loaded: Loaded) -> None:
+        (self.path / "config.yaml").write_text("dialect: shoal\n" + show(loaded), encoding="utf-8")
+        (self.path / "provenance.json").write_text(show(loaded, origin=True, style="json"), encoding="utf-8")
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Append to metrics.jsonl."""
+        if self._metrics is None:
+            self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+
+    def forget_after(self, step: int) -> None:
+        """Drop the records of steps that a resumed run will do again."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            os.replace(partial, path)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) >= 0] if path.exists() else []
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        partial = self.path / ".summary.json"
+        partial.write_text(json.dumps(summary, indent=2), encoding="utf-8")
+        os.replace(partial, self.path / "summary.json")
+
+    def summary(self) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+
+def _step_of(line: str) -> int:
+    """The step of a record; a line that a crash cut short counts as later than all."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return sys.maxsize
+
+
+def same_settings(first: Run, second: Run) -> bool:
+    """May one run continue the other? Everything that shapes the numbers must be the same."""
+    free = {"name", "output_dir", "log_level", "checkpoint", "logging", "hub", "serving"}
+    left, right = as_data(first), as_data(second)
+    return all(left[name] == right[name] for name in left if name not in free)

@@ -1,0 +1,259 @@
+"""The single engine against a hand-written loop, schedules against formulas, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.config import Run, load
+from shoal.config.schema.training import GradientHealth, Optimizer, OptimizerName, Schedule
+from shoal.engines import SingleEngine
+from shoal.engines.health import HealthMonitor
+from shoal.engines.optimizers import arguments
+from shoal.engines.schedule import learning_rate
+from shoal.errors import ShoalError
+from shoal.tasks.classification import Classification
+from shoal.updates.layout import FlatNetwork
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def batches(count: int, size: int = 4) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"image": torch.rand(size, 1, 2, 3, generator=generator), "label": torch.randint(3, (size,), generator=generator)} for _ in range(count)
+    ]
+
+
+def run_with(*settings: str) -> Run:
+    return load("starter", overrides=[*settings], environ={})
+
+
+def engine_for(run: Run, total: int = 10, seed: int = 0) -> SingleEngine:
+    return SingleEngine(run, Classification({"model": network(seed)}), torch.device("cpu"), total)
+
+
+def reference(optimizer: str, keywords: dict[str, Any], data: list[Any], clip: float | None = None) -> torch.Tensor:
+    model = network()
+    made = getattr(torch.optim, optimizer)(model.parameters(), **keywords)
+    for batch in data:
+        made.zero_grad()
+        nn.functional.cross_entropy(model(batch["image"]), batch["label"]).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        made.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("name", [name for name in OptimizerName.__args__ if name not in ("Muon", "Adafactor")])
+def test_every_optimizer_follows_torch(name: str) -> None:
+    data = batches(5)
+    engine = engine_for(run_with(f"training.optimizer.name={name}", "training.optimizer.learning_rate=0.01"))
+    for batch in data:
+        engine.step([batch])
+    expected = reference(name, {"lr": 0.01}, data)
+    assert torch.allclose(engine.networks["model"].vector, expected, atol=2e-6)
+
+
+def test_adafactor_gets_its_shapes() -> None:
+    data = batches(3)
+    engine = engine_for(run_with("training.optimizer.name=Adafactor", "training.optimizer.learning_rate=0.01"))
+    for batch in data:
+        engine.step([batch])
+    assert torch.allclose(engine.networks["model"].vector, reference("Adafactor", {"lr": 0.01}, data), atol=1e-6)
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
+    data = batches(3)
+    engine = engine_for(run_with("training.optimizer.name=Muon", "training.optimizer.learning_rate=0.01"))
+    model = network()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    made = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+    for batch in data:
+        engine.step([batch])
+        model.zero_grad()
+        nn.functional.cross_entropy(model(batch["image"]), batch["label"]).backward()
+        for optimizer in made:
+            optimizer.step()
+    assert torch.allclose(engine.networks["model"].vector, torch.cat([p.detach().flatten() for p in model.parameters()]), atol=1e-5)
+
+
+def test_clipping_follows_torch() -> None:
+    data = batches(5)
+    settings = ["training.optimizer.name=SGD", "training.optimizer.learning_rate=0.5", "training.clipping.max_norm=0.1"]
+    engine = engine_for(run_with(*settings))
+    for batch in data:
+        engine.step([batch])
+    assert torch.allclose(engine.networks["model"].vector, reference("SGD", {"lr": 0.5}, data, clip=0.1), atol=1e-6)
+    off = engine_for(run_with(*settings, "training.clipping.enabled=false"))
+    for batch in data:
+        off.step([batch])
+    assert torch.allclose(off.networks["model"].vector, reference("SGD", {"lr": 0.5}, data), atol=1e-6)
+
+
+def test_accumulation_equals_one_large_batch_though_the_parts_differ_in_size() -> None:
+    (large,) = batches(1, size=7)
+    parts = [{name: value[:5] for name, value in large.items()}, {name: value[5:] for name, value in large.items()}]
+    one, several = engine_for(run_with()), engine_for(run_with())
+    one.gradients([large])
+    result = several.gradients(parts)
+    assert torch.allclose(one.networks["model"].gradient, several.networks["model"].gradient, atol=1e-7)
+    assert (result.weight, result.samples) == (7, 7)
+
+
+def test_a_network_is_one_vector() -> None:
+    model = network()
+    flat = FlatNetwork(model)
+    assert flat.vector.numel() == sum(p.numel() for p in model.parameters()) == flat.layout.size
+    flat.load(torch.arange(flat.layout.size, dtype=torch.float32))
+    assert model[1].weight[0, 0] == 0
+    assert model[3].bias[-1] == flat.layout.size - 1
+    model(torch.rand(2, 6)).sum().backward()
+    assert flat.gradient.any()
+    assert model[1].weight.grad.data_ptr() == flat.gradient.data_ptr()
+
+
+def test_bf16_and_fp16_stay_near_fp32() -> None:
+    data = batches(8)
+    exact = engine_for(run_with())
+    for batch in data:
+        exact.step([batch])
+    for kind in ("bf16", "fp16"):
+        engine = engine_for(run_with(f"training.precision.kind={kind}"))
+        for batch in data:
+            engine.step([batch])
+        assert torch.allclose(engine.networks["model"].vector, exact.networks["model"].vector, atol=0.02)
+        assert engine.networks["model"].vector.dtype == torch.float32
+
+
+def test_compile_gives_the_same_gradient() -> None:
+    (batch,) = batches(1)
+    plain, compiled = engine_for(run_with()), engine_for(run_with("training.compile=true"))
+    plain.gradients([batch])
+    compiled.gradients([batch])
+    assert torch.allclose(plain.networks["model"].gradient, compiled.networks["model"].gradient, atol=1e-6)
+
+
+# --- schedules ---------------------------------------------------------------------------------
+
+
+def rates(schedule: Schedule, total: int = 10, peak: float = 1.0) -> list[float]:
+    return [learning_rate(schedule, peak, step, total) for step in range(total)]
+
+
+def test_schedules() -> None:
+    assert rates(Schedule()) == [1.0] * 10
+    assert rates(Schedule(warmup_steps=4))[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rates(Schedule(warmup_steps=2, warmup="cosine"))[:3] == pytest.approx([0.5, 1.0, 1.0])
+    cosine = rates(Schedule(kind="cosine", end_learning_rate=0.2))
+    assert cosine == pytest.approx([0.2 + 0.4 * (1 + math.cos(math.pi * step / 10)) for step in range(10)])
+    assert rates(Schedule(kind="linear")) == pytest.approx([1 - step / 10 for step in range(10)])
+    assert rates(Schedule(kind="polynomial", power=2.0)) == pytest.approx([(1 - step / 10) ** 2 for step in range(10)])
+    assert learning_rate(Schedule(kind="cosine", end_learning_rate=0.2), 1.0, 99, 10) == pytest.approx(0.2)
+
+
+def test_the_engine_follows_the_schedule() -> None:
+    engine = engine_for(run_with("training.schedule.kind=linear", "training.optimizer.learning_rate=0.1"), total=4)
+    seen = []
+    for batch in batches(4):
+        engine.step([batch])
+        seen.append(engine.learning_rates()["learning_rate"])
+    assert seen == pytest.approx([0.1, 0.075, 0.05, 0.025])
+
+
+# --- health ------------------------------------------------------------------------------------
+
+
+def test_the_clip_value_moves_and_explosions_slow_down() -> None:
+    settings = GradientHealth(enabled=True, initial_clip_value=2.0, final_clip_value=1.0, warmup_steps=10, explosion_threshold=5.0, auto_reduce_lr=True)
+    monitor = HealthMonitor(settings)
+    assert [monitor.clip_value(step) for step in (0, 5, 10, 99)] == [2.0, 1.5, 1.0, 1.0]
+    assert monitor.observe(1.0)
+    assert monitor.observe(6.0)
+    assert not monitor.observe(float("nan"))
+    assert monitor.metrics() == {"explosions": 1, "skipped_steps": 1, "lr_scale": 0.25}
+
+
+def test_a_step_that_is_not_finite_is_skipped() -> None:
+    engine = engine_for(run_with("training.gradient_health.enabled=true"))
+    before = engine.networks["model"].vector.clone()
+    (bad,) = batches(1)
+    bad["image"][0] = float("nan")
+    engine.step([bad])
+    assert torch.equal(engine.networks["model"].vector, before)
+    assert engine.health is not None
+    assert engine.health.skipped == 1
+    engine.step(batches(1))
+    assert not torch.equal(engine.networks["model"].vector, before)
+
+
+def test_a_run_of_bad_steps_gives_up() -> None:
+    engine = engine_for(run_with("training.gradient_health.enabled=true"))
+    (bad,) = batches(1)
+    bad["image"][:] = float("inf")
+    with pytest.raises(ShoalError, match="in a row"):
+        for _ in range(200):
+            engine.step([bad])
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+def test_settings_the_optimizer_does_not_take_are_refused() -> None:
+    with pytest.raises(ShoalError, match="SGD takes no `betas`"):
+        arguments(Optimizer(name="SGD", beta1=0.5))
+    with pytest.raises(ShoalError, match="AdamW takes no `momentum`"):
+        arguments(Optimizer(name="AdamW", momentum=0.9))
+    with pytest.raises(ShoalError, match="takes no `colour`"):
+        arguments(Optimizer(name="AdamW", kwargs={"colour": 1}))
+    assert arguments(Optimizer(name="Adam", beta1=0.5, kwargs={"amsgrad": True})) == {"lr": 1e-3, "betas": (0.5, 0.999), "amsgrad": True}
+
+
+def test_unknown_networks_and_unbuilt_precisions_are_refused() -> None:
+    with pytest.raises(ShoalError, match="no network `generator`"):
+        engine_for(run_with("training.players.generator.learning_rate=0.1"))
+    with pytest.raises(ShoalError, match="fp8 is not built"):
+        engine_for(run_with("training.precision.kind=fp8"))
+    with pytest.raises(ShoalError, match="no blocks to recompute"):
+        engine_for(run_with("training.gradient_checkpointing=true"))
+
+
+def test_per_player_settings_are_honoured() -> None:
+    engine = engine_for(run_with("training.players.model.learning_rate=0.5", "training.players.model.name=SGD"))
+    assert isinstance(engine.optimizers["model"], torch.optim.SGD)
+    assert engine.peaks == {"model": 0.5}
+
+
+# --- state -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon", "Adafactor"])
+def test_state_continues_to_the_same_numbers(name: str) -> None:
+    settings = run_with(f"training.optimizer.name={name}", "training.schedule.kind=cosine", "training.gradient_health.enabled=true")
+    data = batches(6)
+    whole = engine_for(settings)
+    for batch in data:
+        whole.step([batch])
+    first = engine_for(settings)
+    for batch in data[:3]:
+        first.step([batch])
+    second = engine_for(settings, seed=5)
+    second.load_weights({key: value.detach().clone() for key, value in first.weights().items()})
+    second.load_state_dict(first.state_dict())
+    for batch in data[3:]:
+        second.step([batch])
+    assert torch.equal(whole.networks["model"].vector, second.networks["model"].vector)
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    engine = engine_for(run_with())
+    with pytest.raises(ShoalError, match="another model"):
+        engine.load_weights({"model.x": torch.zeros(1)})

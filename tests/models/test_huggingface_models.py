@@ -1,0 +1,305 @@
+"""Models of transformers from local folders: the same numbers, the same generation, and plain words for what is missing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shoal.config.schema import Run
+from shoal.config.schema import model as schema
+from shoal.config.schema.data import Data
+from shoal.config.schema.serving import Decoding
+from shoal.errors import ShoalError
+from shoal.models import build, generate
+
+transformers = pytest.importorskip("transformers")
+GREEDY = Decoding(active="greedy")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    transformers.utils.logging.enable_progress_bar()
+
+
+def make(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    else:
+        config = transformers.LlamaConfig(
+            eos_token_id=None,
+            vocab_size=40,
+            max_position_embeddings=32,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def folder(request, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    make(request.param).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("one")
+    make("gpt2").save_pretrained(path)
+    return path
+
+
+def built(shapes, folder: Path, seed: int = 42, sequence_length: int = 32, vocab_size: int = 40, **settings: object) -> torch.nn.Module:
+    run = Run(model=schema.HuggingFace(pretrained=str(folder), **settings), data=Data(sequence_length=sequence_length), seed=seed)
+    return build(run, shapes(vocab_size=vocab_size))["model"]
+
+
+def prompt(rows: int = 2, length: int = 6) -> torch.Tensor:
+    return torch.randint(0, 40, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def check_recomputed(model: torch.nn.Module, steps: int) -> None:
+    """Each token is what the model says with no cache, of all it may see."""
+    seen = prompt()
+    for token in generate(model, seen, max_new_tokens=steps, decoding=GREEDY):
+        with torch.no_grad():
+            assert torch.equal(model(seen)[:, -1].argmax(-1), token)
+        if seen.shape[1] == model.max_seq_len:
+            seen = seen[:, 1 - model.max_seq_len // 2 :]
+        seen = torch.cat([seen, token[:, None]], dim=1)
+
+
+def test_logits_are_the_models_own(shapes, folder):
+    model = built(shapes, folder).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert type(model.inner) is type(theirs)
+    assert torch.equal(model(prompt()), theirs(prompt()).logits)
+    assert (model.vocab_size, model.max_seq_len) == (40, 32)
+
+
+def test_generation_equals_transformers_and_costs_one_token_each(shapes, folder):
+    model = built(shapes, folder).eval()
+    counts: list[int] = []
+    model.inner.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: counts.append(inputs[0].shape[1]))
+    found = torch.stack(list(generate(model, prompt(), max_new_tokens=20, decoding=GREEDY)), dim=1)
+    assert counts == [6] + [1] * 19
+    theirs = transformers.GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = model.inner.generate(prompt(), attention_mask=torch.ones_like(prompt()), generation_config=theirs)
+    assert torch.equal(found, expected[:, 6:])
+
+
+def test_generation_slides_past_the_longest_sequence(shapes, folder):
+    check_recomputed(built(shapes, folder).eval(), steps=50)
+
+
+def test_state_space_models_generate_too():
+    from shoal.models.huggingface import HuggingFace
+
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4)
+    check_recomputed(HuggingFace(transformers.MambaForCausalLM(config)).eval(), steps=12)
+
+
+def test_left_padding_changes_nothing(shapes, folder):
+    model = built(shapes, folder).eval()
+    row, mask = prompt(1, 5), F.pad(torch.ones(1, 5, dtype=torch.long), (4, 0))
+    with torch.no_grad():
+        padded = model(F.pad(row, (4, 0)), attention_mask=mask)[:, 4:]
+        torch.testing.assert_close(padded, model(row), atol=1e-5, rtol=0)
+
+
+def test_weights_are_trained_in_float32(shapes, tmp_path):
+    make("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    for from_scratch in (False, True):
+        model = built(shapes, tmp_path, from_scratch=from_scratch)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_from_scratch_follows_the_seed(shapes, gpt2):
+    def first(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed + 100)
+        return built(shapes, gpt2, seed=seed, from_scratch=True).inner.get_input_embeddings().weight
+
+    pretrained = built(shapes, gpt2).inner.get_input_embeddings().weight
+    assert torch.equal(first(1), first(1))
+    assert not torch.equal(first(1), first(2))
+    assert not torch.equal(first(1), pretrained)
+
+
+def test_weights_from_another_folder(shapes, gpt2, tmp_path):
+    other = make("gpt2")
+    with torch.no_grad():
+        other.transformer.wte.weight.mul_(2)
+    other.save_pretrained(tmp_path)
+    model = built(shapes, gpt2, weights=str(tmp_path))
+    assert torch.equal(model.inner.get_input_embeddings().weight, other.get_input_embeddings().weight)
+
+
+def test_checkpointed_gradients_are_the_same(shapes, folder):
+    model = built(shapes, folder)
+    calls: list[int] = []
+    norm = model.inner.get_submodule(
+        "transformer.h.0.ln_1" if "transformer" in dict(model.inner.named_children()) else "model.layers.0.input_layernorm"
+    )
+    norm.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def gradients(checkpointing: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model.gradient_checkpointing(checkpointing)
+        model.train().zero_grad()
+        F.cross_entropy(model(prompt()[:, :-1]).flatten(0, 1), prompt()[:, 1:].flatten()).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    plain, again = gradients(False), gradients(True)
+    assert len(calls) == 3
+    for expected, found in zip(plain, again, strict=True):
+        torch.testing.assert_close(found, expected)
+    gradients(False)
+    assert len(calls) == 4
+
+
+# --- LoRA ---------------------------------------------------------------------------------------------------------------
+
+
+def test_lora_trains_little_and_starts_at_the_model(shapes, folder):
+    pytest.importorskip("peft")
+    plain = built(shapes, folder).eval()
+    model = built(shapes, folder, lora=schema.Lora(rank=3, alpha=6.0)).eval()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert 0 < sum(parameter.numel() for parameter in trained) < 0.2 * sum(parameter.numel() for parameter in plain.parameters())
+    assert all(3 in parameter.shape for parameter in trained)
+    torch.testing.assert_close(model(prompt()), plain(prompt()))
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(1.0)
+    assert not torch.allclose(model(prompt()), plain(prompt()))
+    check_recomputed(model, steps=5)
+
+
+def test_lora_goes_where_it_is_told(shapes, gpt2):
+    pytest.importorskip("peft")
+    model = built(shapes, gpt2, lora=schema.Lora(target_modules=("c_fc",)))
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(names) == 4
+    assert all("c_fc" in name for name in names)
+
+
+def test_lora_on_unknown_layers_is_refused(shapes, gpt2):
+    pytest.importorskip("peft")
+    with pytest.raises(ShoalError, match=r"model.lora.target_modules: .*not found.*layers of this model: c_attn, c_fc, c_proj"):
+        built(shapes, gpt2, lora=schema.Lora(target_modules=("attn_query",)))
+
+
+def test_lora_without_peft_is_refused(shapes, gpt2, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ShoalError, match=r"model.lora needs peft: pip install peft"):
+        built(shapes, gpt2, lora=schema.Lora())
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_transformers(shapes, gpt2, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ShoalError, match=r"need transformers: pip install 'shoal\[hf\]'"):
+        built(shapes, gpt2)
+
+
+def test_number_of_layers_is_checked(shapes, folder):
+    assert built(shapes, folder, num_layers=2)
+    with pytest.raises(ShoalError, match=r"model.num_layers is 12, but .* has 2 layers"):
+        built(shapes, folder, num_layers=12)
+
+
+def test_the_tokenizer_must_fit(shapes, gpt2):
+    with pytest.raises(ShoalError, match=r"model.pretrained: .* knows 40 tokens, but the tokenizer \(data.tokenizer\) has 41"):
+        built(shapes, gpt2, vocab_size=41)
+
+
+def test_sequences_must_fit(shapes, gpt2):
+    with pytest.raises(ShoalError, match=r"data.sequence_length is 33, but the model .* takes 32 tokens"):
+        built(shapes, gpt2, sequence_length=33)
+
+
+def test_scratch_and_weights_contradict(shapes, gpt2):
+    with pytest.raises(ShoalError, match=r"model.from_scratch and model.weights contradict"):
+        built(shapes, gpt2, from_scratch=True, weights=str(gpt2))
+
+
+def test_no_network_says_what_to_put_where(shapes, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ShoalError,
+        match=r"model.pretrained: nobody/nothing is no folder here.*put config.json, model.safetensors .* set model.pretrained to its path",
+    ):
+        built(shapes, Path("nobody/nothing"))
+
+
+def test_a_folder_that_is_not_there(shapes, tmp_path):
+    with pytest.raises(ShoalError, match=r"model.pretrained: .*missing is no folder here"):
+        built(shapes, tmp_path / "missing")
+
+
+@pytest.mark.parametrize("config", ["{", "{}", '{"model_type": "t5"}'])
+def test_a_folder_without_a_causal_model(shapes, tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ShoalError, match=r"model.pretrained: the folder .* does not give a causal language model: .*it needs config.json"):
+        built(shapes, tmp_path, from_scratch=True)
+
+
+def test_a_folder_without_weights(shapes, gpt2, tmp_path):
+    (tmp_path / "config.json").write_text((gpt2 / "config.json").read_text())
+    with pytest.raises(ShoalError, match=r"model.pretrained: the folder .*model.safetensors"):
+        built(shapes, tmp_path)
+    assert built(shapes, tmp_path, from_scratch=True)
+
+
+def test_pickled_weights_are_refused(shapes, gpt2, tmp_path):
+    (tmp_path / "config.json").write_text((gpt2 / "config.json").read_text())
+    torch.save(make("gpt2").state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ShoalError, match=r"model.pretrained: the folder .*safetensors"):
+        built(shapes, tmp_path)
+
+
+def test_damaged_weights_are_refused(shapes, gpt2, tmp_path):
+    (tmp_path / "config.json").write_text((gpt2 / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((gpt2 / "model.safetensors").read_bytes()[:500])
+    with pytest.raises(ShoalError, match=r"model.pretrained: the folder "):
+        built(shapes, tmp_path)
+
+
+@pytest.mark.parametrize(("change", "message"), [({"n_layer": 3}, "lack 12 tensors"), ({"n_embd": 32}, "model.weights: the folder")])
+def test_weights_of_another_shape_are_refused(shapes, gpt2, tmp_path, change, message):
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((gpt2 / "config.json").read_text()) | change))
+    with pytest.raises(ShoalError, match=message):
+        built(shapes, tmp_path, weights=str(gpt2))
+
+
+def test_a_model_without_a_cache_says_so():
+    from shoal.models.huggingface import HuggingFace
+
+    class Forgetful(torch.nn.Module):
+        config = transformers.GPT2Config(vocab_size=40)
+
+        def forward(self, input_ids: torch.Tensor) -> None: ...
+
+    network = HuggingFace(Forgetful())
+    network.register_parameter("nothing", torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(ShoalError, match=r"Forgetful .* keeps no cache"):
+        list(generate(network, prompt(), max_new_tokens=1, decoding=GREEDY))

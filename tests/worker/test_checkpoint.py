@@ -1,0 +1,107 @@
+"""Checkpoints appear whole or not at all, and what cannot be read is stepped over."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import ShoalError
+from shoal.worker import checkpoint as module
+from shoal.worker.checkpoint import Checkpoints, _packed, _unpacked, find, read
+
+STATE: dict[str, Any] = {"a": torch.arange(3), "b": {0: (1, [torch.ones(2), None]), "x": "y"}, "c": 0.5}
+
+
+def saved(tmp_path: Path, *steps: int, keep: int = 9) -> Checkpoints:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep)
+    for step in steps:
+        checkpoints.save(step, {"model.w": torch.full((2,), float(step))}, STATE)
+    return checkpoints
+
+
+def test_what_is_saved_is_read(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 5)
+    found = read(checkpoints.all()[0])
+    assert found.step == 5
+    assert torch.equal(found.weights["model.w"], torch.tensor([5.0, 5.0]))
+    assert torch.equal(found.state["a"], STATE["a"])
+    assert found.state["b"][0][0] == 1
+    assert isinstance(found.state["b"][0], tuple)
+    assert torch.equal(found.state["b"][0][1][0], torch.ones(2))
+    assert (found.state["b"]["x"], found.state["c"]) == ("y", 0.5)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.integers() | st.text(max_size=3), inner, max_size=3) | st.tuples(inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100)
+@given(VALUES)
+def test_any_plain_state_survives(value: Any) -> None:
+    import json
+
+    tensors: dict[str, torch.Tensor] = {}
+    assert _unpacked(json.loads(json.dumps(_packed(value, "", tensors))), tensors) == value
+
+
+def test_only_the_last_are_kept_and_latest_names_the_newest(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 1, 2, 3, 4, keep=2)
+    assert [path.name for path in checkpoints.all()] == ["step-00000003", "step-00000004"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000004"
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "missing", "json", "empty"])
+def test_a_damaged_checkpoint_is_stepped_over_and_told(tmp_path: Path, damage: str) -> None:
+    checkpoints = saved(tmp_path, 1, 2)
+    newest = checkpoints.all()[-1]
+    weights = newest / "weights.safetensors"
+    content = bytearray(weights.read_bytes())
+    if damage == "truncate":
+        weights.write_bytes(content[:-3])
+    elif damage == "flip":
+        content[-1] ^= 1
+        weights.write_bytes(content)
+    elif damage == "missing":
+        weights.unlink()
+    elif damage == "json":
+        (newest / "state.json").write_text("{")
+    else:
+        (newest / "state.json").write_text("")
+    warnings: list[str] = []
+    found = checkpoints.newest(warnings.append)
+    assert found is not None
+    assert found.step == 1
+    assert len(warnings) == 1
+    assert str(newest) in warnings[0]
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = saved(tmp_path, 1)
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.raises(ShoalError, match="No space left on device; the older ones are untouched"):
+        checkpoints.save(2, {"model.w": torch.ones(2)}, STATE)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["latest", "step-00000001"]
+    found = checkpoints.newest(lambda text: None)
+    assert found is not None
+    assert found.step == 1
+
+
+def test_find_takes_a_run_or_a_checkpoint(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 1, 2)
+    assert find(str(tmp_path), lambda text: None).step == 2
+    assert find(str(checkpoints.all()[0]), lambda text: None).step == 1
+    with pytest.raises(ShoalError, match="no checkpoint"):
+        find(str(tmp_path / "nowhere"), lambda text: None)
