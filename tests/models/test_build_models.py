@@ -58,13 +58,19 @@ def test_moe_is_not_built_yet(anything):
 # --- mlp --------------------------------------------------------------------------------------------------------------
 
 
+def normalised(x):
+    return (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
+
+
 def test_mlp_is_its_layers(shapes):
     model = build(Run(model=schema.Mlp(hidden_sizes=(7, 5))), shapes(image_shape=(3, 4, 4), num_classes=6))["model"].double()
     images = torch.randn(2, 3, 4, 4, dtype=torch.float64)
-    matrices = [parameter.detach() for parameter in model.parameters()]
-    x = images.reshape(2, 48)
-    for i in range(0, 6, 2):
-        x = (x if i == 0 else x.clamp(min=0)) @ matrices[i].T + matrices[i + 1]
+    x = normalised(images.reshape(2, 48))
+    weights = iter(parameter.detach() for parameter in model.parameters())
+    for _ in range(2):
+        x = normalised(x @ next(weights).T + next(weights)) * next(weights) + next(weights)
+        x = x.clamp(min=0)
+    x = x @ next(weights).T + next(weights)
     torch.testing.assert_close(model(images), x)
     torch.testing.assert_close(model(images.reshape(2, 48)), x)
 

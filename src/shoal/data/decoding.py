@@ -56,10 +56,9 @@ def _square(image: Any, size: int | None) -> Any:
     left, top = (width - side) // 2, (height - side) // 2
     if image.mode == "P":  # a palette cannot be interpolated
         image = image.convert("RGBA")
-    box = (left, top, left + side, top + side)
-    return image.resize(
-        (size, size), need("PIL.Image").Resampling.LANCZOS if side > size else need("PIL.Image").Resampling.BICUBIC, box=box
-    )
+    resampling = need("PIL.Image").Resampling
+    square = image.crop((left, top, left + side, top + side))
+    return square.resize((size, size), resampling.LANCZOS if side > size else resampling.BICUBIC)
 
 
 def _to_pixels(image: Any, channels: int) -> NDArray[np.uint8]:

@@ -78,6 +78,20 @@ class Chained:
         return None if any(size is None for size in sizes) else sum(size or 0 for size in sizes)
 
 
+class Fronts:
+    """Documents without their ends, which are held out."""
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+
+    def read(self, position: Position = None) -> Iterator[tuple[Document, Position]]:
+        for document, after in self._documents.read(position):
+            yield cut(document)[0], after
+
+    def size(self) -> int | None:
+        return self._documents.size()
+
+
 def split(documents: Sequence[Document], seed: int) -> tuple[list[Document], list[Document]]:
     """Hold out 5 %: documents chosen by seed; or where there are few, the end of each, cut at a line."""
     if len(documents) >= FEW:
@@ -86,11 +100,12 @@ def split(documents: Sequence[Document], seed: int) -> tuple[list[Document], lis
             [document for document, out in zip(documents, held, strict=True) if not out],
             [document for document, out in zip(documents, held, strict=True) if out],
         )
-    halves = [_cut(document) for document in documents]
+    halves = [cut(document) for document in documents]
     return [front for front, _ in halves if front.text], [back for _, back in halves if back.text]
 
 
-def _cut(document: Document) -> tuple[Document, Document]:
+def cut(document: Document) -> tuple[Document, Document]:
+    """The front of a document, and the last twentieth of it, from the beginning of a line where there is one."""
     if document.prompt:  # an answer is not to be torn from its prompt
         return document, document._replace(text="")
     text = document.text

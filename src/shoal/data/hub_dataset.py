@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch.utils.data import get_worker_info
 
 from shoal.config.schema.data import HubDataset
 from shoal.data.documents import Document, Position, TextPart
@@ -179,33 +182,45 @@ class Rows:
                 yield document, after
 
     def _rows(self, position: Position) -> Iterator[tuple[dict[str, Any], Position]]:
-        if hasattr(self._dataset, "__len__"):
-            for start in range(position or 0, len(self._dataset), _ROWS):
-                columns = self._dataset[start : start + _ROWS]
-                for number, values in enumerate(zip(*columns.values(), strict=True), start + 1):
-                    yield dict(zip(columns, values, strict=True)), number
-            return
+        rows = self._numbered(position) if hasattr(self._dataset, "__len__") else self._streamed(position)
+        while True:
+            try:
+                yield next(rows)
+            except StopIteration:
+                return
+            except (OSError, ValueError, need("datasets").exceptions.DatasetGenerationError) as error:
+                reason = str(error.__cause__ or error).strip().split("\n")[0]
+                raise ShoalError(f"{self._where} cannot be read any further: {reason}") from error
+
+    def _numbered(self, position: Position) -> Iterator[tuple[dict[str, Any], Position]]:
+        for start in range(position or 0, len(self._dataset), _ROWS):
+            columns = self._dataset[start : start + _ROWS]
+            for number, values in enumerate(zip(*columns.values(), strict=True), start + 1):
+                yield dict(zip(columns, values, strict=True)), number
+
+    def _streamed(self, position: Position) -> Iterator[tuple[dict[str, Any], Position]]:
         dataset = copy.deepcopy(self._dataset)  # a data set keeps the place of its one reader in itself
         if position is not None:
             dataset.load_state_dict(position)
-        for row in dataset:
-            yield row, dataset.state_dict()
+        if get_worker_info() is not None:
+            need("fsspec.asyn").reset_lock()  # a fork must not wait for a lock of its parent
+        # Not `for row in dataset`: in a process that loads ahead that would shard the rows a second time.
+        for columns in dataset.iter(batch_size=1):
+            yield {name: values[0] for name, values in columns.items()}, dataset.state_dict()
 
     def size(self) -> int | None:
         return _length(self._dataset)
 
 
-class _no_bars:
+@contextmanager
+def _no_bars() -> Iterator[None]:
     """The datasets library draws its own progress bars; the terminal is not ours to write to."""
-
-    def __enter__(self) -> None:
-        datasets = need("datasets")
-        self._shown = not datasets.are_progress_bars_disabled()
-        self._quiet = quiet()
-        self._quiet.__enter__()
-        datasets.disable_progress_bars()
-
-    def __exit__(self, *error: Any) -> None:
-        self._quiet.__exit__(*error)
-        if self._shown:
-            need("datasets").enable_progress_bars()
+    datasets = need("datasets")
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        with quiet():
+            yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

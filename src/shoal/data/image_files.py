@@ -92,10 +92,11 @@ class Layout(NamedTuple):
 
 def find_images(store: Store) -> Layout:
     """The images of a store in the order of their names, split and labelled as its folders say."""
-    names = sorted(name for name in store.names() if _is_image(name))
+    everything = store.names()
+    names = sorted(name for name in everything if _is_image(name))
     if not names:
         raise ShoalError(f"there are no images in {store.path} ({', '.join(SUFFIXES)})")
-    held_out = _partition(store, names)
+    held_out = _partition(store, everything, names)
     if held_out is None:
         splits = {split_of(PurePosixPath(name).parts[0]) if "/" in name else None for name in names}
         held_out = (
@@ -120,9 +121,9 @@ def _class_of(name: str) -> str | None:
     return folders[0] if folders else None
 
 
-def _partition(store: Store, names: Sequence[str]) -> list[str] | None:
+def _partition(store: Store, everything: Sequence[str], names: Sequence[str]) -> list[str] | None:
     """The images that CelebA's own list sets apart for validation (1) and test (2); None: there is no such list."""
-    inside = next((name for name in store.names() if PurePosixPath(name).name == _PARTITION), None)
+    inside = next((name for name in everything if PurePosixPath(name).name == _PARTITION), None)
     beside = store.path.parent / _PARTITION
     if inside is None and not beside.is_file():
         return None

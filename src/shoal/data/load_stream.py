@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from shoal.config import Run
-from shoal.data.documents import FEW, Chained, Document, Documents, TextPart
+from shoal.data.documents import FEW, Chained, Document, Documents, Fronts, TextPart, cut
 from shoal.data.encoding import Encoding
 from shoal.data.interfaces import Data, Info, Stream
 from shoal.data.limits import HELD_OUT_SHARE, share_out
@@ -39,9 +39,10 @@ def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, tok
     encoding = find_encoding(run, lambda: (text for part in parts for text in _sample_of(part, run.seed)), cache_dir, token)
     train_count, eval_count = _counts(run)
     held = [_hold_out(part, encoding, -(-eval_count // len(parts)), run.seed) for part in parts]
-    stream = _stream(parts, [out for out, _ in held], encoding, train_count, run)
+    parts = [part._replace(train=documents) for part, (documents, _, _) in zip(parts, held, strict=True)]
+    stream = _stream(parts, [out for _, out, _ in held], encoding, train_count, run)
     info = Info("text", f"{name}: a stream of {noun(encoding)}", vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
-    return Data(stream, _judged([documents for _, documents in held], encoding, eval_count), info)
+    return Data(stream, _judged([documents for _, _, documents in held], encoding, eval_count), info)
 
 
 def _chained(parts: Sequence[TextPart]) -> TextPart:
@@ -75,18 +76,22 @@ def _stream(parts: Sequence[TextPart], held: Sequence[HeldOut], encoding: Encodi
     return streams[0] if shares is None else MixedStream(streams, shares)
 
 
-def _hold_out(part: TextPart, encoding: Encoding, count: int, seed: int) -> tuple[HeldOut, list[Document]]:
-    """Documents of the part's own split; or every 20th of the part, until there are enough for so many samples."""
+def _hold_out(part: TextPart, encoding: Encoding, count: int, seed: int) -> tuple[Documents, HeldOut, list[Document]]:
+    """What is learned from, which documents of it are left out, and the documents to be judged on.
+
+    These are of the part's own split; or every 20th document, until there are enough for so many samples; or the end of each document
+    where there are fewer than 20.
+    """
     if not count:
-        return HeldOut(), []
+        return part.train, HeldOut(), []
     if part.held_out is not None:
-        return HeldOut(), _until_enough(part.held_out, encoding, count, HeldOut(1, 0, 2**62))[0]
+        return part.train, HeldOut(), _until_enough(part.held_out, encoding, count, HeldOut(1, 0, 2**62))[0]
     every = HeldOut(FEW, seed % FEW, 2**62)
     documents, read = _until_enough(part.train, encoding, count, every)
     if read < FEW:
-        every = HeldOut(max(read, 1), seed % max(read, 1), 0 if read < 2 else read)
-        return every, _until_enough(part.train, encoding, count, every)[0]
-    return every._replace(below=read), documents
+        ends = [cut(document)[1] for document, _ in part.train.read()]
+        return Fronts(part.train), HeldOut(), [document for document in ends if document.text]
+    return part.train, every._replace(below=read), documents
 
 
 def _until_enough(documents: Documents, encoding: Encoding, count: int, held: HeldOut) -> tuple[list[Document], int]:

@@ -16,6 +16,7 @@ from shoal.data.mixture import ChainedText, MixedText, probabilities
 from shoal.data.preferences import PreferencePairs, read_preferences
 from shoal.data.text_tokenizer import contents, find_encoding, joined_name, noun
 from shoal.data.texts import TextSamples, enough, joined, text_samples
+from shoal.errors import ShoalError
 
 
 def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token: str | None) -> Data:
@@ -40,6 +41,8 @@ def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token
 
 def _divide(part: TextPart, seed: int) -> tuple[list[Document], list[Document]]:
     documents = [document for document, _ in part.train.read()]
+    if not documents:
+        raise ShoalError(f"{part.name} is empty: there is no text in it")
     if part.held_out is not None:
         return documents, [document for document, _ in part.held_out.read()]
     return split(documents, seed)

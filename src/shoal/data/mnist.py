@@ -86,6 +86,7 @@ def read_idx(file: Path, magic: int) -> NDArray[np.uint8]:
 
 def _content(file: Path) -> bytes:
     try:
-        return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        content = file.read_bytes()
+        return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
     except (OSError, EOFError, zlib.error) as error:
         raise ShoalError(f"{file} is truncated or damaged: {error}") from error

@@ -18,10 +18,10 @@ def text_field(row: Mapping[str, Any], where: str, wanted: str | None = None) ->
         if wanted not in row:
             raise ShoalError(f"{where}: there is no field `{wanted}`: the fields are {_names(row)}")
         return wanted
-    if all(isinstance(row.get(name), str) for name in PAIR):
+    if all(isinstance(row.get(name, 0), str | None) for name in PAIR):
         return None
     for name in FIELDS:
-        if isinstance(row.get(name), str):
+        if isinstance(row.get(name, 0), str | None):  # null is a text that is missing in this row
             return name
     texts = [name for name, value in row.items() if isinstance(value, str)]
     if len(texts) == 1:

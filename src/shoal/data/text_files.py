@@ -52,9 +52,11 @@ def by_split(root: Path, files: Sequence[Path]) -> tuple[list[Path], list[Path]]
 def open_text(path: Path, field: str | None, unit: Unit, mixed: bool) -> list[TextPart]:
     """One part; or with `mixed` one for each sub-folder and each file beside them."""
     files, held_out = by_split(path, find_files(path))
+    if not any(file.stat().st_size for file in files):
+        raise ShoalError(f"{path} is empty: there is no text in it")
     held = TextFiles(held_out, field, unit) if held_out else None
     if not mixed:
-        return [TextPart(path.name, TextFiles(files, field, unit), held)]
+        return [TextPart(path.resolve().name, TextFiles(files, field, unit), held)]
     groups: dict[str, list[Path]] = {}
     for file in files:
         groups.setdefault(_group(path, file), []).append(file)

@@ -11,12 +11,12 @@ _ENTRY = "causal_gpt2"
 
 
 def _hidden(value: Any) -> Any:
-    """`hidden` is one width, or one for each hidden layer."""
+    """`hidden` is the width of SimpleNN's two hidden layers, or a list with a width for each layer."""
     if isinstance(value, list):
         return value
     if isinstance(value, bool) or not isinstance(value, int):
         raise RejectError(f"expected a whole number at least 1, found {describe(value)}")
-    return [value]
+    return [value, value]
 
 
 def _decoding(name: str, *keys: str) -> tuple[Row, ...]:
@@ -35,12 +35,13 @@ def _imply(seen: Seen) -> Implied:
         implied["strategy.kind"] = (kind, why)
     elif "workers" in seen:
         implied["engine.kind"] = ("pipeline", "a cluster without `worker_update_interval` shares the layers of one model")
+    if "learning_rate" in seen:
+        implied["training.schedule.kind"] = ("cosine", "the schedule of smolcluster's model files")
     if f"{_ENTRY}.hf_model_name" in seen:
         implied["model.kind"] = ("huggingface", f"`{_ENTRY}` names a pretrained model")
     elif any(f"model.{key}" in seen for key in ("model_dim", "num_layers", "num_heads", "ff_dim", "max_seq_len", "dropout")):
         implied["model.kind"] = ("gpt", "the model's keys are a GPT's")
         implied["data.source.kind"] = ("wikitext", "the data set of GPT files")
-        implied["training.schedule.kind"] = ("cosine", "the schedule of GPT files")
     elif any(f"model.{key}" in seen for key in ("input_dim", "hidden", "out")):
         implied["model.kind"] = ("mlp", "the model's keys are a SimpleNN's")
     return implied

@@ -6,7 +6,7 @@ from shoal.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Po
 
 
 class Mlp(Section):
-    """Fully connected layers with ReLU between them, for images and other flat inputs."""
+    """Fully connected layers, each normalised, with ReLU between them, for images and other flat inputs."""
 
     kind: Literal["mlp"] = "mlp"
     input_dim: PositiveInt | None = None

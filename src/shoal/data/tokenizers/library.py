@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from shoal.errors import ShoalError
 END_OF_TEXT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[SEP]", "<end_of_turn>")
 _PIECE = 1_000_000
+_CHUNK = 16_000_000
 _LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 BPE_VOCABULARY = 4096
 
@@ -46,7 +47,7 @@ class LibraryTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         pieces = [_pieces(text) for text in texts]
         flat = [piece for text in pieces for piece in text]
-        ids = iter([np.asarray(encoding.ids, np.int32) for encoding in self._encodings(flat)])
+        ids = (np.asarray(encoding.ids, np.int32) for some in _in_chunks(flat) for encoding in self._encodings(some))
         return [np.concatenate([next(ids) for _ in text]) for text in pieces]
 
     def _encodings(self, texts: list[str]) -> list[Any]:
@@ -67,6 +68,20 @@ class LibraryTokenizer:
         self._tokenizer.save(str(folder / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._eos, "pad_token": self._pad, "name": self.name}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _in_chunks(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Texts in lists of some megabytes: the library's encodings take many times the memory of the ids."""
+    chunk: list[str] = []
+    size = 0
+    for text in texts:
+        chunk.append(text)
+        size += len(text)
+        if size >= _CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def _pieces(text: str) -> list[str]:
