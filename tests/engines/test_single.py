@@ -28,7 +28,8 @@ def network(seed: int = 0) -> nn.Module:
 def batches(count: int, size: int = 4) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
-        {"image": torch.rand(size, 1, 2, 3, generator=generator), "label": torch.randint(3, (size,), generator=generator)} for _ in range(count)
+        {"image": torch.rand(size, 1, 2, 3, generator=generator), "label": torch.randint(3, (size,), generator=generator)}
+        for _ in range(count)
     ]
 
 
@@ -173,7 +174,9 @@ def test_the_engine_follows_the_schedule() -> None:
 
 
 def test_the_clip_value_moves_and_explosions_slow_down() -> None:
-    settings = GradientHealth(enabled=True, initial_clip_value=2.0, final_clip_value=1.0, warmup_steps=10, explosion_threshold=5.0, auto_reduce_lr=True)
+    settings = GradientHealth(
+        enabled=True, initial_clip_value=2.0, final_clip_value=1.0, warmup_steps=10, explosion_threshold=5.0, auto_reduce_lr=True
+    )
     monitor = HealthMonitor(settings)
     assert [monitor.clip_value(step) for step in (0, 5, 10, 99)] == [2.0, 1.5, 1.0, 1.0]
     assert monitor.observe(1.0)

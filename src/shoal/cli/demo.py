@@ -22,7 +22,7 @@ def run(argv: list[str]) -> int:
     _train("starter", folder / "digits", ["training.epochs=2"] if arguments.quick else [])
     _show_digits(folder / "digits")
     print("\n2. Python's own source, byte by byte, and a small GPT\n")
-    _train("demo-gpt", folder / "gpt", ["training.max_steps=5"] if arguments.quick else [])
+    _train("demo-gpt", folder / "gpt", ["training.max_steps=5", "training.schedule.warmup_steps=1"] if arguments.quick else [])
     _show_text(folder / "gpt", "def ")
     print(f'\nTry next: shoal generate {folder / "gpt"} --prompt "import " --max-new-tokens 200')
     print("          shoal init && shoal train config.yaml")

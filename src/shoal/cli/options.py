@@ -44,13 +44,13 @@ def parse(made: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Name
     return arguments, [parse_override(text) for text in arguments.settings] + flags
 
 
-def load(arguments: argparse.Namespace, overrides: list[Override], files: list[str] | None = None) -> Loaded:
+def load(arguments: argparse.Namespace, overrides: list[Override], files: list[str] | None = None, *, resolved: bool = False) -> Loaded:
     """Resolve what the options name."""
     named = [File(path) for path in (arguments.files if files is None else files)]
     layers = [File(path, LAYERS[layer]) for layer in LAYERS if (path := getattr(arguments, layer))]
     base = [file for file in layers if file.layer == "base"]
     rest = [file for file in layers if file.layer != "base"]
-    return resolve([*base, *named, *rest], overrides, dialect=arguments.dialect)
+    return resolve([*base, *named, *rest], overrides, dialect=arguments.dialect, resolved=resolved)
 
 
 def require(loaded: Loaded) -> Loaded:

@@ -18,10 +18,11 @@ def run(argv: list[str]) -> int:
     made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
     made.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, or the newest with these settings")
     arguments, overrides = parse(made, argv)
-    if arguments.resume and arguments.run_dir and not arguments.files and not arguments.config:
+    continued = arguments.resume and arguments.run_dir and not arguments.files and not arguments.config and not overrides
+    if continued:
         arguments.files = [os.path.join(arguments.run_dir, "config.yaml")]
         arguments.dialect = "shoal"
-    loaded = require(load(arguments, overrides))
+    loaded = require(load(arguments, overrides, resolved=continued))
     if loaded.problems:
         report(ConfigError(loaded.problems))
     return train(loaded, arguments.run_dir, arguments.resume)

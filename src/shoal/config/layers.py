@@ -253,7 +253,7 @@ def default_at(path: Key, kinds: dict[Key, str] | None = None) -> Any:
     value: Any = Run()
     for depth, name in enumerate(path):
         kind = (kinds or {}).get(path[:depth])
-        if kind is not None and getattr(value, "kind", None) != kind:
+        if kind is not None and name != "kind" and getattr(value, "kind", None) != kind:
             section = section_at(path[:depth], kinds or {})
             field = section.fields().get(name) if section else None
             value = field.default if field else None

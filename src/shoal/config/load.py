@@ -83,10 +83,18 @@ def parse_override(text: str, option: str = "--set") -> Override:
 
 
 def resolve(
-    files: list[File], overrides: Iterable[Override] = (), *, dialect: str | None = None, environ: Mapping[str, str] | None = None
+    files: list[File],
+    overrides: Iterable[Override] = (),
+    *,
+    dialect: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    resolved: bool = False,
 ) -> Loaded:
-    """Read, translate, merge, check, derive. Never raises for what a user wrote: `problems` has it all."""
-    return _Loader(os.environ if environ is None else environ, dialect).load(files, list(overrides))
+    """Read, translate, merge, check, derive. Never raises for what a user wrote: `problems` has it all.
+
+    `resolved`: the files were written by Shoal from settings that passed; rules between settings are not applied again.
+    """
+    return _Loader(os.environ if environ is None else environ, dialect, resolved=resolved).load(files, list(overrides))
 
 
 def resolve_data(data: Mapping[str, Any], *, name: str, dialect: str, environ: Mapping[str, str] | None = None) -> Loaded:
@@ -98,9 +106,10 @@ def resolve_data(data: Mapping[str, Any], *, name: str, dialect: str, environ: M
 
 
 class _Loader:
-    def __init__(self, environ: Mapping[str, str], dialect: str | None) -> None:
+    def __init__(self, environ: Mapping[str, str], dialect: str | None, *, resolved: bool = False) -> None:
         self.environ = environ
         self.dialect = dialect
+        self.resolved = resolved
         self.problems: list[Problem] = []
         self.seen: dict[str, Seen] = {}
 
@@ -270,8 +279,9 @@ class _Loader:
         if SectionType(Run).check(settings.tree, (), faults) is INVALID:
             self.problems += [self.problem(fault, settings) for fault in faults]
         self.problems += self.without_effect(settings)
-        derive.derive(settings)
-        rules.apply(settings)
+        if not self.resolved:
+            derive.derive(settings)
+            rules.apply(settings)
         self.problems += settings.problems
         if loaded.ok:
             final = SectionType(Run).check(settings.tree, (), faults)

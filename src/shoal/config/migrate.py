@@ -84,8 +84,7 @@ class _Writer:
     def needless(self, path: Key, assignment: Assignment) -> bool:
         if assignment.node.span.source.kind == "file":
             return False
-        kinds = {} if path[-1] == "kind" else self.settings.kinds
-        return bool(as_data(default_at(path, kinds)) == data_of(assignment.node))
+        return bool(as_data(default_at(path, self.settings.kinds)) == data_of(assignment.node))
 
     def line(self, path: Key, assignment: Assignment) -> _Line:
         above, trailing = self.comments.get(assignment.key.line, []), ""

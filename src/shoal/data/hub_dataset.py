@@ -65,7 +65,8 @@ def open_dataset(source: HubDataset, request: Request) -> TextPart:
     held = next((split for split in _HELD_OUT if split in splits and split != name), None)
     train = Rows(_slice(splits[name], subset, source.name), source.text_field, f"{source.name} ({name})")
     held_out = Rows(splits[held], source.text_field, f"{source.name} ({held})") if held else None
-    return TextPart(source.name, train, held_out)
+    path = Path(source.name).expanduser()
+    return TextPart(path.resolve().name if path.exists() else source.name, train, held_out)
 
 
 def load_splits(request: Request, configuration: str | None) -> Mapping[str, Any]:

@@ -80,14 +80,16 @@ class Layout(NamedTuple):
 
     train: list[str]
     held_out: list[str]
-    classes: list[str]
+    depth: int = 0
+    """Which folder of a name is the class: the first, or the second below folders such as train and test."""
+    classes: tuple[str, ...] = ()
     """Sorted names of the classes; empty: no labels."""
 
     def labels(self, names: Sequence[str]) -> NDArray[np.int64] | None:
         if not self.classes:
             return None
         number = {name: label for label, name in enumerate(self.classes)}
-        return np.asarray([number[_class_of(name) or ""] for name in names], np.int64)
+        return np.asarray([number[PurePosixPath(name).parts[self.depth]] for name in names], np.int64)
 
 
 def find_images(store: Store) -> Layout:
@@ -96,16 +98,23 @@ def find_images(store: Store) -> Layout:
     names = sorted(name for name in everything if _is_image(name))
     if not names:
         raise ShoalError(f"there are no images in {store.path} ({', '.join(SUFFIXES)})")
-    held_out = _partition(store, everything, names)
-    if held_out is None:
-        splits = {split_of(PurePosixPath(name).parts[0]) if "/" in name else None for name in names}
-        held_out = (
-            [name for name in names if split_of(PurePosixPath(name).parts[0]) == "held-out"] if splits == {"train", "held-out"} else []
-        )
+    splits = [split_of(PurePosixPath(name).parts[0]) if "/" in name else None for name in names]
+    by_folder = set(splits) == {"train", "held-out"}
+    if by_folder:
+        apart = {name for name, split in zip(names, splits, strict=True) if split == "held-out"}
+    else:
+        apart = _partition(store, everything)
+    held_out = [name for name in names if name in apart or PurePosixPath(name).name in apart]
     without = set(held_out)
-    classes = {_class_of(name) for name in names}
-    labelled = None not in classes and len(classes) > 1
-    return Layout([name for name in names if name not in without], held_out, sorted(str(name) for name in classes) if labelled else [])
+    return _labelled(Layout([name for name in names if name not in without], held_out, depth=int(by_folder)))
+
+
+def _labelled(layout: Layout) -> Layout:
+    """With classes, when all images are in sub-folders, of which there are several."""
+    parts = [PurePosixPath(name).parts for name in layout.train + layout.held_out]
+    classes = {folders[layout.depth] for folders in parts if len(folders) > layout.depth + 1}
+    everywhere = all(len(folders) > layout.depth + 1 for folders in parts)
+    return layout._replace(classes=tuple(sorted(classes))) if everywhere and len(classes) > 1 else layout
 
 
 def _is_image(name: str) -> bool:
@@ -113,23 +122,14 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and not any(part.startswith((".", "__MACOSX")) for part in parts)
 
 
-def _class_of(name: str) -> str | None:
-    """The sub-folder an image is in, below train and test folders."""
-    folders = PurePosixPath(name).parts[:-1]
-    if folders and split_of(folders[0]):
-        folders = folders[1:]
-    return folders[0] if folders else None
-
-
-def _partition(store: Store, everything: Sequence[str], names: Sequence[str]) -> list[str] | None:
-    """The images that CelebA's own list sets apart for validation (1) and test (2); None: there is no such list."""
+def _partition(store: Store, everything: Sequence[str]) -> set[str]:
+    """The files that CelebA's own list sets apart for validation (1) and test (2), where there is such a list."""
     inside = next((name for name in everything if PurePosixPath(name).name == _PARTITION), None)
     beside = store.path.parent / _PARTITION
     if inside is None and not beside.is_file():
-        return None
+        return set()
     lines = (store.read(inside) if inside else beside.read_bytes()).decode("utf-8", "replace").split("\n")
-    apart = {words[0] for words in map(str.split, lines) if len(words) == 2 and words[1] in ("1", "2")}
-    return [name for name in names if PurePosixPath(name).name in apart]
+    return {words[0] for words in map(str.split, lines) if len(words) == 2 and words[1] in ("1", "2")}
 
 
 class Decoder:

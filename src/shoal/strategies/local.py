@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from shoal import data, models, tasks
-from shoal.config import Run, load
-from shoal.config.load import Loaded
+from shoal.config import Run
+from shoal.config.fields import as_data
+from shoal.config.layers import default_at
+from shoal.config.load import File, Loaded, resolve
+from shoal.config.text import data_of
 from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
@@ -49,9 +52,10 @@ def refuse_unbuilt(loaded: Loaded) -> None:
     if run.hub.enabled:
         raise ShoalError("uploads to the hub are not built yet; set hub.enabled to false")
     for path, history in loaded.settings.history.items():
-        source = history[-1].node.span.source
-        if path[0] in _UNBUILT and source.kind not in ("default", "environment"):
-            raise ShoalError(f"`{history[-1].node.user_path}` ({history[-1].node.span}): {_UNBUILT[path[0]]} is not built yet")
+        node = history[-1].node
+        written = path[0] in _UNBUILT and node.span.source.kind not in ("default", "environment")
+        if written and data_of(node) != as_data(default_at(path, loaded.settings.kinds)):
+            raise ShoalError(f"`{node.user_path}` ({node.span}): {_UNBUILT[path[0]]} is not built yet")
 
 
 class Parts(NamedTuple):
@@ -88,10 +92,6 @@ def assemble(run: Run, progress: Progress | None = None, cache: Path | None = No
 def total_steps(run: Run, batches_per_epoch: int | None) -> int:
     """The length of the run: max_steps or the epochs, whichever comes first."""
     limits = [run.training.max_steps] if run.training.max_steps else []
-    if batches_per_epoch == 0:
-        raise ShoalError(
-            f"there are fewer samples than training.batch_size ({run.training.batch_size}), and data.loader.drop_last leaves them out"
-        )
     if run.training.epochs and batches_per_epoch:
         limits.append(max(1, run.training.epochs * batches_per_epoch // run.training.gradient_accumulation_steps))
     if not limits:
@@ -161,7 +161,7 @@ def _newest_like(run: Run) -> RunDirectory | None:
 
 
 def _config_of(directory: RunDirectory) -> Run:
-    return load(str(directory.path / "config.yaml"), dialect="shoal", environ={})
+    return resolve([File(str(directory.path / "config.yaml"))], dialect="shoal", environ={}, resolved=True).run
 
 
 # --- what a finished run is used for ------------------------------------------------------------------
