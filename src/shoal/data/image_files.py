@@ -100,10 +100,8 @@ def find_images(store: Store) -> Layout:
         raise ShoalError(f"there are no images in {store.path} ({', '.join(SUFFIXES)})")
     splits = [split_of(PurePosixPath(name).parts[0]) if "/" in name else None for name in names]
     by_folder = set(splits) == {"train", "held-out"}
-    if by_folder:
-        apart = {name for name, split in zip(names, splits, strict=True) if split == "held-out"}
-    else:
-        apart = _partition(store, everything)
+    in_folder = {name for name, split in zip(names, splits, strict=True) if split == "held-out"}
+    apart = in_folder if by_folder else _partition(store, everything)
     held_out = [name for name in names if name in apart or PurePosixPath(name).name in apart]
     without = set(held_out)
     return _labelled(Layout([name for name in names if name not in without], held_out, depth=int(by_folder)))

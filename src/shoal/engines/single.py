@@ -43,8 +43,7 @@ class SingleEngine:
             task.players[name] = player.to(device).train()
         self.networks = {name: FlatNetwork(player) for name, player in task.players.items()}
         if run.training.compile:
-            for player in task.players.values():
-                player.compile()
+            task.compile()
         chosen = {name: optimizers.merged(run.training.optimizer, run.training.players.get(name)) for name in task.players}
         unknown = set(run.training.players) - set(task.players)
         if unknown:

@@ -41,6 +41,10 @@ class Task(Protocol):
         """How much a batch weighs against others: samples, or tokens that count."""
         ...
 
+    def compile(self) -> None:
+        """Let torch.compile make the losses faster."""
+        ...
+
     def losses(self, batch: Batch) -> Iterator[Loss]: ...
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:

@@ -20,6 +20,10 @@ class Classification:
     def __init__(self, players: dict[str, nn.Module]) -> None:
         self.players = players
 
+    def compile(self) -> None:
+        for player in self.players.values():
+            player.compile()
+
     def count(self, batch: Batch) -> int:
         return len(batch["label"])
 

@@ -25,6 +25,10 @@ class Gan:
         self.latent_dim = latent_dim
         self.seed = seed
 
+    def compile(self) -> None:
+        for player in self.players.values():
+            player.compile()
+
     def count(self, batch: Batch) -> int:
         return len(batch["image"])
 

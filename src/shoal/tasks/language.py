@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,21 +39,32 @@ class LanguageModelling:
     def count(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum()) if "attention_mask" in batch else batch["labels"].numel()
 
+    def compile(self) -> None:
+        """Compile model and loss together, so that the logits need not be written out in full precision."""
+        self.terms = torch.compile(self.terms)  # type: ignore[method-assign]
+
     def losses(self, batch: Batch) -> Iterator[Loss]:
+        total, metrics = self.terms(batch)
+        yield Loss("model", total, metrics)
+
+    def terms(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss with its penalties, and each of them alone."""
         logits_BLV = self.logits(batch)
-        loss = cross_entropy(logits_BLV, batch["labels"])
-        metrics = {"loss": loss}
-        total = loss
+        total = cross_entropy(logits_BLV, batch["labels"])
+        metrics = {"loss": total}
         for name, weight, value in self.penalty_terms(logits_BLV, batch):
             metrics[name] = value
             total = total + weight * value
-        yield Loss("model", total, metrics)
+        return total, metrics
 
     def logits(self, batch: Batch) -> Tensor:
         """Padding on the right needs no mask: a causal model never looks there, and the fast attention takes none."""
         mask = batch.get("attention_mask") if self.left_padding else None
-        model = self.players["model"]
-        logits: Tensor = model(batch["input_ids"]) if mask is None else model(batch["input_ids"], attention_mask=mask)
+        model: Any = self.players["model"]
+        ids = batch["input_ids"]
+        if ids.is_cuda and hasattr(model, "output_weight") and model.output_weight.shape[0] % 64:
+            return _padded_product(model.hidden(ids, attention_mask=mask), model.output_weight)
+        logits: Tensor = model(ids) if mask is None else model(ids, attention_mask=mask)
         return logits
 
     def penalty_terms(self, logits_BLV: Tensor, batch: Batch) -> Iterator[tuple[str, float, Tensor]]:
@@ -87,6 +99,12 @@ def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     """The mean over the tokens that count; 0 if none does."""
     total = F.cross_entropy(logits_BLV.flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORED, reduction="sum")
     return total / (labels_BL != IGNORED).sum().clamp(min=1)
+
+
+def _padded_product(hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
+    """Logits through an output matrix padded to a multiple of 64 rows: tensor cores are a good deal slower on odd sizes."""
+    size = weight_VD.shape[0]
+    return F.linear(hidden_BLD, F.pad(weight_VD, (0, 0, 0, -size % 64)))[..., :size]
 
 
 def repetition(log_p_BLV: Tensor, input_ids_BL: Tensor, labels_BL: Tensor, window: int) -> Tensor:
