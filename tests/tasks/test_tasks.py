@@ -23,6 +23,7 @@ class Fixed(nn.Module):
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
         self.logits = nn.Parameter(logits)
+        self.vocab_size = logits.shape[-1]
 
     def forward(self, inputs: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return self.logits[: len(inputs)]

@@ -59,12 +59,14 @@ class SingleEngine:
     def gradients(self, batches: list[Batch]) -> StepResult:
         """The mean gradient over batches, weighted by what counts in each; it is left in each network's `gradient`."""
         for network in self.networks.values():
-            network.gradient.zero_()
+            network.forget_gradients()
         counts = [self.task.count(batch) for batch in batches]
         total = max(1, sum(counts))
         metrics: dict[str, Tensor] = {}
         for batch, count in zip(batches, counts, strict=True):
             self._accumulate(self.on_device(batch), count / total, metrics)
+        for network in self.networks.values():
+            network.gather_gradients()
         return StepResult(metrics, total, sum(len(next(iter(batch.values()))) for batch in batches))
 
     def _accumulate(self, batch: Batch, share: float, metrics: dict[str, Tensor]) -> None:

@@ -156,6 +156,9 @@ class Gpt(nn.Module):
             # Counted from the first real token, so that padding on the left changes nothing
             positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
             x_BLD = x_BLD + self.position_embedding(positions_BS[:, past:])
+        if torch.is_autocast_enabled(x_BLD.device.type):
+            # The stream between the blocks is read and written more than anything else: half the bytes
+            x_BLD = x_BLD.to(torch.get_autocast_dtype(x_BLD.device.type))
         return F.dropout(x_BLD, self.dropout, self.training)
 
     @property

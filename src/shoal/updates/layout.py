@@ -47,7 +47,7 @@ class Layout:
 
 
 class FlatNetwork:
-    """A network whose parameters are views of `vector`, and whose gradients are views of `gradient`.
+    """A network whose parameters are views of `vector`, and whose gradients are gathered in `gradient`.
 
     An optimizer that works element by element can step the whole vector at once, and an update is one tensor to send.
     """
@@ -60,13 +60,28 @@ class FlatNetwork:
         first = self.parameters[0]
         self.vector = torch.empty(self.layout.size, dtype=first.dtype, device=first.device)
         self.gradient = torch.zeros_like(self.vector)
+        self.slopes = [view for _, view in self.layout.views(self.gradient)]
         with torch.no_grad():
-            for (_, view), (_, slope), parameter in zip(
-                self.layout.views(self.vector), self.layout.views(self.gradient), self.parameters, strict=True
-            ):
+            for (_, view), parameter in zip(self.layout.views(self.vector), self.parameters, strict=True):
                 view.copy_(parameter)
                 parameter.data = view
-                parameter.grad = slope
+
+    def forget_gradients(self) -> None:
+        """Before a backward pass: the first gradient is then stored instead of added to zeros."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gather_gradients(self) -> None:
+        """After it: all gradients into the vector, where from now on the parameters' own `grad` is; 0 for a parameter without."""
+        there = [
+            (slope, parameter.grad) for slope, parameter in zip(self.slopes, self.parameters, strict=True) if parameter.grad is not None
+        ]
+        if len(there) < len(self.slopes):
+            self.gradient.zero_()
+        if there:
+            torch._foreach_copy_([slope for slope, _ in there], [gradient for _, gradient in there])
+        for slope, parameter in zip(self.slopes, self.parameters, strict=True):
+            parameter.grad = slope
 
     def buffers(self) -> dict[str, Tensor]:
         """What is learned without gradients, such as BatchNorm statistics."""
