@@ -9,17 +9,18 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 # The environment is made once, and again when what it is made from changes. The stamp says which extras are in it.
 .venv/core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "installing shoal into .venv (once)…"
+	@echo "installing shoal into .venv (once, a minute or two)…"
+	@$(PIP) torch
 	@$(PIP) --editable .
 	@touch $@
 
 .venv/dev: .venv/core
 	@echo "installing what tests need into .venv (once)…"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --editable '.[hf,tensorboard,wandb,dev]'
 	@touch $@
 
 demo: .venv/core
-	@cd examples/layers && PATH="$(CURDIR)/$(BIN):$$PATH" sh ../demo.sh
+	@$(BIN)/shoal demo
 
 test: .venv/dev
 	@$(BIN)/python -m pytest -n 2 tests

@@ -194,10 +194,17 @@ def players(model: schema.Gpt, run: Run, shapes: Shapes) -> dict[str, nn.Module]
     return {"model": Gpt(model, vocab_size_for(model.vocab_size, shapes))}
 
 
+class RmsNorm(nn.RMSNorm):
+    """In half precision torch's fused kernel wants the weight in the type of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 def _norm(settings: schema.Gpt) -> nn.Module:
     """RMSNorm has no bias to begin with."""
     if settings.norm == "rms":
-        return nn.RMSNorm(settings.hidden_size, eps=settings.norm_eps)
+        return RmsNorm(settings.hidden_size, eps=settings.norm_eps)
     return nn.LayerNorm(settings.hidden_size, eps=settings.norm_eps, bias=settings.bias)
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 _BLOCK, _WARPS = 1024, 4
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _loss_and_gradient(logits, labels, losses, scale, columns, size, ignored, WRITE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _loss_and_gradient(logits, labels, losses, scale, columns, size, ignored, WRITE: tl.constexpr, BLOCK: tl.constexpr):
     """One program a row: running maxima and sums by lane in a first pass, the gradient in a second."""
     row = tl.program_id(0).to(tl.int64)
     start_of_row = logits + row * columns
@@ -45,8 +45,8 @@ def _loss_and_gradient(logits, labels, losses, scale, columns, size, ignored, WR
             tl.store(start_of_row + column, tl.where(column < size, slope, 0.0), mask=column < columns)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scale_unless_one(values, factor, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _scale_unless_one(values, factor, count, BLOCK: tl.constexpr):
     """The usual factor is 1, and then there is nothing to do: known on the GPU alone, so decided there."""
     by = tl.load(factor)
     if by != 1.0:

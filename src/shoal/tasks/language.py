@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from shoal.errors import ShoalError
 from shoal.tasks.base import Batch, Loss, Mean
 
 IGNORED = -100
+_HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, except on Windows
 
 
 class LanguageModelling:
@@ -40,12 +42,11 @@ class LanguageModelling:
         return int((batch["labels"] != IGNORED).sum()) if "attention_mask" in batch else batch["labels"].numel()
 
     def compile(self) -> None:
-        tuned = {"coordinate_descent_tuning": True} if torch.cuda.is_available() else None  # 2 % for some seconds of compiling
-        self.padded_logits = torch.compile(self.padded_logits, options=tuned)  # type: ignore[method-assign]
+        self.padded_logits = torch.compile(self.padded_logits)  # type: ignore[method-assign]
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
         logits_BLV = self.padded_logits(batch)
-        if logits_BLV.is_cuda and not self.penalised:
+        if logits_BLV.is_cuda and not self.penalised and _HAS_TRITON:
             loss = self.fused_loss(logits_BLV, batch["labels"])
             yield Loss("model", loss, {"loss": loss})
             return
