@@ -12,6 +12,8 @@ from shoal.config.rules import RULES
 
 HOSTS = "cluster: {server: s, workers: [a, b], hosts: {s: {}, a: {}, b: {}}}\n"
 
+PART = "{source: {kind: builtin, name: python-source}"
+
 BROKEN = [
     ("heads", "model: {kind: gpt, hidden_size: 100, num_heads: 3}\n", ["model.num_heads", "model.hidden_size"]),
     ("heads", "model: {kind: gpt, num_heads: 4, num_kv_heads: 3}\n", ["model.num_kv_heads", "model.num_heads"]),
@@ -54,6 +56,12 @@ BROKEN = [
     ("task", "task: gan\nmodel: {kind: mlp}\n", ["task", "model.kind"]),
     ("no-effect", "model: {kind: mlp}\ntraining: {penalties: {eos_weight: 1.0}}\n", ["training.penalties.eos_weight"]),
     ("mixture", "model: {kind: gpt}\ndata: {source: {kind: mixture, parts: []}}\n", ["data.source.parts"]),
+    ("mixture", f"model: {{kind: gpt}}\ndata: {{source: {{kind: mixture, parts: [{PART}, weight: 2.0}}]}}}}\n", ["data.source.parts"]),
+    (
+        "mixture",
+        f"model: {{kind: gpt}}\ndata: {{mixing: {{enabled: true}}, source: {{kind: mixture, parts: [{PART}, weight: 2.0}}, {PART}}}]}}}}\n",
+        ["data.source.parts"],
+    ),
 ]
 
 

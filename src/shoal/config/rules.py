@@ -244,7 +244,13 @@ def penalties_in_use(settings: Settings, task: str | None, penalties: Any) -> No
         settings.report("no-effect", f"penalties are for language models, this is {task}", f"training.penalties.{given[0]}", "task")
 
 
-@rule("data.source.kind", "data.source.parts")
-def mixture_has_parts(settings: Settings, kind: str, parts: tuple[Any, ...]) -> None:
+@rule("data.source.parts", "data.mixing.enabled")
+def mixture_can_be_drawn_from(settings: Settings, parts: tuple[Any, ...], mixing: bool) -> None:
+    weighted = [part for part in parts if part.weight is not None]
     if not parts:
         settings.report("mixture", "a mixture needs at least one part", "data.source.parts")
+    elif weighted and not mixing:
+        message = "the parts have weights, and data.mixing is off: they would come one after the other"
+        settings.report("mixture", message, "data.source.parts", "data.mixing.enabled", help="set data.mixing.enabled to true")
+    elif weighted and len(weighted) < len(parts):
+        settings.report("mixture", "some parts have a weight and some have none", "data.source.parts", help="give all of them one, or none")
