@@ -1,3 +1,0 @@
-from shoal.cli.main import main
-
-raise SystemExit(main())
