@@ -66,6 +66,8 @@ def _show_text(folder: Path, prompt: str) -> None:
 
     trained = open_run(str(folder), lambda text: print(text, file=sys.stderr))
     print(f"\nwhat it writes after {prompt!r}:\n\n{prompt}", end="")
-    for piece in generate_text(trained, prompt, max_new_tokens=240, seed=1):
+    decoding = trained.run.serving.decoding
+    calm = decoding.replace(active="top_k", top_k=decoding.top_k.replace(temperature=0.6))
+    for piece in generate_text(trained, prompt, max_new_tokens=240, seed=1, decoding=calm):
         print(piece, end="", flush=True)
     print()

@@ -17,10 +17,8 @@ from shoal.errors import ShoalError
 def probabilities(
     names: Sequence[str], weights: Sequence[float | None], sizes: Sequence[int | None], temperature: float
 ) -> NDArray[np.float64]:
-    """How often each part is drawn: its weight, or its size, to the power 1/temperature."""
+    """How often each part is drawn: its weight, or (where none has one) its size, to the power 1/temperature."""
     if any(weight is None for weight in weights):
-        if any(weight is not None for weight in weights):
-            raise ShoalError("data.source.parts: give a weight to all parts of the mixture, or to none (then their sizes count)")
         unknown = [name for name, size in zip(names, sizes, strict=True) if size is None]
         if unknown:
             raise ShoalError(f"data.source.parts: the size of {unknown[0]} is not known while streaming: give every part a weight")

@@ -19,8 +19,6 @@ def open_parts(source: DataSource, run: Run, request: Request) -> list[TextPart]
     """One part; several of a mixture, or of a folder of texts that is to be mixed."""
     unit: Unit = "line" if run.data.batching != "packed" else "piece" if run.data.streaming else "whole"
     if isinstance(source, Mixture):
-        if not run.data.mixing.enabled and any(part.weight is not None for part in source.parts):
-            raise ShoalError("data.source.parts have weights, and data.mixing.enabled is false: set it to true, or leave out the weights")
         return [_open(part.source, request, unit)._replace(weight=part.weight) for part in source.parts]
     if isinstance(source, Text):
         return open_text(Path(source.path).expanduser(), source.text_field, unit, mixed=run.data.mixing.enabled)
