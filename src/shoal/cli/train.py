@@ -34,7 +34,7 @@ def train(loaded: Loaded, run_dir: str | None = None, resume: bool = False) -> i
     from shoal.watch.progress import figures, progress_for
     from shoal.watch.sinks import sinks_for
 
-    progress = progress_for(sys.stderr)
+    progress = progress_for(sys.stderr, loaded.run.log_level)
     loop = prepare(loaded, run_dir=run_dir, resume=resume, reporters=[progress, *sinks_for(loaded.run)], progress=_download)
     progress.message(
         f"{loop.engine.task.__class__.__name__} on {loop.engine.device}, {loop.engine.size:,} parameters, in {loop.directory.path}"

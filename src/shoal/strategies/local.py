@@ -26,15 +26,20 @@ from shoal.worker.run_directory import same_settings
 
 Progress = Callable[[str, int, int | None], None]
 
-# Sections that ask for a part which does not exist yet. None of them may be ignored.
+# Settings that ask for a part which does not exist yet. None of them may be ignored.
 _UNBUILT = {
-    "cluster": "training on several machines",
-    "updates": "what happens to updates between workers",
-    "scheduler": "scheduling",
-    "simulation": "simulation",
-    "serving": "serving",
+    "cluster.": "training on several machines",
+    "coordinator.": "training on several machines",
+    "transport.": "training on several machines",
+    "updates.": "what happens to updates between workers",
+    "scheduler.": "scheduling",
+    "simulation.": "simulation",
+    "serving.num_nodes": "serving",
+    "serving.api_port": "serving",
+    "serving.page_port": "serving",
+    "serving.request_timeout_s": "serving",
     "rlhf": "reinforcement learning from feedback",
-    "launch": "engines of several processes",
+    "launch.": "engines of several processes",
 }
 
 
@@ -53,9 +58,10 @@ def refuse_unbuilt(loaded: Loaded) -> None:
         raise ShoalError("uploads to the hub are not built yet; set hub.enabled to false")
     for path, history in loaded.settings.history.items():
         node = history[-1].node
-        written = path[0] in _UNBUILT and node.span.source.kind not in ("default", "environment")
+        part = next((name for prefix, name in _UNBUILT.items() if ".".join(path).startswith(prefix)), None)
+        written = part and node.span.source.kind not in ("default", "environment")
         if written and data_of(node) != as_data(default_at(path, loaded.settings.kinds)):
-            raise ShoalError(f"`{node.user_path}` ({node.span}): {_UNBUILT[path[0]]} is not built yet")
+            raise ShoalError(f"`{node.user_path}` ({node.span}): {part} is not built yet")
 
 
 class Parts(NamedTuple):

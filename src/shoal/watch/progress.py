@@ -19,11 +19,13 @@ def figures(record: dict[str, Any]) -> str:
 
 
 class PlainProgress:
-    """A line for each evaluation, and one every few seconds."""
+    """A line for each evaluation, and one every few seconds. At level DEBUG every record, from WARNING on only warnings."""
 
-    def __init__(self, stream: TextIO, every_s: float = 5.0) -> None:
+    def __init__(self, stream: TextIO, level: str = "INFO", every_s: float = 5.0) -> None:
         self.stream = stream
-        self.every_s = every_s
+        self.quiet = level in ("WARNING", "ERROR")
+        self.mute = level == "ERROR"
+        self.every_s = 0.0 if level == "DEBUG" else every_s
         self.total = 0
         self._last = 0.0
 
@@ -44,8 +46,9 @@ class PlainProgress:
         self.message(f"step {record['step']}/{self.total}  {record['split']}: {figures(record)}{rate}")
 
     def message(self, text: str) -> None:
-        self.stream.write(text + "\n")
-        self.stream.flush()
+        if not self.quiet or (text.startswith("warning") and not self.mute):
+            self.stream.write(text + "\n")
+            self.stream.flush()
 
     def close(self, summary: dict[str, Any]) -> None:
         return None
@@ -85,5 +88,6 @@ class LiveProgress:
         self.progress.stop()
 
 
-def progress_for(stream: TextIO) -> PlainProgress | LiveProgress:
-    return LiveProgress(stream) if stream.isatty() else PlainProgress(stream)
+def progress_for(stream: TextIO, level: str) -> PlainProgress | LiveProgress:
+    """A bar on a terminal at the usual level; lines elsewhere, as many as the level asks for."""
+    return LiveProgress(stream) if stream.isatty() and level == "INFO" else PlainProgress(stream, level)

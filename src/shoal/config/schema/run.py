@@ -27,7 +27,7 @@ class Run(Section):
     output_dir: str = "runs"
     """Folder that the run's own folder is made in."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """How much is logged."""
+    """How much is told while it runs: DEBUG every record, INFO progress, WARNING only warnings, ERROR nothing."""
     task: Task | None = None
     """What is learned; null: what the model is for."""
     model: Model = Mlp()
