@@ -172,6 +172,14 @@ def test_text_and_images_are_generated(folder: Path, capsys: pytest.CaptureFixtu
     assert list((folder / "images" / "samples").glob("*.png"))
 
 
+def test_log_levels(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def lines(level: str) -> int:
+        assert shoal("starter", "--epochs", "1", "--run-dir", level, "--log-level", level) == 0
+        return len(capsys.readouterr().err.splitlines())
+
+    assert lines("DEBUG") > lines("INFO") > lines("WARNING") == 0
+
+
 def test_early_stopping(folder: Path) -> None:
     settings = ["--set", "training.early_stopping.patience=2", "--set", "training.early_stopping.threshold=1.0"]
     assert shoal("starter", "--run-dir", "run", *settings) == 0
@@ -254,6 +262,8 @@ def test_what_is_not_built_is_refused_by_name(folder: Path, capsys: pytest.Captu
     "setting",
     [
         "serving.api_port=1",
+        "coordinator.heartbeat_interval_s=1",
+        "transport.port=1",
         "scheduler.kind=priority",
         "updates.codec.kind=int8",
         "cluster.num_workers=3",
