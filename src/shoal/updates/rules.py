@@ -57,7 +57,8 @@ def krum_order(distances_NN: Tensor, byzantine: int) -> list[int]:
     """Contributions by their Krum score: the sum of squared distances to their N − f − 2 nearest."""
     count = len(distances_NN)
     _need(count, 2 * byzantine + 3, "krum", byzantine)
-    return _scores(distances_NN, count - byzantine - 2).argsort(stable=True).tolist()  # type: ignore[no-any-return]
+    order: list[int] = _scores(distances_NN, count - byzantine - 2).argsort(stable=True).tolist()
+    return order
 
 
 def bulyan(stack_ND: Tensor, byzantine: int) -> Tensor:
