@@ -52,9 +52,11 @@ BROKEN = [
     ("hub", "hub: {enabled: true, repo_id: nobody, token: x}\n", ["hub.repo_id", "hub.enabled"]),
     ("nodes", "serving: {num_nodes: 4}\n" + HOSTS, ["serving.num_nodes", "cluster.workers"]),
     ("nodes", "serving: {num_nodes: 4}\nmodel: {kind: gpt, num_layers: 3}\n", ["serving.num_nodes", "model.num_layers"]),
+    ("early-stopping", "training: {early_stopping: {patience: 2}}\nevaluation: {strategy: never}\n", None),
+    ("no-effect", "model: {kind: gpt}\ntraining: {penalties: {eos_weight: 1.0}}\n", ["training.penalties.eos_weight"]),
     ("tasks", "scheduler: {tasks: [{id: a}, {id: a}]}\n", ["scheduler.tasks"]),
     ("task", "task: gan\nmodel: {kind: mlp}\n", ["task", "model.kind"]),
-    ("no-effect", "model: {kind: mlp}\ntraining: {penalties: {eos_weight: 1.0}}\n", ["training.penalties.eos_weight"]),
+    ("no-effect", "model: {kind: mlp}\ntraining: {penalties: {repetition_weight: 1.0}}\n", ["training.penalties.repetition_weight"]),
     ("mixture", "model: {kind: gpt}\ndata: {source: {kind: mixture, parts: []}}\n", ["data.source.parts"]),
     ("mixture", f"model: {{kind: gpt}}\ndata: {{source: {{kind: mixture, parts: [{PART}, weight: 2.0}}]}}}}\n", ["data.source.parts"]),
     (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from shoal import ShoalError
-from shoal.cli.main import report
+from shoal.cli.main import leading_flags, report
 from shoal.cli.options import load, parse, parser, require
 from shoal.config.problems import ConfigError, render
 from shoal.config.schema import Run
@@ -27,12 +27,13 @@ commands:
 
 def run(argv: list[str]) -> int:
     commands = {"check": check, "show": show, "explain": explain, "diff": diff, "schema": schema, "migrate": migrate}
+    flags, argv = leading_flags(argv)
     if not argv or argv[0] in ("--help", "-h"):
         print(HELP, end="")
         return 0
     if argv[0] not in commands:
         raise ShoalError(f"no command `config {argv[0]}`; there are {', '.join(commands)}")
-    return commands[argv[0]](argv[1:])
+    return commands[argv[0]]([*argv[1:], *flags])
 
 
 def check(argv: list[str]) -> int:

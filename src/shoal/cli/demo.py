@@ -19,21 +19,23 @@ def run(argv: list[str]) -> int:
     arguments = made.parse_args(argv)
     folder = Path(arguments.run_dir or tempfile.mkdtemp(prefix="shoal-demo-"))
     print("1. Handwritten digits: 1,437 images of 8 × 8 pixels, a small network\n")
-    _train("starter", folder / "digits", ["training.epochs=2"] if arguments.quick else [])
+    if code := _train("starter", folder / "digits", ["training.epochs=2"] if arguments.quick else []):
+        return code
     _show_digits(folder / "digits")
     print("\n2. Python's own source, byte by byte, and a small GPT\n")
-    _train("demo-gpt", folder / "gpt", ["training.max_steps=5", "training.schedule.warmup_steps=1"] if arguments.quick else [])
+    if code := _train("demo-gpt", folder / "gpt", ["training.max_steps=5", "training.schedule.warmup_steps=1"] if arguments.quick else []):
+        return code
     _show_text(folder / "gpt", "def ")
     print(f'\nTry next: shoal generate {folder / "gpt"} --prompt "import " --max-new-tokens 200')
     print("          shoal init && shoal train config.yaml")
     return 0
 
 
-def _train(preset: str, folder: Path, settings: list[str]) -> None:
+def _train(preset: str, folder: Path, settings: list[str]) -> int:
     from shoal.cli.train import train
 
     overrides = [Override(path, value, f"--set {path}={value}") for path, _, value in (text.partition("=") for text in settings)]
-    train(resolve([File(preset)], overrides, environ={}), str(folder))
+    return train(resolve([File(preset)], overrides, environ={}), str(folder))
 
 
 def _show_digits(folder: Path) -> None:

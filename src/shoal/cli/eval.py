@@ -18,7 +18,7 @@ def run(argv: list[str]) -> int:
     from shoal.strategies.local import assemble, held_out, open_run
 
     trained = open_run(arguments.run, lambda text: print(f"warning: {text}", file=sys.stderr))
-    parts = assemble(trained.run)
+    parts = assemble(trained.run, tokenizer_of=trained.root)
     batches = held_out(trained.run.replace(evaluation=trained.run.evaluation.replace(strategy="epoch")), parts.data.eval)
     if batches is None:
         raise ShoalError("this run's data has nothing held out to judge it on")

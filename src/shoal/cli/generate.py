@@ -21,6 +21,14 @@ def run(argv: list[str]) -> int:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--grid", nargs="?", const="grid.png", metavar="FILE", help="draw images into a PNG file (GAN)")
     arguments = made.parse_args(argv)
+    if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
+        made.error("--max-new-tokens must be at least 1")
+    if arguments.temperature is not None and not 0 <= arguments.temperature < float("inf"):
+        made.error("--temperature must be a number at least 0")
+    if not 0 <= arguments.seed < 2**63:
+        made.error("--seed must be at least 0 and below 2**63")
+    if arguments.grid and not arguments.grid.lower().endswith(".png"):
+        made.error("--grid takes the name of a .png file")
 
     from shoal.strategies.local import generate_text, open_run
 
@@ -31,7 +39,10 @@ def run(argv: list[str]) -> int:
 
         if not isinstance(trained.task, Gan):
             raise ShoalError(f"a model of kind {trained.run.model.kind} draws no images; --prompt writes text")
-        save_png(grid(trained.task.images()), Path(arguments.grid))
+        try:
+            save_png(grid(trained.task.images()), Path(arguments.grid))
+        except OSError as error:
+            raise ShoalError(f"cannot write {arguments.grid}: {error.strerror or error}") from None
         print(f"wrote {arguments.grid} (64 images, step {trained.checkpoint.step})")
         return 0
     decoding = trained.run.serving.decoding

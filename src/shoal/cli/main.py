@@ -57,7 +57,7 @@ def report(error: ShoalError) -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    flags, rest = _leading_flags(arguments)
+    flags, rest = leading_flags(arguments)
     if not rest or rest[0] in ("--help", "-h", "help"):
         print(HELP, end="")
         return 0
@@ -65,6 +65,8 @@ def _run(arguments: list[str]) -> int:
         print(f"shoal {__version__}")
         return 0
     name, *rest = rest
+    if name.startswith("-"):
+        raise ShoalError(f"no option `{name}` here; `shoal --help` lists the commands")
     if name not in COMMANDS:
         from shoal.config.fields import did_you_mean
 
@@ -73,10 +75,10 @@ def _run(arguments: list[str]) -> int:
     return code
 
 
-def _leading_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
+def leading_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Settings given before the command (`shoal --log-level DEBUG train …`) count as if given after it."""
     flags: list[str] = []
-    while arguments and arguments[0].startswith("--") and arguments[0] not in ("--help", "--version"):
+    while len(arguments) > 1 and arguments[0].startswith("--") and arguments[0] not in ("--help", "--version"):
         count = 1 if "=" in arguments[0] else 2
         flags, arguments = flags + arguments[:count], arguments[count:]
     return flags, arguments

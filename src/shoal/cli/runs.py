@@ -8,14 +8,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+from shoal.errors import ShoalError
+
 
 def run(argv: list[str]) -> int:
     made = argparse.ArgumentParser("shoal runs", description="List past runs, newest first.")
     made.add_argument("folder", nargs="?", default="runs", help="where to look (default: runs)")
     made.add_argument("--format", choices=("text", "json"), default="text")
     arguments = made.parse_args(argv)
+    if not Path(arguments.folder).is_dir():
+        raise ShoalError(f"there is no folder {arguments.folder}")
     found = sorted(Path(arguments.folder).rglob("provenance.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    rows = [_row(path.parent) for path in found]
+    rows = [_row(path.parent) for path in found if (path.parent / "config.yaml").exists()]
     if arguments.format == "json":
         print(json.dumps(rows, indent=2))
     elif not rows:
@@ -27,8 +31,9 @@ def run(argv: list[str]) -> int:
 
 def _row(folder: Path) -> dict[str, Any]:
     try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        read = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        summary = {name: read[name] for name in ("status", "metrics", "steps", "wall_s")}
+    except (OSError, ValueError, KeyError, TypeError):
         summary = {"status": "running or killed", "metrics": {}, "steps": _last_step(folder)}
     config = (folder / "config.yaml").read_text(encoding="utf-8")
     task = re.search(r"^task: (\S+)", config, re.MULTILINE)

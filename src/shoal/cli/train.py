@@ -18,7 +18,7 @@ def run(argv: list[str]) -> int:
     made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
     made.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, or the newest with these settings")
     arguments, overrides = parse(made, argv)
-    continued = arguments.resume and arguments.run_dir and not arguments.files and not arguments.config and not overrides
+    continued = arguments.resume and arguments.run_dir and not arguments.files and not arguments.config
     if continued:
         arguments.files = [os.path.join(arguments.run_dir, "config.yaml")]
         arguments.dialect = "shoal"
@@ -40,7 +40,11 @@ def train(loaded: Loaded, run_dir: str | None = None, resume: bool = False) -> i
         f"{loop.engine.task.__class__.__name__} on {loop.engine.device}, {loop.engine.size:,} parameters, in {loop.directory.path}"
     )
 
+    own = os.getpid()
+
     def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:  # a process that loads data: it ends with this one
+            return
         if loop.stopping == "interrupted":
             os._exit(130)
         loop.stopping = "interrupted"

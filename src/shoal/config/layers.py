@@ -96,8 +96,8 @@ class Settings:
                 if assignment.node.value != kind:
                     decider = assignment
                 kind = assignment.node.value
-            elif assignment.path == union and assignment.node.value is None:
-                kind = getattr(default, "kind", None)
+            elif assignment.path == union and assignment.node.value is None and default is None:
+                kind = None
         if kind is not None:
             self.kinds[union] = kind
         return decider

@@ -254,3 +254,17 @@ def mixture_can_be_drawn_from(settings: Settings, parts: tuple[Any, ...], mixing
         settings.report("mixture", message, "data.source.parts", "data.mixing.enabled", help="set data.mixing.enabled to true")
     elif weighted and len(weighted) < len(parts):
         settings.report("mixture", "some parts have a weight and some have none", "data.source.parts", help="give all of them one, or none")
+
+
+@rule("training.early_stopping.patience", "evaluation.strategy", "evaluation.batches")
+def stopping_needs_evaluation(settings: Settings, patience: int | None, strategy: str | None, batches: int | None) -> None:
+    if patience is not None and (strategy == "never" or batches == 0):
+        path = "evaluation.strategy" if strategy == "never" else "evaluation.batches"
+        settings.report("early-stopping", "early stopping needs evaluations, and there are none", "training.early_stopping.patience", path)
+
+
+@rule("training.penalties.eos_weight", "training.penalties.min_sequence_length")
+def early_ends_are_defined(settings: Settings, weight: float, length: int) -> None:
+    if weight and not length:
+        message = "an early end is penalised, and no length is early: min_sequence_length is 0"
+        settings.report("no-effect", message, "training.penalties.eos_weight", "training.penalties.min_sequence_length")

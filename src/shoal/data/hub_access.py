@@ -13,11 +13,11 @@ _LIBRARIES = ("datasets", "transformers", "huggingface_hub")
 
 def hub_answers(timeout_s: float = 5.0) -> bool:
     """Whether the hub can be reached. Its libraries would find out too, after half a minute of retries."""
-    hub = need("huggingface_hub")
-    if hub.constants.HF_HUB_OFFLINE:
+    hub, constants = need("huggingface_hub"), need("huggingface_hub.constants")
+    if constants.HF_HUB_OFFLINE:
         return False
     try:
-        hub.get_session().head(hub.constants.ENDPOINT, timeout=timeout_s)
+        hub.get_session().head(constants.ENDPOINT, timeout=timeout_s)
     except Exception:  # whatever goes wrong here, it means the same
         return False
     return True
@@ -26,14 +26,14 @@ def hub_answers(timeout_s: float = 5.0) -> bool:
 @contextmanager
 def offline(enabled: bool = True) -> Iterator[None]:
     """Make the libraries look into their caches only."""
-    hub, datasets = need("huggingface_hub"), need("datasets")
-    before = hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants, config = need("huggingface_hub.constants"), need("datasets.config")
+    before = constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE
     try:
         if enabled:
-            hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+            constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
         yield
     finally:
-        hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+        constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE = before
 
 
 @contextmanager

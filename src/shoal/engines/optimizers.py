@@ -52,6 +52,9 @@ def arguments(settings: Optimizer) -> dict[str, Any]:
     """The keywords for the optimizer; a setting it does not take is refused."""
     accepted = inspect.signature(getattr(torch.optim, settings.name)).parameters
     keywords: dict[str, Any] = {"lr": settings.learning_rate}
+    for name, setting in (("lr", "learning_rate"), ("betas", "beta1 and beta2")):
+        if name in settings.kwargs:
+            raise ShoalError(f"training.optimizer.kwargs: `{name}` has a setting of its own: {setting}")
     given = {name: getattr(settings, name) for name in ("weight_decay", "eps", "momentum") if getattr(settings, name) is not None}
     if settings.beta1 is not None or settings.beta2 is not None:
         first, second = accepted["betas"].default if "betas" in accepted else (0.9, 0.999)
@@ -67,7 +70,8 @@ def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
     """Muon for matrices; AdamW with the same learning rate for everything else."""
     matrices = [parameter for parameter in network.parameters if parameter.ndim == 2]
     others = [parameter for parameter in network.parameters if parameter.ndim != 2]
-    return Together(_make("Muon", arguments(settings), list(matrices)), _make("AdamW", {"lr": settings.learning_rate}, list(others)))
+    rest = {"lr": settings.learning_rate} | ({} if settings.weight_decay is None else {"weight_decay": settings.weight_decay})
+    return Together(_make("Muon", arguments(settings), list(matrices)), _make("AdamW", rest, list(others)))
 
 
 class Together(torch.optim.Optimizer):

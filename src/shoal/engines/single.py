@@ -126,6 +126,9 @@ class SingleEngine:
         norm = torch.linalg.vector_norm(network.gradient)
         metrics["gradient_norm" if len(self.networks) == 1 else f"{name}_gradient_norm"] = norm
         if self.health is not None:
+            overflow = self.scaler.is_enabled() and not math.isfinite(float(norm))
+            if overflow:  # the loss scale was too high, not the gradient: the scaler skips the step and lowers it
+                return True
             if not self.health.observe(float(norm)):
                 if self.health.skipped_in_a_row > MOST_SKIPPED:
                     raise ShoalError(f"{MOST_SKIPPED} steps in a row had no finite gradient: lower the learning rate, or check the data")
@@ -187,6 +190,7 @@ class SingleEngine:
         """All that a resume needs besides the weights; tensors and plain values, nothing else."""
         return {
             "step": self.step_count,
+            "kinds": self._kinds(),
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "scaler": self.scaler.state_dict(),
             "health": self.health.state_dict() if self.health else {},
@@ -194,12 +198,20 @@ class SingleEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step_count = state["step"]
+        if state["kinds"] != self._kinds():
+            raise ShoalError("the checkpoint was saved with another optimizer or precision; a run continues with the same ones")
         for name, optimizer in self.optimizers.items():
+            wanted = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
             optimizer.load_state_dict(state["optimizers"][name])
+            for group, settings in zip(optimizer.param_groups, wanted, strict=True):
+                group.update(settings)
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         if self.health:
             self.health.load_state_dict(state["health"])
+
+    def _kinds(self) -> dict[str, str]:
+        return {name: type(optimizer).__name__ for name, optimizer in self.optimizers.items()} | {"scaler": str(self.scaler.is_enabled())}
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers of every network, named `player.parameter`."""

@@ -49,11 +49,11 @@ def refuse_unbuilt(loaded: Loaded) -> None:
     if run.model.kind == "moe":
         raise ShoalError("models of kind moe are not built yet")
     if run.strategy.kind != "local":
-        raise ShoalError(
-            f"the strategy {run.strategy.kind} is not built yet; local is (`--set strategy.kind=local` trains on this machine alone)"
-        )
+        raise ShoalError(f"the strategy {run.strategy.kind} is not built yet; local is")
     if run.engine.kind != "single":
         raise ShoalError(f"the engine {run.engine.kind} is not built yet; single is")
+    if run.data.source is not None and run.data.source.kind == "preferences":
+        raise ShoalError("data.source: learning from preferences is not built yet")
     if run.hub.enabled:
         raise ShoalError("uploads to the hub are not built yet; set hub.enabled to false")
     for path, history in loaded.settings.history.items():
@@ -73,9 +73,11 @@ class Parts(NamedTuple):
     feed: data.Feed
 
 
-def assemble(run: Run, progress: Progress | None = None, cache: Path | None = None) -> Parts:
-    """Data, networks, task, engine: the same for the same run, every time."""
-    samples = data.load(run, progress=progress)
+def assemble(run: Run, progress: Progress | None = None, tokenizer_of: Path | None = None) -> Parts:
+    """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder."""
+    saved = tokenizer_of / "tokenizer" if tokenizer_of else None
+    source = run.replace(data=run.data.replace(tokenizer=str(saved))) if saved and saved.is_dir() else run
+    samples = data.load(source, progress=progress)
     players: dict[str, nn.Module] = models.build(run, samples.info)
     tokenizer = samples.info.tokenizer
     task = tasks.build(run, players, samples.info, tokenizer.eos_id if tokenizer else None)
@@ -97,6 +99,14 @@ def assemble(run: Run, progress: Progress | None = None, cache: Path | None = No
 
 def total_steps(run: Run, batches_per_epoch: int | None) -> int:
     """The length of the run: max_steps or the epochs, whichever comes first."""
+    accumulation, batch_size, whole = run.training.gradient_accumulation_steps, run.training.batch_size or 0, run.training.global_batch_size
+    if whole is not None and whole != batch_size * accumulation:
+        raise ShoalError(
+            f"training.global_batch_size is {whole}, and one device takes {batch_size} × {accumulation} samples a step "
+            f"(training.batch_size × training.gradient_accumulation_steps)"
+        )
+    if batches_per_epoch and accumulation > batches_per_epoch * (run.training.epochs or accumulation):
+        raise ShoalError(f"training.gradient_accumulation_steps: the run has fewer than {accumulation} batches")
     limits = [run.training.max_steps] if run.training.max_steps else []
     if run.training.epochs and batches_per_epoch:
         limits.append(max(1, run.training.epochs * batches_per_epoch // run.training.gradient_accumulation_steps))
@@ -124,21 +134,35 @@ def prepare(loaded: Loaded, *, run_dir: str | None, resume: bool, reporters: lis
     """A loop that is ready to train, new or continued."""
     refuse_unbuilt(loaded)
     run = loaded.run
-    directory, checkpoint = _continued(run, run_dir, reporters) if resume else (None, None)
-    parts = assemble(run, progress)
+    warn = _warner(reporters)
+    directory, checkpoint = _continued(run, run_dir, warn) if resume else (None, None)
+    start = find(run.checkpoint.resume_from, warn) if run.checkpoint.resume_from and checkpoint is None else None
+    parts = assemble(run, progress, directory.path if directory else None)
     if directory is None:
         directory = RunDirectory.create(run, run_dir)
+    if checkpoint is None:
+        directory.forget_after(-1)
+    if run.training.schedule.warmup_steps >= parts.engine.total_steps:
+        warn(f"the warm-up of {run.training.schedule.warmup_steps} steps does not end within the run of {parts.engine.total_steps}")
     directory.write_config(loaded)
     _write_info(directory, parts.data.info)
     loop = Loop(run, parts.engine, parts.feed, held_out(run, parts.data.eval), directory, reporters, _sampler(parts, directory))
     if checkpoint is not None:
         loop.resume(checkpoint, same_run=True)
-    elif run.checkpoint.resume_from:
-        loop.resume(find(run.checkpoint.resume_from, loop.message), same_run=False)
+    elif start is not None:
+        loop.resume(start, same_run=False)
     return loop
 
 
-def _continued(run: Run, run_dir: str | None, reporters: list[Reporter]) -> tuple[RunDirectory, Checkpoint | None]:
+def _warner(reporters: list[Reporter]) -> Callable[[str], None]:
+    def warn(text: str) -> None:
+        for reporter in reporters:
+            reporter.message(f"warning: {text}")
+
+    return warn
+
+
+def _continued(run: Run, run_dir: str | None, warn: Callable[[str], None]) -> tuple[RunDirectory, Checkpoint | None]:
     """The run to go on with: the one that is named, or the newest with the same settings."""
     directory = RunDirectory(Path(run_dir)) if run_dir else _newest_like(run)
     if directory is None:
@@ -149,25 +173,26 @@ def _continued(run: Run, run_dir: str | None, reporters: list[Reporter]) -> tupl
         raise ShoalError(
             f"{directory.path} was started with other settings: `shoal config diff {directory.path}/config.yaml -- FILE…` shows them"
         )
-
-    def warn(text: str) -> None:
-        for reporter in reporters:
-            reporter.message(f"warning: {text}")
-
-    return directory, Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last).newest(warn)
+    checkpoint = Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last).newest(warn)
+    if checkpoint is None:
+        warn(f"{directory.path} has no checkpoint yet: it starts over")
+    return directory, checkpoint
 
 
 def _newest_like(run: Run) -> RunDirectory | None:
     found = sorted(Path(run.output_dir).rglob("config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in found:
         directory = RunDirectory(path.parent)
-        if same_settings(_config_of(directory), run):
-            return directory
+        try:
+            if same_settings(_config_of(directory), run):
+                return directory
+        except ShoalError:  # of another version, or no run at all
+            continue
     return None
 
 
 def _config_of(directory: RunDirectory) -> Run:
-    return resolve([File(str(directory.path / "config.yaml"))], dialect="shoal", environ={}, resolved=True).run
+    return resolve([File(str(directory.path / "config.yaml"))], dialect="shoal", resolved=True).run
 
 
 # --- what a finished run is used for ------------------------------------------------------------------
@@ -195,16 +220,20 @@ class Trained(NamedTuple):
     task: tasks.Task
     checkpoint: Checkpoint
     tokenizer: data.Tokenizer | None
+    root: Path
 
 
 def open_run(path: str, warn: Callable[[str], None]) -> Trained:
     """The networks of a past run, without its data. Raises ShoalError."""
     folder = Path(path)
-    root = folder if (folder / "config.yaml").exists() else folder.parent.parent
-    if not (root / "config.yaml").exists():
+    root = folder.parent.parent if (folder / "state.json").exists() else folder
+    if not (root / "config.yaml").exists() or not (root / "provenance.json").exists():
         raise ShoalError(f"there is no run at {path}: `shoal runs` lists those there are")
     run = _config_of(RunDirectory(root))
-    raw: dict[str, Any] = json.loads((root / "data.json").read_text(encoding="utf-8"))
+    try:
+        raw: dict[str, Any] = json.loads((root / "data.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ShoalError(f"the run at {path} was cut off before it began: it has no data.json") from None
     shape = raw["image_shape"]
     shapes = Shapes(tuple(shape) if shape else None, raw["num_classes"], raw["vocab_size"])
     tokenizer = data.load_tokenizer(str(root / "tokenizer")) if (root / "tokenizer").is_dir() else None
@@ -213,7 +242,7 @@ def open_run(path: str, warn: Callable[[str], None]) -> Trained:
     SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
     for player in task.players.values():
         player.eval()
-    return Trained(run, task, checkpoint, tokenizer)
+    return Trained(run, task, checkpoint, tokenizer, root)
 
 
 def generate_text(trained: Trained, prompt: str, *, max_new_tokens: int, seed: int, decoding: Any = None) -> Iterator[str]:

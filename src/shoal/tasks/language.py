@@ -39,7 +39,7 @@ class LanguageModelling:
             raise ShoalError("training.penalties.eos_weight needs a tokenizer with an end-of-text token")
 
     def count(self, batch: Batch) -> int:
-        return int((batch["labels"] != IGNORED).sum()) if "attention_mask" in batch else batch["labels"].numel()
+        return int((batch["labels"] != IGNORED).sum())
 
     def compile(self) -> None:
         self.padded_logits = torch.compile(self.padded_logits)  # type: ignore[method-assign]
@@ -98,8 +98,19 @@ class LanguageModelling:
             p_BL = log_p_BLV.gather(-1, batch["input_ids"].unsqueeze(-1)).squeeze(-1).exp()
             yield "immediate_repetition", settings.immediate_repetition_weight, _mean(p_BL, counted_BL)
         if settings.eos_weight and self.eos_id is not None:
-            early_BL = counted_BL & (torch.arange(log_p_BLV.shape[1], device=log_p_BLV.device) < settings.min_sequence_length)
+            early_BL = counted_BL & (self.places(batch) < settings.min_sequence_length)
             yield "early_end", settings.eos_weight, _mean(log_p_BLV[..., self.eos_id].exp(), early_BL)
+
+    def places(self, batch: Batch) -> Tensor:
+        """How many tokens of its document stand before each: counted from the first real token, and anew after an end of text."""
+        ids_BL = batch["input_ids"]
+        index_L = torch.arange(ids_BL.shape[1], device=ids_BL.device)
+        starts_BL = ids_BL.eq(-1 if self.eos_id is None else self.eos_id).roll(1, 1)
+        starts_BL[:, 0] = True
+        if "attention_mask" in batch:
+            starts_BL |= batch["attention_mask"] & ~batch["attention_mask"].roll(1, 1)
+        places: Tensor = index_L - (index_L * starts_BL).cummax(1).values
+        return places
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:

@@ -83,10 +83,6 @@ class FlatNetwork:
         for slope, parameter in zip(self.slopes, self.parameters, strict=True):
             parameter.grad = slope
 
-    def buffers(self) -> dict[str, Tensor]:
-        """What is learned without gradients, such as BatchNorm statistics."""
-        return dict(self.network.named_buffers())
-
     def load(self, vector: Tensor) -> None:
         """Take over other weights."""
         self.vector.copy_(vector)

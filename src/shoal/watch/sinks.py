@@ -67,15 +67,13 @@ class Wandb(_Quiet):
         self._run = run
 
     def start(self, loop: Loop) -> None:
-        path = loop.directory.path
-        self.session = self._wandb.init(
-            project=self._run.logging.project or "shoal",
-            name=path.name,
-            dir=str(path),
-            config=as_data(self._run),
-            resume="allow",
-            id=path.name,
-        )
+        path, project = loop.directory.path, self._run.logging.project or "shoal"
+        try:
+            self.session = self._wandb.init(
+                project=project, name=path.name, dir=str(path), config=as_data(self._run), resume="allow", id=path.name
+            )
+        except self._wandb.Error as error:
+            raise ShoalError(f"W&B does not start: {error}; WANDB_MODE=offline keeps the record here") from None
 
     def record(self, record: dict[str, Any]) -> None:
         self.session.log(metrics_of(record), step=record["step"])

@@ -55,14 +55,20 @@ class Checkpoints:
                 shutil.rmtree(final)
             partial.rename(final)
             _replace(self.folder / "latest", final.name)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise ShoalError(
-                f"cannot save a checkpoint in {self.folder}: {error.strerror or error}; the older ones are untouched"
-            ) from None
-        for old in self.all()[: -self.keep_last]:
+            why = getattr(error, "strerror", None) or error
+            raise ShoalError(f"cannot save a checkpoint in {self.folder}: {why}; the older ones are untouched") from None
+        others = [path for path in self.all() if path != final]
+        for old in others[: max(0, len(others) + 1 - self.keep_last)]:
             shutil.rmtree(old, ignore_errors=True)
         return final
+
+    def forget_after(self, step: int) -> None:
+        """Drop the checkpoints of steps that a resumed run will do again: damaged ones, or there would be no need to."""
+        for path in self.all():
+            if path.name > f"step-{step:08d}":
+                shutil.rmtree(path, ignore_errors=True)
 
     def all(self) -> list[Path]:
         """Every whole checkpoint, oldest first."""

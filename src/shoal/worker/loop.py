@@ -22,6 +22,8 @@ class Feed(Protocol):
 
     batches_per_epoch: int | None
 
+    @property
+    def at_epoch_end(self) -> bool: ...
     def __next__(self) -> Batch: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -180,18 +182,20 @@ class Loop:
                 self._save_or_warn()
         if self.step < total:
             self.message(f"{self.stopping} at step {self.step} of {total}")
-        if self._saved_at != self.step:
-            self.save()
         if self.step >= total and self.latest["eval"].get("step") != self.step:
             self.evaluate()
+        if self._saved_at != self.step:
+            self.save()
 
     def _due(self, settings: Any, accumulation: int) -> bool:
         """Is it time, by steps or by epochs?"""
         if settings.strategy == "steps":
             return bool(self.step % settings.every_steps == 0)
-        per_epoch = self.feed.batches_per_epoch
-        if settings.strategy != "epoch" or not per_epoch:
+        if settings.strategy != "epoch":
             return False
+        per_epoch = self.feed.batches_per_epoch
+        if per_epoch is None:
+            return self.feed.at_epoch_end
         return self.batches // per_epoch > (self.batches - accumulation) // per_epoch
 
     # --- what is recorded --------------------------------------------------------------------------
@@ -220,7 +224,10 @@ class Loop:
         metrics = self.engine.evaluate(self.held_out())
         self.latest["eval"] = metrics | {"step": self.step}
         self._emit("eval", metrics)
-        self.draw_samples(self.step)
+        try:
+            self.draw_samples(self.step)
+        except (ShoalError, OSError) as error:
+            self.message(f"warning: no sample at step {self.step}: {error}")
         self._consider_stopping(metrics)
         return metrics
 
@@ -234,7 +241,7 @@ class Loop:
             self.best, self.without_progress = value, 0
             return
         self.without_progress += 1
-        if settings.patience is not None and self.without_progress >= settings.patience:
+        if settings.patience is not None and self.without_progress >= settings.patience and not self.stopping:
             self.stopping = "stopped early"
 
     def _emit(self, split: str, metrics: dict[str, float]) -> None:
@@ -283,6 +290,7 @@ class Loop:
                 "batches": self.batches,
                 "best": self.best,
                 "without_progress": self.without_progress,
+                "stopped_early": self.stopping == "stopped early",
                 "wall_s": self.wall_s,
                 "latest": self.latest,
             },
@@ -290,6 +298,10 @@ class Loop:
 
     def resume(self, checkpoint: Checkpoint, *, same_run: bool) -> None:
         """Continue from a checkpoint, to the same numbers as if there had been no break."""
+        if not same_run and checkpoint.step >= self.engine.total_steps:
+            raise ShoalError(
+                f"{checkpoint.path} is at step {checkpoint.step}, and this run ends at {self.engine.total_steps}: nothing is left to train"
+            )
         self.engine.load_weights(checkpoint.weights)
         state = checkpoint.state
         self.engine.load_state_dict(state["engine"])
@@ -304,10 +316,12 @@ class Loop:
         self.samples, self.batches = loop["samples"], loop["batches"]
         self.best, self.without_progress = loop["best"], loop["without_progress"]
         self._wall_before, self.latest = loop["wall_s"], loop["latest"]
+        self.stopping = "stopped early" if same_run and loop["stopped_early"] else ""
         self._speed_mark = (time.monotonic(), self.samples)
         self.resumed_from = str(checkpoint.path)
         if same_run:
             self.directory.forget_after(checkpoint.step)
+            self.checkpoints.forget_after(checkpoint.step)
             self._saved_at = checkpoint.step
 
     def summary(self, status: str, error: str) -> dict[str, Any]:

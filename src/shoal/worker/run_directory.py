@@ -9,6 +9,7 @@ summary.json                   how it ended; also after a failure
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shoal.config import Run
-from shoal.config.fields import as_data
+from shoal.config.fields import Secret, as_data
 from shoal.config.load import Loaded
 from shoal.config.show import show
 from shoal.errors import ShoalError
@@ -48,15 +49,21 @@ class RunDirectory:
         return cls(path)
 
     def write_config(self, loaded: Loaded) -> None:
-        (self.path / "config.yaml").write_text("dialect: shoal\n" + show(loaded), encoding="utf-8")
+        text = show(loaded).replace("${", "$${")  # variables were expanded; what looks like one now is plain text
+        text = text.replace(f": {Secret.MASK}\n", ": null\n")  # secrets come from the environment again
+        (self.path / "config.yaml").write_text("dialect: shoal\n" + text, encoding="utf-8")
         (self.path / "provenance.json").write_text(show(loaded, origin=True, style="json"), encoding="utf-8")
 
     def record(self, record: dict[str, Any]) -> None:
         """Append to metrics.jsonl."""
-        if self._metrics is None:
-            self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+        try:
+            if self._metrics is None:
+                self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+            self._metrics.write(json.dumps(finite) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise ShoalError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror or error}") from None
 
     def forget_after(self, step: int) -> None:
         """Drop the records of steps that a resumed run will do again."""
@@ -69,19 +76,19 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) >= 0] if path.exists() else []
+        return (
+            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) < sys.maxsize]
+            if path.exists()
+            else []
+        )
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         partial = self.path / ".summary.json"
-        partial.write_text(json.dumps(summary, indent=2), encoding="utf-8")
-        os.replace(partial, self.path / "summary.json")
-
-    def summary(self) -> dict[str, Any] | None:
         try:
-            found: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return found
+            partial.write_text(json.dumps(summary, indent=2), encoding="utf-8")
+            os.replace(partial, self.path / "summary.json")
+        except OSError as error:
+            raise ShoalError(f"cannot write {self.path / 'summary.json'}: {error.strerror or error}") from None
 
     def close(self) -> None:
         if self._metrics is not None:
@@ -99,6 +106,6 @@ def _step_of(line: str) -> int:
 
 def same_settings(first: Run, second: Run) -> bool:
     """May one run continue the other? Everything that shapes the numbers must be the same."""
-    free = {"name", "output_dir", "log_level", "checkpoint", "logging", "hub", "serving"}
+    free = {"name", "output_dir", "log_level", "checkpoint", "logging", "hub", "serving", "transport"}
     left, right = as_data(first), as_data(second)
     return all(left[name] == right[name] for name in left if name not in free)
