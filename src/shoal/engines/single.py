@@ -16,7 +16,7 @@ from shoal.engines import optimizers
 from shoal.engines.health import MOST_SKIPPED, HealthMonitor
 from shoal.engines.schedule import learning_rate
 from shoal.errors import ShoalError
-from shoal.tasks import Batch, Task
+from shoal.tasks import Batch, Loss, Task
 from shoal.updates.layout import FlatNetwork
 
 
@@ -58,33 +58,46 @@ class SingleEngine:
 
     def gradients(self, batches: list[Batch]) -> StepResult:
         """The mean gradient over batches, weighted by what counts in each; it is left in each network's `gradient`."""
-        for network in self.networks.values():
-            network.forget_gradients()
+        result, shares = self._weigh(batches)
+        for _ in self._in_turn(batches, shares, result.metrics):
+            pass
+        return result
+
+    def _weigh(self, batches: list[Batch]) -> tuple[StepResult, list[float]]:
         counts = [self.task.count(batch) for batch in batches]
         total = max(1, sum(counts))
-        metrics: dict[str, Tensor] = {}
-        for batch, count in zip(batches, counts, strict=True):
-            self._accumulate(self.on_device(batch), count / total, metrics)
-        for network in self.networks.values():
-            network.gather_gradients()
-        return StepResult(metrics, total, sum(len(next(iter(batch.values()))) for batch in batches))
+        return StepResult({}, total, sum(len(next(iter(batch.values()))) for batch in batches)), [count / total for count in counts]
 
-    def _accumulate(self, batch: Batch, share: float, metrics: dict[str, Tensor]) -> None:
-        losses = self.task.losses(batch)
-        while True:
+    def _in_turn(self, batches: list[Batch], shares: list[float], metrics: dict[str, Tensor]) -> Iterator[str]:
+        """Network after network, each when its gradient over all batches is there.
+
+        Whoever steps a network before asking for the next lets the next see the new weights, as GANs are trained best.
+        """
+        for network in self.networks.values():
+            network.forget_gradients()
+        losses = [self.task.losses(self.on_device(batch)) for batch in batches]
+        while player := self._backward_next(losses, shares, metrics):
+            self.networks[player].gather_gradients()
+            yield player
+
+    def _backward_next(self, losses: list[Iterator[Loss]], shares: list[float], metrics: dict[str, Tensor]) -> str:
+        """Add up the gradients of every batch's next loss; the name of the network they are for, or nothing at the end."""
+        player = ""
+        for batch_losses, share in zip(losses, shares, strict=True):
             with self.precision():
-                loss = next(losses, None)
+                loss = next(batch_losses, None)
             if loss is None:
-                return
-            network = self.networks[loss.player]
-            value = loss.value if share == 1.0 else loss.value * share
+                return ""
+            player = loss.player
+            value = self.scaler.scale(loss.value if share == 1.0 else loss.value * share)
             if len(self.networks) == 1:
-                self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
+                value.backward()  # type: ignore[no-untyped-call]
             else:
-                torch.autograd.backward(self.scaler.scale(value), inputs=network.parameters)
+                torch.autograd.backward(value, inputs=self.networks[player].parameters)
             for name, figure in loss.metrics.items():
                 figure = figure.detach() * share
                 metrics[name] = metrics[name] + figure if name in metrics else figure
+        return player
 
     def precision(self) -> AbstractContextManager[Any]:
         kind = self.settings.precision.kind
@@ -100,10 +113,10 @@ class SingleEngine:
     # --- steps -------------------------------------------------------------------------------------
 
     def step(self, batches: list[Batch]) -> StepResult:
-        """Gradients, then one step of each network's optimizer."""
-        result = self.gradients(batches)
-        for name, optimizer in self.optimizers.items():
-            self._step_network(name, self.networks[name], optimizer, result.metrics)
+        """One step of each network's optimizer, in the order of the task's losses."""
+        result, shares = self._weigh(batches)
+        for name in self._in_turn(batches, shares, result.metrics):
+            self._step_network(name, self.networks[name], self.optimizers[name], result.metrics)
         self.scaler.update()
         self.step_count += 1
         return result
