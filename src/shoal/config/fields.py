@@ -165,17 +165,15 @@ class Field(NamedTuple):
     default: Any
 
 
-def as_data(value: object, *, reveal: bool = False) -> Any:
-    """Plain data for YAML or JSON. Secrets are masked unless told otherwise."""
+def as_data(value: object, *, mask: str | None = Secret.MASK) -> Any:
+    """Plain data for YAML or JSON; a secret becomes `mask`."""
     if isinstance(value, Section):
-        return {name: as_data(getattr(value, name), reveal=reveal) for name in value.fields()}
+        return {name: as_data(getattr(value, name), mask=mask) for name in value.fields()}
     if isinstance(value, Mapping):
-        return {key: as_data(item, reveal=reveal) for key, item in value.items()}
+        return {key: as_data(item, mask=mask) for key, item in value.items()}
     if isinstance(value, tuple):
-        return [as_data(item, reveal=reveal) for item in value]
-    if isinstance(value, Secret):
-        return value.reveal() if reveal else Secret.MASK
-    return value
+        return [as_data(item, mask=mask) for item in value]
+    return mask if isinstance(value, Secret) else value
 
 
 # --- checkers: one for each form of type --------------------------------------------------------------------------------

@@ -185,8 +185,9 @@ def clip_value_tightens(settings: Settings, enabled: bool, initial: float, final
 
 @rule("training.polyak_alpha", "strategy.kind")
 def polyak_in_use(settings: Settings, alpha: float | None, kind: str) -> None:
-    if alpha is not None and kind not in ("syncps", "local"):
-        message = f"`{settings.spelling('training.polyak_alpha')}` has no effect: with {kind} a pull replaces the weights"
+    if alpha is not None and kind != "syncps":
+        why = "one worker alone pulls nothing" if kind == "local" else f"with {kind} a pull replaces the weights"
+        message = f"`{settings.spelling('training.polyak_alpha')}` has no effect: {why}"
         settings.report("no-effect", message, "training.polyak_alpha", severity="warning")
 
 

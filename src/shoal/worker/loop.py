@@ -182,8 +182,8 @@ class Loop:
                 self._save_or_warn()
         if self.step < total:
             self.message(f"{self.stopping} at step {self.step} of {total}")
-        if self.step >= total and self.latest["eval"].get("step") != self.step:
-            self.evaluate()
+        if self.step >= total and self.latest["eval"].get("step") != self.step and self.evaluate():
+            self._saved_at = -1  # what was judged is part of the state
         if self._saved_at != self.step:
             self.save()
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shoal.config import Run
-from shoal.config.fields import Secret, as_data
+from shoal.config.fields import as_data
 from shoal.config.load import Loaded
-from shoal.config.show import show
+from shoal.config.show import show, to_yaml
 from shoal.errors import ShoalError
 
 
@@ -49,8 +49,8 @@ class RunDirectory:
         return cls(path)
 
     def write_config(self, loaded: Loaded) -> None:
-        text = show(loaded).replace("${", "$${")  # variables were expanded; what looks like one now is plain text
-        text = text.replace(f": {Secret.MASK}\n", ": null\n")  # secrets come from the environment again
+        text = to_yaml(as_data(loaded.run, mask=None))  # secrets come from the environment again
+        text = text.replace("${", "$${")  # variables were expanded; what looks like one now is plain text
         (self.path / "config.yaml").write_text("dialect: shoal\n" + text, encoding="utf-8")
         (self.path / "provenance.json").write_text(show(loaded, origin=True, style="json"), encoding="utf-8")
 
