@@ -7,7 +7,7 @@ import math
 from shoal.config.schema.training import Schedule
 
 
-def learning_rate(settings: Schedule, peak: float, step: int, total: int) -> float:
+def learning_rate(settings: Schedule, peak: float, step: float, total: int) -> float:
     """The learning rate of a step (from 0), of so many in all."""
     warmup = settings.warmup_steps
     if step < warmup:

@@ -17,7 +17,7 @@ from shoal.engines.health import MOST_SKIPPED, HealthMonitor
 from shoal.engines.schedule import learning_rate
 from shoal.errors import ShoalError
 from shoal.tasks import Batch, Loss, Task
-from shoal.updates.layout import FlatNetwork
+from shoal.updates.layout import FlatNetwork, lay_out
 
 
 class StepResult(NamedTuple):
@@ -41,7 +41,9 @@ class SingleEngine:
         _prepare(run, task)
         for name, player in task.players.items():
             task.players[name] = player.to(device).train()
-        self.networks = {name: FlatNetwork(player) for name, player in task.players.items()}
+        self.vector, self.gradient, self.networks = lay_out(task.players)
+        """All networks' weights, and their gradients, end to end."""
+        self.statistics = [buffer for player in task.players.values() for buffer in _statistics(player)]
         if run.training.compile:
             task.compile()
         chosen = {name: optimizers.merged(run.training.optimizer, run.training.players.get(name)) for name in task.players}
@@ -116,22 +118,45 @@ class SingleEngine:
         """One step of each network's optimizer, in the order of the task's losses."""
         result, shares = self._weigh(batches)
         for name in self._in_turn(batches, shares, result.metrics):
-            self._step_network(name, self.networks[name], self.optimizers[name], result.metrics)
+            self._step_network(name, self.step_count, result.metrics, self.scaler.is_enabled())
         self.scaler.update()
         self.step_count += 1
         return result
 
-    def _step_network(self, name: str, network: FlatNetwork, optimizer: torch.optim.Optimizer, metrics: dict[str, Tensor]) -> None:
-        rate = learning_rate(self.settings.schedule, self.peaks[name], self.step_count, self.total_steps)
+    def apply(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
+        """Step every network along a gradient that others took, as at this step of the schedule."""
+        self.gradient.copy_(gradient)
+        for network in self.networks.values():
+            network.attach_gradients()
+        return self.apply_own(step)
+
+    def apply_own(self, step: float) -> dict[str, Tensor]:
+        """Step every network along the gradient that is there."""
+        metrics: dict[str, Tensor] = {}
+        for name in self.networks:
+            self._step_network(name, step, metrics, scaled=False)
+        self.step_count += 1
+        return metrics
+
+    def unscale(self) -> None:
+        """Before a gradient is sent: undo the scaling that keeps half precision from losing small ones."""
+        if self.scaler.is_enabled():
+            for optimizer in self.optimizers.values():
+                self.scaler.unscale_(optimizer)
+            self.scaler.update()
+
+    def _step_network(self, name: str, step: float, metrics: dict[str, Tensor], scaled: bool) -> None:
+        network, optimizer = self.networks[name], self.optimizers[name]
+        rate = learning_rate(self.settings.schedule, self.peaks[name], step, self.total_steps)
         rate *= self.health.learning_rate_scale if self.health else 1.0
         for group in optimizer.param_groups:
             group["lr"] = rate
-        if self.scaler.is_enabled():
+        if scaled:
             self.scaler.unscale_(optimizer)
-        if self._clip(name, network, metrics):
-            self.scaler.step(optimizer) if self.scaler.is_enabled() else optimizer.step()
+        if self._clip(name, network, metrics, scaled):
+            self.scaler.step(optimizer) if scaled else optimizer.step()
 
-    def _clip(self, name: str, network: FlatNetwork, metrics: dict[str, Tensor]) -> bool:
+    def _clip(self, name: str, network: FlatNetwork, metrics: dict[str, Tensor], scaled: bool) -> bool:
         """Limit the norm of a gradient. False if the step must not be taken."""
         limit = self.settings.clipping.max_norm if self.settings.clipping.enabled else None
         if limit is None and self.health is None:
@@ -139,7 +164,7 @@ class SingleEngine:
         norm = torch.linalg.vector_norm(network.gradient)
         metrics["gradient_norm" if len(self.networks) == 1 else f"{name}_gradient_norm"] = norm
         if self.health is not None:
-            overflow = self.scaler.is_enabled() and not math.isfinite(float(norm))
+            overflow = scaled and not math.isfinite(float(norm))
             if overflow:  # the loss scale was too high, not the gradient: the scaler skips the step and lowers it
                 return True
             if not self.health.observe(float(norm)):
@@ -197,6 +222,18 @@ class SingleEngine:
     def finite(self) -> bool:
         return all(math.isfinite(float(network.vector.sum())) for network in self.networks.values())
 
+    @property
+    def buffers(self) -> Tensor:
+        """Statistics that travel beside the weights, end to end: a copy."""
+        there = [buffer.detach().float().flatten() for buffer in self.statistics]
+        return torch.cat(there).cpu() if there else torch.empty(0)
+
+    def load_buffers(self, values: Tensor) -> None:
+        offset = 0
+        for buffer in self.statistics:
+            buffer.copy_(values[offset : offset + buffer.numel()].view_as(buffer))
+            offset += buffer.numel()
+
     # --- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,6 +281,11 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     persistent = set(module.state_dict())
     yield from ((name, parameter) for name, parameter in module.named_parameters())
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def _statistics(module: nn.Module) -> Iterator[Tensor]:
+    persistent = set(module.state_dict())
+    yield from (buffer for name, buffer in module.named_buffers() if name in persistent and buffer.is_floating_point())
 
 
 def _prepare(run: Run, task: Task) -> None:

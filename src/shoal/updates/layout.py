@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -46,20 +46,32 @@ class Layout:
             yield slot.name, vector[slot.offset : slot.offset + slot.size].view(slot.shape)
 
 
+def lay_out(networks: Mapping[str, nn.Module]) -> tuple[Tensor, Tensor, dict[str, FlatNetwork]]:
+    """One vector and one gradient for all networks together, and each network's part of them."""
+    parameters = {name: [one for one in network.parameters() if one.requires_grad] for name, network in networks.items()}
+    sizes = [sum(one.numel() for one in own) for own in parameters.values()]
+    first = next(iter(parameters.values()))[0]
+    vector = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+    gradient = torch.zeros_like(vector)
+    parts = zip(networks.items(), vector.split(sizes), gradient.split(sizes), strict=True)
+    return vector, gradient, {name: FlatNetwork(network, own, slope) for (name, network), own, slope in parts}
+
+
 class FlatNetwork:
     """A network whose parameters are views of `vector`, and whose gradients are gathered in `gradient`.
 
     An optimizer that works element by element can step the whole vector at once, and an update is one tensor to send.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, vector: Tensor | None = None, gradient: Tensor | None = None) -> None:
+        """`vector` and `gradient`: where to put them, as parts of longer ones; None: of their own."""
         self.network = network
         parameters = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
         self.parameters = list(parameters.values())
         self.layout = Layout((name, tuple(parameter.shape)) for name, parameter in parameters.items())
         first = self.parameters[0]
-        self.vector = torch.empty(self.layout.size, dtype=first.dtype, device=first.device)
-        self.gradient = torch.zeros_like(self.vector)
+        self.vector = torch.empty(self.layout.size, dtype=first.dtype, device=first.device) if vector is None else vector
+        self.gradient = torch.zeros_like(self.vector) if gradient is None else gradient
         self.slopes = [view for _, view in self.layout.views(self.gradient)]
         with torch.no_grad():
             for (_, view), parameter in zip(self.layout.views(self.vector), self.parameters, strict=True):
@@ -80,6 +92,10 @@ class FlatNetwork:
             self.gradient.zero_()
         if there:
             torch._foreach_copy_([slope for slope, _ in there], [gradient for _, gradient in there])
+        self.attach_gradients()
+
+    def attach_gradients(self) -> None:
+        """Make the parts of the gradient vector the parameters' own gradients."""
         for slope, parameter in zip(self.slopes, self.parameters, strict=True):
             parameter.grad = slope
 

@@ -166,29 +166,37 @@ class Loop:
 
     def _steps(self) -> None:
         accumulation = self.run.training.gradient_accumulation_steps
-        total, every = self.engine.total_steps, self.run.logging.every_steps
-        while self.step < total and not self.stopping:
+        while self.step < self.engine.total_steps and not self.stopping:
             result = self.engine.step([next(self.feed) for _ in range(accumulation)])
-            self.batches += accumulation
-            self.samples += result.samples
-            self.window.add(result)
-            if self.step % every == 0 or self.step == total:
-                self._record()
-            for reporter in self.reporters:
-                reporter.step(self)
-            if self._due(self.run.evaluation, accumulation):
-                self.evaluate()
-            if self._due(self.run.checkpoint, accumulation):
-                self._save_or_warn()
-        if self.step < total:
-            self.message(f"{self.stopping} at step {self.step} of {total}")
-        if self.step >= total and self.latest["eval"].get("step") != self.step and self.evaluate():
+            self.advance(result, accumulation, self.step >= self.engine.total_steps)
+        self.finish(self.step >= self.engine.total_steps)
+
+    def advance(self, result: StepResult, batches: int, last: bool) -> None:
+        """A step was taken: count it, and record, evaluate and save where it is time to."""
+        before = self.batches
+        self.batches += batches
+        self.samples += result.samples
+        self.window.add(result)
+        if self.step % self.run.logging.every_steps == 0 or last:
+            self._record()
+        for reporter in self.reporters:
+            reporter.step(self)
+        if self._due(self.run.evaluation, before):
+            self.evaluate()
+        if self._due(self.run.checkpoint, before):
+            self._save_or_warn()
+
+    def finish(self, complete: bool) -> None:
+        """The last judgement, and the last checkpoint."""
+        if not complete:
+            self.message(f"{self.stopping} at step {self.step} of {self.engine.total_steps}")
+        if complete and self.latest["eval"].get("step") != self.step and self.evaluate():
             self._saved_at = -1  # what was judged is part of the state
         if self._saved_at != self.step:
             self.save()
 
-    def _due(self, settings: Any, accumulation: int) -> bool:
-        """Is it time, by steps or by epochs?"""
+    def _due(self, settings: Any, before: int) -> bool:
+        """Is it time, by steps or by epochs? `before`: batches until this step."""
         if settings.strategy == "steps":
             return bool(self.step % settings.every_steps == 0)
         if settings.strategy != "epoch":
@@ -196,7 +204,7 @@ class Loop:
         per_epoch = self.feed.batches_per_epoch
         if per_epoch is None:
             return self.feed.at_epoch_end
-        return self.batches // per_epoch > (self.batches - accumulation) // per_epoch
+        return self.batches // per_epoch > before // per_epoch
 
     # --- what is recorded --------------------------------------------------------------------------
 
