@@ -133,7 +133,7 @@ def test_a_really_full_disk(folder: Path) -> None:
 
 
 def test_secrets_are_not_kept_and_not_invented(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.strategies.local import open_run
+    from shoal.strategies.trained import open_run
 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert train("starter", "--epochs", "1", "--run-dir", "run") == 0

@@ -317,7 +317,7 @@ def test_the_demo_ends_with_something_to_see(folder: Path, capsys: pytest.Captur
 
 
 def test_errors_are_shoal_errors() -> None:
-    from shoal.strategies.local import open_run
+    from shoal.strategies.trained import open_run
 
     with pytest.raises(ShoalError, match="no run at"):
         open_run("nowhere", lambda text: None)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.config.derive import quorum, tolerated
 from shoal.config.load import File, Loaded, parse_override, resolve
 from shoal.config.problems import render
 from shoal.config.rules import RULES
@@ -37,6 +38,18 @@ BROKEN = [
     ),
     ("quorum", "strategy: {kind: async, contributions_per_update: 10}\nupdates: {aggregation: {kind: bulyan, byzantine: 2}}\n", None),
     ("quorum", "strategy: {kind: syncps}\nupdates: {aggregation: {kind: krum, byzantine: 1}}\ncluster: {num_workers: 4}\n", None),
+    (
+        "quorum",
+        "strategy: {kind: async, contributions_per_update: 8}\n"
+        "updates: {aggregation: {kind: multi-krum, byzantine: 1}, mixing: {kind: bucketing, size: 2}}\n",
+        ["updates.aggregation.byzantine", "strategy.contributions_per_update", "updates.mixing.size", "updates.aggregation.kind"],
+    ),
+    ("quorum", "strategy: {kind: async, contributions_per_update: 4}\nupdates: {mixing: {kind: nearest-neighbours, byzantine: 2}}\n", None),
+    (
+        "selection",
+        "strategy: {kind: async, contributions_per_update: 9}\nupdates: {aggregation: {kind: multi-krum, byzantine: 2, select: 8}}\n",
+        ["updates.aggregation.select", "strategy.contributions_per_update", "updates.aggregation.byzantine"],
+    ),
     ("staleness", "strategy: {kind: async, min_staleness: 9, max_staleness: 5}\n", ["strategy.min_staleness", "strategy.max_staleness"]),
     (
         "warm-up",
@@ -150,6 +163,36 @@ def test_a_documented_quorum_is_raised_with_a_warning_naming_both_lines() -> Non
         (problem,) = loaded.problems
         assert (problem.code, problem.severity, len(problem.labels)) == ("quorum", "warning", 2)
         assert f"{more} more workers must join" in problem.help
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "mixing", "count", "own", "mixed"),
+    [
+        ("krum", "none", 12, 3, None),
+        ("krum", "none", 4, 0, None),
+        ("bulyan", "none", 12, 2, None),
+        ("multi-krum", "bucketing", 12, 1, None),
+        ("bulyan", "nearest-neighbours", 15, 3, 3),
+        ("median", "nearest-neighbours", 12, None, 3),
+    ],
+)
+def test_the_number_of_false_contributions_that_is_left_open_is_one_that_holds(
+    tmp_path: Path, aggregation: str, mixing: str, count: int, own: int | None, mixed: int | None
+) -> None:
+    text = f"strategy: {{kind: async, contributions_per_update: {count}}}\n"
+    loaded = load(tmp_path, text + f"updates: {{aggregation: {{kind: {aggregation}}}, mixing: {{kind: {mixing}}}}}\n")
+    assert loaded.ok
+    assert getattr(loaded.run.updates.aggregation, "byzantine", None) == own
+    assert getattr(loaded.run.updates.mixing, "byzantine", None) == mixed
+
+
+@pytest.mark.parametrize("rule", ["krum", "multi-krum", "bulyan", "nearest-neighbours"])
+def test_a_quorum_and_what_is_tolerated_are_each_other_s_inverse(rule: str) -> None:
+    for bucket in (1, 2, 3):
+        for false in range(4):
+            needed = quorum(rule, false, bucket)
+            assert tolerated(rule, needed, bucket) == false
+            assert tolerated(rule, needed - 1, bucket) < false
 
 
 def test_polyak_without_syncps_warns() -> None:

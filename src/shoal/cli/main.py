@@ -11,6 +11,9 @@ from shoal.errors import ShoalError
 
 COMMANDS = {
     "train": "train what a configuration describes",
+    "coordinate": "hold the weights of a run that workers elsewhere train",
+    "join": "work for a coordinator",
+    "audit": "check that nothing a coordinator confirmed was lost, or counted twice",
     "eval": "judge a run on its held-out data",
     "generate": "let a run write text or draw images",
     "runs": "list past runs",

@@ -1,45 +1,167 @@
-"""`shoal train`: train what a configuration describes."""
+"""`shoal train`: train what a configuration describes, alone or with workers on this machine."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli.main import report
 from shoal.cli.options import load, parse, parser, require
-from shoal.config.load import Loaded
+from shoal.config.load import Loaded, Override
 from shoal.config.problems import ConfigError
+from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.strategies.coordinating import Coordinating
+    from shoal.watch.progress import Progress
+    from shoal.worker import Loop
 
 
 def run(argv: list[str]) -> int:
     made = parser("train", "Train a model.")
     made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
     made.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, or the newest with these settings")
+    made.add_argument("--workers", type=int, metavar="N", help="start a coordinator and N workers on this machine")
+    made.add_argument("--netem", metavar="WEATHER", help="put a network between them: good, cellular, satellite, degraded, brownout")
+    made.add_argument("--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)")
     arguments, overrides = parse(made, argv)
-    continued = arguments.resume and arguments.run_dir and not arguments.files and not arguments.config
-    if continued:
-        arguments.files = [os.path.join(arguments.run_dir, "config.yaml")]
-        arguments.dialect = "shoal"
-    loaded = require(load(arguments, overrides, resolved=continued))
+    resolved = continued_from(arguments)
+    loaded = require(load(arguments, overrides, resolved=resolved))
+    if arguments.workers and loaded.run.strategy.kind == "local":
+        sys.stderr.write("strategy: syncps, since there are workers (edp and async are others: --set strategy.kind=…)\n")
+        loaded = require(load(arguments, [*overrides, Override("strategy.kind", "syncps", "--workers")], resolved=resolved))
     if loaded.problems:
         report(ConfigError(loaded.problems))
-    return train(loaded, arguments.run_dir, arguments.resume)
+    if loaded.run.strategy.kind == "local":
+        for option in ("netem", "slowdown"):
+            if getattr(arguments, option):
+                raise ShoalError(f"--{option} needs workers: add --workers N")
+        return train(loaded, arguments.run_dir, arguments.resume)
+    count = arguments.workers or loaded.run.cluster.num_workers
+    if not count:
+        raise ShoalError(
+            f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({loaded.run.strategy.kind})"
+        )
+    return coordinate(loaded, arguments.run_dir, arguments.resume, workers=count, netem=arguments.netem, slowdown=arguments.slowdown)
+
+
+def continued_from(arguments: argparse.Namespace) -> bool:
+    """A run that is resumed by its folder alone goes on with the settings in it."""
+    alone = bool(arguments.resume and arguments.run_dir and not arguments.files and not arguments.config)
+    if alone:
+        arguments.files = [os.path.join(arguments.run_dir, "config.yaml")]
+        arguments.dialect = "shoal"
+    return alone
 
 
 def train(loaded: Loaded, run_dir: str | None = None, resume: bool = False) -> int:
-    """Train, with progress on standard error and the outcome on standard output."""
+    """Train alone, with progress on standard error and the outcome on standard output."""
     from shoal.strategies.local import prepare
-    from shoal.watch.progress import figures, progress_for
+    from shoal.watch.progress import progress_for
     from shoal.watch.sinks import sinks_for
 
     progress = progress_for(sys.stderr, loaded.run.log_level)
-    loop = prepare(loaded, run_dir=run_dir, resume=resume, reporters=[progress, *sinks_for(loaded.run)], progress=_download)
+    loop = prepare(loaded, run_dir=run_dir, resume=resume, reporters=[progress, *sinks_for(loaded.run)], progress=download)
     progress.message(
         f"{loop.engine.task.__class__.__name__} on {loop.engine.device}, {loop.engine.size:,} parameters, in {loop.directory.path}"
     )
+    with stopping_on_signals(loop, progress):
+        summary = loop.train()
+    return conclude(loop, summary)
 
+
+def coordinate(
+    loaded: Loaded,
+    run_dir: str | None,
+    resume: bool,
+    *,
+    workers: int | None = None,
+    netem: str | None = None,
+    slowdown: list[str] | None = None,
+    hosts: tuple[str, ...] = (),
+) -> int:
+    """Coordinate a run: with workers on this machine, or with whoever joins."""
+    from shoal.strategies.coordinating import prepare
+    from shoal.watch.progress import progress_for
+    from shoal.watch.sinks import sinks_for
+
+    run = loaded.run
+    progress = progress_for(sys.stderr, run.log_level, cluster=True)
+    local = (
+        {"hosts": ("127.0.0.1",), "transport": run.transport.replace(host=None, port=0)} if workers else {"hosts": hosts or ("0.0.0.0",)}
+    )
+    coordinating = prepare(
+        loaded,
+        run_dir=run_dir,
+        resume=resume,
+        reporters=[progress, *sinks_for(run)],
+        progress=download,
+        workers=workers,
+        **local,
+    )
+    loop = coordinating.loop
+    progress.message(f"{run.strategy.kind}, {loop.engine.size:,} parameters, in {loop.directory.path}")
+    started = _start_workers(coordinating, workers, netem, slowdown or []) if workers else None
+    if started is None:
+        _invite(coordinating)
+    else:
+        loop.beside = lambda: started.look_after(loop.message)
+    try:
+        with stopping_on_signals(loop, progress):
+            summary = loop.train()
+    finally:
+        if started is not None:
+            started.close()
+        loop.server.close()
+    return conclude(loop, summary)
+
+
+def _start_workers(coordinating: Coordinating, count: int, netem: str | None, slowdown: list[str]) -> Any:
+    from shoal.launch import LocalWorkers
+
+    loop, invitation = coordinating.loop, coordinating.invitation
+    listed = loop.run.cluster.workers
+    names = [*listed[:count], *(f"w{number}" for number in range(len(listed[:count]) + 1, count + 1))]
+    factors = _factors(slowdown, names)
+    common = ["--netem", netem] if netem else []
+    arguments = {name: [*common, *(["--slowdown", factors[name]] if name in factors else [])] for name in names}
+    workers = LocalWorkers(loop.directory.path / "workers", invitation._asdict(), arguments)
+    workers.start()
+    return workers
+
+
+def _factors(slowdown: list[str], names: list[str]) -> dict[str, str]:
+    factors = dict(text.partition("=")[::2] for text in slowdown)
+    for name, factor in factors.items():
+        if name not in names:
+            raise ShoalError(f"--slowdown: there is no worker `{name}`; there are {', '.join(names)}")
+        try:
+            good = float(factor) >= 1
+        except ValueError:
+            good = False
+        if not good:
+            raise ShoalError(f"--slowdown: write {name}=8 to make it 8 times slower")
+    return factors
+
+
+def _invite(coordinating: Coordinating) -> None:
+    """The one line that a worker needs."""
+    from shoal.transports.keys import key_text
+
+    invitation = coordinating.invitation
+    key = f" --key {key_text(invitation.key)}" if invitation.key else ""
+    print(f"workers join with:\n  shoal join {invitation.address} --token {invitation.token}{key}", flush=True)
+
+
+@contextmanager
+def stopping_on_signals(loop: Loop, progress: Progress) -> Iterator[None]:
+    """Stop after a step when asked to, and at once when asked again."""
     own = os.getpid()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -52,17 +174,24 @@ def train(loaded: Loaded, run_dir: str | None = None, resume: bool = False) -> i
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        summary = loop.train()
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def conclude(loop: Loop, summary: dict[str, Any]) -> int:
+    """Tell how it ended; the exit code."""
+    from shoal.watch.progress import figures
+
     final = summary["metrics"]["eval"] or summary["metrics"]["train"]
     print(f"{summary['status']} after {summary['steps']} steps, {summary['samples']} samples, {summary['wall_s']:.1f} s: {figures(final)}")
     print(f"run: {loop.directory.path}")
     return 130 if summary["status"] == "interrupted" else 0
 
 
-def _download(what: str, done: int, total: int | None) -> None:
+def download(what: str, done: int, total: int | None) -> None:
+    """Progress of a download, on one line."""
     size = f"{done >> 20} of {total >> 20} MiB" if total else f"{done >> 20} MiB"
     end = "\n" if total and done >= total else "\r"
     sys.stderr.write(f"downloading {what}: {size}{end}")

@@ -26,9 +26,36 @@ def _step(function: Step) -> Step:
     return function
 
 
-def quorum(rule: str, byzantine: int) -> int:
-    """Contributions that an aggregation rule needs to withstand so many false ones."""
-    return {"krum": 2, "bulyan": 4}.get(rule, 0) * byzantine + (3 if rule in ("krum", "bulyan") else 1)
+_NEEDED = {"krum": (2, 3), "multi-krum": (2, 3), "bulyan": (4, 3), "nearest-neighbours": (2, 1)}
+"""a and b of the a·f + b contributions that withstand f false ones."""
+
+
+def quorum(rule: str, byzantine: int, bucket: int = 1) -> int:
+    """Contributions that a rule needs to withstand so many false ones. It sees buckets: the last may hold a single contribution."""
+    factor, more = _NEEDED.get(rule, (0, 1))
+    return bucket * (factor * byzantine + more - 1) + 1
+
+
+def tolerated(rule: str, count: int, bucket: int = 1) -> int:
+    """False contributions, of `count`, that a rule withstands; below 0 where there are too few even for none."""
+    factor, more = _NEEDED[rule]
+    return (-(-count // bucket) - more) // factor
+
+
+def default_byzantine(rule: str, count: int, bucket: int = 1) -> int:
+    """f where it is left open: a quarter, as far as the rule goes."""
+    return max(0, min(count // 4, tolerated(rule, count, bucket)))
+
+
+def formula(rule: str, bucket: int = 1) -> str:
+    """How many a rule needs, as people write it."""
+    factor, more = _NEEDED[rule]
+    return f"{factor}f+{more}" if bucket == 1 else f"{bucket}({factor}f+{more - 1})+1"
+
+
+def bucket_size(settings: Settings) -> int:
+    """Contributions in one row that the aggregation rule sees."""
+    return settings.get("updates.mixing.size") if settings.get("updates.mixing.kind") == "bucketing" else 1
 
 
 def contributions(settings: Settings) -> tuple[int | None, str]:
@@ -136,18 +163,29 @@ def least_staleness(settings: Settings) -> None:
 
 
 @_step
+def byzantine(settings: Settings) -> None:
+    count, _ = contributions(settings)
+    rule = settings.get("updates.aggregation.kind")
+    if count is None:
+        return
+    if rule in _NEEDED and settings.get("updates.aggregation.byzantine") is None:
+        number = default_byzantine(rule, count, bucket_size(settings))
+        why = f"a quarter of {count} contributions" if number == count // 4 else f"what {rule} withstands among {count} contributions"
+        settings.derive("updates.aggregation.byzantine", number, why)
+    if settings.get("updates.mixing.kind") == "nearest-neighbours" and settings.get("updates.mixing.byzantine") is None:
+        own = settings.get("updates.aggregation.byzantine") if rule in _NEEDED else default_byzantine("nearest-neighbours", count)
+        settings.derive("updates.mixing.byzantine", own, "as for the rule" if rule in _NEEDED else f"a quarter of {count} contributions")
+
+
+@_step
 def robust_round(settings: Settings) -> None:
     """Krum and Bulyan need enough contributions. A dialect file that asks for fewer gets more, and is told."""
     rule = settings.get("updates.aggregation.kind")
-    if rule not in ("krum", "bulyan"):
-        return
     count, path = contributions(settings)
-    if count is None:
+    if rule not in _NEEDED or count is None:
         return
-    if settings.get("updates.aggregation.byzantine") is None:
-        settings.derive("updates.aggregation.byzantine", count // 4, f"a quarter of {count} contributions")
     byzantine = settings.get("updates.aggregation.byzantine")
-    needed = quorum(rule, byzantine)
+    needed = quorum(rule, byzantine, bucket_size(settings))
     assignment = settings.last(("updates", "aggregation", "byzantine"))
     if count >= needed or path != "strategy.contributions_per_update" or not assignment or assignment.layer.dialect != "dist-llm-train":
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from shoal.config.derive import contributions, quorum
+from shoal.config.derive import bucket_size, contributions, formula, quorum, tolerated
 from shoal.config.fields import Secret
 from shoal.config.layers import Settings, UnavailableError
 from shoal.config.problems import Severity
@@ -119,16 +119,39 @@ def privacy_needs_clipping(settings: Settings, private: bool, clip: float | None
 
 @rule("updates.aggregation.kind", "updates.aggregation.byzantine")
 def robust_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
+    bucket = bucket_size(settings)
+    others = ("updates.aggregation.kind",) if bucket == 1 else ("updates.mixing.size", "updates.aggregation.kind")
+    _quorum(settings, "updates.aggregation.byzantine", kind, byzantine, bucket, others)
+
+
+@rule("updates.mixing.kind", "updates.mixing.byzantine")
+def mixing_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
+    _quorum(settings, "updates.mixing.byzantine", kind, byzantine, 1, ("updates.mixing.kind",))
+
+
+def _quorum(settings: Settings, setting: str, kind: str, byzantine: int | None, bucket: int, others: tuple[str, ...]) -> None:
     count, path = contributions(settings)
     if byzantine is None or count is None:
         return
-    needed = quorum(kind, byzantine)
+    needed, possible = quorum(kind, byzantine, bucket), tolerated(kind, count, bucket)
     if count < needed:
-        factor = "2f+3" if kind == "krum" else "4f+3"
-        message = f"{kind} against f = {byzantine} false contributions needs {factor} = {needed} of them, and a round has {count}"
-        possible = (count - 3) // (2 if kind == "krum" else 4)
+        buckets = f" in buckets of {bucket}" if bucket > 1 else ""
+        message = f"{kind} against f = {byzantine} false contributions needs {formula(kind, bucket)} = {needed} of them{buckets}"
         help = f"raise the round to {needed}" + (f", or lower f to {possible}" if possible >= 0 else "")
-        settings.report("quorum", message, "updates.aggregation.byzantine", path, "updates.aggregation.kind", help=help)
+        settings.report("quorum", f"{message}, and a round has {count}", setting, path, *others, help=help)
+
+
+@rule("updates.aggregation.select", "updates.aggregation.byzantine")
+def selection_is_honest(settings: Settings, select: int | None, byzantine: int | None) -> None:
+    count, path = contributions(settings)
+    if select is None or byzantine is None or count is None:
+        return
+    rows = -(-count // bucket_size(settings))
+    if select > rows - byzantine:
+        message = (
+            f"multi-krum averages {select} of {rows}, and up to {byzantine} of them are false: at most {rows - byzantine} can be chosen"
+        )
+        settings.report("selection", message, "updates.aggregation.select", path, "updates.aggregation.byzantine")
 
 
 @rule("strategy.min_staleness", "strategy.max_staleness")

@@ -1,68 +1,63 @@
-"""Work on a stack of vectors [N, D] column by column, in blocks that fit the cache, on all cores.
+"""Work on a stack of vectors [N, D] column by column: sorted, in blocks that fit the cache, on all cores.
 
-NumPy lets go of the interpreter inside its loops, so plain threads share the work.
+A block is turned over first, so that a column's N values lie side by side and NumPy's vectorised sort takes one after the other.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Floats = NDArray[np.float32]
+from shoal.updates.blocks import Floats, in_blocks
+
 _BLOCK_BYTES = 1 << 20
-"""A block of all N rows; a core's own cache holds it."""
 
 
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="columns")
+def by_sorted_columns(stack_ND: Tensor, combine: Callable[[Floats], Floats], rows: Sequence[int] | None = None) -> Tensor:
+    """`combine` turns a block [W, N], each of whose W lines is a sorted column, into W numbers; the result is all of them.
 
-
-def by_blocks(stack_ND: Tensor, combine: Callable[[Floats], Floats]) -> Tensor:
-    """`combine` turns a block [N, W] into W numbers; the result is all of them. The block is a copy that may be overwritten."""
+    Where `rows` is given, only those contributions take part.
+    """
     array: Floats = stack_ND.detach().cpu().to(torch.float32).numpy()
-    count, size = array.shape
-    width = max(256, _BLOCK_BYTES // (4 * count))
+    count, size = array.shape if rows is None else (len(rows), array.shape[1])
     result: Floats = np.empty(size, np.float32)
 
-    def work(start: int) -> None:
-        block = np.array(array[:, start : start + width], order="C")
-        result[start : start + width] = combine(block)
+    def work(start: int, end: int) -> None:
+        taken = array[:, start:end] if rows is None else array[rows, start:end]
+        block_WN = np.array(taken.T, order="C")
+        block_WN.sort(axis=1)
+        result[start:end] = combine(block_WN)
 
-    list(_pool().map(work, range(0, size, width)))
+    in_blocks(size, work, max(256, _BLOCK_BYTES // (4 * count)))
     return torch.from_numpy(result).to(stack_ND.device)
 
 
-@lru_cache(maxsize=64)
-def network(count: int) -> tuple[tuple[int, int], ...]:
-    """Pairs to compare and exchange, in order, that sort `count` values (Batcher's odd-even merge sort)."""
-    pairs = []
-    width = 1
-    while width < count:
-        step = width
-        while step >= 1:
-            for start in range(step % width, count - step, 2 * step):
-                for i in range(start, min(start + step, count - step)):
-                    if i // (2 * width) == (i + step) // (2 * width):
-                        pairs.append((i, i + step))
-            step //= 2
-        width *= 2
-    return tuple(pairs)
+def mean_of(block_WN: Floats) -> Floats:
+    """The mean of each line: a product with ones, many times faster than sums of a few numbers each."""
+    count = block_WN.shape[1]
+    means: Floats = block_WN @ np.full(count, 1 / count, np.float32)
+    return means
 
 
-def sorted_rows(block_NW: Floats) -> list[Floats]:
-    """The rows such that each column is sorted: the same exchanges for all columns, so every one is a pass over two rows."""
-    rows = list(block_NW)
-    spare = np.empty_like(rows[0])
-    for low, high in network(len(rows)):
-        np.minimum(rows[low], rows[high], out=spare)
-        np.maximum(rows[low], rows[high], out=rows[high])
-        rows[low], spare = spare, rows[low]
-    return rows
+def nearest_the_median(block_WN: Floats, kept: int) -> Floats:
+    """The mean of the `kept` values of each sorted line nearest its median. They are neighbours: a search by halves finds the first.
+
+    They are added up themselves: a running sum from which far values are taken away again would lose them all to one large enough.
+    """
+    width, count = block_WN.shape
+    values = block_WN.reshape(-1)
+    lines = np.arange(0, width * count, count)
+    twice = values[lines + (count - 1) // 2] + values[lines + count // 2]
+    first, last = lines.copy(), lines + (count - kept)
+    for _ in range((count - kept).bit_length()):
+        middle = (first + last) // 2
+        onwards = (middle < last) & (values[middle] + values[np.minimum(middle + kept, len(values) - 1)] < twice)
+        first = np.where(onwards, middle + 1, first)
+        last = np.where(onwards, last, middle)
+    total = values[first]
+    for step in range(1, kept):
+        total += values[first + step]
+    return total / np.float32(kept)

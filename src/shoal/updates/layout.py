@@ -53,7 +53,7 @@ def lay_out(networks: Mapping[str, nn.Module]) -> tuple[Tensor, Tensor, dict[str
     first = next(iter(parameters.values()))[0]
     vector = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
     gradient = torch.zeros_like(vector)
-    parts = zip(networks.items(), vector.split(sizes), gradient.split(sizes), strict=True)
+    parts = zip(networks.items(), torch.split(vector, sizes), torch.split(gradient, sizes), strict=True)
     return vector, gradient, {name: FlatNetwork(network, own, slope) for (name, network), own, slope in parts}
 
 

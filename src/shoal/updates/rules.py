@@ -1,24 +1,80 @@
-"""How contributions become one update: pure functions of a stack [N, D], N contributions of D numbers.
+"""How contributions become one update: pure functions of a stack [N, D], N contributions of D finite numbers.
 
-Krum and Bulyan measure distances once, from one Gram matrix. Column-wise rules sort with a network, block by block.
+Some rules give each contribution a weight, for which distances are all they need: one Gram matrix serves them. Others go column by column.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.config.derive import default_byzantine
+from shoal.config.schema.updates import (
+    Aggregation,
+    Bulyan,
+    CenteredClipping,
+    GeometricMedian,
+    Krum,
+    Mean,
+    Median,
+    Mixing,
+    MultiKrum,
+    TrimmedMean,
+)
 from shoal.errors import ShoalError
-from shoal.updates.columns import Floats, by_blocks, sorted_rows
+from shoal.updates.blocks import BLOCK, in_blocks
+from shoal.updates.columns import by_sorted_columns, mean_of, nearest_the_median
+from shoal.updates.gram import gram, squared_distances, weighted_sum
+from shoal.updates.mixing import Contributions
 
-_GRAM_COLUMNS = 1 << 16
+Doubles = NDArray[np.float64]
+
+
+def combine(
+    aggregation: Aggregation, mixing: Mixing, stack_ND: Tensor, weights_N: Tensor, state: Tensor | None, seed: int
+) -> tuple[Tensor, Tensor | None]:
+    """One update from a round's contributions, and what the rule wants to find again next time.
+
+    Only the mean is weighted: with the other rules a contribution that claims many samples must not count for many.
+    """
+    there = Contributions(stack_ND, mixing, seed)
+    if isinstance(aggregation, CenteredClipping):
+        centre = centered_clipping(there.rows, state, aggregation.radius, aggregation.iterations)
+        return centre, centre.clone()
+    return _combine(aggregation, there, weights_N), None
+
+
+def _combine(aggregation: Aggregation, there: Contributions, weights_N: Tensor) -> Tensor:
+    match aggregation:
+        case Mean():
+            return there.mean(weights_N)
+        case TrimmedMean():
+            return trimmed_mean(there.rows, aggregation.trim_ratio)
+        case Median():
+            return median(there.rows)
+        case GeometricMedian():
+            return there.weighted(geometric_median_weights(there.gram, None, aggregation.iterations, aggregation.smoothing))
+        case Krum():
+            return there.weighted(krum_weights(there.gram, _false(aggregation, there), 1))
+        case MultiKrum():
+            return there.weighted(krum_weights(there.gram, _false(aggregation, there), aggregation.select))
+        case Bulyan():
+            return bulyan_of(there.rows, there.gram, _false(aggregation, there))
+    raise TypeError(aggregation)
+
+
+def _false(aggregation: Krum | MultiKrum | Bulyan, there: Contributions) -> int:
+    if aggregation.byzantine is not None:
+        return aggregation.byzantine
+    return default_byzantine(aggregation.kind, len(there.stack_ND), there.bucket)
 
 
 def mean(stack_ND: Tensor, weights_N: Tensor | None = None) -> Tensor:
     """The mean, weighted by samples where they are given."""
     count = len(stack_ND)
-    weights = torch.full((count,), 1.0 / count) if weights_N is None else weights_N.float() / weights_N.sum()
+    weights = torch.full((count,), 1.0 / count) if weights_N is None else weights_N / weights_N.sum()
     return weights.to(stack_ND) @ stack_ND
 
 
@@ -26,9 +82,7 @@ def trimmed_mean(stack_ND: Tensor, trim_ratio: float) -> Tensor:
     """The mean of each column without its extremes: half of `trim_ratio` is dropped at each end."""
     count = len(stack_ND)
     dropped = trimmed_at_each_end(count, trim_ratio)
-    if dropped == 0:
-        return mean(stack_ND)
-    return by_blocks(stack_ND, lambda block: _sum(sorted_rows(block)[dropped : count - dropped]) / np.float32(count - 2 * dropped))
+    return by_sorted_columns(stack_ND, lambda block: mean_of(block[:, dropped : count - dropped])) if dropped else mean(stack_ND)
 
 
 def trimmed_at_each_end(count: int, trim_ratio: float) -> int:
@@ -39,35 +93,40 @@ def trimmed_at_each_end(count: int, trim_ratio: float) -> int:
 def median(stack_ND: Tensor) -> Tensor:
     """The middle of each column; the mean of the two middle ones where there are two."""
     low, high = (len(stack_ND) - 1) // 2, len(stack_ND) // 2
-
-    def middle(block: Floats) -> Floats:
-        rows = sorted_rows(block)
-        return (rows[low] + rows[high]) * np.float32(0.5)
-
-    return by_blocks(stack_ND, middle)
+    return by_sorted_columns(stack_ND, lambda block: mean_of(block[:, low : high + 1]))
 
 
-def krum(stack_ND: Tensor, byzantine: int, select: int = 1) -> Tensor:
-    """The mean of the `select` contributions that are closest to their neighbours."""
-    chosen = krum_order(squared_distances(stack_ND), byzantine)[:select]
-    return stack_ND[chosen[0]].clone() if select == 1 else mean(stack_ND[torch.tensor(chosen)])
+def krum(stack_ND: Tensor, byzantine: int) -> Tensor:
+    """The contribution that is closest to its neighbours."""
+    return weighted_sum(krum_weights(gram(stack_ND), byzantine, 1), stack_ND)
 
 
-def krum_order(distances_NN: Tensor, byzantine: int) -> list[int]:
-    """Contributions by their Krum score: the sum of squared distances to their N − f − 2 nearest."""
-    count = len(distances_NN)
+def multi_krum(stack_ND: Tensor, byzantine: int, select: int | None = None) -> Tensor:
+    """The mean of the `select` contributions closest to their neighbours; N − f of them unless told."""
+    return weighted_sum(krum_weights(gram(stack_ND), byzantine, select), stack_ND)
+
+
+def krum_weights(gram_NN: Tensor, byzantine: int, select: int | None) -> Tensor:
+    """Equal weights for those with the lowest Krum scores: the sums of squared distances to their N − f − 2 nearest."""
+    count = len(gram_NN)
     _need(count, 2 * byzantine + 3, "krum", byzantine)
-    order: list[int] = _scores(distances_NN, count - byzantine - 2).argsort(stable=True).tolist()
-    return order
+    chosen = min(count, count - byzantine if select is None else select)
+    order = _scores(squared_distances(gram_NN), count - byzantine - 2).argsort(stable=True)
+    return torch.zeros(count, dtype=torch.float64).index_fill_(0, order[:chosen], 1 / chosen)
 
 
 def bulyan(stack_ND: Tensor, byzantine: int) -> Tensor:
     """Krum chooses N − 2f contributions one by one; of each of their columns, the mean of the values nearest the median."""
-    count = len(stack_ND)
-    _need(count, 4 * byzantine + 3, "bulyan", byzantine)
-    chosen = bulyan_choice(squared_distances(stack_ND), byzantine)
+    return bulyan_of(stack_ND, gram(stack_ND), byzantine)
+
+
+def bulyan_of(stack_ND: Tensor, gram_NN: Tensor, byzantine: int) -> Tensor:
+    _need(len(stack_ND), 4 * byzantine + 3, "bulyan", byzantine)
+    chosen = bulyan_choice(squared_distances(gram_NN), byzantine)
     kept = len(chosen) - 2 * byzantine
-    return by_blocks(stack_ND[torch.tensor(chosen)], lambda block: _nearest_median(sorted_rows(block), kept))
+    if kept == len(chosen):
+        return mean(stack_ND)
+    return by_sorted_columns(stack_ND, lambda block: nearest_the_median(block, kept), chosen)
 
 
 def bulyan_choice(distances_NN: Tensor, byzantine: int) -> list[int]:
@@ -82,42 +141,58 @@ def bulyan_choice(distances_NN: Tensor, byzantine: int) -> list[int]:
     return chosen
 
 
-def squared_distances(stack_ND: Tensor) -> Tensor:
-    """Squared distances of all pairs [N, N], in double precision from Gram matrices of centred blocks.
+def geometric_median(stack_ND: Tensor, weights_N: Tensor | None = None, iterations: int = 100, smoothing: float = 1e-6) -> Tensor:
+    """The point with the least sum of distances to all contributions."""
+    return weighted_sum(geometric_median_weights(gram(stack_ND), weights_N, iterations, smoothing), stack_ND)
 
-    Centring first keeps what the subtraction of large, nearly equal numbers would lose.
+
+def geometric_median_weights(gram_NN: Tensor, weights_N: Tensor | None, iterations: int, smoothing: float) -> Tensor:
+    """Weiszfeld's iteration, each in N numbers: the point is always a weighted mean, so the Gram matrix has all its distances.
+
+    `smoothing` is the least distance that counts, as a share of the middle one: nearer ones would divide by next to nothing.
     """
-    count, size = stack_ND.shape
-    gram = torch.zeros(count, count, dtype=torch.float64)
-    for start in range(0, size, _GRAM_COLUMNS):
-        block = stack_ND[:, start : start + _GRAM_COLUMNS].float()
-        centred = block - block.mean(0, keepdim=True)
-        gram += (centred @ centred.T).double().cpu()
-    norms = gram.diagonal()
-    return (norms[:, None] + norms[None, :] - 2 * gram).clamp(min=0)
+    own = torch.ones(len(gram_NN), dtype=torch.float64) if weights_N is None else weights_N.double().cpu()
+    least = float(smoothing * squared_distances(gram_NN).sqrt().median()) or 1e-300
+    shares = own / own.sum()
+    for _ in range(iterations):
+        inner = gram_NN @ shares
+        distances = (gram_NN.diagonal() - 2 * inner + shares @ inner).clamp(min=0).sqrt()
+        before, shares = shares, own / distances.clamp(min=least)
+        shares = shares / shares.sum()
+        if float((shares - before).abs().max()) < 1e-12:
+            break
+    return shares
+
+
+def centered_clipping(stack_ND: Tensor, centre_D: Tensor | None, radius: float, iterations: int) -> Tensor:
+    """From the last aggregate (zero at first) towards each contribution by at most `radius`; then again (Karimireddy et al., 2021)."""
+    centre = torch.zeros_like(stack_ND[0]) if centre_D is None else centre_D.to(stack_ND)
+    for _ in range(iterations):
+        distances = distances_from(stack_ND, centre)
+        shares = (radius / distances.clamp(min=radius)) / len(stack_ND)
+        centre = shares.to(stack_ND) @ stack_ND + float(1 - shares.sum()) * centre
+    return centre
+
+
+def distances_from(stack_ND: Tensor, centre_D: Tensor) -> Tensor:
+    """Each contribution's distance from a point, in double precision."""
+    stack, centre = stack_ND.cpu().numpy(), centre_D.cpu().numpy()
+    squares: list[Doubles] = []
+
+    def measure(start: int, end: int) -> None:
+        differences = stack[:, start:end] - centre[start:end]
+        sums = np.einsum("nw,nw->n", differences, differences)
+        if not np.isfinite(sums).all():
+            sums = np.square(differences, dtype=np.float64).sum(1)
+        squares.append(sums.astype(np.float64))
+
+    in_blocks(stack.shape[1], measure, max(256, BLOCK // len(stack)))
+    return torch.from_numpy(np.sqrt(np.sum(squares, axis=0)))
 
 
 def _scores(distances_NN: Tensor, neighbours: int) -> Tensor:
     """Sums of the smallest distances to others."""
     return distances_NN.sort(1).values[:, 1 : neighbours + 1].sum(1)
-
-
-def _nearest_median(rows: list[Floats], kept: int) -> Floats:
-    """The mean of the `kept` sorted values nearest their median, which are neighbours: a window that slides up while that helps."""
-    count = len(rows)
-    middle = (rows[(count - 1) // 2] + rows[count // 2]) * np.float32(0.5)
-    total = _sum(rows[:kept])
-    for low in range(count - kept):
-        gain = (middle - rows[low]) > (rows[low + kept] - middle)
-        total += np.where(gain, rows[low + kept] - rows[low], np.float32(0))
-    return total / np.float32(kept)
-
-
-def _sum(rows: list[Floats]) -> Floats:
-    total = rows[0].copy()
-    for row in rows[1:]:
-        total += row
-    return total
 
 
 def _need(count: int, needed: int, rule: str, byzantine: int) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
 
 from shoal.worker import Loop
 
@@ -60,7 +63,7 @@ class LiveProgress:
     def __init__(self, stream: TextIO) -> None:
         self.console = Console(file=stream)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-        self.progress = Progress(
+        self.progress = Bar(
             *columns, TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"), console=self.console
         )
         self.bar: TaskID | None = None
@@ -88,6 +91,66 @@ class LiveProgress:
         self.progress.stop()
 
 
-def progress_for(stream: TextIO, level: str) -> PlainProgress | LiveProgress:
+class PlainCluster(PlainProgress):
+    """Lines for a run with workers: now and then also who does what."""
+
+    def step(self, loop: Loop) -> None:
+        now = time.monotonic()
+        if now - self._table_at < max(self.every_s, 5.0):
+            return
+        self._table_at = now
+        for row in rows_of(loop):
+            self.message("  " + "  ".join(row))
+
+    _table_at = float("-inf")
+
+
+class LiveCluster(LiveProgress):
+    """A table of the workers above the bar."""
+
+    def start(self, loop: Loop) -> None:
+        self.live = Live(console=self.console, get_renderable=lambda: Group(table_of(loop), self.progress), refresh_per_second=4)
+        if loop.step:
+            self.message(f"resumed from {loop.resumed_from} at step {loop.step}")
+        self.bar = self.progress.add_task("training", total=loop.engine.total_steps, completed=loop.step, figures="")
+        self.live.start()
+
+    def close(self, summary: dict[str, Any]) -> None:
+        self.live.stop()
+
+
+COLUMNS = ("worker", "state", "steps/s", "lag", "accepted", "rejected", "received")
+
+
+def rows_of(loop: Loop) -> list[tuple[str, ...]]:
+    """What every worker does, as text."""
+    workers = loop.coordinator.members.table()  # type: ignore[attr-defined]
+    return [
+        (
+            row["worker"],
+            row["state"],
+            "-" if row["rate"] is None else f"{row['rate']:.3g}/s",
+            f"lag {row['lag']}",
+            f"{row['accepted']} accepted",
+            f"{row['rejected']} rejected",
+            f"{row['bytes'] / 1e6:.1f} MB",
+        )
+        for row in sorted(workers, key=lambda row: str(row["worker"]))
+    ]
+
+
+def table_of(loop: Loop) -> Table:
+    table = Table(*COLUMNS, box=None, pad_edge=False)
+    for row in rows_of(loop):
+        table.add_row(*(cell.removesuffix(" accepted").removesuffix(" rejected").removeprefix("lag ") for cell in row))
+    return table
+
+
+Progress = PlainProgress | LiveProgress
+
+
+def progress_for(stream: TextIO, level: str, cluster: bool = False) -> Progress:
     """A bar on a terminal at the usual level; lines elsewhere, as many as the level asks for."""
-    return LiveProgress(stream) if stream.isatty() and level == "INFO" else PlainProgress(stream, level)
+    if stream.isatty() and level == "INFO":
+        return LiveCluster(stream) if cluster else LiveProgress(stream)
+    return PlainCluster(stream, level) if cluster else PlainProgress(stream, level)

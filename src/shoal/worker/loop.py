@@ -230,14 +230,18 @@ class Loop:
         if self.held_out is None or self.run.evaluation.batches == 0:
             return {}
         metrics = self.engine.evaluate(self.held_out())
-        self.latest["eval"] = metrics | {"step": self.step}
-        self._emit("eval", metrics)
         try:
             self.draw_samples(self.step)
         except (ShoalError, OSError) as error:
             self.message(f"warning: no sample at step {self.step}: {error}")
-        self._consider_stopping(metrics)
+        self.judged(metrics, self.step)
         return metrics
+
+    def judged(self, metrics: dict[str, float], step: int) -> None:
+        """Record a judgement of the weights at a step."""
+        self.latest["eval"] = metrics | {"step": step}
+        self._emit("eval", metrics, step)
+        self._consider_stopping(metrics)
 
     def _consider_stopping(self, metrics: dict[str, float]) -> None:
         settings, task = self.run.training.early_stopping, self.engine.task
@@ -252,12 +256,12 @@ class Loop:
         if settings.patience is not None and self.without_progress >= settings.patience and not self.stopping:
             self.stopping = "stopped early"
 
-    def _emit(self, split: str, metrics: dict[str, float]) -> None:
+    def _emit(self, split: str, metrics: dict[str, float], step: int | None = None) -> None:
         now, (then, before) = time.monotonic(), self._speed_mark
         speed = (self.samples - before) / (now - then) if now > then else 0.0
         if split == "train":
             self._speed_mark = (now, self.samples)
-        record: dict[str, Any] = {"step": self.step, "split": split, "samples": self.samples}
+        record: dict[str, Any] = {"step": self.step if step is None else step, "split": split, "samples": self.samples}
         if self.feed.batches_per_epoch:
             record["epoch"] = self.batches / self.feed.batches_per_epoch
         record |= metrics | {"wall_s": round(self.wall_s, 3)}
@@ -310,6 +314,15 @@ class Loop:
             raise ShoalError(
                 f"{checkpoint.path} is at step {checkpoint.step}, and this run ends at {self.engine.total_steps}: nothing is left to train"
             )
+        self.restore(checkpoint)
+        self.stopping = "stopped early" if same_run and checkpoint.state["loop"]["stopped_early"] else ""
+        if same_run:
+            self.directory.forget_after(checkpoint.step)
+            self.checkpoints.forget_after(checkpoint.step)
+            self._saved_at = checkpoint.step
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take over what a checkpoint holds."""
         self.engine.load_weights(checkpoint.weights)
         state = checkpoint.state
         self.engine.load_state_dict(state["engine"])
@@ -324,13 +337,8 @@ class Loop:
         self.samples, self.batches = loop["samples"], loop["batches"]
         self.best, self.without_progress = loop["best"], loop["without_progress"]
         self._wall_before, self.latest = loop["wall_s"], loop["latest"]
-        self.stopping = "stopped early" if same_run and loop["stopped_early"] else ""
         self._speed_mark = (time.monotonic(), self.samples)
         self.resumed_from = str(checkpoint.path)
-        if same_run:
-            self.directory.forget_after(checkpoint.step)
-            self.checkpoints.forget_after(checkpoint.step)
-            self._saved_at = checkpoint.step
 
     def summary(self, status: str, error: str) -> dict[str, Any]:
         result = {

@@ -2,7 +2,7 @@
 
 from typing import Literal, Union
 
-from shoal.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveShare, Section, Share
+from shoal.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section, Share
 
 
 class NoCodec(Section):
@@ -15,6 +15,8 @@ class Fp16Codec(Section):
     """16-bit floats: half the bytes."""
 
     kind: Literal["fp16"] = "fp16"
+    error_feedback: bool = True
+    """What rounding lost is added to the next update."""
 
 
 class Int8Codec(Section):
@@ -52,12 +54,38 @@ class TrimmedMean(Section):
     """Share that is dropped, half of it at each end."""
 
 
+class Median(Section):
+    """The middle value, per coordinate."""
+
+    kind: Literal["median"] = "median"
+
+
+class GeometricMedian(Section):
+    """The point with the least sum of distances to all contributions; fewer than half of them cannot move it far."""
+
+    kind: Literal["geometric-median"] = "geometric-median"
+    iterations: PositiveInt = 100
+    """Steps towards it at most; each is cheap whatever the size of the model."""
+    smoothing: PositiveShare = 1e-6
+    """Least distance that counts, as a share of the middle one."""
+
+
 class Krum(Section):
     """The contribution closest to its neighbours; needs 2f+3 contributions."""
 
     kind: Literal["krum"] = "krum"
     byzantine: NonNegativeInt | None = None
-    """f, the false contributions to withstand; null: a quarter of the contributions."""
+    """f, the false contributions to withstand; null: a quarter of the contributions, or what they allow if that is less."""
+
+
+class MultiKrum(Section):
+    """The mean of the contributions closest to their neighbours; needs 2f+3 contributions."""
+
+    kind: Literal["multi-krum"] = "multi-krum"
+    byzantine: NonNegativeInt | None = None
+    """f, the false contributions to withstand; null: a quarter of the contributions, or what they allow if that is less."""
+    select: PositiveInt | None = None
+    """Contributions that are averaged; null: all but f."""
 
 
 class Bulyan(Section):
@@ -65,10 +93,45 @@ class Bulyan(Section):
 
     kind: Literal["bulyan"] = "bulyan"
     byzantine: NonNegativeInt | None = None
-    """f, the false contributions to withstand; null: a quarter of the contributions."""
+    """f, the false contributions to withstand; null: a quarter of the contributions, or what they allow if that is less."""
 
 
-Aggregation = Union[Mean, TrimmedMean, Krum, Bulyan]
+class CenteredClipping(Section):
+    """From the last update towards each contribution, by a limited length; a false one moves it no further than that."""
+
+    kind: Literal["centered-clipping"] = "centered-clipping"
+    radius: PositiveFloat = 10.0
+    """The length that each contribution counts for at most, measured from the last update."""
+    iterations: PositiveInt = 3
+    """How often that is repeated, each time from where the last one led."""
+
+
+Aggregation = Union[Mean, TrimmedMean, Median, GeometricMedian, Krum, MultiKrum, Bulyan, CenteredClipping]
+
+
+class NoMixing(Section):
+    """Each contribution as it came."""
+
+    kind: Literal["none"] = "none"
+
+
+class Bucketing(Section):
+    """Means of random buckets take the contributions' place, so that honest ones that differ look more alike."""
+
+    kind: Literal["bucketing"] = "bucketing"
+    size: PositiveInt = 2
+    """Contributions in a bucket."""
+
+
+class NearestNeighbours(Section):
+    """Each contribution is replaced by the mean of all but the f farthest from it; needs 2f+1 contributions."""
+
+    kind: Literal["nearest-neighbours"] = "nearest-neighbours"
+    byzantine: NonNegativeInt | None = None
+    """f, the false contributions to withstand; null: as in the aggregation rule, else a quarter of the contributions."""
+
+
+Mixing = Union[NoMixing, Bucketing, NearestNeighbours]
 
 
 class Privacy(Section):
@@ -88,6 +151,7 @@ class Updates(Section):
     """L2 norm over a whole contribution; null: no limit."""
     privacy: Privacy = Privacy()
     codec: Codec = NoCodec()
+    mixing: Mixing = NoMixing()
     aggregation: Aggregation = Mean()
     below_quorum: Literal["wait", "stop"] = "wait"
     """When too few workers are left for the aggregation rule."""

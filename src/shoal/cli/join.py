@@ -1,0 +1,112 @@
+"""`shoal join`: take part in a run that somebody coordinates."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from shoal.cli.train import download
+from shoal.config.load import parse_override
+from shoal.errors import ShoalError
+
+EPILOG = """\
+The coordinator sends everything else: the configuration, what the data must be, the tokenizer.
+Where this machine differs, say so: --set data.source.path=/my/mnist --set training.device=cpu
+"""
+
+
+def run(argv: list[str]) -> int:
+    made = argparse.ArgumentParser(
+        "shoal join",
+        description="Work for a coordinator, on this machine.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("address", nargs="?", metavar="ADDRESS", help="tcp://HOST:PORT, as `shoal coordinate` printed it")
+    made.add_argument("--token", help="the join token")
+    made.add_argument("--key", help="the coordinator's public key; none for a coordinator on this machine alone")
+    made.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
+    made.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
+    made.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
+    made.add_argument("--netem", metavar="WEATHER", help="as if the network were: good, cellular, satellite, degraded, brownout")
+    made.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
+    made.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for a coordinator that is gone")
+    made.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
+    arguments = made.parse_args(argv)
+    address, token, key = _invitation(arguments)
+    overrides = [parse_override(text) for text in arguments.settings]
+
+    from shoal.strategies.joining import Joined, Way
+
+    weather = None
+    if arguments.netem:
+        from shoal.transports.weather import Proxy, profile
+
+        weather = Proxy(address, profile(arguments.netem), seed=0)
+        address = weather.address
+    receipts = Path(arguments.receipts) if arguments.receipts else None
+    way = Way(address, token, key, arguments.name, overrides, receipts, arguments.slowdown, arguments.patience)
+    joined = Joined(way, _tell, download)
+    if arguments.stdin:
+        threading.Thread(target=_leave_with_parent, args=(joined,), daemon=True).start()
+    _tell(f"joined as {joined.name}")
+    _leave_on_signals(joined)
+    try:
+        joined.work()
+    finally:
+        if weather is not None:
+            weather.close()
+    member = joined.member
+    assert member is not None
+    counts, sent = member.counts, sum(line.client.traffic.sent_bytes for line in joined.lines)
+    rejected = f", {counts['rejected']} came too late" if counts["rejected"] else ""
+    poisoned = f", {counts['poisoned']} were not finite and stayed here" if counts["poisoned"] else ""
+    print(f"{joined.name}: {counts['accepted']} contributions taken{rejected}{poisoned}; {sent / 1e6:.1f} MB sent")
+    return 0
+
+
+def _invitation(arguments: argparse.Namespace) -> tuple[str, str, str | None]:
+    if arguments.stdin:
+        given = json.loads(sys.stdin.readline() or "{}")
+        if "address" not in given:
+            raise ShoalError("--stdin: no invitation came")
+        return given["address"], given["token"], given["key"]
+    if not arguments.address or not arguments.token:
+        raise ShoalError("to join takes an address and a token: `shoal coordinate` prints the whole command")
+    from shoal.transports.keys import key_from_text
+
+    return arguments.address, arguments.token, key_from_text(arguments.key) if arguments.key else None
+
+
+def _tell(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def _leave_with_parent(joined: object) -> None:
+    """Whoever started this worker is gone: so is its work."""
+    sys.stdin.read()
+    joined.stop()  # type: ignore[attr-defined]
+    time.sleep(5.0)
+    os._exit(0)
+
+
+def _leave_on_signals(joined: object) -> None:
+    asked = [0]
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked[0] += 1
+        if asked[0] > 1:
+            os._exit(130)
+        _tell("leaving after this step; once more to leave at once")
+        joined.stop()  # type: ignore[attr-defined]
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)

@@ -1,0 +1,54 @@
+"""What the coordinator wants done. It does nothing itself: whoever drives it carries these out, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+Frames = Sequence[bytes | memoryview]
+
+
+class Reply(NamedTuple):
+    """Answer a caller."""
+
+    caller: Any
+    header: dict[str, Any]
+    frames: Frames = ()
+
+
+class Persist(NamedTuple):
+    """Keep a record, so that it survives, before anything that follows is done."""
+
+    record: dict[str, Any]
+    frames: Frames = ()
+
+
+class Entry(NamedTuple):
+    """Append a line to the ledger."""
+
+    line: dict[str, Any]
+
+
+class Published(NamedTuple):
+    """There is a new version."""
+
+    version: int
+    metrics: Mapping[str, float]
+    weight: float
+    samples: int
+    batches: int
+
+
+class Note(NamedTuple):
+    """Tell people."""
+
+    text: str
+
+
+class Stop(NamedTuple):
+    """The run cannot go on."""
+
+    reason: str
+
+
+Effect = Reply | Persist | Entry | Published | Note | Stop

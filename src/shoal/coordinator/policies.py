@@ -1,0 +1,44 @@
+"""What a strategy is made of: a few small choices, read by the coordinator and by the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """A round closes when every active worker has sent, or some time after the first one did."""
+
+    deadline_s: float
+    window: int = 1
+    """Rounds that may be open at once; 1 is a strict barrier."""
+
+
+@dataclass(frozen=True)
+class Every:
+    """A round closes when so many different workers have sent; the latest contribution of each counts."""
+
+    contributions: int = 1
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How updates become new weights."""
+
+    rounds: Barrier | Every
+    admission: Callable[[int, float], float]
+    """(lag in versions, speed against the median) → the share a contribution counts with; 0: it is too late."""
+    pull_every: int = 1
+    """Steps of a worker between pulls of the weights."""
+    blend: float = 1.0
+    """Share of the pulled weights in the worker's own; 1: they replace them."""
+    worker_steps: bool = False
+    """Whether a worker also steps its own weights, between pulls, with its own optimizer."""
+    most_lag: Callable[[float], float] = lambda speed: float("inf")
+    """speed → versions that a worker may lag. It tells workers whether they may compute while they send."""
+
+    @property
+    def window(self) -> int:
+        """Rounds that may be open at once; 0: there are no rounds to wait for."""
+        return self.rounds.window if isinstance(self.rounds, Barrier) else 0

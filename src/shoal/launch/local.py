@@ -1,0 +1,115 @@
+"""Worker processes on this machine: started, watched, started again, and gone with the one who started them.
+
+A worker gets its secrets through its standard input, where no other user sees them, and leaves when that is closed: whatever happens to
+the process that started it, no worker is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from shoal.errors import ShoalError
+
+MOST_FAILURES = 3
+"""Ends in a row with an error of its own before a worker is given up; one that somebody killed is always started again."""
+_USER_ERROR = 2
+_PAUSE_S = 1.0
+
+
+class LocalWorker:
+    """One worker process, and what became of it."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        self.name, self.arguments = name, list(arguments)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.failures = 0
+        self.restart_at = 0.0
+        self.failed = ""
+
+
+class LocalWorkers:
+    """The workers of a run on this machine."""
+
+    def __init__(self, folder: Path, invitation: Mapping[str, str | None], workers: Mapping[str, Sequence[str]]) -> None:
+        self.folder, self.invitation = folder, dict(invitation)
+        self.workers = [LocalWorker(name, arguments) for name, arguments in workers.items()]
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> None:
+        for worker in self.workers:
+            self._start(worker)
+
+    def _start(self, worker: LocalWorker) -> None:
+        command = [sys.executable, "-m", "shoal", "join", "--stdin", "--name", worker.name]
+        command += ["--receipts", str(self.folder / f"{worker.name}.jsonl"), *worker.arguments]
+        with self.log(worker).open("ab") as log:
+            worker.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(os.environ) | self._threads(), cwd=os.getcwd()
+            )
+        stdin: IO[bytes] | None = worker.process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(json.dumps(self.invitation).encode() + b"\n")
+            stdin.flush()
+        except OSError:  # it has ended already; `look_after` will see it
+            pass
+
+    def _threads(self) -> dict[str, str]:
+        """As many threads for each as there are cores to share: more would only be in each other's way."""
+        if "OMP_NUM_THREADS" in os.environ:
+            return {}
+        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // max(1, len(self.workers))))}
+
+    def log(self, worker: LocalWorker) -> Path:
+        return self.folder / f"{worker.name}.log"
+
+    def look_after(self, tell: Callable[[str], None]) -> None:
+        """Start again what died. A worker that says why it cannot work is not asked again. Raises ShoalError when none is left."""
+        for worker in self.workers:
+            if worker.process is None or worker.failed or worker.process.poll() in (None, 0):
+                continue
+            if not worker.restart_at:
+                self._ended(worker, worker.process.returncode, tell)
+            elif time.monotonic() >= worker.restart_at:
+                worker.restart_at = 0.0
+                self._start(worker)
+        if self.workers and all(worker.failed for worker in self.workers):
+            raise ShoalError(f"no worker is left: {self.workers[0].failed}")
+
+    def _ended(self, worker: LocalWorker, code: int, tell: Callable[[str], None]) -> None:
+        last = _last_line(self.log(worker))
+        worker.failures = worker.failures + 1 if code > 0 else 0
+        if code == _USER_ERROR or worker.failures >= MOST_FAILURES:
+            worker.failed = f"{worker.name}: {last.removeprefix('error: ')}"
+            tell(f"warning: {worker.name} cannot work: {last} (see {self.log(worker)})")
+            return
+        worker.restart_at = time.monotonic() + _PAUSE_S
+        how = f"was killed (signal {-code})" if code < 0 else f"ended with code {code}: {last}"
+        tell(f"warning: {worker.name} {how}; starting it again")
+
+    def close(self, patience_s: float = 10.0) -> None:
+        """Let them go, and see that they do."""
+        for worker in self.workers:
+            if worker.process is not None and worker.process.stdin is not None:
+                worker.process.stdin.close()
+        until = time.monotonic() + patience_s
+        for worker in self.workers:
+            if worker.process is None:
+                continue
+            try:
+                worker.process.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,228 @@
+"""What a run is made of, put together: the same for the same settings, whoever trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shoal import data, models, tasks
+from shoal.config import Run
+from shoal.config.fields import as_data
+from shoal.config.layers import default_at
+from shoal.config.load import File, Loaded, resolve
+from shoal.config.text import data_of
+from shoal.engines import SingleEngine
+from shoal.engines.single import choose_device
+from shoal.errors import ShoalError
+from shoal.tasks.images import grid, save_png
+from shoal.worker import Reporter, RunDirectory
+from shoal.worker.checkpoint import Checkpoint, Checkpoints
+from shoal.worker.run_directory import same_settings
+
+Progress = Callable[[str, int, int | None], None]
+Length = Callable[[data.Data], int]
+
+# Settings that ask for a part which does not exist yet. None of them may be ignored.
+_UNBUILT = {
+    "scheduler.": "scheduling",
+    "simulation.": "simulation",
+    "serving.num_nodes": "serving",
+    "serving.api_port": "serving",
+    "serving.page_port": "serving",
+    "serving.request_timeout_s": "serving",
+    "rlhf": "reinforcement learning from feedback",
+    "launch.": "engines of several processes",
+}
+
+
+def refuse_unbuilt(loaded: Loaded) -> None:
+    """A configuration that asks for a part that is not built yet is refused, by name."""
+    run = loaded.run
+    if run.model.kind == "moe":
+        raise ShoalError("models of kind moe are not built yet")
+    if run.strategy.kind in ("workunits", "diloco"):
+        raise ShoalError(f"the strategy {run.strategy.kind} is not built yet; local, syncps, edp and async are")
+    if run.strategy.kind != "local" and run.transport.kind == "postgres":
+        raise ShoalError("the transport postgres is not built yet; zmq and xmlrpc are")
+    if run.engine.kind != "single":
+        raise ShoalError(f"the engine {run.engine.kind} is not built yet; single is")
+    if run.data.source is not None and run.data.source.kind == "preferences":
+        raise ShoalError("data.source: learning from preferences is not built yet")
+    if run.hub.enabled:
+        raise ShoalError("uploads to the hub are not built yet; set hub.enabled to false")
+    for path, history in loaded.settings.history.items():
+        node = history[-1].node
+        part = next((name for prefix, name in _UNBUILT.items() if ".".join(path).startswith(prefix)), None)
+        written = part and node.span.source.kind not in ("default", "environment")
+        if written and data_of(node) != as_data(default_at(path, loaded.settings.kinds)):
+            raise ShoalError(f"`{node.user_path}` ({node.span}): {part} is not built yet")
+
+
+class Parts(NamedTuple):
+    """What a run is made of, before it moves."""
+
+    run: Run
+    data: data.Data
+    engine: SingleEngine
+    feed: data.Feed
+
+
+def assemble(run: Run, progress: Progress | None = None, tokenizer_of: Path | None = None, length: Length | None = None) -> Parts:
+    """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder.
+
+    `length` tells how many steps the run has; None: as many as one worker alone takes.
+    """
+    saved = tokenizer_of / "tokenizer" if tokenizer_of else None
+    source = run.replace(data=run.data.replace(tokenizer=str(saved))) if saved and saved.is_dir() else run
+    samples = data.load(source, progress=progress)
+    players: dict[str, nn.Module] = models.build(run, samples.info)
+    tokenizer = samples.info.tokenizer
+    task = tasks.build(run, players, samples.info, tokenizer.eos_id if tokenizer else None)
+    torch.manual_seed(run.seed)
+    feed = feed_of(run, samples)
+    steps = total_steps(run, feed.batches_per_epoch) if length is None else length(samples)
+    engine = SingleEngine(run, task, choose_device(run.training.device), steps)
+    return Parts(run, samples, engine, feed)
+
+
+def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1) -> data.Feed:
+    """The batches of a seat. Seats beyond the number of shards go through a shard that another has, too, in an order of their own."""
+    batch_size, seed = run.training.batch_size, run.data.shuffle_seed
+    assert batch_size is not None  # derived with the configuration, like the seed
+    assert seed is not None
+    return data.Feed(
+        samples.train,
+        batch_size=batch_size,
+        seed=seed + 1_000_003 * (seat // shards),
+        shard=(seat % shards, shards),
+        drop_last=run.data.loader.drop_last,
+        reshuffle=run.data.reshuffle_each_epoch,
+        loader=run.data.loader,
+    )
+
+
+def total_steps(run: Run, batches_per_epoch: int | None) -> int:
+    """The length of the run: max_steps or the epochs, whichever comes first."""
+    accumulation, batch_size, whole = run.training.gradient_accumulation_steps, run.training.batch_size or 0, run.training.global_batch_size
+    if whole is not None and whole != batch_size * accumulation:
+        raise ShoalError(
+            f"training.global_batch_size is {whole}, and one device takes {batch_size} × {accumulation} samples a step "
+            f"(training.batch_size × training.gradient_accumulation_steps)"
+        )
+    if batches_per_epoch and accumulation > batches_per_epoch * (run.training.epochs or accumulation):
+        raise ShoalError(f"training.gradient_accumulation_steps: the run has fewer than {accumulation} batches")
+    limits = [run.training.max_steps] if run.training.max_steps else []
+    if run.training.epochs and batches_per_epoch:
+        limits.append(max(1, run.training.epochs * batches_per_epoch // run.training.gradient_accumulation_steps))
+    if not limits:
+        raise ShoalError("a stream has no end: set training.max_steps")
+    return min(limits)
+
+
+def held_out(run: Run, samples: data.Samples | None) -> Callable[[], Iterator[data.Batch]] | None:
+    """Batches of the held-out data, from the start at each call."""
+    if samples is None or run.evaluation.strategy == "never":
+        return None
+    size, most = run.evaluation.batch_size or 32, run.evaluation.batches
+
+    def batches() -> Iterator[data.Batch]:
+        for number, start in enumerate(range(0, len(samples), size)):
+            if most is not None and number >= most:
+                return
+            yield samples.batch(range(start, min(start + size, len(samples))))
+
+    return batches
+
+
+def warner(reporters: list[Reporter]) -> Callable[[str], None]:
+    def warn(text: str) -> None:
+        for reporter in reporters:
+            reporter.message(f"warning: {text}")
+
+    return warn
+
+
+def continued(run: Run, run_dir: str | None, warn: Callable[[str], None]) -> tuple[RunDirectory, Checkpoint | None]:
+    """The run to go on with: the one that is named, or the newest with the same settings."""
+    directory = RunDirectory(Path(run_dir)) if run_dir else _newest_like(run)
+    if directory is None:
+        raise ShoalError(f"there is no earlier run with these settings in {run.output_dir}: name one with --run-dir")
+    if not (directory.path / "config.yaml").exists():
+        raise ShoalError(f"there is no run at {directory.path} to resume")
+    if not same_settings(config_of(directory), run):
+        raise ShoalError(
+            f"{directory.path} was started with other settings: `shoal config diff {directory.path}/config.yaml -- FILE…` shows them"
+        )
+    checkpoint = Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last).newest(warn)
+    if checkpoint is None:
+        warn(f"{directory.path} has no checkpoint yet: it starts over")
+    return directory, checkpoint
+
+
+def _newest_like(run: Run) -> RunDirectory | None:
+    found = sorted(Path(run.output_dir).rglob("config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in found:
+        directory = RunDirectory(path.parent)
+        try:
+            if same_settings(config_of(directory), run):
+                return directory
+        except ShoalError:  # of another version, or no run at all
+            continue
+    return None
+
+
+def config_of(directory: RunDirectory) -> Run:
+    return resolve([File(str(directory.path / "config.yaml"))], dialect="shoal", resolved=True).run
+
+
+def write_info(directory: RunDirectory, info: data.Info) -> None:
+    shapes = {"image_shape": info.image_shape, "num_classes": info.num_classes, "vocab_size": info.vocab_size}
+    (directory.path / "data.json").write_text(json.dumps(shapes | {"name": info.name}), encoding="utf-8")
+    if info.tokenizer is not None:
+        info.tokenizer.save(directory.path / "tokenizer")
+
+
+def write_text(model: nn.Module, tokenizer: data.Tokenizer, prompt: str, count: int, seed: int, decoding: Any) -> Iterator[str]:
+    device = next(model.parameters()).device
+    start = tokenizer.encode(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
+    generator = torch.Generator(device).manual_seed(seed)
+    ids, said = list(start), ""
+    stream = models.generate(
+        model, torch.tensor([start], device=device), max_new_tokens=count, decoding=decoding, generator=generator, eos_id=tokenizer.eos_id
+    )
+    before = tokenizer.decode(start)
+    for token in stream:
+        if tokenizer.eos_id is not None and int(token) == tokenizer.eos_id:
+            return
+        ids.append(int(token))
+        text = tokenizer.decode(ids)[len(before) :]
+        if not text.endswith("�"):  # half of a character: wait for the rest
+            yield text[len(said) :]
+            said = text
+
+
+def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
+    """What the run shows of itself at each evaluation: a grid of images, or a piece of text."""
+    task, run, tokenizer = parts.engine.task, parts.run, parts.data.info.tokenizer
+    folder = directory.path / "samples"
+
+    def images(step: int) -> None:
+        save_png(grid(task.images()), folder / f"step-{step:08d}.png")  # type: ignore[attr-defined]
+
+    def text(step: int) -> None:
+        assert tokenizer is not None
+        model = task.players["model"]
+        model.eval()
+        folder.mkdir(exist_ok=True)
+        written = "".join(write_text(model, tokenizer, "", 64, run.seed, run.serving.decoding))
+        (folder / f"step-{step:08d}.txt").write_text(written, encoding="utf-8")
+        model.train()
+
+    if run.task == "gan":
+        return images
+    return text if run.task == "language-modelling" else lambda step: None

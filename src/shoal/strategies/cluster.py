@@ -1,0 +1,76 @@
+"""What a coordinator and its workers must agree on: the strategy's policies, how long the run is, and that their data is the same."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+from shoal import data
+from shoal.config import Run
+from shoal.config.derive import quorum
+from shoal.coordinator import Barrier, Policy
+from shoal.errors import ShoalError
+from shoal.strategies import asynchronous, edp, syncps
+from shoal.strategies.assembly import feed_of
+
+POLICIES = {"syncps": syncps.policy, "edp": edp.policy, "async": asynchronous.policy}
+
+
+def policy_of(run: Run, expected: int) -> Policy:
+    return POLICIES[run.strategy.kind](run, expected)
+
+
+def needed(run: Run) -> int:
+    """Contributions without which the aggregation rule cannot work."""
+    rule = run.updates.aggregation
+    return quorum(rule.kind, getattr(rule, "byzantine", None) or 0)
+
+
+class Length(NamedTuple):
+    """How long the run is."""
+
+    steps: int
+    batches: int | None
+    """Batches to learn from; None: the steps count."""
+    batches_per_contribution: int
+    batches_per_step: int
+    batches_per_shard: int | None
+    """Batches of an epoch that one worker has."""
+    batches_per_epoch: int | None
+
+
+def length_of(run: Run, samples: data.Data, policy: Policy, expected: int) -> Length:
+    """max_steps or the epochs, whichever comes first. A step is an update of the weights, made of one contribution or of several."""
+    contributions = expected if isinstance(policy.rounds, Barrier) else policy.rounds.contributions
+    each = run.training.gradient_accumulation_steps
+    per_step = each * contributions
+    whole, size = run.training.global_batch_size, (run.training.batch_size or 0) * per_step
+    if whole is not None and whole != size:
+        raise ShoalError(
+            f"training.global_batch_size is {whole}, and an update is made of {size} samples: training.batch_size × "
+            f"training.gradient_accumulation_steps × {contributions} contributions"
+        )
+    shard = feed_of(run, samples, 0, expected).batches_per_epoch
+    per_epoch = shard * expected if shard else None
+    batches = run.training.epochs * per_epoch if run.training.epochs and per_epoch else None
+    by_epochs = max(1, batches // per_step) if batches is not None else None
+    most = run.training.max_steps
+    if by_epochs is None and most is None:
+        raise ShoalError("a stream has no end: set training.max_steps")
+    if by_epochs is None or (most is not None and most < by_epochs):
+        assert most is not None
+        return Length(most, None, each, per_step, shard, per_epoch)
+    assert batches is not None
+    return Length(by_epochs, by_epochs * per_step, each, per_step, shard, per_epoch)
+
+
+def fingerprint(samples: data.Data) -> str:
+    """Tells different data apart: its size, and a few samples of it. A stream is only known by its name."""
+    digest = hashlib.sha256(samples.info.name.encode() if not isinstance(samples.train, data.Samples) else b"")
+    if isinstance(samples.train, data.Samples):
+        count = len(samples.train)
+        digest.update(str(count).encode())
+        chosen = sorted({count * i // 16 for i in range(16)}) if count else []
+        for name, value in sorted(samples.train.batch(chosen).items()):
+            digest.update(name.encode() + value.contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,34 @@
+"""How workers and the coordinator reach each other: thin request and reply, whatever is underneath.
+
+Security, in a few lines. Whoever has the join token is a worker; nobody else gets a message into the coordinator's memory, because the
+token is checked in the handshake (ZeroMQ) or before a body is read (HTTP). Beyond this machine everything is encrypted and the
+coordinator proves who it is: its public key is in the join line, and a worker's own key is derived from the token, so the token itself
+never travels. Workers are not trusted either: what they send is bounded in size, number and rate, decoded without executing anything,
+refused where it is not exactly a message of ours, and counted in `traffic.refused`. All workers share one token: it says *that* somebody
+may take part, not who it is.
+"""
+
+from shoal.transports.addresses import local_addresses
+from shoal.transports.connect import connect, listening_hosts, needs_keys, serve
+from shoal.transports.interface import Client, Frame, Message, Refused, Request, Server, Traffic, Unreachable
+from shoal.transports.keys import Keys, keys_from_secret, new_keys, new_token
+
+__all__ = [
+    "Client",
+    "Frame",
+    "Keys",
+    "Message",
+    "Refused",
+    "Request",
+    "Server",
+    "Traffic",
+    "Unreachable",
+    "connect",
+    "keys_from_secret",
+    "listening_hosts",
+    "local_addresses",
+    "needs_keys",
+    "new_keys",
+    "new_token",
+    "serve",
+]

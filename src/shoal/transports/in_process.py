@@ -1,0 +1,131 @@
+"""Threads of one process: the same promises as over a network, with nothing copied but the header.
+
+Frames are handed over as they are, so here above all counts who owns them: the client leaves them alone until it has its answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+from shoal.errors import ShoalError
+from shoal.transports import keys, wire
+from shoal.transports.desk import Desk, Waiting
+from shoal.transports.interface import Frame, Message, Refused, Request, Traffic, Unreachable
+from shoal.transports.rate import Rate
+
+SCHEME = "in-process://"
+
+_servers: dict[str, InProcessServer] = {}
+_changed = threading.Condition()
+_names = itertools.count(1)
+_peers = itertools.count(1)
+
+
+class InProcessServer:
+    """Known by name to the clients of this process for as long as it is open."""
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        token: str,
+        max_frame_bytes: int,
+        max_header_bytes: int = wire.HEADER_BYTES,
+        rate: Rate = Rate(),  # noqa: B008 - a tuple
+    ) -> None:
+        self.address = SCHEME + (name or f"server-{next(_names)}")
+        self.traffic = Traffic()
+        self.desk = Desk(wire.Limits(max_frame_bytes, max_header_bytes), self.traffic, rate)
+        self._token = token.encode()
+        with _changed:
+            if self.address in _servers:
+                raise ShoalError(f"{self.address} is in use in this process")
+            _servers[self.address] = self
+            _changed.notify_all()
+
+    def admits(self, token: bytes) -> bool:
+        if keys.same(token, self._token):
+            return True
+        self.traffic.refuse("unauthorised")
+        return False
+
+    def poll(self, timeout_s: float) -> list[Request]:
+        return self.desk.poll(timeout_s)
+
+    def reply(self, request: Request, message: Message) -> None:
+        self.desk.reply(request, message)
+
+    def wake(self) -> None:
+        self.desk.wake()
+
+    def close(self) -> None:
+        with _changed:
+            if _servers.get(self.address) is self:
+                del _servers[self.address]
+        self.desk.close()
+
+
+class InProcessClient:
+    """Finds its server by name with every call, so a server that was closed and opened again is found."""
+
+    def __init__(self, address: str, *, token: str, max_frame_bytes: int, max_header_bytes: int = wire.HEADER_BYTES) -> None:
+        self.address = address
+        self.traffic = Traffic()
+        self._token = token.encode()
+        self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
+        self._peer = str(next(_peers)).encode()
+        self._number = 0
+        self._calling = threading.Lock()
+        self._waiting: Waiting | None = None
+        self._closed = False
+
+    def call(self, message: Message, timeout_s: float) -> Message:
+        with self._calling:
+            self._number += 1
+            deadline = time.monotonic() + timeout_s
+            desk = self._find(deadline).desk
+            waiting = self._waiting = desk.ask(self._peer, self._encoded(message))
+            try:
+                return self._answer(waiting, deadline)
+            finally:
+                self._waiting = None
+                desk.forget(waiting)
+
+    def _find(self, deadline: float) -> InProcessServer:
+        with _changed:
+            _changed.wait_for(lambda: self._closed or self.address in _servers, max(0.0, deadline - time.monotonic()))
+            if self._closed:
+                raise Unreachable("the connection was closed on this side")
+            if self.address not in _servers:
+                raise Unreachable(f"nobody answers at {self.address}: there is no such server in this process")
+            server = _servers[self.address]
+        if not server.admits(self._token):
+            raise Refused(f"the coordinator at {self.address} does not accept this join token", "unauthorised")
+        return server
+
+    def _encoded(self, message: Message) -> list[Frame]:
+        try:
+            parts = wire.encode(message, self._number, self._limits)
+        except wire.Oversized as problem:
+            raise Refused(str(problem), problem.reason) from None
+        self.traffic.send(wire.size_of(parts))
+        return parts
+
+    def _answer(self, waiting: Waiting, deadline: float) -> Message:
+        try:
+            parts = [] if self._closed else waiting.answer(deadline - time.monotonic())
+        except TimeoutError:
+            raise Unreachable(f"no answer from {self.address} in time") from None
+        if not parts:
+            raise Unreachable(f"the connection to {self.address} was lost before the answer came")
+        self.traffic.receive(wire.size_of(parts))
+        return wire.decode(parts, self._limits)[1]
+
+    def close(self) -> None:
+        with _changed:
+            self._closed = True
+            _changed.notify_all()
+        if waiting := self._waiting:
+            waiting.give_up()

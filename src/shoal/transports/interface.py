@@ -1,0 +1,108 @@
+"""What every transport is: one side asks, the other answers.
+
+ShoalError
+├── Unreachable      no answer in time, or the connection was lost: the same client may try again
+├── Refused          will never work as it stands: wrong token, wrong key, too large; `reason` says which
+└── wire.Malformed   bytes that are not a message of ours
+
+**Who owns a frame.** Large frames are never copied on their way out. Whoever hands a frame to `call()` leaves it unchanged until the call
+is answered, or the client is closed. Whoever hands a frame to `reply()` never changes it again: pass bytes, or a snapshot that is replaced
+and not written to. Whoever receives a frame may keep it as long as it likes and must not write to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple, Protocol, Union
+
+from shoal.errors import ShoalError
+
+Frame = Union[bytes, memoryview]
+"""Raw bytes, contiguous."""
+
+
+class Unreachable(ShoalError):
+    """No answer in time, or the connection was lost; trying again may help."""
+
+
+class Refused(ShoalError):
+    """The other side will never agree to this; trying again does not help."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Message(NamedTuple):
+    """A small header of plain values, and raw frames for everything that is large."""
+
+    header: dict[str, Any]
+    frames: tuple[Frame, ...] = ()
+
+
+class Request(NamedTuple):
+    """A message that waits for its answer."""
+
+    peer: bytes
+    """Whom to answer; nobody but the transport knows what is in it."""
+    number: int
+    """Which call of that peer's this is: an answer carries it back, so that a late one is recognised."""
+    message: Message
+
+
+class Traffic:
+    """What went through, and what was turned away. Several threads may count at once."""
+
+    def __init__(self) -> None:
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self.messages = 0
+        """Messages received and accepted."""
+        self.refused: dict[str, int] = {}
+        """By reason: oversized, malformed, unauthorised, too-fast, late (an answer nobody waits for), gone (nobody left to answer)."""
+        self._lock = threading.Lock()
+
+    def receive(self, size: int) -> None:
+        with self._lock:
+            self.received_bytes += size
+            self.messages += 1
+
+    def send(self, size: int) -> None:
+        with self._lock:
+            self.sent_bytes += size
+
+    def refuse(self, reason: str) -> None:
+        with self._lock:
+            self.refused[reason] = self.refused.get(reason, 0) + 1
+
+
+class Server(Protocol):
+    """The side that answers. `poll`, `reply` and `close` belong to one thread; `wake` to any."""
+
+    address: str
+    """What workers connect to."""
+    traffic: Traffic
+
+    def poll(self, timeout_s: float) -> list[Request]:
+        """Whatever waits, as soon as something does; nothing after the timeout, or when woken."""
+
+    def reply(self, request: Request, message: Message) -> None:
+        """Answer a request, now or much later. A peer that has gone is no error."""
+
+    def wake(self) -> None:
+        """Make a `poll` in progress return early."""
+
+    def close(self) -> None:
+        """Stop listening. Answers already given still leave, for a moment."""
+
+
+class Client(Protocol):
+    """The side that asks: one call at a time."""
+
+    traffic: Traffic
+
+    def call(self, message: Message, timeout_s: float) -> Message:
+        """Ask, and wait for the answer; Unreachable or Refused when none comes."""
+
+    def close(self) -> None:
+        """Hang up, from any thread: a call in progress ends as Unreachable."""

@@ -1,0 +1,79 @@
+"""Who may join: a token that all workers of a run share, and the coordinator's own key pair for what travels encrypted.
+
+The token is the only secret a worker is given. Its key pair for encryption is derived from it, so that the coordinator can recognise a
+worker in the handshake, before it has taken a single message from it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import secrets
+from typing import NamedTuple
+
+from shoal.errors import ShoalError
+
+
+class Keys(NamedTuple):
+    """A key pair for CURVE, each half as 40 characters of Z85."""
+
+    public: str
+    secret: str
+
+
+def new_token() -> str:
+    """A join token nobody can guess, safe in a command line or an address."""
+    return secrets.token_urlsafe(24)
+
+
+def new_keys() -> Keys:
+    """A fresh key pair for a coordinator."""
+    import zmq
+
+    public, secret = zmq.curve_keypair()
+    return Keys(public.decode(), secret.decode())
+
+
+def keys_from_secret(secret: str | bytes) -> Keys:
+    """The pair that belongs to a secret key."""
+    import zmq
+
+    secret = secret.encode() if isinstance(secret, str) else bytes(secret)
+    try:
+        return Keys(zmq.curve_public(secret).decode(), secret.decode())
+    except (ValueError, KeyError, zmq.ZMQError):
+        raise ShoalError("this is not a secret key: 40 characters as `new_keys()` makes them are expected") from None
+
+
+def keys_from_token(token: str) -> Keys:
+    """The pair every worker with this token uses."""
+    from zmq.utils import z85
+
+    digest = hashlib.blake2b(token.encode(), digest_size=32, person=b"shoal worker key").digest()
+    return keys_from_secret(z85.encode(digest))
+
+
+def same(one: bytes, other: bytes) -> bool:
+    """Compared in a time that tells nothing of where they differ."""
+    return hmac.compare_digest(one, other)
+
+
+def key_text(key: str) -> str:
+    """A public key in letters, digits, `-` and `_`: Z85 has characters that a shell would take for its own."""
+    from zmq.utils import z85
+
+    return base64.urlsafe_b64encode(z85.decode(key)).decode().rstrip("=")
+
+
+def key_from_text(text: str) -> str:
+    """The key that `key_text` wrote."""
+    from zmq.utils import z85
+
+    try:
+        raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except ValueError:
+        raw = b""
+    if len(raw) != 32:
+        raise ShoalError("--key is not a coordinator's key: copy the whole line that `shoal coordinate` printed")
+    return z85.encode(raw).decode()

@@ -1,0 +1,36 @@
+"""How often one peer may ask: a bucket of permits for each, which refills with time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+_MOST_PEERS = 4096
+
+
+class Rate(NamedTuple):
+    """Messages a peer may send per second, and how many at once after a pause."""
+
+    per_second: float = 2000.0
+    burst: float = 4000.0
+
+
+class RateLimit:
+    """Knows the peers heard of last. A forgotten one starts with a full bucket, as one that has been quiet would."""
+
+    def __init__(self, rate: Rate) -> None:
+        self.rate = rate
+        self._buckets: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
+
+    @property
+    def why(self) -> str:
+        return f"more than {self.rate.per_second:g} messages per second"
+
+    def admits(self, peer: bytes, now: float) -> bool:
+        permits, since = self._buckets.pop(peer, (self.rate.burst, now))
+        permits = min(self.rate.burst, permits + (now - since) * self.rate.per_second)
+        admitted = permits >= 1.0
+        self._buckets[peer] = (permits - 1.0 if admitted else permits, now)
+        if len(self._buckets) > _MOST_PEERS:
+            self._buckets.popitem(last=False)
+        return admitted

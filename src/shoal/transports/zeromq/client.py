@@ -1,0 +1,230 @@
+"""The side that asks: a DEALER, and a monitor that tells why no answer comes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from typing import NamedTuple
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from shoal.transports import addresses, keys, wire
+from shoal.transports.bell import Bell
+from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
+from shoal.transports.zeromq.sockets import LEAST_PATIENCE_S, USER, Socket, most_patience_s, receive, send, tune
+
+BROKEN_HANDSHAKES = 3
+"""So many in a row are no accident."""
+
+_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+class _Line:
+    """One socket towards the server, and what its monitor told of the connection behind it."""
+
+    def __init__(self, context: zmq.Context[Socket], bell: Bell) -> None:
+        self.socket: Socket = context.socket(zmq.DEALER)
+        self.events: Socket = self.socket.get_monitor_socket(_WATCHED)
+        self.connected = False
+        self.broken_handshakes = 0
+        self.unanswered_since: float | None = None
+        self._bell = bell
+
+    def wait(self, writing: bool, timeout_s: float) -> tuple[bool, bool]:
+        """Until the socket is ready, something happened to the connection, or somebody rang; whether the first two."""
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLOUT if writing else zmq.POLLIN)
+        poller.register(self.events, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
+        ready = dict(poller.poll(max(0, int(timeout_s * 1000) + 1)))
+        return self.socket in ready, self.events in ready
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.events.close(linger=0)
+        self.socket.close(linger=0)
+
+
+class _Credentials(NamedTuple):
+    token: str
+    server_key: str | None
+
+    def present(self, socket: Socket) -> None:
+        if self.server_key is None:
+            socket.plain_username, socket.plain_password = USER, self.token.encode()
+            return
+        own = keys.keys_from_token(self.token)
+        socket.curve_publickey, socket.curve_secretkey = own.public.encode(), own.secret.encode()
+        socket.curve_serverkey = self.server_key.encode()
+
+
+class ZmqClient:
+    """One worker's line to its coordinator. It connects with the first call, and again whenever that is needed."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str,
+        server_key: str | None,
+        max_frame_bytes: int,
+        max_header_bytes: int = wire.HEADER_BYTES,
+        local: str | None = None,
+    ) -> None:
+        """`local`: the address of this machine to connect from, where it has several; null: as the system chooses."""
+        target = addresses.parse(address)
+        if server_key is None:
+            _only_here_in_clear(target.host)
+        elif len(server_key) != 40:
+            raise Refused("the server's key must be 40 characters, as the coordinator printed it", "wrong-key")
+        self.address = address
+        self.traffic = Traffic()
+        self._endpoint = f"tcp://{f'{addresses.bracketed(local)}:0;' if local else ''}{addresses.bracketed(target.host)}:{target.port}"
+        self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
+        self._credentials = _Credentials(token, server_key)
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._bell = Bell()
+        self._line: _Line | None = None
+        self._number = 0
+        self._patience_s = LEAST_PATIENCE_S
+        self._calling = threading.Lock()
+        self._closed = False
+
+    def call(self, message: Message, timeout_s: float) -> Message:
+        with self._calling:
+            if self._closed:
+                raise Unreachable("the connection was closed on this side")
+            self._number += 1
+            parts = self._encoded(message)
+            deadline = time.monotonic() + timeout_s
+            line = self._line = self._line or self._connect()
+            try:
+                self._ask(line, parts, deadline)
+                return self._answer(line, deadline)
+            except (Unreachable, Refused):
+                self._give_up(line)
+                raise
+
+    def _encoded(self, message: Message) -> list[Frame]:
+        try:
+            return wire.encode(message, self._number, self._limits)
+        except wire.Oversized as problem:
+            raise Refused(str(problem), problem.reason) from None
+
+    def _connect(self) -> _Line:
+        line = _Line(self._context, self._bell)
+        tune(line.socket, self._limits)
+        line.socket.linger = 0
+        line.socket.reconnect_ivl, line.socket.reconnect_ivl_max = 50, 500
+        line.socket.connect_timeout = 5000
+        self._credentials.present(line.socket)
+        line.socket.connect(self._endpoint)
+        return line
+
+    def _ask(self, line: _Line, parts: list[Frame], deadline: float) -> None:
+        self._follow(line, in_flight=False)
+        while True:
+            try:
+                send(line.socket, parts)
+                line.unanswered_since = line.unanswered_since or time.monotonic()
+                return self.traffic.send(wire.size_of(parts))
+            except zmq.Again:
+                self._wait(line, deadline, writing=True)
+
+    def _answer(self, line: _Line, deadline: float) -> Message:
+        """The answer to this call; answers to calls given up long ago are let go."""
+        while True:
+            self._wait(line, deadline, writing=False)
+            with contextlib.suppress(zmq.Again):
+                parts = receive(line.socket, self._limits.frames + 1)
+                line.unanswered_since, self._patience_s = None, LEAST_PATIENCE_S
+                self.traffic.receive(wire.size_of(parts))
+                if found := self._matching(parts):
+                    return found
+
+    def _matching(self, parts: list[memoryview]) -> Message | None:
+        try:
+            number, message = wire.decode(parts, self._limits)
+        except wire.Malformed as problem:
+            self.traffic.refuse(problem.reason)
+            return None
+        if number == self._number:
+            return message
+        self.traffic.refuse("late")
+        return None
+
+    def _wait(self, line: _Line, deadline: float, *, writing: bool) -> None:
+        """Until the socket is ready; Unreachable at the deadline, when the connection is lost, or when the client is closed."""
+        while True:
+            ready, happened = line.wait(writing, deadline - time.monotonic())
+            if self._closed:
+                raise Unreachable("the connection was closed on this side")
+            if ready:
+                return
+            if happened:
+                self._follow(line, in_flight=not writing)
+            elif time.monotonic() >= deadline:
+                raise Unreachable(self._why(line))
+
+    def _follow(self, line: _Line, *, in_flight: bool) -> None:
+        """Take note of what happened to the connection. With a question in flight its loss means that no answer will come."""
+        while line.events.poll(0):
+            event = recv_monitor_message(line.events)["event"]
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise Refused(f"the coordinator at {self.address} does not accept this join token", "unauthorised")
+            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                raise Refused(f"{self.address} does not speak our protocol: is that a coordinator's port?", "protocol")
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                line.connected, line.broken_handshakes = True, 0
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                line.broken_handshakes += 1
+                if line.broken_handshakes >= BROKEN_HANDSHAKES:
+                    raise Unreachable(self._why(line))
+            elif event == zmq.EVENT_DISCONNECTED and line.connected:
+                line.connected = False
+                if in_flight:
+                    raise Unreachable(f"the connection to {self.address} was lost before the answer came")
+
+    def _why(self, line: _Line) -> str:
+        if line.connected:
+            return f"no answer from {self.address} in time"
+        if not line.broken_handshakes:
+            return f"nobody answers at {self.address}: is the coordinator running, and may this machine reach it?"
+        return (
+            f"{self.address} breaks the connection off before it is made. Either the server key in the join line is not this "
+            "coordinator's, or one side encrypts and the other does not, or something else listens there"
+        )
+
+    def _give_up(self, line: _Line) -> None:
+        """After a failed call: keep a line that is slow, so that what it carries arrives in the end; drop one that is dead.
+
+        Which of the two it is nobody can tell, so patience doubles each time it was in vain.
+        """
+        if line.connected and not self._closed:
+            if time.monotonic() - (line.unanswered_since or math.inf) < self._patience_s:
+                return
+            self._patience_s = min(2 * self._patience_s, most_patience_s(self._limits.frame_bytes))
+        self._line = None
+        line.close()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._bell.ring()
+        with self._calling:
+            if self._line:
+                self._line.close()
+            self._context.term()
+            self._bell.close()
+
+
+def _only_here_in_clear(host: str) -> None:
+    if not addresses.is_loopback(host):
+        raise Refused(
+            f"{host} is another machine: the join line must carry the server's key, so that the token does not travel in clear", "no-key"
+        )

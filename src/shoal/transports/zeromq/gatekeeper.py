@@ -1,0 +1,65 @@
+"""Who gets in: ZeroMQ asks this before it takes a message from a new connection (ZAP, https://rfc.zeromq.org/spec/27).
+
+A thread of its own, because a coordinator busy with aggregation must not keep workers waiting at the door, and a peer with the wrong token
+should hear so at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from shoal.transports.bell import Bell
+from shoal.transports.interface import Traffic
+
+DOMAIN = b"shoal"
+FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+Admits = Callable[[bytes, list[bytes]], bool]
+"""Whether a mechanism with these credentials is let in."""
+
+
+class Gatekeeper:
+    """Answers for one server's socket, from before it is bound, and counts the handshakes that fail."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], server: zmq.Socket[bytes], admits: Admits, traffic: Traffic) -> None:
+        self._admits = admits
+        self._traffic = traffic
+        self._bell = Bell()
+        self._asked = context.socket(zmq.REP)
+        self._asked.bind("inproc://zeromq.zap.01")
+        self._server = server
+        self._events = server.get_monitor_socket(FAILURES)
+        self._thread = threading.Thread(target=self._serve, name="shoal-gatekeeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._bell.ring()
+        self._thread.join()
+        self._server.disable_monitor()
+        for ended in (self._events, self._asked):
+            ended.close(linger=0)
+        self._bell.close()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._asked, self._events, self._bell):
+            poller.register(source, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._asked in ready:
+                self._answer(self._asked.recv_multipart())
+            if self._events in ready:
+                recv_monitor_message(self._events)
+                self._traffic.refuse("unauthorised")
+            if self._bell.fileno() in ready:
+                return
+
+    def _answer(self, asked: list[bytes]) -> None:
+        version, number, domain, _address, _identity, mechanism, *credentials = asked
+        welcome = version == b"1.0" and domain == DOMAIN and self._admits(mechanism, credentials)
+        status, text = (b"200", b"welcome") if welcome else (b"400", b"this join token is not known here")
+        self._asked.send_multipart([b"1.0", number, status, text, b"", b""])

@@ -1,0 +1,150 @@
+"""The side that answers: a ROUTER on one or several addresses, with a gatekeeper in front."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+import zmq
+from zmq.utils import z85
+
+from shoal.errors import ShoalError
+from shoal.transports import addresses, keys, wire
+from shoal.transports.bell import Bell
+from shoal.transports.interface import Message, Request, Traffic
+from shoal.transports.rate import Rate, RateLimit
+from shoal.transports.zeromq.gatekeeper import DOMAIN, Admits, Gatekeeper
+from shoal.transports.zeromq.sockets import USER, Socket, receive, send, tune
+
+BATCH, BATCH_BYTES = 64, 256 << 20
+"""What one poll brings at most."""
+
+
+class ZmqServer:
+    """Listens on one or several addresses of this machine."""
+
+    def __init__(
+        self,
+        host: str | Sequence[str],
+        port: int,
+        *,
+        token: str,
+        secret_key: str | bytes | None,
+        max_frame_bytes: int,
+        max_header_bytes: int = wire.HEADER_BYTES,
+        rate: Rate = Rate(),  # noqa: B008 - a tuple
+        io_threads: int = 2,
+        linger_s: float = 2.0,
+    ) -> None:
+        hosts = [addresses.resolve(each) for each in ([host] if isinstance(host, str) else host)]
+        _only_here_without_a_key(hosts, secret_key)
+        self.traffic = Traffic()
+        self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
+        self._rates = RateLimit(rate)
+        self._bell = Bell()
+        self._context: zmq.Context[Socket] = zmq.Context(io_threads)
+        self._socket: Socket = self._context.socket(zmq.ROUTER)
+        tune(self._socket, self._limits)
+        self._socket.router_mandatory = True
+        self._socket.linger = int(linger_s * 1000)
+        self._gatekeeper = Gatekeeper(self._context, self._socket, _guard(self._socket, token, secret_key), self.traffic)
+        self._poller = zmq.Poller()
+        for source in (self._socket, self._bell):
+            self._poller.register(source, zmq.POLLIN)
+        try:
+            self.addresses = _bind(self._socket, hosts, port)
+        except BaseException:
+            self.close()
+            raise
+        self.address = self.addresses[0]
+
+    def poll(self, timeout_s: float) -> list[Request]:
+        self._poller.poll(max(0, int(timeout_s * 1000)))
+        self._bell.silence()
+        requests: list[Request] = []
+        enough = self.traffic.received_bytes + BATCH_BYTES
+        with contextlib.suppress(zmq.Again):
+            for _ in range(BATCH):
+                requests += self._take(receive(self._socket, self._limits.frames + 2))
+                if self.traffic.received_bytes > enough:
+                    break
+        return requests
+
+    def _take(self, parts: list[memoryview]) -> list[Request]:
+        """The request in what came, or none: whoever sends nonsense is not answered, whoever sends too much is told."""
+        peer, content = bytes(parts[0]), parts[1:]
+        self.traffic.receive(wire.size_of(content))
+        try:
+            number, message = wire.decode(content, self._limits)
+        except wire.Malformed as problem:
+            self.traffic.refuse(problem.reason)
+            if isinstance(problem, wire.Oversized):
+                self._answer(peer, problem.number, wire.refusal(problem.reason, str(problem)))
+            return []
+        if not self._rates.admits(peer, time.monotonic()):
+            self.traffic.refuse("too-fast")
+            self._answer(peer, number, wire.refusal("too-fast", self._rates.why))
+            return []
+        return [Request(peer, number, message)]
+
+    def reply(self, request: Request, message: Message) -> None:
+        self._answer(request.peer, request.number, message)
+
+    def _answer(self, peer: bytes, number: int, message: Message) -> None:
+        parts = wire.encode(message, number, self._limits)
+        try:
+            send(self._socket, [peer, *parts])
+        except zmq.ZMQError as problem:
+            if problem.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self.traffic.refuse("gone")  # or it does not read its answers, which comes to the same
+        else:
+            self.traffic.send(wire.size_of(parts))
+
+    def wake(self) -> None:
+        self._bell.ring()
+
+    def close(self) -> None:
+        if self._socket.closed:
+            return
+        self._gatekeeper.close()
+        self._socket.close()
+        self._context.term()
+        self._bell.close()
+
+
+def _only_here_without_a_key(hosts: Sequence[str], secret_key: object) -> None:
+    exposed = [host for host in hosts if not addresses.is_loopback(host)]
+    if exposed and secret_key is None:
+        raise ShoalError(f"{exposed[0]} is reachable from other machines, so what travels must be encrypted: give the server a key pair")
+
+
+def _guard(socket: Socket, token: str, secret_key: str | bytes | None) -> Admits:
+    """Set up the server's side of the handshake; the answer says who is let in."""
+    socket.zap_domain = DOMAIN
+    if secret_key is None:
+        socket.plain_server = True
+        expected, mechanism = [USER, token.encode()], b"PLAIN"
+    else:
+        socket.curve_server = True
+        socket.curve_secretkey = keys.keys_from_secret(secret_key).secret.encode()
+        expected, mechanism = [z85.decode(keys.keys_from_token(token).public)], b"CURVE"
+
+    def admits(used: bytes, credentials: list[bytes]) -> bool:
+        return used == mechanism and len(credentials) == len(expected) and all(map(keys.same, credentials, expected))
+
+    return admits
+
+
+def _bind(socket: Socket, hosts: Sequence[str], port: int) -> tuple[str, ...]:
+    """Listen on every host, all with the same port; the addresses to tell workers."""
+    told = []
+    for host in hosts:
+        try:
+            socket.bind(f"tcp://{addresses.bracketed(host)}:{port or '*'}")
+        except zmq.ZMQError as problem:
+            raise ShoalError(f"cannot listen on {host} port {port}: {problem.strerror}. Is another coordinator running?") from None
+        port = port or addresses.parse(socket.getsockopt_string(zmq.LAST_ENDPOINT)).port
+        told.append(str(addresses.Address("tcp", addresses.to_tell(host), port)))
+    return tuple(told)

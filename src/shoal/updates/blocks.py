@@ -1,0 +1,81 @@
+"""Work on long vectors in blocks that fit a core's cache, on all cores.
+
+NumPy and torch let go of the interpreter inside their loops, so plain threads share the work. Each thread takes the next block when it is
+done with one: handing every block to the pool as a task of its own would cost as much as the work.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+BLOCK = 1 << 17
+"""Numbers in a block: half a megabyte of floats, so that a block, what it becomes and a scratch copy stay in the cache."""
+
+_own = threading.local()
+_zeros: Floats = np.zeros(BLOCK, np.float32)
+
+
+@lru_cache(maxsize=1)
+def _pool(process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(cores(), thread_name_prefix="blocks")
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_blocks(size: int, work: Callable[[int, int], None], width: int = BLOCK) -> None:
+    """`work(start, end)` for every block of `size` numbers. The first error is raised, after all threads have stopped."""
+    if size <= width:
+        if size:
+            work(0, size)
+        return
+    starts = count(0, width)
+
+    def take_blocks(_: int) -> None:
+        for start in starts:
+            if start >= size:
+                return
+            work(start, min(start + width, size))
+
+    threads = min(cores(), -(-size // width))
+    for done in list(_pool(os.getpid()).map(_without_raising(take_blocks), range(threads))):
+        if done is not None:
+            raise done
+
+
+def _without_raising(work: Callable[[int], None]) -> Callable[[int], Exception | None]:
+    def guarded(number: int) -> Exception | None:
+        try:
+            work(number)
+        except Exception as error:
+            return error
+        return None
+
+    return guarded
+
+
+def scratch(size: int) -> Floats:
+    """Room for a block, the thread's own; the next call in this thread hands out the same. Fresh pages cost more than the arithmetic."""
+    if size > BLOCK:
+        return np.empty(size, np.float32)
+    if not hasattr(_own, "floats"):
+        _own.floats = np.empty(BLOCK, np.float32)
+    room: Floats = _own.floats[:size]
+    return room
+
+
+def all_finite(block: Floats) -> bool:
+    """Times zero and summed: only a number that is not finite makes that anything but zero, and it runs as fast as memory does."""
+    with np.errstate(invalid="ignore"):
+        return all(float(np.dot(block[i : i + BLOCK], _zeros[: len(block[i : i + BLOCK])])) == 0.0 for i in range(0, len(block), BLOCK))

@@ -1,0 +1,46 @@
+"""The length of a contribution, and a limit on it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from shoal.updates.blocks import Floats, in_blocks
+
+_EXACT = 1e-25, 1e30
+"""Between these a sum of squares of 32-bit floats neither overflowed nor lost much to underflow."""
+
+
+def norm(vector: Tensor) -> float:
+    """The L2 norm; it is not finite exactly when one of the numbers is not, so that one pass serves to check both."""
+    values: Floats = vector.detach().numpy()
+    sums: list[float] = []
+    in_blocks(len(values), lambda start, end: sums.append(_sum_of_squares(values[start:end])))
+    return math.sqrt(math.fsum(sums)) if all(map(math.isfinite, sums)) else math.nan
+
+
+def clip_(vector: Tensor, limit: float) -> float:
+    """Shorten the vector to `limit` where it is longer, in place. The norm before; where that is not finite nothing is changed."""
+    before = norm(vector)
+    if math.isfinite(before) and before > limit:
+        values: Floats = vector.detach().numpy()
+        in_blocks(len(values), lambda start, end: _scale(values[start:end], limit / before))
+    return before
+
+
+def _scale(block: Floats, factor: float) -> None:
+    if factor < np.finfo(np.float32).tiny:
+        block[:] = block * np.float64(factor)
+    else:
+        block *= np.float32(factor)
+
+
+def _sum_of_squares(block: Floats) -> float:
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(np.dot(block, block))
+        if not _EXACT[0] < total < _EXACT[1]:
+            exact = block.astype(np.float64)
+            total = float(np.dot(exact, exact))
+    return total

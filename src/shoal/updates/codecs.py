@@ -1,0 +1,148 @@
+"""How an update travels: as frames of bytes, and back.
+
+What a codec loses may be kept in a residual and added to the next update (error feedback): the sum of what arrives then follows the sum
+of what was sent. Frames come from strangers: their lengths must be exactly what the codec and the size say, and no more than `size`
+numbers are ever allocated. A vector to encode must be finite (`clipping.norm` tells); what is not finite is refused on arrival.
+
+    none   values <f4                        fp16   values <f2, saturated
+    int8   scales <f4 per chunk, values i1   topk   packed positions, values <f4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.config.schema.updates import Codec, Fp16Codec, Int8Codec, NoCodec, TopKCodec
+from shoal.updates import sparse
+from shoal.updates.blocks import Floats, all_finite, in_blocks, scratch
+from shoal.updates.dense import Bytes, Dense, Half, Plain, chunks
+from shoal.updates.frames import Frame, Frames, UpdateError, frame_of
+
+__all__ = [
+    "Frames",
+    "UpdateError",
+    "apply_changes",
+    "decode",
+    "decode_into",
+    "encode",
+    "encode_changes",
+    "encoded_bytes",
+    "residual_for",
+]
+
+_DENSE: dict[type, type[Dense]] = {NoCodec: Plain, Fp16Codec: Half, Int8Codec: Bytes}
+
+
+def residual_for(codec: Codec, size: int) -> Tensor | None:
+    """Where the codec is to keep what it loses: zeros; None where it loses nothing, or error feedback is off."""
+    return None if isinstance(codec, NoCodec) or not codec.error_feedback else torch.zeros(size)
+
+
+def encode(codec: Codec, vector: Tensor, residual: Tensor | None) -> Frames:
+    """The frames of a vector, which stays as it is. `residual` is added first, and becomes what was lost.
+
+    Without a codec the frame shares the vector's memory: send it before the vector changes.
+    """
+    values: Floats = vector.detach().numpy()
+    lost: Floats | None = None if residual is None else residual.numpy()
+    if isinstance(codec, TopKCodec):
+        return _encode_largest(_kept(codec, len(values)), values, lost)
+    if isinstance(codec, NoCodec) and lost is None:
+        return (frame_of(values),)
+    packed = _DENSE[type(codec)].empty(len(values))
+    in_blocks(len(values), lambda start, end: _pack(packed, values, lost, start, end))
+    return packed.frames()
+
+
+def decode(codec: Codec, size: int, frames: Sequence[Frame], out: Tensor | None = None) -> Tensor:
+    """The vector in the frames, in `out` where that is given (which holds anything at all after an error)."""
+    vector = torch.empty(size) if out is None else out
+    values: Floats = vector.numpy()
+    if isinstance(codec, TopKCodec):
+        positions, found = sparse.read(frames, _kept(codec, size), size)
+        values[:] = 0
+        values[positions] = found
+        return vector
+    packed = _DENSE[type(codec)].read(size, frames)
+    in_blocks(size, lambda start, end: _unpack(packed, values[start:end], start, end))
+    return vector
+
+
+def decode_into(codec: Codec, size: int, frames: Sequence[Frame], target: Tensor, scale: float) -> None:
+    """`target += scale × decoded`. Everything is checked before anything is added, so an error leaves the target as it was."""
+    values: Floats = target.numpy()
+    if isinstance(codec, TopKCodec):
+        positions, found = sparse.read(frames, _kept(codec, size), size)
+        values[positions] += found * scale
+        return
+    packed = _DENSE[type(codec)].read(size, frames)
+    in_blocks(size, lambda start, end: _unpack(packed, scratch(end - start), start, end))
+    in_blocks(size, lambda start, end: _add(packed, values[start:end], scale, start, end))
+
+
+def encoded_bytes(codec: Codec, size: int) -> int:
+    """The most bytes an encoded vector takes."""
+    if isinstance(codec, TopKCodec):
+        kept = _kept(codec, size)
+        return 4 * kept + sparse.index_bytes(kept, size)
+    if isinstance(codec, Int8Codec):
+        return size + 4 * chunks(size)
+    return size * (2 if isinstance(codec, Fp16Codec) else 4)
+
+
+def encode_changes(old: Tensor, new: Tensor) -> Frames | None:
+    """What turns `old` into `new`, to the bit; None where that is not smaller than `new` itself."""
+    found = sparse.differences(old.detach().numpy(), new.detach().numpy())
+    if found is None:
+        return None
+    positions, values = found
+    frames = sparse.pack(positions, len(new)), frame_of(values)
+    return frames if sum(frame.nbytes for frame in frames) < 4 * len(new) else None
+
+
+def apply_changes(vector: Tensor, frames: Sequence[Frame]) -> None:
+    """Turn the old vector into the new one, in place. An error leaves it as it was."""
+    positions, values = sparse.read(frames, None, len(vector))
+    vector.numpy()[positions] = values
+
+
+def _kept(codec: TopKCodec, size: int) -> int:
+    return min(size, max(1, round(codec.ratio * size)))
+
+
+def _encode_largest(count: int, values: Floats, lost: Floats | None) -> Frames:
+    if count == 0:
+        return memoryview(b""), memoryview(b"")
+    if lost is None:
+        positions, found = sparse.largest(values, count)
+    else:
+        positions, found = sparse.largest(lost, count, values)
+        lost[positions] = 0
+    return sparse.pack(positions, len(values)), frame_of(found)
+
+
+def _pack(packed: Dense, values: Floats, lost: Floats | None, start: int, end: int) -> None:
+    if lost is None:
+        return packed.pack(values[start:end], start, end)
+    wanted = lost[start:end]
+    wanted += values[start:end]
+    packed.pack(wanted, start, end)
+    sent = scratch(end - start)
+    packed.unpack(start, end, sent)
+    wanted -= sent
+
+
+def _unpack(packed: Dense, out: Floats, start: int, end: int) -> None:
+    packed.unpack(start, end, out)
+    if not all_finite(out):
+        raise UpdateError("values: a number that is not finite")
+
+
+def _add(packed: Dense, target: Floats, scale: float, start: int, end: int) -> None:
+    block = scratch(end - start)
+    packed.unpack(start, end, block)
+    block *= scale
+    target += block

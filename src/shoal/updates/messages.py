@@ -1,0 +1,135 @@
+"""What workers and coordinator say to each other: what is asked is checked field by field, whoever sent it.
+
+A message is a header of plain values and raw frames. A worker asks, the coordinator answers; nothing else is ever sent.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from shoal.errors import ShoalError
+
+PROTOCOL = 1
+_MOST = 2**53
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class BadMessage(ShoalError):
+    """A message that no worker of ours would send."""
+
+
+class Join(NamedTuple):
+    """May I take part? Answered with the configuration, a seat at the data, and a session."""
+
+    name: str | None
+    protocol: int
+    about: Mapping[str, str]
+
+
+class Leave(NamedTuple):
+    """I am going."""
+
+    session: str
+    number: int
+
+
+class Heartbeat(NamedTuple):
+    """I am still here, and this is what I do."""
+
+    session: str
+    number: int
+    state: str
+
+
+class Pull(NamedTuple):
+    """Weights newer than those I have, please."""
+
+    session: str
+    number: int
+    have: int
+
+
+class Contribute(NamedTuple):
+    """What I learned from some batches. The answer also brings new weights, where they are wanted."""
+
+    session: str
+    number: int
+    seq: int
+    """The same number is never taken twice from a worker of this name."""
+    base: int
+    """The version the update was computed on."""
+    round: int
+    weight: float
+    samples: int
+    epoch: int
+    position: int
+    """Batches of the epoch consumed when it was made, its own included."""
+    batches: int
+    have: int
+    """Version of the weights I have; -1: send none."""
+    metrics: Mapping[str, float]
+
+
+Asked = Join | Leave | Heartbeat | Pull | Contribute
+
+
+def _integer(least: int, most: int = _MOST) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _number(least: float, most: float) -> Callable[[Any], bool]:
+    return lambda value: type(value) in (int, float) and math.isfinite(value) and least <= value <= most
+
+
+def _text(longest: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is str and len(value) <= longest
+
+
+def _mapping(item: Callable[[Any], bool], most: int) -> Callable[[Any], bool]:
+    return lambda value: (
+        type(value) is dict and len(value) <= most and all(type(key) is str and len(key) <= 128 and item(one) for key, one in value.items())
+    )
+
+
+def _is_name(value: Any) -> bool:
+    return value is None or (type(value) is str and _NAME.fullmatch(value) is not None)
+
+
+_SESSION = {"session": _text(64), "number": _integer(0)}
+_CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
+    "join": (Join, {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16)}),
+    "leave": (Leave, _SESSION),
+    "heartbeat": (Heartbeat, _SESSION | {"state": _text(40)}),
+    "pull": (Pull, _SESSION | {"have": _integer(-1)}),
+    "contribute": (
+        Contribute,
+        _SESSION
+        | {name: _integer(0) for name in ("seq", "base", "round", "epoch", "position")}
+        | {"samples": _integer(1), "batches": _integer(1), "have": _integer(-1), "weight": _number(1e-9, 1e15)}
+        | {"metrics": _mapping(lambda value: type(value) in (int, float), 64)},
+    ),
+}
+
+
+def parse(header: Mapping[str, Any]) -> Asked:
+    """The question in a header. Raises BadMessage."""
+    kind = header.get("kind")
+    found = _CHECKS.get(kind) if isinstance(kind, str) else None
+    if found is None:
+        raise BadMessage("no such message")
+    made, checks = found
+    for name, good in checks.items():
+        if name not in header or not good(header[name]):
+            raise BadMessage(f"{kind}: `{name}` is missing or wrong")
+    if len(header) != len(checks) + 1:
+        raise BadMessage(f"{kind}: there are fields that do not belong")
+    asked: Asked = made(**{name: header[name] for name in checks})
+    return asked
+
+
+def header_of(asked: Asked) -> dict[str, Any]:
+    """A question as a header."""
+    return {"kind": type(asked).__name__.lower(), **asked._asdict()}

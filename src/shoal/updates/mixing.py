@@ -1,0 +1,78 @@
+"""Mixing before a rule: each row of the stack [N, D] becomes a mean of several, so that honest ones that differ look more alike.
+
+A mixing is a matrix [R, N] whose lines sum to one. Rules that only measure distances never see the mixed vectors themselves.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from shoal.config.derive import default_byzantine
+from shoal.config.schema.updates import Bucketing, Mixing, NearestNeighbours
+from shoal.updates.gram import gram, squared_distances, weighted_sum
+
+
+def bucketing(stack_ND: Tensor, size: int, seed: int) -> Tensor:
+    """The means of random buckets of `size` contributions (Karimireddy et al., 2022)."""
+    return bucketing_matrix(len(stack_ND), size, seed).to(stack_ND) @ stack_ND
+
+
+def nearest_neighbour_mixing(stack_ND: Tensor, byzantine: int) -> Tensor:
+    """Each contribution replaced by the mean of the N − f nearest to it, itself among them (Allouah et al., 2023)."""
+    return neighbour_matrix(gram(stack_ND), byzantine).to(stack_ND) @ stack_ND
+
+
+def bucketing_matrix(count: int, size: int, seed: int) -> Tensor:
+    """Who is in which bucket; the last may hold fewer."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    member_RN = torch.zeros(-(-count // size), count, dtype=torch.float64)
+    member_RN[torch.arange(count) // size, order] = 1
+    return member_RN / member_RN.sum(1, keepdim=True)
+
+
+def neighbour_matrix(gram_NN: Tensor, byzantine: int) -> Tensor:
+    """Who is among the N − f nearest of whom."""
+    count = len(gram_NN)
+    kept = max(1, count - byzantine)
+    nearest = squared_distances(gram_NN).argsort(dim=1, stable=True)[:, :kept]
+    return torch.zeros(count, count, dtype=torch.float64).scatter_(1, nearest, 1 / kept)
+
+
+class Contributions:
+    """The rows that a rule sees: means of the stack's rows. They are only made where the rule needs more than their inner products."""
+
+    def __init__(self, stack_ND: Tensor, mixing: Mixing, seed: int) -> None:
+        self.stack_ND = stack_ND
+        self.bucket = mixing.size if isinstance(mixing, Bucketing) else 1
+        self.mixing_RN = self._matrix(mixing, seed)
+
+    def _matrix(self, mixing: Mixing, seed: int) -> Tensor | None:
+        count = len(self.stack_ND)
+        if isinstance(mixing, Bucketing):
+            return bucketing_matrix(count, mixing.size, seed)
+        if isinstance(mixing, NearestNeighbours):
+            byzantine = default_byzantine(mixing.kind, count) if mixing.byzantine is None else mixing.byzantine
+            return neighbour_matrix(self._raw_gram, byzantine)
+        return None
+
+    @cached_property
+    def _raw_gram(self) -> Tensor:
+        return gram(self.stack_ND)
+
+    @cached_property
+    def gram(self) -> Tensor:
+        return self._raw_gram if self.mixing_RN is None else self.mixing_RN @ self._raw_gram @ self.mixing_RN.T
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return self.stack_ND if self.mixing_RN is None else self.mixing_RN.to(self.stack_ND) @ self.stack_ND
+
+    def weighted(self, weights_R: Tensor) -> Tensor:
+        return weighted_sum(weights_R if self.mixing_RN is None else weights_R @ self.mixing_RN, self.stack_ND)
+
+    def mean(self, weights_N: Tensor) -> Tensor:
+        own = weights_N.double().cpu() if self.mixing_RN is None else self.mixing_RN @ weights_N.double().cpu()
+        return self.weighted(own / own.sum())

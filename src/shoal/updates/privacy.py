@@ -1,0 +1,99 @@
+"""Differential privacy: noise on a clipped contribution, and the (ε, δ) that a run has spent.
+
+Accounting is that of the Poisson-sampled Gaussian mechanism (Rényi divergences). Batches here are drawn without replacement from a
+shuffle, which everybody accounts for this way and nobody has proved. The noise comes from an ordinary generator of 32-bit floats: it
+hides a sample from whoever reads the updates, not from one who knows the generator's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Generator, Tensor
+
+from shoal.errors import ShoalError
+
+_BLOCK = 1 << 18
+
+Doubles = NDArray[np.float64]
+
+
+def add_noise_(vector: Tensor, clip_norm: float, noise_multiplier: float, generator: Generator) -> None:
+    """Add N(0, (clip_norm · noise_multiplier)²) to each number, in place."""
+    room = torch.empty(min(_BLOCK, len(vector)), dtype=vector.dtype, device=vector.device)
+    for start in range(0, len(vector), _BLOCK):
+        block = vector[start : start + _BLOCK]
+        noise = room[: len(block)]
+        noise.normal_(0.0, clip_norm * noise_multiplier, generator=generator)
+        block += noise
+
+
+def sample_level_multiplier(noise_multiplier: float) -> float:
+    """The multiplier to account with when a sample is to be hidden, and not a worker.
+
+    A contribution is clipped as a whole, not per sample. Another sample in the batch can turn it to the other side of the ball:
+    it moves by twice the clip norm, so against that the noise is half as large as the setting says.
+    """
+    return noise_multiplier / 2
+
+
+def epsilon(noise_multiplier: float, sampling_rate: float, steps: int, delta: float) -> float:
+    """ε after so many noisy steps, each on a random `sampling_rate` of the data; infinite without noise."""
+    if steps == 0:
+        return 0.0
+    from_one_step = _divergences(noise_multiplier, sampling_rate)
+    return _epsilon(from_one_step, steps, delta)
+
+
+@dataclass
+class Accountant:
+    """The steps each worker has taken, and the ε that follows. Workers hold different samples, so a run has spent what its worst has.
+
+    `steps` is the whole state. Rényi divergences add up, so those of one step are computed once and multiplied.
+    """
+
+    noise_multiplier: float
+    sampling_rate: float
+    delta: float
+    steps: dict[str, int] = field(default_factory=dict)
+
+    def record(self, worker: str, steps: int = 1) -> None:
+        self.steps[worker] = self.steps.get(worker, 0) + steps
+
+    def spent(self) -> float:
+        """ε so far, of the worker that has spent most."""
+        return epsilon(self.noise_multiplier, self.sampling_rate, max(self.steps.values(), default=0), self.delta)
+
+    def spent_by_worker(self) -> Mapping[str, float]:
+        return {worker: epsilon(self.noise_multiplier, self.sampling_rate, steps, self.delta) for worker, steps in self.steps.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Divergences:
+    """Rényi divergences of one step, at each order."""
+
+    orders: Doubles
+    values: Doubles
+
+
+@lru_cache(maxsize=64)
+def _divergences(noise_multiplier: float, sampling_rate: float) -> _Divergences:
+    try:
+        from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, rdp
+    except ImportError as error:
+        raise ShoalError("accounting for privacy needs dp-accounting: pip install 'shoal[privacy]'") from error
+    accountant = rdp.RdpAccountant()
+    accountant.compose(PoissonSampledDpEvent(sampling_rate, GaussianDpEvent(noise_multiplier)))
+    return _Divergences(accountant.orders, accountant.rdp)
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(from_one_step: _Divergences, steps: int, delta: float) -> float:
+    from dp_accounting import rdp
+
+    return float(rdp.compute_epsilon(from_one_step.orders, steps * from_one_step.values, delta)[0])

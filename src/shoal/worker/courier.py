@@ -1,0 +1,175 @@
+"""Carries a worker's messages beside its computing: in order, one at a time, again until they are answered.
+
+A connection that is lost is tried again with growing pauses. A coordinator that came back does not know the session any more: the worker
+joins again under its name, and the message goes out once more. What it carries has a number, so it is never taken twice.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+from shoal.errors import ShoalError
+from shoal.updates.messages import Asked, Contribute, Heartbeat, Join, header_of
+
+Frames = Sequence[bytes | memoryview]
+_SLOWEST_LINK = 50_000
+"""Bytes a second: a message that takes longer than this is taken for lost."""
+_ANSWER_S = 10.0
+_LONGEST_PAUSE_S = 5.0
+
+
+class Answer(NamedTuple):
+    """What the coordinator said."""
+
+    header: dict[str, Any]
+    frames: Frames
+
+
+class Lost(Exception):
+    """No answer, or the connection is gone; it may come back."""
+
+
+class Line(Protocol):
+    """A connection to the coordinator."""
+
+    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
+        """Ask and wait. Raises Lost, or ShoalError where asking again is of no use."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Left(ShoalError):
+    """The worker is not wanted any more."""
+
+
+class Courier:
+    """The messages of one worker. `ask` returns at once; the answer comes when it comes."""
+
+    def __init__(self, line: Line, joining: Join, patience_s: float, tell: Callable[[str], None]) -> None:
+        self.line, self.joining, self.patience_s, self.tell = line, joining, patience_s, tell
+        self.session = ""
+        self.welcome: dict[str, Any] = {}
+        self.sessions = 0
+        """How often it has joined: who holds weights from another session asks for them anew."""
+        self.round_trip_s = 0.0
+        self._numbers = {False: 0, True: 0}
+        self._closing = threading.Event()
+        self._jobs: queue.Queue[tuple[Future[Answer], Asked, Frames] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="courier", daemon=True)
+
+    def join(self) -> Answer:
+        """Take part. The answer is the coordinator's welcome."""
+        answer = self._join()
+        self._thread.start()
+        return answer
+
+    def ask(self, asked: Asked, frames: Frames = ()) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        self._jobs.put((future, asked, frames))
+        return future
+
+    def close(self) -> None:
+        """Stop. Whatever is still under way is given up."""
+        self._closing.set()
+        self._jobs.put(None)
+        self.line.close()
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+
+    def beat(self, line: Line, state: str) -> Answer | None:
+        """A sign of life, over a line of its own, so that a long upload does not look like death."""
+        try:
+            return line.call(self._addressed(Heartbeat("", 0, state)), (), _ANSWER_S)
+        except (Lost, ShoalError):
+            return None
+
+    # --- the thread --------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, asked, frames = job
+            try:
+                future.set_result(self._deliver(asked, frames))
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _deliver(self, asked: Asked, frames: Frames) -> Answer:
+        """Ask until there is an answer."""
+        session = self.sessions
+        while True:
+            started = time.monotonic()
+            answer = self._insist(lambda: self._addressed(asked), frames)
+            reason = answer.header.get("reason") if answer.header.get("kind") == "refused" else None
+            if reason is None:
+                self.round_trip_s = time.monotonic() - started
+                return answer
+            if reason == "unknown-session":
+                if self.sessions == session:
+                    self._join()
+                if isinstance(asked, Contribute):  # the caller must see the new weights before it sends this again
+                    taken = asked.seq <= self.welcome["last_seq"]
+                    return Answer({"kind": "rejoined", "taken": taken}, ())
+                session = self.sessions
+            elif reason == "too-fast":
+                self._closing.wait(0.1)
+            else:
+                raise Left(f"the coordinator refused: {answer.header.get('detail') or reason}")
+
+    def _insist(self, header: Callable[[], dict[str, Any]], frames: Frames) -> Answer:
+        """Call until the line answers, or patience is at its end."""
+        timeout = _ANSWER_S + sum(len(frame) for frame in frames) / _SLOWEST_LINK
+        since, pause = time.monotonic(), 0.1
+        while True:
+            try:
+                return self.line.call(header(), frames, timeout)
+            except Lost as lost:
+                if self._closing.is_set():
+                    raise Left("closed") from None
+                gone = time.monotonic() - since
+                if gone > self.patience_s:
+                    raise ShoalError(f"the coordinator has not answered for {gone:.0f} s: {lost}") from None
+                if pause >= 0.4:
+                    self.tell(f"the coordinator does not answer ({lost}); trying again")
+                self._closing.wait(pause * random.uniform(0.7, 1.3))
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _join(self) -> Answer:
+        answer = self._insist(lambda: header_of(self.joining), ())
+        if answer.header.get("kind") != "welcome":
+            raise Left(f"the coordinator refused: {answer.header.get('detail') or answer.header.get('reason')}")
+        self.welcome, self.session = answer.header, answer.header["session"]
+        self.joining = self.joining._replace(name=answer.header["name"])
+        self._numbers = {False: 0, True: 0}
+        self.sessions += 1
+        return answer
+
+    def _addressed(self, asked: Asked) -> dict[str, Any]:
+        beats = isinstance(asked, Heartbeat)
+        self._numbers[beats] += 1
+        return header_of(asked) | {"session": self.session, "number": self._numbers[beats]}
+
+
+class Pulse:
+    """Signs of life, at regular times, for as long as it is open."""
+
+    def __init__(self, courier: Courier, line: Line, interval_s: float, state: Callable[[], str]) -> None:
+        self.courier, self.line, self.interval_s, self.state = courier, line, interval_s, state
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._closing.wait(self.interval_s):
+            self.courier.beat(self.line, self.state())
+
+    def close(self) -> None:
+        self._closing.set()
+        self.line.close()
+        self._thread.join(5.0)

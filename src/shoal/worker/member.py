@@ -1,0 +1,280 @@
+"""One worker among many: feed → gradient → contribution → pull.
+
+Uploads and downloads go on beside the computing where the strategy allows it. A gradient that is not finite is never sent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+from torch import Tensor
+
+from shoal.config.schema.updates import NoCodec, Updates
+from shoal.errors import ShoalError
+from shoal.tasks import Batch
+from shoal.updates import clipping, codecs, privacy
+from shoal.updates.frames import frame_of
+from shoal.updates.messages import Contribute, Leave, Pull
+from shoal.worker.courier import Answer, Courier
+from shoal.worker.loop import Feed, StepResult
+
+_PLAIN = NoCodec()
+MOST_POISONED = 50
+"""Gradients in a row that are not finite: then something is wrong with this worker, or with the run."""
+_WORTH_OVERLAPPING = 0.1
+"""Share of a step's time that an answer must take before computing goes on without it: fresh weights are worth a short wait."""
+
+
+class Engine(Protocol):
+    """What a member asks of an engine."""
+
+    device: torch.device
+    vector: Tensor
+    gradient: Tensor
+
+    def gradients(self, batches: list[Batch]) -> StepResult: ...
+    def unscale(self) -> None: ...
+    def apply_own(self, step: float) -> Any: ...
+    @property
+    def buffers(self) -> Tensor: ...
+    def load_buffers(self, values: Tensor) -> None: ...
+
+
+class Ways(Protocol):
+    """The worker's side of a strategy."""
+
+    @property
+    def pull_every(self) -> int: ...
+    @property
+    def blend(self) -> float: ...
+    @property
+    def worker_steps(self) -> bool: ...
+    @property
+    def window(self) -> int:
+        """Rounds that may be open at once; 0: there are no rounds to wait for."""
+        ...
+
+
+class Receipts:
+    """What the coordinator confirmed, in the worker's own hand, for `shoal audit`."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: TextIO | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, worker: str, seq: int, status: str, version: int) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps([worker, seq, status, version]) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Member:
+    """A worker that has joined."""
+
+    def __init__(
+        self,
+        courier: Courier,
+        engine: Engine,
+        feed_for: Callable[[int, int, int], Feed],
+        ways: Ways,
+        updates: Updates,
+        *,
+        accumulation: int = 1,
+        receipts: Receipts | None = None,
+        slowdown: float = 1.0,
+    ) -> None:
+        self.courier, self.engine, self.ways, self.updates = courier, engine, ways, updates
+        self.feed_for, self.accumulation, self.slowdown = feed_for, accumulation, slowdown
+        self.receipts = receipts or Receipts(None)
+        self.stopping = False
+        self.done = False
+        self.state = "starting"
+        self.counts = {"sent": 0, "accepted": 0, "rejected": 0, "poisoned": 0}
+        self.version, self.round, self.server_step, self.most_lag = -1, 0, 0.0, math.inf
+        self.seq = courier.welcome["last_seq"] + 1
+        self.seat = courier.welcome["seat"]
+        self.feed = feed_for(self.seat, courier.welcome["epoch"], courier.welcome["position"])
+        self.steps = 0
+        self.extra = engine.buffers.numel()
+        size = engine.vector.numel()
+        in_place = engine.device.type == "cpu" and engine.vector.dtype == torch.float32 and not ways.worker_steps and ways.blend == 1
+        self.base = engine.vector if in_place else torch.empty(size)
+        """The weights as the coordinator sent them; the engine's own vector where nothing else moves that."""
+        self._outgoing = [torch.empty(size), torch.empty(size)]
+        """One is on its way while the other is filled."""
+        self.residual = codecs.residual_for(updates.codec, size)
+        self.noise = torch.Generator()
+        self.noise.seed()  # from the system: noise that somebody could guess would hide nothing
+        self._under_way: tuple[Future[Answer], Contribute, Any] | None = None
+        self._step_s = 0.0
+        self._versions_per_step = 1.0
+        self._poisoned_in_a_row = 0
+
+    # --- the work ----------------------------------------------------------------------------------
+
+    def work(self) -> None:
+        """Until the run is over, or somebody says stop."""
+        self._pull()
+        while not (self.done or self.stopping):
+            self._step()
+        self._settle()
+        self.state = "leaving"
+        self.courier.ask(Leave("", 0)).result()
+        self.receipts.close()
+
+    def _step(self) -> None:
+        self.state = "computing"
+        started = time.monotonic()
+        result = self.engine.gradients([next(self.feed) for _ in range(self.accumulation)])
+        self.engine.unscale()
+        vector = self._outgoing[self.steps % 2]
+        vector.copy_(self.engine.gradient)
+        if not self._limit(vector):
+            return
+        self._poisoned_in_a_row = 0
+        base = self.version
+        if self.ways.worker_steps:
+            self.engine.apply_own(self.server_step)
+        if self.updates.privacy.enabled:
+            assert self.updates.clip_norm is not None  # the configuration sees to it
+            privacy.add_noise_(vector, self.updates.clip_norm, self.updates.privacy.noise_multiplier, self.noise)
+        frames: list[memoryview] = list(codecs.encode(self.updates.codec, vector, self.residual))
+        if self.extra:
+            frames.append(frame_of(self.engine.buffers.numpy()))
+        if self.slowdown > 1:
+            time.sleep((self.slowdown - 1) * (time.monotonic() - started))
+        self._step_s = time.monotonic() - started
+        self.steps += 1
+        self._settle()
+        self._send(result, base, frames)
+        if not self._may_overlap():
+            self._settle()
+
+    def _limit(self, vector: Tensor) -> bool:
+        """Clip; False for a gradient that is not finite, which nobody must ever see."""
+        limit = self.updates.clip_norm
+        norm = clipping.clip_(vector, limit) if limit is not None else clipping.norm(vector)
+        if math.isfinite(norm):
+            return True
+        self.counts["poisoned"] += 1
+        self._poisoned_in_a_row += 1
+        if self._poisoned_in_a_row > MOST_POISONED:
+            raise ShoalError(f"{MOST_POISONED} gradients in a row were not finite: lower the learning rate, or check this worker's data")
+        return False
+
+    def _may_overlap(self) -> bool:
+        """May the next step begin before this one is answered? Only where that does not make it too late, and where it pays."""
+        if self.ways.window:
+            return self.ways.window > 1
+        if self.ways.worker_steps:
+            return True
+        pays = self.courier.round_trip_s > _WORTH_OVERLAPPING * self._step_s
+        return pays and 2 * self._versions_per_step - 1 <= 0.8 * self.most_lag
+
+    # --- sending and receiving -----------------------------------------------------------------------
+
+    def _send(self, result: StepResult, base: int, frames: list[memoryview]) -> None:
+        pulls = self.steps % self.ways.pull_every == 0
+        metrics = {name: float(value) for name, value in result.metrics.items()}
+        feed = self.feed.state_dict()
+        contribution = Contribute(
+            session="",
+            number=0,
+            seq=self.seq,
+            base=base,
+            round=self.round,
+            weight=float(result.weight),
+            samples=result.samples,
+            epoch=feed["epoch"],
+            position=feed["position"],
+            batches=self.accumulation,
+            have=self.version if pulls else -1,
+            metrics=metrics,
+        )
+        self.seq += 1
+        self.round += 1
+        self.counts["sent"] += 1
+        self._under_way = (self.courier.ask(contribution, frames), contribution, frames)
+
+    def _settle(self) -> None:
+        """Take the answer to what is under way, and do as it says."""
+        while self._under_way is not None:
+            future, contribution, frames = self._under_way
+            self.state = "waiting"
+            answer = future.result()
+            self._under_way = None
+            if answer.header["kind"] == "rejoined":
+                self._rejoined(contribution, frames, answer.header["taken"])
+                continue
+            status = answer.header["status"]
+            if status == "wait" and not self.stopping:  # it was taken; ask again when its round has closed, without sending it again
+                self._under_way = (self.courier.ask(contribution), contribution, ())
+                continue
+            status = "accepted" if status == "wait" else status
+            self._note(contribution, status, answer.header["version"])
+            self.round = max(self.round, answer.header["round"])
+            self._take(answer)
+
+    def _rejoined(self, contribution: Contribute, frames: Any, taken: bool) -> None:
+        """The coordinator had lost sight of us. What it had not taken is sent once more."""
+        if self.courier.welcome["seat"] != self.seat:
+            self.seat = self.courier.welcome["seat"]
+            self.feed = self.feed_for(self.seat, self.courier.welcome["epoch"], self.courier.welcome["position"])
+        if taken:
+            self._note(contribution, "accepted", self.courier.welcome["version"])
+        self._pull()
+        if not taken and frames:
+            self._under_way = (self.courier.ask(contribution, frames), contribution, frames)
+
+    def _note(self, contribution: Contribute, status: str, version: int) -> None:
+        self.counts["accepted" if status == "accepted" else "rejected"] += 1
+        self.receipts.write(self.courier.welcome["name"], contribution.seq, status, version)
+
+    def _pull(self) -> None:
+        answer = self.courier.ask(Pull("", 0, -1)).result()
+        self.version = -1
+        self._take(answer)
+        self.round = answer.header["version"]
+
+    def _take(self, answer: Answer) -> None:
+        """New weights, and where the run stands."""
+        header = answer.header
+        self.done, self.server_step, self.most_lag = header["done"], header["step"], header["most_lag"]
+        if self.version >= 0:
+            passed = header["version"] - self.version
+            self._versions_per_step = 0.8 * self._versions_per_step + 0.2 * max(1, passed / self.ways.pull_every)
+        kind = header.get("weights", "same")
+        if kind == "same":
+            return
+        size = self.base.numel()
+        body = answer.frames[:-1] if self.extra else answer.frames
+        if kind == "full":
+            codecs.decode(_PLAIN, size, body, out=self.base)
+        elif kind == "changes":
+            codecs.apply_changes(self.base, body)
+        else:
+            codecs.decode_into(self.updates.codec, size, body, self.base, 1.0)
+        if self.extra:
+            self.engine.load_buffers(codecs.decode(_PLAIN, self.extra, answer.frames[-1:]))
+        first, self.version = self.version < 0, header["version"]
+        self._blend(1.0 if first else self.ways.blend)
+
+    def _blend(self, share: float) -> None:
+        """The worker's weights become the coordinator's, or a mixture of both."""
+        vector = self.engine.vector
+        if vector is self.base:
+            return
+        pulled = self.base.to(vector)
+        vector.copy_(pulled) if share == 1 else vector.lerp_(pulled, share)
