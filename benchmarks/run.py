@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-DEFAULT = ["config", "overhead", "generate", "learning"]
+DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs"]
 
 
 class Row(NamedTuple):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import ShoalError
 from shoal.updates import rules
-from shoal.updates.columns import network, sorted_rows
+from shoal.updates.gram import gram, squared_distances
 
 Doubles = NDArray[np.float64]
 
@@ -42,20 +42,6 @@ def reference_bulyan(values: Doubles, byzantine: int) -> Doubles:
     middle = np.median(picked, axis=0)
     order = np.argsort(np.abs(picked - middle), axis=0, kind="stable")[:kept]
     return np.take_along_axis(picked, order, axis=0).mean(0)
-
-
-@given(st.integers(1, 40))
-def test_the_network_sorts(count: int) -> None:
-    """By the 0-1 principle a network that sorts all zeros and ones sorts everything; random floats stand in for all of them."""
-    values = np.random.default_rng(count).standard_normal((count, 64)).astype(np.float32)
-    assert np.array_equal(np.stack(sorted_rows(values.copy())), np.sort(values, axis=0))
-
-
-@pytest.mark.parametrize("count", range(1, 11))
-def test_the_network_sorts_every_zero_one_input(count: int) -> None:
-    inputs = ((np.arange(2**count)[None, :] >> np.arange(count)[:, None]) & 1).astype(np.float32)
-    assert np.array_equal(np.stack(sorted_rows(inputs.copy())), np.sort(inputs, axis=0))
-    assert all(low < high < count for low, high in network(count))
 
 
 @settings(max_examples=40, deadline=None)
@@ -96,7 +82,48 @@ def test_distances_survive_a_large_common_part() -> None:
     """What a plain Gram matrix would lose: vectors that differ little against their length."""
     values = torch.full((5, 1000), 1000.0) + stack(5, 1000)
     expected = torch.from_numpy(reference_distances(values.double().numpy()))
-    assert torch.allclose(rules.squared_distances(values), expected, rtol=1e-5)
+    assert torch.allclose(squared_distances(gram(values)), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [2, 16, 17, 35])
+@pytest.mark.parametrize("size", [1, 8191, 8192, 17_000])
+def test_distances_equal_a_double_precision_reference_at_every_size(count: int, size: int) -> None:
+    values = stack(count, size)
+    exact = values.double()
+    expected = torch.stack([(exact - row).square().sum(1) for row in exact])
+    assert torch.allclose(squared_distances(gram(values)), expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("large", [1e6, 1e15, 1e25, 3e38])
+def test_distances_among_the_honest_survive_an_attacker_of_any_length(large: float) -> None:
+    values = stack(7, 3000)
+    values[[1, 4]] = large * stack(2, 3000, 5).sign()
+    distances = squared_distances(gram(values))
+    honest = [0, 2, 3, 5, 6]
+    expected = torch.from_numpy(reference_distances(values[honest].double().numpy()))
+    assert torch.allclose(distances[honest][:, honest], expected, rtol=1e-4)
+    assert distances[[1, 4]][:, honest].min() > 100 * expected.max()
+    assert torch.equal(rules.krum(values, 2), values[honest][reference_choice(values[honest], 3)])
+
+
+def reference_choice(values: torch.Tensor, neighbours: int) -> int:
+    distances = reference_distances(values.double().numpy())
+    return int(np.argmin([np.sort(row)[1 : neighbours + 1].sum() for row in distances]))
+
+
+def test_a_rule_leaves_the_contributions_as_they_were() -> None:
+    for size in (1, 2000):
+        values = stack(7, size)
+        before = values.clone()
+        for rule in (rules.median, lambda s: rules.trimmed_mean(s, 0.5), lambda s: rules.bulyan(s, 1), lambda s: rules.krum(s, 1)):
+            rule(values)
+            assert torch.equal(values, before)
+
+
+def test_bulyan_survives_a_value_that_would_swallow_a_running_sum() -> None:
+    values = 1 + 0.01 * stack(11, 500)
+    values[0, 7], values[1, 9] = 1e30, -1e30
+    assert (rules.bulyan(values, 2) - 1).abs().max() < 0.1
 
 
 def test_too_few_contributions_are_refused() -> None:
@@ -106,7 +133,7 @@ def test_too_few_contributions_are_refused() -> None:
         rules.bulyan(stack(10, 3), 2)
 
 
-@pytest.mark.parametrize("rule", ["krum", "bulyan", "trimmed", "median"])
+@pytest.mark.parametrize("rule", ["krum", "multi-krum", "bulyan", "trimmed", "median", "geometric", "clipping"])
 def test_two_attackers_of_eleven_do_not_move_it_far_and_the_mean_they_do(rule: str) -> None:
     honest = torch.ones(11, 200) + 0.1 * stack(11, 200)
     attacked = honest.clone()
@@ -116,6 +143,9 @@ def test_two_attackers_of_eleven_do_not_move_it_far_and_the_mean_they_do(rule: s
         "bulyan": lambda s: rules.bulyan(s, 2),
         "trimmed": lambda s: rules.trimmed_mean(s, 0.4),
         "median": rules.median,
+        "multi-krum": lambda s: rules.multi_krum(s, 2),
+        "geometric": rules.geometric_median,
+        "clipping": lambda s: rules.centered_clipping(s, torch.ones(200), 2.0, 3),
     }[rule]
     assert (robust(attacked) - 1).abs().mean() < 0.2
     assert (rules.mean(attacked) - 1).abs().mean() > 5

@@ -13,6 +13,7 @@ def run(argv: list[str]) -> int:
     made = parser("coordinate", "Coordinate a run: print the command that workers join with, and wait for them.")
     made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
     made.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, or the newest with these settings")
+    made.add_argument("--workers", type=int, metavar="N", help="also start N workers here (default: 1 if coordinator.trains, else none)")
     made.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
     arguments, overrides = parse(made, argv)
     resolved = continued_from(arguments)
@@ -21,4 +22,5 @@ def run(argv: list[str]) -> int:
         report(ConfigError(loaded.problems))
     if loaded.run.strategy.kind == "local":
         raise ShoalError("strategy.kind is local, so there is nobody to coordinate: --set strategy.kind=syncps (or edp, async)")
-    return coordinate(loaded, arguments.run_dir, arguments.resume, hosts=tuple(arguments.host))
+    own = int(loaded.run.coordinator.trains) if arguments.workers is None else arguments.workers
+    return coordinate(loaded, arguments.run_dir, arguments.resume, workers=own, invite=True, hosts=tuple(arguments.host))

@@ -18,6 +18,7 @@ from shoal.config.problems import ConfigError
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
+    from shoal.launch import LocalWorkers
     from shoal.strategies.coordinating import Coordinating
     from shoal.watch.progress import Progress
     from shoal.worker import Loop
@@ -48,6 +49,7 @@ def run(argv: list[str]) -> int:
         raise ShoalError(
             f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({loaded.run.strategy.kind})"
         )
+    count += loaded.run.coordinator.trains and not arguments.workers
     return coordinate(loaded, arguments.run_dir, arguments.resume, workers=count, netem=arguments.netem, slowdown=arguments.slowdown)
 
 
@@ -81,53 +83,54 @@ def coordinate(
     run_dir: str | None,
     resume: bool,
     *,
-    workers: int | None = None,
+    workers: int = 0,
+    invite: bool = False,
     netem: str | None = None,
     slowdown: list[str] | None = None,
     hosts: tuple[str, ...] = (),
 ) -> int:
-    """Coordinate a run: with workers on this machine, or with whoever joins."""
+    """Coordinate a run, with so many workers on this machine; `invite` lets others join."""
     from shoal.strategies.coordinating import prepare
     from shoal.watch.progress import progress_for
     from shoal.watch.sinks import sinks_for
 
     run = loaded.run
     progress = progress_for(sys.stderr, run.log_level, cluster=True)
-    local = (
-        {"hosts": ("127.0.0.1",), "transport": run.transport.replace(host=None, port=0)} if workers else {"hosts": hosts or ("0.0.0.0",)}
-    )
     coordinating = prepare(
         loaded,
         run_dir=run_dir,
         resume=resume,
         reporters=[progress, *sinks_for(run)],
         progress=download,
-        workers=workers,
-        **local,
+        workers=run.cluster.num_workers + run.coordinator.trains if invite and run.cluster.num_workers else workers,
+        hosts=(hosts or ("0.0.0.0",)) if invite else ("127.0.0.1",),
+        transport=run.transport if invite else run.transport.replace(host=None, port=0),
     )
     loop = coordinating.loop
     progress.message(f"{run.strategy.kind}, {loop.engine.size:,} parameters, in {loop.directory.path}")
-    started = _start_workers(coordinating, workers, netem, slowdown or []) if workers else None
-    if started is None:
+    if invite:
         _invite(coordinating)
-    else:
-        loop.beside = lambda: started.look_after(loop.message)
+    names = _names(workers, (run.cluster.server or "here",) if invite else run.cluster.workers)
+    started = _start_workers(coordinating, names, netem, slowdown or [])
+    loop.beside = lambda: started.look_after(loop.message)
     try:
         with stopping_on_signals(loop, progress):
             summary = loop.train()
     finally:
-        if started is not None:
-            started.close()
+        started.close()
         loop.server.close()
     return conclude(loop, summary)
 
 
-def _start_workers(coordinating: Coordinating, count: int, netem: str | None, slowdown: list[str]) -> Any:
+def _names(count: int, listed: tuple[str, ...]) -> list[str]:
+    """Names for the workers here: those that are listed first."""
+    return [*listed[:count], *(f"w{number}" for number in range(len(listed[:count]) + 1, count + 1))]
+
+
+def _start_workers(coordinating: Coordinating, names: list[str], netem: str | None, slowdown: list[str]) -> LocalWorkers:
     from shoal.launch import LocalWorkers
 
     loop, invitation = coordinating.loop, coordinating.invitation
-    listed = loop.run.cluster.workers
-    names = [*listed[:count], *(f"w{number}" for number in range(len(listed[:count]) + 1, count + 1))]
     factors = _factors(slowdown, names)
     common = ["--netem", netem] if netem else []
     arguments = {name: [*common, *(["--slowdown", factors[name]] if name in factors else [])] for name in names}

@@ -65,7 +65,7 @@ def contributions(settings: Settings) -> tuple[int | None, str]:
         return settings.get("strategy.contributions_per_update"), "strategy.contributions_per_update"
     if kind == "workunits":
         return settings.get("strategy.units_per_update"), "strategy.units_per_update"
-    if kind in ("local", "edp"):
+    if kind == "local" or (kind == "edp" and settings.get("updates.aggregation.kind") == "mean"):
         return 1, "strategy.kind"
     return settings.get("cluster.num_workers"), "cluster.num_workers"
 

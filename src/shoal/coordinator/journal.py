@@ -1,9 +1,12 @@
 """What makes the coordinator durable: a snapshot now and then, a journal of every record since, and a ledger of what entered which version.
 
 coordinator/
-  snapshots/step-00000100/     the learner and the coordinator, as in any checkpoint
-  journal-00000100             records taken since that version; a crash may have cut off the last one
+  snapshots/step-00000003/     the learner and the coordinator, as in any checkpoint; the third that was taken
+  journal-00000003             records taken since then; a crash may have cut off the last one
   ledger.jsonl                 one line a version: which contributions and which batches went into it
+
+Snapshots are numbered as they come, so none ever takes another's place, and each is followed by the journal of the same number. That
+journal is there first: if the snapshot never gets whole, the one before it and both journals lead to the same state.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,22 +36,44 @@ class Journal:
         self._file: BinaryIO | None = None
         self.bytes_since_snapshot = 0
 
-    def begin(self, version: int, pending: Sequence[tuple[dict[str, Any], Frames]] = ()) -> None:
-        """Start a journal that follows a snapshot of this version, with what belongs to rounds that are open."""
+    def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int:
+        """Start a journal, with what belongs to rounds that are open; the number of the snapshot that is to follow."""
         self.close()
-        self._file = (self.folder / f"journal-{version:08d}").open("wb", buffering=0)
+        number = max(journals(self.folder), default=0) + 1
+        self._open(path_of(self.folder, number), "xb")
         self.bytes_since_snapshot = 0
         for record, frames in pending:
             self.append(record, frames)
+        return number
 
-    def go_on(self, version: int, length: int) -> None:
-        """Append to a journal that was read; what a crash cut off is dropped."""
+    def recover(self, snapshot: int) -> Iterator[tuple[dict[str, Any], tuple[bytes, ...]]]:
+        """Every record since a snapshot; what follows is appended after the last. What a crash cut off is dropped."""
+        numbers = [number for number in sorted(journals(self.folder)) if number >= snapshot]
+        if numbers != list(range(snapshot, snapshot + len(numbers))) or not numbers:
+            raise ShoalError(f"a journal that follows snapshot {snapshot} is missing in {self.folder}: put it back, or start a new run")
+        for number in numbers:
+            path, end = path_of(self.folder, number), 0
+            for record, frames, end in read(path):  # noqa: B007
+                yield record, frames
+            if number != numbers[-1] and end != path.stat().st_size:
+                raise ShoalError(f"{path} is damaged after {end} bytes, and there is a later one: restore it, or start a new run")
+        self._go_on(path_of(self.folder, numbers[-1]), end)
+
+    def _go_on(self, path: Path, length: int) -> None:
         self.close()
-        path = self.folder / f"journal-{version:08d}"
-        self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
-        self._file.truncate(length)
-        self._file.seek(length)
+        file = self._open(path, "r+b")
+        file.truncate(length)
+        file.seek(length)
         self.bytes_since_snapshot = length
+
+    def _open(self, path: Path, mode: str) -> BinaryIO:
+        try:
+            file: Any = path.open(mode, buffering=0)
+        except OSError as error:
+            raise ShoalError(f"cannot open the coordinator's journal {path}: {error.strerror or error}") from None
+        self._file = file
+        opened: BinaryIO = file
+        return opened
 
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None:
         assert self._file is not None
@@ -61,16 +86,26 @@ class Journal:
             raise ShoalError(f"cannot write the coordinator's journal in {self.folder}: {error.strerror or error}") from None
         self.bytes_since_snapshot += len(prefix) + len(header) + sum(len(frame) for frame in frames)
 
-    def forget_before(self, version: int) -> None:
-        """A snapshot of this version is safe: older journals have done their duty."""
-        for path in self.folder.glob("journal-*"):
-            if path.name < f"journal-{version:08d}":
-                path.unlink(missing_ok=True)
+    def forget_before(self, number: int) -> None:
+        """No snapshot older than this is kept: nor are the journals that follow them."""
+        for old in journals(self.folder):
+            if old < number:
+                path_of(self.folder, old).unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def path_of(folder: Path, number: int) -> Path:
+    return folder / f"journal-{number:08d}"
+
+
+def journals(folder: Path) -> list[int]:
+    """The numbers of the journals that are there."""
+    names = [path.name.removeprefix("journal-") for path in folder.glob("journal-*")]
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def _write_all(file: BinaryIO, part: bytes | memoryview) -> None:
@@ -83,19 +118,18 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], tuple[bytes, ...], int]]:
     """Whole records of a journal, each with the length of the file up to its end. What a crash cut off is not one."""
     if not path.exists():
         return
-    end = 0
+    end, total = 0, path.stat().st_size
     with path.open("rb") as file:
         while len(prefix := file.read(_PREFIX.size)) == _PREFIX.size:
             size, checksum, body = _PREFIX.unpack(prefix)
-            header = file.read(size) if size <= path.stat().st_size else b""
-            if len(header) < size or zlib.crc32(header) != checksum:
+            if not size or end + _PREFIX.size + size + body > total:
+                return
+            header = file.read(size)
+            if zlib.crc32(header) != checksum:
                 return
             fields = msgpack.unpackb(header)
-            frames = tuple(file.read(length) for length in fields["frames"])
-            if sum(len(frame) for frame in frames) < body:
-                return
             end += _PREFIX.size + size + body
-            yield fields["record"], frames, end
+            yield fields["record"], tuple(file.read(length) for length in fields["frames"]), end
 
 
 class Ledger:
@@ -121,6 +155,8 @@ class Ledger:
     def cut(self, length: int) -> None:
         """Back to what a snapshot knows of; the records since then write the rest again."""
         self.close()
+        if self.length < length:
+            raise ShoalError(f"{self.path} is shorter than when the snapshot was taken: restore it, or start a new run")
         if self.path.exists():
             os.truncate(self.path, length)
 

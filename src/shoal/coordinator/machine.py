@@ -1,116 +1,33 @@
 """The coordinator: `handle(event, now) -> effects`. It opens nothing, reads no clock, starts no thread.
 
-What changes the weights goes through `_take`: first it becomes a record, then the record is applied. A coordinator that was
-killed is the last snapshot with the records since then taken again, in the same order, by the same code.
+What changes the weights goes through `_take`: first it becomes a record, then the book takes the record. Nothing is confirmed before that.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from shoal.config.schema.updates import NoCodec, Updates
-from shoal.coordinator.effects import Effect, Entry, Frames, Note, Persist, Published, Reply, Stop
-from shoal.coordinator.membership import MOST_SESSIONS, Membership, Worker
+from shoal.coordinator.book import Book
+from shoal.coordinator.closing import Closing
+from shoal.coordinator.effects import Effect, Frames, Note, Persist, Published, Reply, Stop
+from shoal.coordinator.membership import Membership, Worker
 from shoal.coordinator.policies import Barrier, Policy
 from shoal.coordinator.publisher import Publisher
-from shoal.updates import codecs, rules
-from shoal.updates.messages import PROTOCOL, Asked, Contribute, Heartbeat, Join, Leave, Pull
+from shoal.coordinator.state import Called, Learner, Plan, State, Tick, Waiting, accepted
+from shoal.updates import codecs
+from shoal.updates.messages import PROTOCOL, Asked, Contribute, Heartbeat, Join, Pull
 
-
-class Learner(Protocol):
-    """The weights, and what moves them."""
-
-    @property
-    def vector(self) -> Tensor: ...
-    @property
-    def buffers(self) -> Tensor:
-        """Statistics that travel beside the weights."""
-        ...
-
-    def apply(self, update: Tensor, buffers: Tensor, step: float) -> Mapping[str, float]:
-        """Move the weights, as at this step of the schedule. The update may be used up."""
-        ...
-
-
-class Plan(NamedTuple):
-    """The run, as far as the coordinator must know it."""
-
-    updates: Updates
-    seed: int
-    expected: int
-    """Workers that the first round waits for."""
-    needed: int
-    """Contributions without which the aggregation rule cannot work."""
-    total_steps: int
-    total_batches: int | None
-    """Batches to learn from; None: the steps count."""
-    batches_per_step: int
-    """Batches that an update is expected to be made of; it is what one step of the schedule is worth."""
-    heartbeat_interval_s: float
-    telemetry_alpha: float
-
-
-class Called(NamedTuple):
-    """A question of a worker, and whom to answer."""
-
-    caller: Any
-    asked: Asked
-    frames: Frames = ()
-    session: str = ""
-    """For one who joins: the session to give it."""
-
-
-class Tick(NamedTuple):
-    """Time has passed."""
-
-
-class Waiting(NamedTuple):
-    """A worker that may not go on before a round has closed."""
-
-    caller: Any
-    have: int
-    round: int
-    since: float
-
-
-@dataclass
-class Held:
-    """A contribution that waits for its round to close."""
-
-    record: dict[str, Any]
-    frames: Frames
-    vector: Tensor
-    buffers: Tensor
-
-
-@dataclass
-class State:
-    """What survives: a snapshot holds it, and records move it on."""
-
-    version: int = 0
-    batches: int = 0
-    samples: int = 0
-    sequences: dict[str, int] = field(default_factory=dict)
-    """The last number taken from each worker."""
-    positions: dict[str, list[int]] = field(default_factory=dict)
-    """Epoch and batch at which each seat goes on."""
-    seats: dict[str, int] = field(default_factory=dict)
-    made: dict[str, list[int]] = field(default_factory=dict)
-    """The newest versions that a worker's own contributions went into."""
-    contributions: dict[str, int] = field(default_factory=dict)
-
+__all__ = ["Called", "Coordinator", "Learner", "Plan", "State", "Tick"]
 
 LONGEST_WAIT_S = 5.0
 """An answer is never held back longer: a worker that hears nothing may then take the connection for lost."""
-_PLAIN = NoCodec()
-_REMEMBERED = 256
-"""Own versions of a worker that are remembered: more than it takes between two pulls."""
+_MOST_DATA = 2**31
+"""No data has so many epochs, and no epoch so many batches."""
+_NONE_WANTED = -2
 
 
 class Coordinator:
@@ -118,38 +35,44 @@ class Coordinator:
 
     def __init__(self, plan: Plan, policy: Policy, learner: Learner) -> None:
         self.plan, self.policy, self.learner = plan, policy, learner
-        self.state = State()
-        self.centre: Tensor | None = None
+        self.book = Book(plan, policy, learner)
+        self.rounds = self.book.rounds
+        self.closing = Closing(plan, policy, self.rounds)
         self.members = Membership(plan.heartbeat_interval_s)
-        self.members.seats = self.state.seats
+        self.members.known = self.state.seats
         self.publisher = Publisher(plan.updates.codec)
         self.publisher.publish(0, learner.vector, learner.buffers)
-        self.rounds: dict[int, dict[str, Held]] = {}
-        self.opened_at: dict[int, float] = {}
-        self.waiting: dict[str, Waiting] = {}
-        """By session: who is answered when a round has closed."""
-        self.gathering = True
-        """Until the expected workers have come: at the start, and when a coordinator comes back."""
-        self.gathering_since: float | None = None
+        self.waiting: OrderedDict[str, Waiting] = OrderedDict()
+        """By session, longest first: who is answered when a round has closed."""
         self.stopped = ""
         self.refused: dict[str, int] = {}
-        self.now = float("-inf")
-        self._noted = ""
+        self.now = 0.0
+        """Time as the coordinator sees it: it never goes back."""
+        contributions = plan.expected if isinstance(policy.rounds, Barrier) else policy.rounds.contributions
+        self.most_batches = max(1, plan.batches_per_step // max(1, contributions))
+        """Batches that one contribution may be made of."""
+        self._clock: float | None = None
         self._effects: list[Effect] = []
 
     # --- events ------------------------------------------------------------------------------------
 
     def handle(self, event: Called | Tick, now: float) -> list[Effect]:
-        """What is to be done about an event. A clock that jumps back stands still."""
-        self.now = max(now, self.now)
+        """What is to be done about an event. When the clock jumps back, time stands still for a moment and then goes on from there."""
+        self.now += max(0.0, now - (now if self._clock is None else self._clock))
+        self._clock = now
         self._effects = []
         if isinstance(event, Called):
             self._answer(event)
         else:
             self._evict_silent()
-            self._release()
+            self._reassure()
         self._close_what_is_due()
+        self._watch_quorum()
         return self._effects
+
+    @property
+    def state(self) -> State:
+        return self.book.state
 
     @property
     def finished(self) -> bool:
@@ -159,12 +82,10 @@ class Coordinator:
     @property
     def step(self) -> float:
         """Where the schedule stands: updates made, or what the batches so far are worth."""
-        if self.plan.total_batches is None:
-            return self.state.version
-        return self.state.batches / self.plan.batches_per_step
+        return self.book.step
 
     def stop(self, reason: str) -> list[Effect]:
-        """End the run: who asks from now on is told so, and who waits too."""
+        """End the run: who asks from now on is told so, and who waits too. Open rounds stay open, for a run that goes on later."""
         self._effects = []
         self.stopped = reason
         self._release()
@@ -172,9 +93,7 @@ class Coordinator:
 
     def conclude(self) -> list[Effect]:
         """The run is over: what waits in rounds that will not close is written off, by name."""
-        unused = [[name, held.record["seq"]] for there in self.rounds.values() for name, held in there.items()]
-        self.rounds.clear()
-        return [Entry({"unused": unused})] if unused else []
+        return self.book.write_off()
 
     def _answer(self, event: Called) -> None:
         asked = event.asked
@@ -183,19 +102,26 @@ class Coordinator:
         worker = self.members.by_session.get(asked.session)
         if worker is None:
             return self._refuse(event.caller, "unknown-session")
-        beats = isinstance(asked, Heartbeat)
-        if asked.number <= worker.numbers[beats]:
+        if not self._is_new(worker, asked.number, isinstance(asked, Heartbeat)):
             return self._refuse(event.caller, "replayed")
-        worker.numbers[beats] = asked.number
-        worker.seen_at = self.now
+        self.members.hear(worker, self.now)
+        return self._answer_member(event, asked, worker)
+
+    def _is_new(self, worker: Worker, number: int, beats: bool) -> bool:
+        if number <= worker.numbers[beats]:
+            return False
+        worker.numbers[beats] = number
+        return True
+
+    def _answer_member(self, event: Called, asked: Asked, worker: Worker) -> None:
         if isinstance(asked, Contribute):
             worker.received_bytes += sum(len(frame) for frame in event.frames)
             self._contribute(event, asked, worker)
         elif isinstance(asked, Pull):
-            worker.active = True
+            self.rounds.activate(worker.name)
             self._reply(event.caller, {"kind": "weights"}, worker, asked.have)
         elif isinstance(asked, Heartbeat):
-            worker.state = asked.state
+            worker.state = _printable(asked.state)
             self._reply(event.caller, {"kind": "pulse"}, worker)
         else:
             self._remove(worker, "left")
@@ -205,11 +131,11 @@ class Coordinator:
         self.refused[reason] = self.refused.get(reason, 0) + 1
         self._effects.append(Reply(caller, {"kind": "refused", "reason": reason, "detail": detail}))
 
-    def _reply(self, caller: Any, header: dict[str, Any], worker: Worker, have: int = -2) -> None:
-        """Answer, with weights for one who has version `have` (-2: none are wanted)."""
-        fields, frames = self.publisher.since(worker.session, have) if have >= -1 else ({}, ())
-        speed = self.members.speed(worker)
-        common = {"version": self.state.version, "step": self.step, "done": self.finished, "most_lag": self.policy.most_lag(speed)}
+    def _reply(self, caller: Any, header: dict[str, Any], worker: Worker, have: int = _NONE_WANTED) -> None:
+        """Answer, with weights for one who has version `have`."""
+        fields, frames = self.publisher.since(worker.session, have) if have > _NONE_WANTED else ({}, ())
+        most_lag = self.policy.most_lag(self.members.speed(worker))
+        common = {"version": self.state.version, "step": self.step, "done": self.finished, "most_lag": most_lag}
         self._effects.append(Reply(caller, header | common | fields, frames))
 
     # --- members -----------------------------------------------------------------------------------
@@ -217,27 +143,29 @@ class Coordinator:
     def _join(self, event: Called, asked: Join) -> None:
         if asked.protocol != PROTOCOL:
             return self._refuse(event.caller, "protocol", f"the coordinator speaks version {PROTOCOL}: install the same version of shoal")
-        if len(self.members.by_name) >= MOST_SESSIONS:
-            return self._refuse(event.caller, "full")
         name = asked.name or self.members.free_name()
+        if not self.members.has_room_for(name):
+            return self._refuse(event.caller, "full", "the coordinator has as many workers as it can take")
         before = self.members.by_name.get(name)
         if before is not None:
             self._remove(before, "came back")
-        seat = self.members.free_seat(name)
-        if self.state.seats.get(name) != seat:
-            self._take({"kind": "seated", "worker": name, "seat": seat})
-        worker = self.members.add(name, event.session, seat, dict(asked.about), self.now)
-        if self.gathering_since is None:
-            self.gathering_since = self.now
-        welcome = {"kind": "welcome", "name": name, "session": event.session, "seat": seat}
-        position = self.state.positions.get(str(seat), [0, 0])
-        last = self.state.sequences.get(name, -1)
-        self._reply(event.caller, welcome | {"epoch": position[0], "position": position[1], "last_seq": last}, worker)
+        about = {key: _printable(value) for key, value in asked.about.items()}
+        worker = self.members.add(name, event.session, about, self.now)
+        if self.state.seats.get(name) != worker.seat:
+            self._take({"kind": "seated", "worker": name, "seat": worker.seat})
+        self._reply(event.caller, self._welcome(worker), worker)
         if before is None:
-            self._effects.append(Note(f"{name} joined ({', '.join(asked.about.values())})" if asked.about else f"{name} joined"))
+            self._effects.append(Note(f"{name} joined ({', '.join(about.values())})" if about else f"{name} joined"))
+
+    def _welcome(self, worker: Worker) -> dict[str, Any]:
+        epoch, position = self.state.positions.get(str(worker.seat), (0, 0))
+        last = self.state.sequences.get(worker.name, -1)
+        known = {"name": worker.name, "session": worker.session, "seat": worker.seat}
+        return {"kind": "welcome", **known, "epoch": epoch, "position": position, "last_seq": last}
 
     def _remove(self, worker: Worker, why: str) -> None:
         self.members.remove(worker)
+        self.rounds.deactivate(worker.name)
         self.publisher.forget(worker.session)
         waited = self.waiting.pop(worker.session, None)
         if waited is not None:
@@ -245,252 +173,148 @@ class Coordinator:
         self._effects.append(Note(f"{worker.name} {why}"))
 
     def _evict_silent(self) -> None:
-        for worker in self.members.silent(self.now):
+        while (worker := self.members.silent(self.now)) is not None:
             self._remove(worker, f"is taken for dead: silent for {self.now - worker.seen_at:.0f} s")
 
     # --- contributions -----------------------------------------------------------------------------
 
     def _contribute(self, event: Called, asked: Contribute, worker: Worker) -> None:
-        worker.arrive(self.now, self.plan.telemetry_alpha)
-        if asked.seq <= self.state.sequences.get(worker.name, -1):
+        if asked.seq == self.state.sequences.get(worker.name, -1):
+            self.rounds.activate(worker.name)  # it has the weights that this was computed on
             return self._receipt(event.caller, worker, asked, "accepted", repeated=True)
-        if asked.base > self.state.version or not worker.active:
+        if asked.base > self.state.version or worker.name not in self.rounds.active:
             return self._refuse(event.caller, "impossible", "an update of weights that were never sent")
+        if asked.batches > self.most_batches or max(asked.epoch, asked.position) >= _MOST_DATA:
+            return self._refuse(event.caller, "impossible", "more data than the run has for one contribution")
+        self.members.arrive(worker, self.now, self.plan.telemetry_alpha)
         worker.lag = self._lag(worker, asked.base)
         share = self.policy.admission(worker.lag, self.members.speed(worker))
-        problem = "finished" if self.finished else self._too_late(asked) or ("stale" if share <= 0 else "")
+        problem = self._problem(worker, asked) or ("stale" if share <= 0 else "")
         if problem:
             worker.rejected += 1
-            self._count(problem)
+            self.state.count(problem)
             return self._receipt(event.caller, worker, asked, problem)
+        return self._accept(event, asked, worker, share)
+
+    def _accept(self, event: Called, asked: Contribute, worker: Worker, share: float) -> None:
         try:
-            vector, buffers = self._decode(event.frames)
+            decoded = self.book.decode(event.frames)
         except codecs.UpdateError as error:
             worker.rejected += 1
             return self._refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
-        self._take(_record(worker, asked, share, self._round_of(asked)), event.frames, vector, buffers)
+        number = asked.round if isinstance(self.policy.rounds, Barrier) else self.state.version
+        self._take(accepted(worker.name, worker.seat, asked, share, number), event.frames, decoded)
         self._close_what_is_due()  # the answer then brings the weights that this contribution moved
         return self._receipt(event.caller, worker, asked, "accepted")
 
-    def _count(self, outcome: str) -> None:
-        self.state.contributions[outcome] = self.state.contributions.get(outcome, 0) + 1
-
     def _lag(self, worker: Worker, base: int) -> int:
         """Versions that the update does not know of. A worker that steps its own weights knows those it made itself."""
-        lag = self.state.version - base
-        if self.policy.worker_steps:
-            lag -= sum(1 for version in self.state.made.get(worker.name, ()) if version > base)
-        return max(0, lag)
+        own = sum(1 for version in self.state.made.get(worker.name, ()) if version > base) if self.policy.worker_steps else 0
+        return max(0, self.state.version - base - own)
 
-    def _too_late(self, asked: Contribute) -> str:
-        if not isinstance(self.policy.rounds, Barrier):
+    def _problem(self, worker: Worker, asked: Contribute) -> str:
+        """Why a contribution cannot be taken, however fresh it is."""
+        if self.finished:
+            return "finished"
+        if asked.seq < self.state.sequences.get(worker.name, -1) or self._is_learned(worker.seat, asked):
+            return "overtaken"
+        rounds = self.policy.rounds
+        if not isinstance(rounds, Barrier):
             return ""
         if asked.round < self.state.version:
             return "late"
-        return "ahead" if asked.round >= self.state.version + self.policy.rounds.window else ""
+        return "ahead" if asked.round >= self.state.version + rounds.window else ""
 
-    def _round_of(self, asked: Contribute) -> int:
-        return asked.round if isinstance(self.policy.rounds, Barrier) else self.state.version
-
-    def _decode(self, frames: Frames) -> tuple[Tensor, Tensor]:
-        size, extra = self.learner.vector.numel(), self.learner.buffers.numel()
-        if not frames or (extra and len(frames) < 2):
-            raise codecs.UpdateError("frames are missing")
-        body, tail = (frames[:-1], frames[-1:]) if extra else (frames, ())
-        vector = codecs.decode(self.plan.updates.codec, size, body)
-        return vector, codecs.decode(_PLAIN, extra, tail) if extra else torch.empty(0)
+    def _is_learned(self, seat: int, asked: Contribute) -> bool:
+        """Whether somebody in this seat has sent what was learned from these batches already."""
+        gone = self.state.positions.get(str(seat))
+        return gone is not None and (asked.epoch, asked.position - asked.batches) < (gone[0], gone[1])
 
     def _receipt(self, caller: Any, worker: Worker, asked: Contribute, status: str, repeated: bool = False) -> None:
         """Answer at once, or when the round has closed if the worker may not go on before."""
-        rounds = self.policy.rounds
-        holds = isinstance(rounds, Barrier) and status == "accepted" and asked.round + 1 >= self.state.version + rounds.window
-        if holds and not self.finished:
-            before = self.waiting.get(worker.session)
+        if status == "accepted" and not self._is_free(asked.round) and not self.finished:
+            before = self.waiting.pop(worker.session, None)
             if before is not None:  # the worker asked again: nobody waits for the first answer any more
                 self._effects.append(Reply(before.caller, {"kind": "refused", "reason": "asked-again", "detail": ""}))
-            self.waiting[worker.session] = Waiting(caller, asked.have, asked.round, self.now)
+            self.waiting[worker.session] = Waiting(caller, asked.seq, asked.have, asked.round, self.now)
             return
-        header = {"kind": "receipt", "status": status, "seq": asked.seq, "round": self.state.version, "repeated": repeated}
-        self._reply(caller, header, worker, asked.have if asked.have >= 0 or status != "accepted" else -2)
+        have = asked.have if asked.have >= 0 or status != "accepted" else _NONE_WANTED
+        self._confirm(caller, worker, asked.seq, status, have, repeated)
+
+    def _confirm(self, caller: Any, worker: Worker, seq: int, status: str, have: int, repeated: bool = False) -> None:
+        header = {"kind": "receipt", "status": status, "seq": seq, "round": self.state.version, "repeated": repeated}
+        self._reply(caller, header, worker, have)
+
+    def _is_free(self, number: int) -> bool:
+        """Whether one who has sent to this round may send to the next."""
+        return not isinstance(self.policy.rounds, Barrier) or number + 1 < self.state.version + self.policy.rounds.window
 
     def _release(self) -> None:
-        """Answer those who waited for a round that has closed by now, and tell those who waited long to ask again."""
-        window = self.policy.rounds.window if isinstance(self.policy.rounds, Barrier) else 1
+        """Answer those who waited for a round that has closed by now."""
         for session, waited in list(self.waiting.items()):
-            free = waited.round + 1 < self.state.version + window
-            if free or self.finished or self.now - waited.since >= LONGEST_WAIT_S:
-                worker = self.members.by_session[session]
-                del self.waiting[session]
-                status = "accepted" if free else "finished" if self.finished else "wait"
-                have = waited.have if waited.have >= 0 and status != "wait" else -2
-                header = {"kind": "receipt", "status": status, "round": self.state.version, "repeated": False}
-                self._reply(waited.caller, header | {"seq": self.state.sequences[worker.name]}, worker, have)
+            free = self._is_free(waited.round)
+            if free or self.finished:
+                self._answer_waiting(session, "accepted" if free else "finished")
+
+    def _reassure(self) -> None:
+        """Tell those who have waited long to ask again."""
+        while self.waiting:
+            session, waited = next(iter(self.waiting.items()))
+            if self.now - waited.since < LONGEST_WAIT_S:
+                return
+            self._answer_waiting(session, "wait")
+
+    def _answer_waiting(self, session: str, status: str) -> None:
+        waited = self.waiting.pop(session)
+        have = waited.have if waited.have >= 0 and status != "wait" else _NONE_WANTED
+        self._confirm(waited.caller, self.members.by_session[session], waited.seq, status, have)
 
     # --- rounds ------------------------------------------------------------------------------------
 
     def _close_what_is_due(self) -> None:
-        while not self.finished and self._due():
+        while not self.finished and self.closing.due(self.state.version, self.now):
             number = self.state.version
-            self._take({"kind": "closed", "round": number, "workers": sorted(self.rounds[number])})
+            self._take({"kind": "closed", "round": number, "workers": sorted(self.rounds.open[number].held)})
             self._release()
 
-    def _due(self) -> bool:
-        """Whether the open round may close now."""
-        there = self.rounds.get(self.state.version)
-        active = {worker.name for worker in self.members.active()}
-        late = self._deadline_passed()
-        if self.gathering:
-            if len(active) < self.plan.expected and not late:
-                return False
-            self.gathering = False
-        if not self._enough(len(active | set(there or ())), len(there or ())):
-            return False
-        if not there:
-            return False
-        if isinstance(self.policy.rounds, Barrier):
-            return late or active <= there.keys()
-        return len(there) >= max(self.plan.needed, min(self.policy.rounds.contributions, max(1, len(active))))
-
-    def _deadline_passed(self) -> bool:
-        """Has the round been open for too long?"""
-        rounds = self.policy.rounds
-        if not isinstance(rounds, Barrier):
-            return True  # who works without rounds waits for nobody
-        opened = self.opened_at.get(self.state.version)
-        return opened is not None and self.now >= opened + rounds.deadline_s
-
-    def _enough(self, reachable: int, there: int) -> bool:
-        """Too few workers for the rule: wait for more, or stop. It never makes do with a lesser rule."""
-        needed, rule = self.plan.needed, self.plan.updates.aggregation.kind
-        if reachable < needed and needed > 1 and not self.gathering:
-            text = f"{rule} needs {needed} contributions and {reachable} workers are here"
-            if self.plan.updates.below_quorum == "stop" and self.state.version > 0:
-                self.stopped = f"{text}: stopped, as updates.below_quorum says"
-                self._effects.append(Stop(self.stopped))
-                self._release()
-            elif self._noted != text:
-                self._noted = text
-                self._effects.append(Note(f"{text}: waiting for {needed - reachable} more"))
-        elif reachable >= needed:
-            self._noted = ""
-        return there >= needed
+    def _watch_quorum(self) -> None:
+        told = None if self.finished else self.closing.watch(self.state.version, self.now)
+        if told is not None:
+            self._effects.append(told)
+        if isinstance(told, Stop):
+            self.stopped = told.reason
+            self._release()
 
     # --- what survives -----------------------------------------------------------------------------
 
-    def _take(self, record: dict[str, Any], frames: Frames = (), vector: Tensor | None = None, buffers: Tensor | None = None) -> None:
+    def _take(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None:
         self._effects.append(Persist(record, frames))
-        self._apply(record, frames, vector, buffers)
+        self._effects += self._taken(self.book.take(record, frames, decoded))
+
+    def _taken(self, effects: list[Effect]) -> list[Effect]:
+        if any(isinstance(effect, Published) for effect in effects):
+            self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers)
+        return effects
 
     def replay(self, record: dict[str, Any], frames: Frames) -> list[Effect]:
-        """Take a record again that was kept before a crash. One that a later journal repeats, because its round was open, is taken once."""
-        self._effects = []
-        if record["kind"] == "accepted" and record["seq"] <= self.state.sequences.get(record["worker"], -1):
-            return []
-        self._apply(record, frames, None, None)
-        return self._effects
-
-    def _apply(self, record: dict[str, Any], frames: Frames, vector: Tensor | None, buffers: Tensor | None) -> None:
-        if record["kind"] == "accepted":
-            if vector is None or buffers is None:
-                vector, buffers = self._decode(frames)
-            self._hold(record, Held(record, frames, vector, buffers))
-        elif record["kind"] == "closed":
-            self._close(record["round"], record["workers"])
-        else:
-            self.state.seats[record["worker"]] = record["seat"]
-
-    def _hold(self, record: dict[str, Any], held: Held) -> None:
-        name, number = record["worker"], record["round"]
-        self.state.sequences[name] = record["seq"]
-        self.state.positions[str(record["seat"])] = [record["epoch"], record["position"]]
-        self._count("accepted")
-        there = self.rounds.setdefault(number, {})
-        if not there:
-            self.opened_at[number] = self.now
-        if name in there:
-            old = there[name].record
-            self._count("replaced")
-            self._effects.append(Entry({"replaced": [name, old["seq"]], "by": record["seq"]}))
-        there[name] = held
-
-    def _close(self, number: int, names: Sequence[str]) -> None:
-        """Combine a round's contributions and move the weights."""
-        there = self.rounds.pop(number)
-        self.opened_at.pop(number, None)
-        if number + 1 in self.rounds:
-            self.opened_at[number + 1] = self.now
-        held = [there[name] for name in names]
-        records = [one.record for one in held]
-        update, buffers = self._combine(held)
-        figures = self.learner.apply(update, buffers, self.step)
-        state = self.state
-        state.version += 1
-        batches, samples = sum(record["batches"] for record in records), sum(record["samples"] for record in records)
-        state.batches, state.samples = state.batches + batches, state.samples + samples
-        for name in names:
-            own: deque[int] = deque(state.made.get(name, ()), _REMEMBERED)
-            own.append(state.version)
-            state.made[name] = list(own)
-        self.publisher.publish(state.version, self.learner.vector, self.learner.buffers)
-        self._effects.append(Entry({"version": state.version, "batches": state.batches, "from": [_line(record) for record in records]}))
-        weight = sum(record["weight"] for record in records)
-        metrics = _mean([record["metrics"] for record in records], [record["weight"] for record in records]) | dict(figures)
-        self._effects.append(Published(state.version, metrics, weight, samples, batches))
-
-    def _combine(self, held: list[Held]) -> tuple[Tensor, Tensor]:
-        updates, seed = self.plan.updates, self.plan.seed + self.state.version
-        for one in held:
-            if one.record["share"] != 1.0:
-                one.vector = one.vector * one.record["share"]
-        weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
-        buffers = self._combine_buffers(held, weights)
-        if len(held) == 1 and updates.aggregation.kind == "mean":
-            return held[0].vector, buffers
-        stack = torch.stack([one.vector for one in held])
-        update, self.centre = rules.combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed)
-        return update, buffers
-
-    def _combine_buffers(self, held: list[Held], weights: Tensor) -> Tensor:
-        """Statistics are averaged; under a rule that withstands false contributions their median is taken, which does too."""
-        if not self.learner.buffers.numel():
-            return torch.empty(0)
-        stack = torch.stack([one.buffers for one in held])
-        return rules.mean(stack, weights) if self.plan.updates.aggregation.kind == "mean" else rules.median(stack)
+        """Take a record again that was kept before a crash."""
+        return self._taken(self.book.take(record, frames))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a snapshot holds besides the learner; it is taken when a round has just closed."""
-        return {"state": dict(vars(self.state)), "centre": self.centre}
+        """What a snapshot holds besides the learner."""
+        return self.book.state_dict()
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.state = State(**saved["state"])
-        self.members.seats = self.state.seats
-        self.centre = saved["centre"]
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.book.load_state_dict(dict(saved))
+        self.members.known = self.state.seats
         self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers)
 
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
         """Records of contributions whose rounds are open: they belong to the journal that follows a snapshot."""
-        return [(held.record, held.frames) for number in sorted(self.rounds) for held in self.rounds[number].values()]
+        return self.rounds.pending()
 
 
-def _record(worker: Worker, asked: Contribute, share: float, number: int) -> dict[str, Any]:
-    return {
-        "kind": "accepted",
-        "worker": worker.name,
-        "seat": worker.seat,
-        "share": share,
-        "round": number,
-        **{name: getattr(asked, name) for name in ("seq", "base", "weight", "samples", "epoch", "position", "batches")},
-        "metrics": dict(asked.metrics),
-    }
-
-
-def _line(record: dict[str, Any]) -> list[Any]:
-    """A contribution in the ledger: worker, number, base, share, samples, and which batches of which seat."""
-    return [record[name] for name in ("worker", "seq", "base", "share", "samples", "seat", "epoch", "position", "batches")]
-
-
-def _mean(metrics: list[Mapping[str, float]], weights: list[float]) -> dict[str, float]:
-    total = sum(weights)
-    names = {name: None for one in metrics for name in one}
-    return {name: sum(one.get(name, 0.0) * weight for one, weight in zip(metrics, weights, strict=True)) / total for name in names}
+def _printable(text: str) -> str:
+    """What strangers say of themselves is shown to people, and must not steer their terminals."""
+    return "".join(character if character.isprintable() else "?" for character in text)

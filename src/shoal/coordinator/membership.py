@@ -1,8 +1,10 @@
-"""Who takes part: sessions, signs of life, seats at the data, and smoothed speeds."""
+"""Who takes part: sessions, signs of life, seats at the data, and smoothed speeds. What is asked at every message costs next to nothing."""
 
 from __future__ import annotations
 
-import statistics
+import heapq
+from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 MISSED_HEARTBEATS = 3
 """A worker that has been silent for so many intervals is taken for dead."""
 MOST_SESSIONS = 10_000
+MOST_NAMES = 100_000
+"""Names that are remembered: whoever comes under ever new ones fills no memory."""
 
 
 @dataclass
@@ -21,8 +25,6 @@ class Worker:
     seat: int
     seen_at: float
     about: Mapping[str, str] = field(default_factory=dict)
-    active: bool = False
-    """It has pulled weights, so rounds wait for it."""
     state: str = "joining"
     numbers: dict[bool, int] = field(default_factory=lambda: {False: -1, True: -1})
     """The last message number, of heartbeats and of all else: a message that was seen before is not taken again."""
@@ -38,57 +40,121 @@ class Worker:
     def rate(self) -> float | None:
         return 1.0 / self.interval_s if self.interval_s else None
 
-    def arrive(self, now: float, alpha: float) -> None:
-        """Measure the time since its last contribution."""
-        if self.arrived_at is not None and now > self.arrived_at:
-            passed = now - self.arrived_at
-            self.interval_s = passed if self.interval_s is None else alpha * passed + (1 - alpha) * self.interval_s
-        self.arrived_at = now
+
+class Seats:
+    """Seats at the data, of those who are here. A seat that becomes free is the first to be given away, so no shard is left alone."""
+
+    def __init__(self) -> None:
+        self.taken: set[int] = set()
+        self._left: list[int] = []
+        """Seats that were left, smallest first; some may be taken again."""
+        self._listed: set[int] = set()
+        self._beyond = 0
+        """No seat from here on was ever left."""
+
+    def take(self, wanted: int | None) -> int:
+        """The seat that is wanted, or the first free one."""
+        seat = self._first() if wanted is None or wanted in self.taken else wanted
+        self.taken.add(seat)
+        return seat
+
+    def _first(self) -> int:
+        while self._left:
+            seat = heapq.heappop(self._left)
+            self._listed.remove(seat)
+            if seat not in self.taken:
+                return seat
+        while self._beyond in self.taken:
+            self._beyond += 1
+        return self._beyond
+
+    def leave(self, seat: int) -> None:
+        self.taken.discard(seat)
+        if seat < self._beyond and seat not in self._listed:
+            heapq.heappush(self._left, seat)
+            self._listed.add(seat)
+
+
+class Rates:
+    """Workers' rates in order, so that the middle one is at hand."""
+
+    def __init__(self) -> None:
+        self._sorted: list[float] = []
+
+    def move(self, old: float | None, new: float | None) -> None:
+        if old is not None:
+            del self._sorted[bisect_left(self._sorted, old)]
+        if new is not None:
+            insort(self._sorted, new)
+
+    def speed(self, rate: float | None) -> float:
+        """A rate over the median; 1 while there is nothing to compare it with."""
+        count = len(self._sorted)
+        if rate is None or count < 2:
+            return 1.0
+        return 2 * rate / (self._sorted[(count - 1) // 2] + self._sorted[count // 2])
 
 
 class Membership:
-    """All workers that are here, by session. Seats and sequence numbers are remembered for those that come back."""
+    """All workers that are here. Seats and sequence numbers are remembered for those that come back."""
 
     def __init__(self, heartbeat_interval_s: float) -> None:
         self.timeout_s = MISSED_HEARTBEATS * heartbeat_interval_s
-        self.by_session: dict[str, Worker] = {}
+        self.by_session: OrderedDict[str, Worker] = OrderedDict()
+        """Who has been silent for longest comes first."""
         self.by_name: dict[str, Worker] = {}
-        self.seats: dict[str, int] = {}
+        self.known: dict[str, int] = {}
         """The seat each name had last."""
+        self.seats = Seats()
+        self.rates = Rates()
+        self._named = 0
 
-    def add(self, name: str, session: str, seat: int, about: Mapping[str, str], now: float) -> Worker:
-        worker = Worker(name, session, seat, now, about)
+    def add(self, name: str, session: str, about: Mapping[str, str], now: float) -> Worker:
+        worker = Worker(name, session, self.seats.take(self.known.get(name)), now, about)
         self.by_session[session] = self.by_name[name] = worker
         return worker
 
     def remove(self, worker: Worker) -> None:
         self.by_session.pop(worker.session, None)
+        self.seats.leave(worker.seat)
+        self.rates.move(worker.rate, None)
+        worker.interval_s = None
         if self.by_name.get(worker.name) is worker:
             del self.by_name[worker.name]
 
-    def active(self) -> list[Worker]:
-        return [worker for worker in self.by_name.values() if worker.active]
+    def has_room_for(self, name: str) -> bool:
+        if name in self.by_name:
+            return True
+        return len(self.by_name) < MOST_SESSIONS and (name in self.known or len(self.known) < MOST_NAMES)
 
-    def silent(self, now: float) -> list[Worker]:
-        return [worker for worker in self.by_name.values() if now - worker.seen_at > self.timeout_s]
+    def hear(self, worker: Worker, now: float) -> None:
+        """A sign of life."""
+        worker.seen_at = now
+        self.by_session.move_to_end(worker.session)
 
-    def free_seat(self, name: str) -> int:
-        """The seat it had, if nobody has taken it; else the first one that is free."""
-        taken = {worker.seat for worker in self.by_name.values() if worker.name != name}
-        before = self.seats.get(name)
-        if before is not None and before not in taken:
-            return before
-        return next(seat for seat in range(len(taken) + 1) if seat not in taken)
+    def silent(self, now: float) -> Worker | None:
+        """One who has not been heard for too long, if there is any."""
+        first = next(iter(self.by_session.values()), None)
+        return first if first is not None and now - first.seen_at > self.timeout_s else None
+
+    def arrive(self, worker: Worker, now: float, alpha: float) -> None:
+        """A contribution came: measure the time since the last one."""
+        if worker.arrived_at is not None and now > worker.arrived_at:
+            passed, before = now - worker.arrived_at, worker.rate
+            worker.interval_s = passed if worker.interval_s is None else alpha * passed + (1 - alpha) * worker.interval_s
+            self.rates.move(before, worker.rate)
+        worker.arrived_at = now
 
     def free_name(self) -> str:
-        known = self.seats.keys() | self.by_name.keys()
-        return next(name for number in range(1, len(known) + 2) if (name := f"worker-{number}") not in known)
+        while True:
+            self._named += 1
+            name = f"worker-{self._named}"
+            if name not in self.known and name not in self.by_name:
+                return name
 
     def speed(self, worker: Worker) -> float:
         """A worker's rate over the median rate; 1 until it is known."""
-        rates = [rate for one in self.by_name.values() if (rate := one.rate) is not None]
-        rate = worker.rate
-        return 1.0 if rate is None or len(rates) < 2 else rate / statistics.median(rates)
+        return self.rates.speed(worker.rate)
 
     def table(self) -> list[dict[str, Any]]:
         """One row per worker, for people."""

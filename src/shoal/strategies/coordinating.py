@@ -24,7 +24,6 @@ from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.journal import Journal, Ledger
-from shoal.coordinator.journal import read as read_journal
 from shoal.coordinator.machine import Called, Plan, Tick
 from shoal.engines import SingleEngine, StepResult
 from shoal.errors import ShoalError
@@ -135,9 +134,11 @@ class Secrets(NamedTuple):
         return cls(new_token(), new_keys())
 
     def save(self, folder: Path, port: int) -> None:
-        descriptor = os.open(folder / "secrets.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        partial = folder / ".secrets.json"  # never half a file: a run that has lost its secrets has lost its workers
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             json.dump({"token": self.token, "secret": self.keys.secret, "port": port}, file)
+        os.replace(partial, folder / "secrets.json")
 
 
 class ClusterLoop(Loop):
@@ -169,6 +170,13 @@ class ClusterLoop(Loop):
     # --- the service -------------------------------------------------------------------------------
 
     def _steps(self) -> None:
+        try:
+            self._coordinate()
+        finally:
+            self.journal.close()
+            self.ledger.close()
+
+    def _coordinate(self) -> None:
         if not self.snapshots.all():
             self.snapshot()
         tick_at = 0.0
@@ -292,10 +300,9 @@ class ClusterLoop(Loop):
 
     def snapshot(self) -> None:
         """All there is now; the journal starts over. The new journal is there first, so that no moment is without one."""
-        version = self.coordinator.state.version
-        self.journal.begin(version, self.coordinator.pending())
-        self.snapshots.save(version, self.engine.weights(), self.state_dict())
-        self.journal.forget_before(version)
+        number = self.journal.begin(self.coordinator.pending())
+        self.snapshots.save(number, self.engine.weights(), self.state_dict())
+        self.journal.forget_before(int(self.snapshots.all()[0].name.partition("-")[2]))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"coordinator": self.coordinator.state_dict(), "ledger": self.ledger.length}
@@ -306,15 +313,9 @@ class ClusterLoop(Loop):
         self.coordinator.load_state_dict(snapshot.state["coordinator"])
         self.ledger.cut(snapshot.state["ledger"])
         self._replaying = True
-        newest, end = snapshot.step, 0
-        for path in sorted(self.journal.folder.glob("journal-*")):
-            if path.name < f"journal-{snapshot.step:08d}":
-                continue
-            newest, end = int(path.name.partition("-")[2]), 0
-            for record, frames, end in read_journal(path):  # noqa: B007
-                self._carry_out(self.coordinator.replay(record, frames))
+        for record, frames in self.journal.recover(snapshot.step):
+            self._carry_out(self.coordinator.replay(record, frames))
         self._replaying = False
-        self.journal.go_on(newest, end)
         self.directory.forget_after(self.step)
         self.resumed_from = str(snapshot.path)
 
@@ -400,6 +401,8 @@ def prepare(
     snapshot = loop.snapshots.newest(warn) if resume else None
     if snapshot is not None:
         loop.recover(snapshot)
+    elif resume and loop.snapshots.all():
+        raise ShoalError(f"no snapshot in {loop.snapshots.folder} can be read: restore one, or start a new run")
     elif run.checkpoint.resume_from:
         loop.resume(find(run.checkpoint.resume_from, warn), same_run=False)
         coordinator.state.version = loop.step

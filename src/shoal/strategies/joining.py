@@ -19,7 +19,7 @@ from shoal.config.problems import ConfigError
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import Progress, assemble, feed_of
 from shoal.strategies.cluster import fingerprint, policy_of
-from shoal.transports import Message, Unreachable
+from shoal.transports import Client, Message, Unreachable
 from shoal.transports.connect import connect
 from shoal.updates.messages import PROTOCOL, Join
 from shoal.worker.courier import Answer, Courier, Frames, Lost, Pulse
@@ -36,7 +36,9 @@ class ClientLine:
     """A transport's client, as the worker's courier sees it."""
 
     def __init__(self, address: str, token: str, key: str | None) -> None:
-        self._connect = lambda largest: connect(address, token=token, server_key=key, max_frame_bytes=largest, insecure=True)
+        self._connect: Callable[[int], Client] = lambda largest: connect(
+            address, token=token, server_key=key, max_frame_bytes=largest, insecure=True
+        )
         self.client = self._connect(_WELCOME_BYTES)
 
     def expect(self, largest: int) -> None:

@@ -57,9 +57,10 @@ class Traffic:
         self.received_bytes = 0
         self.sent_bytes = 0
         self.messages = 0
-        """Messages received and accepted."""
+        """Messages received, refused ones among them."""
         self.refused: dict[str, int] = {}
-        """By reason: oversized, malformed, unauthorised, too-fast, late (an answer nobody waits for), gone (nobody left to answer)."""
+        """By reason: oversized, malformed, unauthorised, handshake (broken off), too-fast, late (an answer nobody waits for any more),
+        gone (nobody left to answer)."""
         self._lock = threading.Lock()
 
     def receive(self, size: int) -> None:

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import hmac
 import secrets
+import struct
 from typing import NamedTuple
 
 from shoal.errors import ShoalError
@@ -52,6 +53,22 @@ def keys_from_token(token: str) -> Keys:
 
     digest = hashlib.blake2b(token.encode(), digest_size=32, person=b"shoal worker key").digest()
     return keys_from_secret(z85.encode(digest))
+
+
+def check(token: str) -> None:
+    """Whether it can serve as a token at all; longer ones do not fit into a handshake."""
+    if not 1 <= len(token.encode()) <= 255:
+        raise ShoalError("a join token has 1 to 255 bytes")
+
+
+def is_key(text: str) -> bool:
+    """Whether this is half of a key pair in Z85."""
+    from zmq.utils import z85
+
+    try:
+        return len(text) == 40 and len(z85.decode(text)) == 32
+    except (KeyError, ValueError, struct.error):
+        return False
 
 
 def same(one: bytes, other: bytes) -> bool:

@@ -183,7 +183,7 @@ def survey(data: bytes, limits: Limits) -> None:
             members = length * 2 if kind == "map" else length
             items += members
             outer.append(_Open(kind == "map", members))
-        if items > limits.items or len(outer) > limits.depth + 3:
+        if items > limits.items or len(outer) > limits.depth + 2:
             raise Malformed("a header with too many values, or nested too deep")
     if position != len(data):
         raise Malformed("bytes after the header")

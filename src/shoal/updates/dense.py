@@ -86,8 +86,10 @@ class Half:
         torch.from_numpy(self.values[start:end]).copy_(limited)
 
     def unpack(self, start: int, end: int, out: Floats) -> None:
-        own: NDArray[np.float16] = np.array(self.values[start:end], np.float16)  # torch takes no array that may not be written to
-        torch.from_numpy(out).copy_(torch.from_numpy(own))
+        block = self.values[start:end]
+        if not block.flags.writeable:
+            block = block.copy()  # torch takes no array that may not be written to
+        torch.from_numpy(out).copy_(torch.from_numpy(block))
 
     def frames(self) -> Frames:
         return (frame_of(self.values),)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_WIDTH = 4096
+_WIDTH = 8192
 """Columns of one product: short enough for sums of 32-bit floats, which are then added up in double precision."""
-_AT_ONCE = 256
+_AT_ONCE = 128
+_LANES = 16
 _CLOSE = 0.05
 """Pairs nearer than this share of their length: the subtraction would lose too much of their distance."""
-_LONGEST = 1e15
-"""The square of a vector longer than 1e19 is no 32-bit float; one of this length is far from all others just as well."""
+_LARGEST = 1e13
+"""Squares of numbers up to this add up to 32-bit floats, however many there are."""
 
 
 def gram(stack_ND: Tensor) -> Tensor:
@@ -20,15 +21,16 @@ def gram(stack_ND: Tensor) -> Tensor:
     Contributions that have much in common are measured from one of them. That is the one of middle length: an attacker's might be so
     long that all others look alike from there.
     """
-    products = _products(stack_ND, None)
+    scales_N1 = None
+    products = _products(stack_ND, None, None)
     if not products.isfinite().all():
-        stack_ND = _shortened(stack_ND)
-        products = _products(stack_ND, None)
+        scales_N1 = _scales(stack_ND)
+        products = _products(stack_ND, None, scales_N1)
     lengths = products.diagonal()
     near = squared_distances(products) < _CLOSE * (lengths[:, None] + lengths[None, :])
     if near.fill_diagonal_(False).any():
         origin = int(lengths.argsort()[len(lengths) // 2])
-        products = _products(stack_ND, stack_ND[origin])
+        products = _products(stack_ND, stack_ND[origin], scales_N1)
     return products
 
 
@@ -46,32 +48,44 @@ def weighted_sum(weights_N: Tensor, stack_ND: Tensor) -> Tensor:
     return weights_N.to(stack_ND) @ stack_ND
 
 
-def _products(stack_ND: Tensor, origin_D: Tensor | None) -> Tensor:
+def _products(stack_ND: Tensor, origin_D: Tensor | None, scales_N1: Tensor | None) -> Tensor:
     count, size = stack_ND.shape
     total_NN = torch.zeros(count, count, dtype=torch.float64)
-    columns = _WIDTH * _AT_ONCE if origin_D is None else _WIDTH * 8
+    columns = _WIDTH * (_AT_ONCE if origin_D is None and scales_N1 is None else 8)
     for start in range(0, size, columns):
         part = stack_ND[:, start : start + columns].float()
         if origin_D is not None:
             part = part - origin_D[start : start + columns].float()
+        if scales_N1 is not None:
+            part = part * scales_N1
         total_NN += _product(part).cpu()
-    return total_NN
+    return total_NN if scales_N1 is None else total_NN / (scales_N1 @ scales_N1.T).cpu()
 
 
 def _product(part_NC: Tensor) -> Tensor:
     """All cores take products of narrow blocks: they share the work far better than one product of two such flat matrices."""
-    whole = part_NC.shape[1] // _WIDTH * _WIDTH
-    rest_NC = part_NC[:, whole:]
-    total_NN = (rest_NC @ rest_NC.T).double()
+    count, size = part_NC.shape
+    whole = size // _WIDTH * _WIDTH
+    rest_NC = part_NC[:, whole:].double()
+    total_NN = rest_NC @ rest_NC.T
     if whole:
-        blocks_BNW = part_NC[:, :whole].view(len(part_NC), -1, _WIDTH).transpose(0, 1)
-        total_NN += torch.bmm(blocks_BNW, blocks_BNW.transpose(1, 2)).sum(0, dtype=torch.float64)
+        blocks_BNW = part_NC[:, :whole].view(count, -1, _WIDTH).transpose(0, 1)
+        total_NN += _symmetric(blocks_BNW)
     return total_NN
 
 
-def _shortened(stack_ND: Tensor) -> Tensor:
-    """The same directions, none of them too long for its square to be a number."""
-    peaks = stack_ND.abs().amax(1, keepdim=True)
-    scaled = stack_ND / peaks.clamp(min=1)
-    lengths = scaled.norm(dim=1, keepdim=True) * peaks.clamp(min=1).double()
-    return torch.where(lengths > _LONGEST, scaled * (_LONGEST / scaled.norm(dim=1, keepdim=True)).float(), stack_ND)
+def _symmetric(blocks_BNW: Tensor) -> Tensor:
+    """The sum of all blocks' products with themselves. What lies right of a whole number of vector registers is only made once."""
+    even = (blocks_BNW.shape[1] - 1) // _LANES * _LANES
+    left_BEW, right_BRW = blocks_BNW[:, :even], blocks_BNW[:, even:]
+    corner_RR = torch.bmm(right_BRW, right_BRW.transpose(1, 2)).sum(0, dtype=torch.float64)
+    if not even:
+        return corner_RR
+    columns_NE = torch.bmm(blocks_BNW, left_BEW.transpose(1, 2)).sum(0, dtype=torch.float64)
+    return torch.cat([columns_NE, torch.cat([columns_NE[even:].T, corner_RR])], dim=1)
+
+
+def _scales(stack_ND: Tensor) -> Tensor:
+    """What makes the longest rows short enough for their squares to be 32-bit floats; one for the others."""
+    peaks_N1 = stack_ND.abs().amax(1, keepdim=True).double()
+    return (_LARGEST / peaks_N1).clamp(max=1)

@@ -149,11 +149,14 @@ def geometric_median(stack_ND: Tensor, weights_N: Tensor | None = None, iteratio
 def geometric_median_weights(gram_NN: Tensor, weights_N: Tensor | None, iterations: int, smoothing: float) -> Tensor:
     """Weiszfeld's iteration, each in N numbers: the point is always a weighted mean, so the Gram matrix has all its distances.
 
-    `smoothing` is the least distance that counts, as a share of the middle one: nearer ones would divide by next to nothing.
+    `smoothing` is the least distance that counts, as a share of the middle one: nearer ones would divide by next to nothing. It starts
+    in the nearest half around the most central contribution: from the mean, the way back is long when a false one is far away.
     """
     own = torch.ones(len(gram_NN), dtype=torch.float64) if weights_N is None else weights_N.double().cpu()
-    least = float(smoothing * squared_distances(gram_NN).sqrt().median()) or 1e-300
-    shares = own / own.sum()
+    apart = squared_distances(gram_NN).sqrt()
+    least = float(smoothing * apart.median()) or 1e-300
+    half = apart[int((apart @ own).argmin())].argsort()[: len(own) // 2 + 1]
+    shares = torch.zeros_like(own).index_fill_(0, half, 1 / len(half))
     for _ in range(iterations):
         inner = gram_NN @ shares
         distances = (gram_NN.diagonal() - 2 * inner + shares @ inner).clamp(min=0).sqrt()

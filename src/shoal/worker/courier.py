@@ -6,6 +6,7 @@ joins again under its name, and the message goes out once more. What it carries 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import threading
@@ -15,13 +16,15 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from shoal.errors import ShoalError
-from shoal.updates.messages import Asked, Contribute, Heartbeat, Join, header_of
+from shoal.updates.messages import Asked, Contribute, Heartbeat, Join, Leave, header_of
 
 Frames = Sequence[bytes | memoryview]
 _SLOWEST_LINK = 50_000
 """Bytes a second: a message that takes longer than this is taken for lost."""
 _ANSWER_S = 10.0
 _LONGEST_PAUSE_S = 5.0
+_ASK_AGAIN = ("too-fast", "replayed", "asked-again")
+"""Refusals of this one message, not of what it asks: somebody on the way doubled it, or there were too many."""
 
 
 class Answer(NamedTuple):
@@ -102,6 +105,8 @@ class Courier:
 
     def _deliver(self, asked: Asked, frames: Frames) -> Answer:
         """Ask until there is an answer."""
+        if isinstance(asked, Leave):
+            return self._leave(asked)
         session = self.sessions
         while True:
             started = time.monotonic()
@@ -114,13 +119,19 @@ class Courier:
                 if self.sessions == session:
                     self._join()
                 if isinstance(asked, Contribute):  # the caller must see the new weights before it sends this again
-                    taken = asked.seq <= self.welcome["last_seq"]
+                    taken = asked.seq == self.welcome["last_seq"]
                     return Answer({"kind": "rejoined", "taken": taken}, ())
                 session = self.sessions
-            elif reason == "too-fast":
+            elif reason in _ASK_AGAIN:
                 self._closing.wait(0.1)
             else:
                 raise Left(f"the coordinator refused: {answer.header.get('detail') or reason}")
+
+    def _leave(self, asked: Leave) -> Answer:
+        """Say goodbye once: a coordinator that is gone, or has never heard of us, need not know."""
+        with contextlib.suppress(Lost):
+            return self.line.call(self._addressed(asked), (), _ANSWER_S)
+        return Answer({"kind": "goodbye"}, ())
 
     def _insist(self, header: Callable[[], dict[str, Any]], frames: Frames) -> Answer:
         """Call until the line answers, or patience is at its end."""
@@ -146,7 +157,6 @@ class Courier:
             raise Left(f"the coordinator refused: {answer.header.get('detail') or answer.header.get('reason')}")
         self.welcome, self.session = answer.header, answer.header["session"]
         self.joining = self.joining._replace(name=answer.header["name"])
-        self._numbers = {False: 0, True: 0}
         self.sessions += 1
         return answer
 

@@ -137,7 +137,8 @@ class Member:
     def _step(self) -> None:
         self.state = "computing"
         started = time.monotonic()
-        result = self.engine.gradients([next(self.feed) for _ in range(self.accumulation)])
+        feed = self.feed
+        result = self.engine.gradients([next(feed) for _ in range(self.accumulation)])
         self.engine.unscale()
         vector = self._outgoing[self.steps % 2]
         vector.copy_(self.engine.gradient)
@@ -158,6 +159,8 @@ class Member:
         self._step_s = time.monotonic() - started
         self.steps += 1
         self._settle()
+        if self.feed is not feed:  # the coordinator has given us another place at the data meanwhile: this is somebody else's to send
+            return
         self._send(result, base, frames)
         if not self._may_overlap():
             self._settle()
@@ -224,26 +227,46 @@ class Member:
                 continue
             status = "accepted" if status == "wait" else status
             self._note(contribution, status, answer.header["version"])
-            self.round = max(self.round, answer.header["round"])
+            self._turn(contribution.round, status, answer.header["round"])
             self._take(answer)
 
+    def _turn(self, sent: int, status: str, open_round: int) -> None:
+        """The round to send to next: the one after, unless this one was not taken; never one that has closed."""
+        if status == "ahead":
+            self.round = open_round
+        else:
+            self.round = max(sent + (status == "accepted"), open_round)
+
     def _rejoined(self, contribution: Contribute, frames: Any, taken: bool) -> None:
-        """The coordinator had lost sight of us. What it had not taken is sent once more."""
-        if self.courier.welcome["seat"] != self.seat:
-            self.seat = self.courier.welcome["seat"]
-            self.feed = self.feed_for(self.seat, self.courier.welcome["epoch"], self.courier.welcome["position"])
-        if taken:
-            self._note(contribution, "accepted", self.courier.welcome["version"])
+        """The coordinator had lost sight of us. What it had not taken is sent again, unless others learned from that data."""
+        feed = self.feed
+        self._sit(None if taken else contribution)
+        if taken:  # its round may still be open: ask for it again, as if nothing had happened
+            self._under_way = (self.courier.ask(contribution), contribution, ())
+            return
         self._pull()
-        if not taken and frames:
+        if frames and self.feed is feed:
             self._under_way = (self.courier.ask(contribution, frames), contribution, frames)
 
+    def _sit(self, untaken: Contribute | None = None) -> None:
+        """Go to the place at the data that we were given: the one we have, unless somebody took it while we were gone."""
+        welcome, feed = self.courier.welcome, self.feed.state_dict()
+        place, here = (welcome["epoch"], welcome["position"]), (feed["epoch"], feed["position"])
+        if untaken is not None:
+            here = (untaken.epoch, untaken.position - untaken.batches)
+        self.seq = max(self.seq, welcome["last_seq"] + 1)
+        if welcome["seat"] != self.seat or place > here:
+            self.seat = welcome["seat"]
+            self.feed = self.feed_for(self.seat, *place)
+
     def _note(self, contribution: Contribute, status: str, version: int) -> None:
-        self.counts["accepted" if status == "accepted" else "rejected"] += 1
+        if status != "finished":
+            self.counts["accepted" if status == "accepted" else "rejected"] += 1
         self.receipts.write(self.courier.welcome["name"], contribution.seq, status, version)
 
     def _pull(self) -> None:
         answer = self.courier.ask(Pull("", 0, -1)).result()
+        self._sit()  # to be answered it may have had to join again
         self.version = -1
         self._take(answer)
         self.round = answer.header["version"]

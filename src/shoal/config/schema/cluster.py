@@ -22,7 +22,7 @@ class Zmq(Section):
 
     kind: Literal["zmq"] = "zmq"
     host: str | None = None
-    """Address the coordinator listens on; null: every address its workers use, or this machine alone."""
+    """Address the coordinator listens on; null: every one this machine has, or this machine alone where `shoal train` starts the workers."""
     port: Port = 65432
     """0 lets the system choose."""
 
@@ -32,7 +32,7 @@ class XmlRpc(Section):
 
     kind: Literal["xmlrpc"] = "xmlrpc"
     host: str | None = None
-    """Address the coordinator listens on; null: this machine alone."""
+    """Address the coordinator listens on; null: every one this machine has, or this machine alone where `shoal train` starts the workers."""
     port: Port = 65432
     """0 lets the system choose."""
 
@@ -99,8 +99,10 @@ class Cluster(Section):
 class Coordinator(Section):
     """The one who holds the weights."""
 
+    trains: bool = False
+    """Whether the coordinator's machine works, too: it starts a worker of its own beside it."""
     heartbeat_interval_s: PositiveFloat = 5.0
-    """Seconds between a worker's signs of life."""
+    """Seconds between a worker's signs of life; one that misses three is taken for dead."""
     telemetry_alpha: PositiveShare = 0.2
     """Weight of the newest measurement in a worker's smoothed speed."""
     state_path: str | None = None

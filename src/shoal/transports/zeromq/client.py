@@ -11,13 +11,14 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
 from shoal.transports.bell import Bell
 from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
 from shoal.transports.zeromq.sockets import LEAST_PATIENCE_S, USER, Socket, most_patience_s, receive, send, tune
 
-BROKEN_HANDSHAKES = 3
-"""So many in a row are no accident."""
+BROKEN_S = 2.0
+"""Handshakes that break for so long are no accident, such as a coordinator that is starting behind a tunnel."""
 
 _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -30,18 +31,20 @@ class _Line:
         self.socket: Socket = context.socket(zmq.DEALER)
         self.events: Socket = self.socket.get_monitor_socket(_WATCHED)
         self.connected = False
-        self.broken_handshakes = 0
+        self.broken_since: float | None = None
         self.unanswered_since: float | None = None
         self._bell = bell
 
     def wait(self, writing: bool, timeout_s: float) -> tuple[bool, bool]:
         """Until the socket is ready, something happened to the connection, or somebody rang; whether the first two."""
+        wanted = zmq.POLLOUT if writing else zmq.POLLIN
         poller = zmq.Poller()
-        poller.register(self.socket, zmq.POLLOUT if writing else zmq.POLLIN)
+        poller.register(self.socket, wanted)
         poller.register(self.events, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
         ready = dict(poller.poll(max(0, int(timeout_s * 1000) + 1)))
-        return self.socket in ready, self.events in ready
+        happened = self.events in ready
+        return self.socket in ready or (happened and bool(self.socket.poll(0, wanted))), happened  # an answer may come with the loss
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -79,11 +82,13 @@ class ZmqClient:
         target = addresses.parse(address)
         if server_key is None:
             _only_here_in_clear(target.host)
-        elif len(server_key) != 40:
+        elif not keys.is_key(server_key):
             raise Refused("the server's key must be 40 characters, as the coordinator printed it", "wrong-key")
+        keys.check(token)
         self.address = address
         self.traffic = Traffic()
-        self._endpoint = f"tcp://{f'{addresses.bracketed(local)}:0;' if local else ''}{addresses.bracketed(target.host)}:{target.port}"
+        self._target = target
+        self._local = f"{addresses.bracketed(local)}:0;" if local else ""
         self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
         self._credentials = _Credentials(token, server_key)
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -116,14 +121,22 @@ class ZmqClient:
             raise Refused(str(problem), problem.reason) from None
 
     def _connect(self) -> _Line:
+        host = self._host()
         line = _Line(self._context, self._bell)
-        tune(line.socket, self._limits)
+        tune(line.socket, self._limits, [host])
         line.socket.linger = 0
         line.socket.reconnect_ivl, line.socket.reconnect_ivl_max = 50, 500
         line.socket.connect_timeout = 5000
         self._credentials.present(line.socket)
-        line.socket.connect(self._endpoint)
+        line.socket.connect(f"tcp://{self._local}{addresses.bracketed(host)}:{self._target.port}")
         return line
+
+    def _host(self) -> str:
+        """Looked up for every new line: a coordinator may have moved."""
+        try:
+            return addresses.resolve(self._target.host)
+        except ShoalError as problem:
+            raise Unreachable(str(problem)) from None
 
     def _ask(self, line: _Line, parts: list[Frame], deadline: float) -> None:
         self._follow(line, in_flight=False)
@@ -140,7 +153,7 @@ class ZmqClient:
         while True:
             self._wait(line, deadline, writing=False)
             with contextlib.suppress(zmq.Again):
-                parts = receive(line.socket, self._limits.frames + 1)
+                parts = [part.buffer for part in receive(line.socket, self._limits.frames + 1)]
                 line.unanswered_since, self._patience_s = None, LEAST_PATIENCE_S
                 self.traffic.receive(wire.size_of(parts))
                 if found := self._matching(parts):
@@ -177,12 +190,12 @@ class ZmqClient:
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise Refused(f"the coordinator at {self.address} does not accept this join token", "unauthorised")
             if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                raise Refused(f"{self.address} does not speak our protocol: is that a coordinator's port?", "protocol")
+                raise Refused(f"{self.address}: one side encrypts and the other does not, or something else listens there", "protocol")
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                line.connected, line.broken_handshakes = True, 0
+                line.connected, line.broken_since = True, None
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                line.broken_handshakes += 1
-                if line.broken_handshakes >= BROKEN_HANDSHAKES:
+                line.broken_since = line.broken_since or time.monotonic()
+                if time.monotonic() - line.broken_since > BROKEN_S:
                     raise Unreachable(self._why(line))
             elif event == zmq.EVENT_DISCONNECTED and line.connected:
                 line.connected = False
@@ -192,7 +205,7 @@ class ZmqClient:
     def _why(self, line: _Line) -> str:
         if line.connected:
             return f"no answer from {self.address} in time"
-        if not line.broken_handshakes:
+        if line.broken_since is None:
             return f"nobody answers at {self.address}: is the coordinator running, and may this machine reach it?"
         return (
             f"{self.address} breaks the connection off before it is made. Either the server key in the join line is not this "

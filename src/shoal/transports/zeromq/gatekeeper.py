@@ -7,16 +7,25 @@ should hear so at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from shoal.transports.bell import Bell
 from shoal.transports.interface import Traffic
+from shoal.transports.zeromq.hoarding import LOOK_EVERY_S, Hoarding
+from shoal.transports.zeromq.sockets import Socket
 
 DOMAIN = b"shoal"
-FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+FAILED = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "unauthorised",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "unauthorised",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake",  # broken off by the other side, which may be no ill will
+}
+WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | sum(FAILED)
 
 Admits = Callable[[bytes, list[bytes]], bool]
 """Whether a mechanism with these credentials is let in."""
@@ -25,14 +34,15 @@ Admits = Callable[[bytes, list[bytes]], bool]
 class Gatekeeper:
     """Answers for one server's socket, from before it is bound, and counts the handshakes that fail."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], server: zmq.Socket[bytes], admits: Admits, traffic: Traffic) -> None:
+    def __init__(self, context: zmq.Context[Socket], server: Socket, admits: Admits, traffic: Traffic, hoarding: Hoarding) -> None:
         self._admits = admits
         self._traffic = traffic
+        self._hoarding = hoarding
         self._bell = Bell()
         self._asked = context.socket(zmq.REP)
         self._asked.bind("inproc://zeromq.zap.01")
         self._server = server
-        self._events = server.get_monitor_socket(FAILURES)
+        self._events = server.get_monitor_socket(WATCHED)
         self._thread = threading.Thread(target=self._serve, name="shoal-gatekeeper", daemon=True)
         self._thread.start()
 
@@ -45,18 +55,30 @@ class Gatekeeper:
         self._bell.close()
 
     def _serve(self) -> None:
+        look_at = 0.0
         poller = zmq.Poller()
         for source in (self._asked, self._events, self._bell):
             poller.register(source, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(int(1000 * LOOK_EVERY_S) if len(self._hoarding) else None))
             if self._asked in ready:
                 self._answer(self._asked.recv_multipart())
             if self._events in ready:
-                recv_monitor_message(self._events)
-                self._traffic.refuse("unauthorised")
+                self._note(recv_monitor_message(self._events))
             if self._bell.fileno() in ready:
                 return
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + LOOK_EVERY_S
+                for _ in range(self._hoarding.end_them()):
+                    self._traffic.refuse("oversized")
+
+    def _note(self, message: Mapping[str, Any]) -> None:
+        if message["event"] == zmq.EVENT_ACCEPTED:
+            self._hoarding.accepted(message["value"])
+        elif message["event"] == zmq.EVENT_DISCONNECTED:
+            self._hoarding.ended(message["value"])
+        else:
+            self._traffic.refuse(FAILED[message["event"]])
 
     def _answer(self, asked: list[bytes]) -> None:
         version, number, domain, _address, _identity, mechanism, *credentials = asked

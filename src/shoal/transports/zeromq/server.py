@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 
@@ -15,10 +16,13 @@ from shoal.transports.bell import Bell
 from shoal.transports.interface import Message, Request, Traffic
 from shoal.transports.rate import Rate, RateLimit
 from shoal.transports.zeromq.gatekeeper import DOMAIN, Admits, Gatekeeper
+from shoal.transports.zeromq.hoarding import Hoarding
 from shoal.transports.zeromq.sockets import USER, Socket, receive, send, tune
 
 BATCH, BATCH_BYTES = 64, 256 << 20
 """What one poll brings at most."""
+HOARDED_BYTES = 8 << 20
+"""What may be under way beside one message of the largest size."""
 
 
 class ZmqServer:
@@ -39,16 +43,19 @@ class ZmqServer:
     ) -> None:
         hosts = [addresses.resolve(each) for each in ([host] if isinstance(host, str) else host)]
         _only_here_without_a_key(hosts, secret_key)
+        keys.check(token)
+        own = keys.keys_from_secret(secret_key) if secret_key is not None else None
         self.traffic = Traffic()
         self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
         self._rates = RateLimit(rate)
         self._bell = Bell()
         self._context: zmq.Context[Socket] = zmq.Context(io_threads)
         self._socket: Socket = self._context.socket(zmq.ROUTER)
-        tune(self._socket, self._limits)
+        tune(self._socket, self._limits, hosts)
         self._socket.router_mandatory = True
         self._socket.linger = int(linger_s * 1000)
-        self._gatekeeper = Gatekeeper(self._context, self._socket, _guard(self._socket, token, secret_key), self.traffic)
+        self._hoarding = Hoarding(HOARDED_BYTES + self._limits.header_bytes + self._limits.frames * self._limits.frame_bytes)
+        self._gatekeeper = Gatekeeper(self._context, self._socket, _guard(self._socket, token, own), self.traffic, self._hoarding)
         self._poller = zmq.Poller()
         for source in (self._socket, self._bell):
             self._poller.register(source, zmq.POLLIN)
@@ -60,7 +67,7 @@ class ZmqServer:
         self.address = self.addresses[0]
 
     def poll(self, timeout_s: float) -> list[Request]:
-        self._poller.poll(max(0, int(timeout_s * 1000)))
+        self._poller.poll(max(0, math.ceil(timeout_s * 1000)))
         self._bell.silence()
         requests: list[Request] = []
         enough = self.traffic.received_bytes + BATCH_BYTES
@@ -71,9 +78,10 @@ class ZmqServer:
                     break
         return requests
 
-    def _take(self, parts: list[memoryview]) -> list[Request]:
+    def _take(self, parts: list[zmq.Frame]) -> list[Request]:
         """The request in what came, or none: whoever sends nonsense is not answered, whoever sends too much is told."""
-        peer, content = bytes(parts[0]), parts[1:]
+        peer, content = parts[0].bytes, [part.buffer for part in parts[1:]]
+        self._hoarding.heard(parts[-1])
         self.traffic.receive(wire.size_of(content))
         try:
             number, message = wire.decode(content, self._limits)
@@ -120,15 +128,15 @@ def _only_here_without_a_key(hosts: Sequence[str], secret_key: object) -> None:
         raise ShoalError(f"{exposed[0]} is reachable from other machines, so what travels must be encrypted: give the server a key pair")
 
 
-def _guard(socket: Socket, token: str, secret_key: str | bytes | None) -> Admits:
+def _guard(socket: Socket, token: str, own: keys.Keys | None) -> Admits:
     """Set up the server's side of the handshake; the answer says who is let in."""
     socket.zap_domain = DOMAIN
-    if secret_key is None:
+    if own is None:
         socket.plain_server = True
         expected, mechanism = [USER, token.encode()], b"PLAIN"
     else:
         socket.curve_server = True
-        socket.curve_secretkey = keys.keys_from_secret(secret_key).secret.encode()
+        socket.curve_secretkey = own.secret.encode()
         expected, mechanism = [z85.decode(keys.keys_from_token(token).public)], b"CURVE"
 
     def admits(used: bytes, credentials: list[bytes]) -> bool:

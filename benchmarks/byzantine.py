@@ -1,0 +1,203 @@
+"""Eleven workers, two of them false: what a rule keeps of the accuracy that honest workers reach.
+
+The real coordinator takes the contributions of real engines, one after the other in this process; only the two attackers are made up.
+They know what the honest ones send, which is the worst case. On MNIST where it is beside the checkout, else on the built-in digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from run import Row
+from torch import Tensor
+
+from shoal.config import Run
+from shoal.config.load import resolve_data
+from shoal.coordinator import Coordinator
+from shoal.coordinator.machine import Called, Plan
+from shoal.strategies.assembly import assemble, feed_of, held_out
+from shoal.strategies.cluster import length_of, needed, policy_of
+from shoal.strategies.coordinating import EngineLearner
+from shoal.updates import codecs
+from shoal.updates.messages import PROTOCOL, Contribute, Join, Pull
+
+WORKERS, FALSE = 11, 2
+RULES: dict[str, dict[str, Any]] = {
+    "mean": {"kind": "mean"},
+    "trimmed mean": {"kind": "trimmed-mean", "trim_ratio": 2 * FALSE / WORKERS + 0.01},
+    "Krum": {"kind": "krum", "byzantine": FALSE},
+    "Bulyan": {"kind": "bulyan", "byzantine": FALSE},
+}
+Attack = Callable[[Tensor, torch.Generator], Tensor]
+
+
+def sign_flip(honest_ND: Tensor, generator: torch.Generator) -> Tensor:
+    """Ten times the opposite of the honest direction."""
+    return -10 * honest_ND.mean(0)
+
+
+def large_noise(honest_ND: Tensor, generator: torch.Generator) -> Tensor:
+    """A random vector, a hundred times as long as an honest one."""
+    noise = torch.randn(honest_ND.shape[1], generator=generator)
+    return noise * (100 * honest_ND.norm(dim=1).mean() / noise.norm())
+
+
+def a_little_is_enough(honest_ND: Tensor, generator: torch.Generator) -> Tensor:
+    """Just within the spread of the honest ones, in every coordinate, so that nobody looks odd."""
+    supporters = WORKERS // 2 + 1 - FALSE
+    share = (WORKERS - FALSE - supporters) / (WORKERS - FALSE)
+    z = math.sqrt(2) * torch.erfinv(torch.tensor(2 * share - 1)).item()
+    return honest_ND.mean(0) - max(z, 1.0) * honest_ND.std(0)
+
+
+def inner_product(honest_ND: Tensor, generator: torch.Generator) -> Tensor:
+    """So far against the honest mean that the product with the mean of all turns negative."""
+    return -6 * honest_ND.mean(0)
+
+
+ATTACKS: dict[str, Attack] = {
+    "sign flip": sign_flip,
+    "large noise": large_noise,
+    "a little is enough": a_little_is_enough,
+    "inner product": inner_product,
+}
+
+
+class Setting(NamedTuple):
+    """What the attack takes place in."""
+
+    name: str
+    updates: Mapping[str, Any] = {}
+    strategy: Mapping[str, Any] = {"kind": "syncps"}
+
+
+PLAIN = Setting("")
+SPARSE_AND_STALE = Setting(
+    ", top-k 1 %, stale",
+    {"codec": {"kind": "topk", "ratio": 0.01}},
+    {"kind": "async", "contributions_per_update": WORKERS, "max_staleness": 5},
+)
+
+
+def configured(rule: Mapping[str, Any], setting: Setting, steps: int, data: Mapping[str, Any]) -> Run:
+    loaded = resolve_data(
+        {
+            "model": {"kind": "mlp", "hidden_sizes": [64]},
+            "data": data,
+            "training": {"batch_size": 32, "max_steps": steps, "optimizer": {"name": "SGD", "learning_rate": 0.1}},
+            "strategy": dict(setting.strategy),
+            "updates": {"aggregation": dict(rule), **setting.updates},
+            "cluster": {"num_workers": WORKERS},
+        },
+        name="byzantine",
+        dialect="shoal",
+        environ={},
+    )
+    assert loaded.ok, loaded.problems
+    return loaded.run
+
+
+class Cluster:
+    """A coordinator and its workers, taking turns. In a stale setting each worker refreshes its weights only every few turns."""
+
+    def __init__(self, run: Run, attack: Attack | None, stale: bool) -> None:
+        self.run, self.attack, self.stale = run, attack, stale
+        policy = policy_of(run, WORKERS)
+        self.parts = assemble(run, length=lambda samples: length_of(run, samples, policy, WORKERS).steps)
+        length = length_of(run, self.parts.data, policy, WORKERS)
+        plan = Plan(run.updates, run.seed, WORKERS, needed(run), length.steps, length.batches, length.batches_per_step, 5.0, 0.2)
+        self.learner = EngineLearner(self.parts.engine)
+        self.coordinator = Coordinator(plan, policy, self.learner)
+        self.feeds = [feed_of(run, self.parts.data, seat, WORKERS) for seat in range(WORKERS)]
+        self.weights = [self.learner.vector.clone() for _ in range(WORKERS)]
+        self.bases = [0] * WORKERS
+        self.residuals = [codecs.residual_for(run.updates.codec, self.learner.vector.numel()) for _ in range(WORKERS)]
+        self.generator = torch.Generator().manual_seed(0)
+        self.clock, self.number = 0.0, 0
+        for seat in range(WORKERS):
+            self._ask(Join(f"w{seat}", PROTOCOL, {}), session=f"s{seat}")
+            self._ask(Pull(f"s{seat}", self._next(), -1))
+
+    def train(self) -> float:
+        """The accuracy at the end; 0 when gradients are not finite any more: the coordinator takes none of them, and the run is lost."""
+        turn = 0
+        while not self.coordinator.finished:
+            before = self.coordinator.state.version
+            for seat, gradient in enumerate(self._gradients()):
+                self._contribute(seat, gradient, turn)
+            for seat in range(WORKERS):
+                if not self.stale or (turn + seat) % 3 == 0:
+                    self.weights[seat].copy_(self.learner.vector)
+                    self.bases[seat] = self.coordinator.state.version
+            turn += 1
+            if self.coordinator.state.version == before:
+                return 0.0
+        batches = held_out(self.run, self.parts.data.eval)
+        assert batches is not None
+        return self.parts.engine.evaluate(batches())["accuracy"]
+
+    def _gradients(self) -> Tensor:
+        """What each worker sends; the first ones are false."""
+        engine, now = self.parts.engine, self.learner.vector.clone()
+        rows = []
+        for seat in range(WORKERS):
+            engine.vector.copy_(self.weights[seat])
+            engine.gradients([next(self.feeds[seat])])
+            rows.append(engine.gradient.clone())
+        engine.vector.copy_(now)
+        stack = torch.stack(rows)
+        if self.attack is not None:
+            stack[:FALSE] = self.attack(stack[FALSE:], self.generator)
+        return stack
+
+    def _contribute(self, seat: int, gradient: Tensor, turn: int) -> None:
+        frames = codecs.encode(self.run.updates.codec, gradient, self.residuals[seat])
+        self._ask(
+            Contribute(
+                session=f"s{seat}",
+                number=self._next(),
+                seq=turn,
+                base=self.bases[seat],
+                round=self.coordinator.state.version,
+                weight=32.0,
+                samples=32,
+                epoch=self.feeds[seat].epoch,
+                position=self.feeds[seat].position,
+                batches=1,
+                have=-1,
+                metrics={},
+            ),
+            tuple(frames),
+        )
+
+    def _ask(self, asked: Any, frames: Any = (), session: str = "") -> None:
+        self.clock += 0.001
+        self.coordinator.handle(Called(None, asked, frames, session), self.clock)
+
+    def _next(self) -> int:
+        self.number += 1
+        return self.number
+
+
+def accuracy(rule: str, attack: str | None, setting: Setting, steps: int, data: Mapping[str, Any]) -> float:
+    run = configured(RULES[rule], setting, steps, data)
+    return Cluster(run, ATTACKS[attack] if attack else None, stale=setting is SPARSE_AND_STALE).train()
+
+
+def measure() -> list[Row]:
+    mnist = Path(__file__).resolve().parents[2] / "shared" / "data" / "mnist"
+    data = {"source": {"kind": "mnist", "path": str(mnist)}} if mnist.is_dir() else {}
+    rows = []
+    for setting in (PLAIN, SPARSE_AND_STALE):
+        steps = 300 if setting is PLAIN else 600
+        clean = accuracy("mean", None, setting, steps, data)
+        for rule in RULES:
+            for attack in ATTACKS:
+                got = accuracy(rule, attack, setting, steps, data)
+                target = "< 0.95 (breaks)" if rule == "mean" else "≥ 0.95"
+                rows.append(Row(f"{rule}, {attack}{setting.name}", got, clean, "accuracy", got / clean, target))
+    return rows

@@ -1,0 +1,319 @@
+"""Contributions of 25 MB from four processes: what the coordinator takes in, against raw pyzmq moving the same frames.
+
+Ours is the coordinator as `shoal coordinate` runs it: transport, admission, decoding with its check for finite numbers, journal, ledger,
+snapshots, an optimizer step for every arrival, records. Only the workers are plain: they speak the protocol and send the same synthetic
+gradient again and again. The peer is the least that ZeroMQ can do: a ROUTER that receives without copying and answers, and DEALERs
+that send without copying, the same number of processes, the same frames both ways, the same security, the better of one and two messages
+under way per sender. It looks at nothing, keeps nothing and computes nothing. `benchmarks/ingest.py where` tells where our time goes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import zmq
+from run import Row
+
+from shoal.config.load import File, Override, resolve
+from shoal.strategies.coordinating import ClusterLoop, prepare
+from shoal.transports import Client, Message, connect
+from shoal.updates import codecs
+from shoal.updates.frames import frame_of
+from shoal.updates.messages import PROTOCOL, Asked, Contribute, Join, Leave, Pull, header_of
+
+HIDDEN = "[2048, 2976]"
+"""On digits: 6,260,714 parameters, 25.04 MB."""
+SENDERS = 4
+SECONDS = 8.0
+WARM_UP_S = 2.0
+COMMON = {
+    "model.hidden_sizes": HIDDEN,
+    "evaluation.strategy": "never",
+    "checkpoint.strategy": "never",
+    "training.epochs": "1000000000",
+    "training.max_steps": "100000000",
+    "logging.every_steps": "1000",
+    "coordinator.heartbeat_interval_s": "60",
+}
+STRATEGIES = {
+    "async, SGD": {"strategy.kind": "async", "strategy.max_staleness": "1000000", "training.optimizer.name": "SGD"},
+    "edp, AdamW": {"strategy.kind": "edp"},
+}
+
+
+class Span(NamedTuple):
+    """The time that counts, by the clock on the wall, which all processes share."""
+
+    start: float
+    end: float
+
+    def holds(self, at: float) -> bool:
+        return self.start <= at < self.end
+
+
+# --- the parent: starts everybody, says when, adds up --------------------------------------------------------
+
+
+class Helper:
+    """A process with a role from this file. It tells and is told in lines of JSON."""
+
+    def __init__(self, role: str, **given: Any) -> None:
+        environment = dict(os.environ) if "OMP_NUM_THREADS" in os.environ else dict(os.environ) | given.pop("environment", {})
+        command = [sys.executable, __file__, role, json.dumps(given)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.process.args} ended with {self.process.wait()}")
+        return json.loads(line)
+
+    def say(self, what: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+class Outcome(NamedTuple):
+    """What came in, and what the coordinator did meanwhile."""
+
+    megabytes_per_s: float
+    where: dict[str, float]
+
+
+def exchange(serving: Helper, sender: str, **given: Any) -> Outcome:
+    """Let the senders send to whoever serves, and count the answers."""
+    helpers = [serving]
+    try:
+        invitation = serving.hear()
+        senders = [Helper(sender, invitation=invitation, **given, environment={"OMP_NUM_THREADS": "1"}) for _ in range(SENDERS)]
+        helpers += senders
+        size, *_ = [helper.hear() for helper in senders]
+        start = time.time() + 0.2
+        span = Span(start + WARM_UP_S, start + WARM_UP_S + SECONDS)
+        for helper in helpers:
+            helper.say(span)
+        answers = sum(helper.hear() for helper in senders)
+        return Outcome(answers * size / 1e6 / SECONDS, serving.hear())
+    finally:
+        for helper in helpers:
+            helper.close()
+
+
+def through_shoal(curve: bool, strategy: str, weights: bool, where: bool = False) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        return exchange(Helper("serve", curve=curve, settings=STRATEGIES[strategy], folder=folder, where=where), "send", weights=weights)
+
+
+def through_pyzmq(curve: bool, weights: bool) -> Outcome:
+    size = 4 * 6_260_714
+    tries = [exchange(Helper("raw-serve", curve=curve, weights=weights, size=size), "raw-send", under_way=n, size=size) for n in (1, 2)]
+    return max(tries)
+
+
+def measure() -> list[Row]:
+    rows = []
+    for curve, security in ((True, "CURVE"), (False, "PLAIN; peer: none")):
+        for weights, back in ((False, "no weights back"), (True, "weights back")):
+            peer = through_pyzmq(curve, weights)
+            for strategy in STRATEGIES:
+                ours = through_shoal(curve, strategy, weights)
+                name = f"ingest, {strategy}, {security}, {back}"
+                ratio = ours.megabytes_per_s / peer.megabytes_per_s
+                rows.append(Row(name, ours.megabytes_per_s, peer.megabytes_per_s, "MB/s in", ratio, "≥ 0.6"))
+    return rows
+
+
+def where() -> None:
+    """Print what the coordinator's thread does with its time."""
+    for strategy in STRATEGIES:
+        for weights in (False, True):
+            told = through_shoal(False, strategy, weights, where=True)
+            print(f"{strategy}, {'weights' if weights else 'no weights'} back, PLAIN: {told.megabytes_per_s:.0f} MB/s")
+            for name, share in sorted(told.where.items(), key=lambda item: -item[1]):
+                print(f"  {100 * share:5.1f} %  {name}")
+
+
+# --- the coordinator ---------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Shares of the time that counts, by what was done in it. What is done within something else counts for the inner one."""
+
+    def __init__(self) -> None:
+        self.spent: list[tuple[str, float, float]] = []
+        self._inner = 0.0
+
+    def around(self, owner: Any, method: str, name: str) -> None:
+        whole: Callable[..., Any] = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before, self._inner = self._inner, 0.0
+            started = time.perf_counter()
+            try:
+                return whole(*args, **kwargs)
+            finally:
+                passed = time.perf_counter() - started
+                self.spent.append((name, time.time(), passed - self._inner))
+                self._inner = before + passed
+
+        setattr(owner, method, timed)
+
+    def shares(self, span: Span) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, at, seconds in self.spent:
+            if span.holds(at):
+                found[name] = found.get(name, 0.0) + seconds / (span.end - span.start)
+        return found | {"everything else": max(0.0, 1.0 - sum(found.values()))}
+
+
+def watched(loop: ClusterLoop) -> Clock:
+    clock, coordinator = Clock(), loop.coordinator
+    clock.around(loop.server, "poll", "waiting for messages")
+    clock.around(loop.server, "reply", "handing answers to ZeroMQ")
+    clock.around(loop.journal, "append", "journal")
+    clock.around(loop.ledger, "append", "ledger")
+    clock.around(loop, "snapshot", "snapshots")
+    clock.around(loop, "advance", "records")
+    clock.around(codecs, "decode", "decoding and checking")
+    clock.around(coordinator.learner, "apply", "optimizer step")
+    clock.around(coordinator.publisher, "since", "copying weights to send")
+    clock.around(coordinator, "handle", "the state machine")
+    return clock
+
+
+def serve(given: dict[str, Any]) -> None:
+    overrides = [Override(path, value, f"--set {path}={value}") for path, value in (COMMON | given["settings"]).items()]
+    loaded = resolve([File("starter")], overrides, environ={})
+    hosts = ("0.0.0.0",) if given["curve"] else ("127.0.0.1",)
+    transport = loaded.run.transport.replace(host=None, port=0)
+    run_dir = str(Path(given["folder"]) / "run")
+    coordinating = prepare(loaded, run_dir=run_dir, resume=False, reporters=[], workers=SENDERS, hosts=hosts, transport=transport)
+    loop = coordinating.loop
+    clock = watched(loop) if given["where"] else None
+    print(json.dumps(coordinating.invitation._asdict()), flush=True)
+    spans: list[Span] = []
+
+    def stop_in_time() -> None:
+        spans.append(Span(*json.loads(sys.stdin.readline())))
+        time.sleep(max(0.0, spans[0].end - time.time()) + 1.0)
+        print(json.dumps(clock.shares(spans[0]) if clock else {}), flush=True)
+
+    threading.Thread(target=stop_in_time, daemon=True).start()
+    loop.train()
+
+
+# --- a worker that only sends --------------------------------------------------------------------------------
+
+
+class Sender:
+    """Speaks the protocol of a worker."""
+
+    def __init__(self, invitation: dict[str, Any], weights: bool) -> None:
+        self.client: Client = connect(
+            invitation["address"], token=invitation["token"], server_key=invitation["key"], max_frame_bytes=64 << 20, insecure=True
+        )
+        self.weights, self.number, self.session = weights, 0, ""
+        welcome = self.ask(Join(None, PROTOCOL, {}), named=False)
+        self.session, self.size = welcome["session"], welcome["size"]
+        self.version = self.ask(Pull("", 0, -1))["version"]
+        self.frame = frame_of((1e-4 * torch.randn(self.size)).numpy())
+
+    def ask(self, asked: Asked, *frames: memoryview, named: bool = True) -> dict[str, Any]:
+        self.number += 1
+        header = header_of(asked) | ({"session": self.session, "number": self.number} if named else {})
+        return self.client.call(Message(header, frames), 60.0).header
+
+    def contribute(self, seq: int) -> None:
+        have = self.version if self.weights else -1
+        told = self.ask(Contribute("", 0, seq, self.version, 0, 32.0, 32, 0, seq + 1, 1, have, {"loss": 1.0}), self.frame)
+        if told.get("status") != "accepted":
+            raise RuntimeError(f"not accepted: {told}")
+        self.version = told["version"]
+
+
+def send(given: dict[str, Any]) -> None:
+    sender = Sender(given["invitation"], given["weights"])
+    print(json.dumps(4 * sender.size), flush=True)
+    span = Span(*json.loads(sys.stdin.readline()))
+    answers = seq = 0
+    while time.time() < span.end:
+        sender.contribute(seq)
+        seq += 1
+        answers += span.holds(time.time())
+    print(json.dumps(answers), flush=True)
+    sender.ask(Leave("", 0))
+
+
+# --- the peer ------------------------------------------------------------------------------------------------
+
+
+def raw_serve(given: dict[str, Any]) -> None:
+    context = zmq.Context(2)
+    socket = context.socket(zmq.ROUTER)
+    public, secret = zmq.curve_keypair()
+    if given["curve"]:
+        socket.curve_server, socket.curve_secretkey = True, secret
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    print(json.dumps({"address": f"tcp://127.0.0.1:{port}", "key": public.decode() if given["curve"] else None}), flush=True)
+    answer = [b"receipt", bytes(given["size"])] if given["weights"] else [b"receipt"]
+    told = threading.Event()
+    threading.Thread(target=lambda: (_until_the_end(), told.set()), daemon=True).start()
+    while not told.is_set():
+        if socket.poll(100):
+            peer = socket.recv_multipart(copy=False)[0]
+            socket.send_multipart([peer, *answer], copy=False)
+    print("{}", flush=True)
+
+
+def _until_the_end() -> None:
+    span = Span(*json.loads(sys.stdin.readline()))
+    time.sleep(max(0.0, span.end - time.time()) + 1.0)
+
+
+def raw_send(given: dict[str, Any]) -> None:
+    socket = zmq.Context().socket(zmq.DEALER)
+    if given["invitation"]["key"]:
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = given["invitation"]["key"].encode()
+    socket.connect(given["invitation"]["address"])
+    message = [b"h" * 200, frame_of((1e-4 * torch.randn(given["size"] // 4)).numpy())]
+    print(json.dumps(given["size"]), flush=True)
+    span = Span(*json.loads(sys.stdin.readline()))
+    answers = 0
+    for _ in range(given["under_way"]):
+        socket.send_multipart(message, copy=False)
+    while time.time() < span.end:
+        if socket.poll(100):
+            socket.recv_multipart(copy=False)
+            answers += span.holds(time.time())
+            socket.send_multipart(message, copy=False)
+    print(json.dumps(answers), flush=True)
+    socket.close(linger=0)
+
+
+ROLES = {"serve": serve, "send": send, "raw-serve": raw_serve, "raw-send": raw_send}
+
+if __name__ == "__main__":
+    if sys.argv[1] == "where":
+        where()
+    else:
+        ROLES[sys.argv[1]](json.loads(sys.argv[2]))
+        sys.stdout.flush()
+        os._exit(0)

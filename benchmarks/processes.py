@@ -1,0 +1,121 @@
+"""Runs of `shoal train` in processes of their own, and how fast they were once they were under way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+MNIST = DATA / "mnist"
+QUIET = {"evaluation.strategy": "never", "checkpoint.strategy": "never", "training.epochs": "1000000"}
+MLP = {
+    "data.source.kind": "mnist",
+    "data.source.path": str(MNIST),
+    "model.hidden_sizes": "[128, 128]",
+    "training.batch_size": "32",
+}
+"""The MLP of overhead.py, 118,794 parameters."""
+_START_S = 90.0
+
+
+class Speed(NamedTuple):
+    """How fast a run was while it was watched."""
+
+    samples: float
+    """Per second."""
+    steps: float
+    """Per second: updates of the weights."""
+    busy: tuple[float, ...]
+    """Cores kept busy by the process that was started, and by each of its workers; empty where the system does not tell."""
+
+
+def command(run_dir: Path, settings: Mapping[str, str], *, preset: str = "starter", workers: int = 0) -> list[str]:
+    """`shoal train` with these settings."""
+    made = [sys.executable, "-m", "shoal", "train", preset, "--run-dir", str(run_dir)]
+    made += [part for path, value in settings.items() for part in ("--set", f"{path}={value}")]
+    return made + (["--workers", str(workers)] if workers else [])
+
+
+def environment(threads: int | None) -> dict[str, str]:
+    """This one's, with so many threads for each process; None: as many as Shoal and PyTorch choose."""
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return kept | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+
+
+def watch(run_dir: Path, arguments: list[str], *, seconds: float, warm_up_s: float = 2.0, threads: int | None = None) -> Speed:
+    """Start a run that would go on for ever, let it warm up, watch it for a while and stop it."""
+    log = run_dir.with_suffix(".log")
+    with log.open("wb") as output:
+        process = subprocess.Popen(arguments, stdout=output, stderr=output, env=environment(threads))
+    try:
+        _wait_for_records(run_dir, process, log)
+        time.sleep(warm_up_s)
+        before, first = _busy(process.pid), _last(run_dir)
+        started = time.monotonic()
+        time.sleep(seconds)
+        after, last = _busy(process.pid), _last(run_dir)
+        passed = time.monotonic() - started
+    finally:
+        _stop(process)
+    wall = max(1e-9, last["wall_s"] - first["wall_s"])
+    busy = tuple((after[pid] - before[pid]) / passed for pid in before if pid in after)
+    return Speed((last["samples"] - first["samples"]) / wall, (last["step"] - first["step"]) / wall, busy)
+
+
+def whole(run_dir: Path, arguments: list[str], *, threads: int | None = None) -> dict[str, Any]:
+    """Run to the end; its summary."""
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment(threads))
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(arguments)}\n{done.stderr[-2000:]}")
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def _wait_for_records(run_dir: Path, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + _START_S
+    while not _records(run_dir):
+        if process.poll() is not None or time.monotonic() > until:
+            raise RuntimeError(f"no training: {log.read_text(errors='replace')[-2000:]}")
+        time.sleep(0.1)
+
+
+def _records(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in found if record["split"] == "train"]
+
+
+def _last(run_dir: Path) -> dict[str, Any]:
+    return _records(run_dir)[-1]
+
+
+def _busy(pid: int) -> dict[int, float]:
+    """Seconds of processor time that a process and each of its children have had."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return {one: _seconds(one) for one in (pid, *children)}
+    except OSError:
+        return {}
+
+
+def _seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

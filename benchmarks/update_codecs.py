@@ -1,0 +1,69 @@
+"""Codecs on 25 million floats: encoding against copying the memory, the choice of the largest against `torch.topk`.
+
+Each pair is interleaved, and the middle of the ratios counts; with error feedback, as is the default, and without.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from run import Row
+from torch import Tensor
+
+from shoal.config.schema.updates import Codec, Fp16Codec, Int8Codec, TopKCodec
+from shoal.updates.codecs import decode, encode, residual_for
+
+SIZE, ROUNDS, SHARE = 25_000_000, 9, 0.01
+Side = Callable[[], object]
+
+
+def milliseconds(side: Side) -> float:
+    start = time.perf_counter()
+    side()
+    return (time.perf_counter() - start) * 1000
+
+
+def compare(name: str, ours: Side, peer: Side, target: str, note: str) -> Row:
+    ours()
+    peer()
+    pairs = [(milliseconds(ours), milliseconds(peer)) for _ in range(ROUNDS)]
+    left, right = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
+    return Row(name, left, right, "ms", statistics.median(pair[1] / pair[0] for pair in pairs), target, note)
+
+
+def about(codec: Codec, vector: Tensor) -> str:
+    """Bytes saved; for what keeps only some numbers, how much of the squares it keeps, of what that many could hold."""
+    frames = encode(codec, vector, None)
+    note = f"{4 * SIZE / sum(frame.nbytes for frame in frames):.3g} times fewer bytes"
+    if isinstance(codec, TopKCodec):
+        kept, best = decode(codec, SIZE, frames).double().norm(), vector.abs().topk(round(SHARE * SIZE)).values.double().norm()
+        note += f", {float((kept / best) ** 2):.4%} of the energy that so many can hold"
+    return note
+
+
+def measure() -> list[Row]:
+    vector = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
+    copy = torch.empty_like(vector)
+
+    def memcpy() -> None:
+        copy.copy_(vector)
+
+    def topk() -> None:
+        vector.abs().topk(round(SHARE * SIZE))
+
+    rows = []
+    for codec in (Fp16Codec(), Int8Codec(), TopKCodec(ratio=SHARE)):
+        name, peer, target = ("torch.topk", topk, "≥ 3") if isinstance(codec, TopKCodec) else ("memcpy", memcpy, "≥ 0.25")
+        note = about(codec, vector)
+        for residual in (residual_for(codec, SIZE), None):
+
+            def ours(codec: Codec = codec, residual: Tensor | None = residual) -> None:
+                encode(codec, vector, residual)
+
+            both = residual is not None
+            wanted = "(for comparison: it moves the residual too)" if both and peer is memcpy else target
+            rows.append(compare(f"{codec.kind}{' with error feedback' * both} to {name}", ours, peer, wanted, note))
+    return rows

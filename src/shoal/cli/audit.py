@@ -1,0 +1,68 @@
+"""`shoal audit`: check that nothing a coordinator confirmed was lost, or counted twice."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shoal.errors import ShoalError
+
+_MOST_SHOWN = 20
+
+
+def run(argv: list[str]) -> int:
+    made = argparse.ArgumentParser("shoal audit", description="Check that nothing a coordinator confirmed was lost, or counted twice.")
+    made.add_argument("run", metavar="RUN", help="the run's folder, on the machine that coordinated it")
+    made.add_argument(
+        "--receipts", action="append", default=[], metavar="DIR", help="folder with receipts of workers elsewhere (may be repeated)"
+    )
+    arguments = made.parse_args(argv)
+    folder = Path(arguments.run)
+    settings = _settings(folder)
+    state = Path(_at(settings, "coordinator", "state_path") or folder / "coordinator")
+    if not (state / "ledger.jsonl").exists():
+        raise ShoalError(f"there is no ledger in {state}: only a run that had workers, and has come to its first version, can be audited")
+    first = None if _at(settings, "checkpoint", "resume_from") else 0
+
+    from shoal.coordinator.audit import audit
+
+    report = audit(folder, state, [path for given in arguments.receipts for path in _receipts(Path(given))], first)
+    for line in report.checked:
+        print(line)
+    return _verdict(report.violations)
+
+
+def _verdict(violations: list[str]) -> int:
+    if not violations:
+        print("nothing is missing, nothing is counted twice")
+        return 0
+    for violation in violations[:_MOST_SHOWN]:
+        print(f"violation: {violation}")
+    if len(violations) > _MOST_SHOWN:
+        print(f"and {len(violations) - _MOST_SHOWN} more")
+    return 1
+
+
+def _settings(folder: Path) -> Any:
+    try:
+        return yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ShoalError(f"there is no run at {folder}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ShoalError(f"{folder / 'config.yaml'} cannot be read: {error}") from None
+
+
+def _at(settings: Any, section: str, key: str) -> Any:
+    found = settings.get(section) if isinstance(settings, dict) else None
+    return found.get(key) if isinstance(found, dict) else None
+
+
+def _receipts(given: Path) -> list[Path]:
+    if given.is_file():
+        return [given]
+    if not given.is_dir():
+        raise ShoalError(f"--receipts: there is no folder {given}")
+    return sorted(given.glob("*.jsonl"))

@@ -1,0 +1,249 @@
+"""Checks a run's folder: that nothing confirmed is missing, and nothing is counted twice.
+
+It shares no code with what wrote the files: it reads them again, in its own way. A crash may have cut off the last line or record of a
+file that was being written; that is no violation, anything else that cannot be read is one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.coordinator.evidence import Evidence, Line, Receipt, gather
+
+Key = tuple[str, int]
+"""A worker, and the number of a contribution."""
+
+
+class Contribution(NamedTuple):
+    """A contribution, as a line of the ledger tells it."""
+
+    worker: str
+    seq: int
+    base: int
+    share: float
+    samples: int
+    seat: int
+    epoch: int
+    position: int
+    batches: int
+
+    @property
+    def key(self) -> Key:
+        return self.worker, self.seq
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> Contribution:
+        """Raises TypeError where the values are not what they must be."""
+        made = cls(*values)
+        numbers = made[1:3] + made[4:]
+        if type(made.worker) is not str or type(made.share) not in (int, float) or any(type(number) is not int for number in numbers):
+            raise TypeError
+        return made
+
+
+@dataclass
+class Report:
+    """What was checked, and what is wrong."""
+
+    checked: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Tally:
+    """The ledger, added up."""
+
+    first: int = 0
+    version: int = 0
+    batches: int = 0
+    samples: int = 0
+    known: dict[Key, Contribution] = field(default_factory=dict)
+    fates: Counter[str] = field(default_factory=Counter)
+    """How many are in the weights, were replaced by a later one, or found the run over."""
+    made: dict[Key, int] = field(default_factory=dict)
+    """Which version each is in."""
+    newest: dict[str, int] = field(default_factory=dict)
+    """The last number of each worker that is in the weights."""
+    at: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Batches and samples, by version."""
+
+
+def audit(folder: Path, state: Path, receipts: Iterable[Path], first: int | None = 0) -> Report:
+    """Check a run. `state`: where its coordinator kept its own; `first`: the version it began with, None where any will do."""
+    report = Report()
+    evidence = gather(state, [*sorted((folder / "workers").glob("*.jsonl")), *receipts], report.violations)
+    tally = _add_up(evidence.ledger, first, report.violations)
+    report.violations += _doubled_batches(tally.known.values())
+    follower = Follower(tally)
+    report.violations += follower.follow(evidence.records)
+    open_now = follower.left
+    report.violations += _lost(evidence.receipts, tally, open_now)
+    report.violations += _misfit(evidence, tally, open_now)
+    report.checked = _told(evidence, tally, open_now)
+    return report
+
+
+# --- the ledger -----------------------------------------------------------------------------------------
+
+
+def _add_up(lines: list[Line], first: int | None, violations: list[str]) -> Tally:
+    tally = Tally()
+    for place, line in lines:
+        try:
+            if "version" in line:
+                violations += [f"{place}: {what}" for what in _count(tally, line, first)]
+            else:
+                kind = "replaced" if "replaced" in line else "unused"
+                found = [line["replaced"]] if kind == "replaced" else line["unused"]
+                violations += [f"{place}: {what}" for what in _set_aside(tally, kind, found)]
+        except (KeyError, TypeError, ValueError, IndexError):
+            violations.append(f"{place}: no line of a ledger")
+    return tally
+
+
+def _count(tally: Tally, line: dict[str, Any], first: int | None) -> Iterator[str]:
+    """A version, and what it was made of."""
+    version, begins = int(line["version"]), not tally.at
+    if begins:
+        tally.first = version - 1
+    expected = (tally.version + 1) if not begins else version if first is None else first + 1
+    if version != expected:
+        yield f"version {version} where {expected} must stand"
+    tally.version = version
+    contributions = [Contribution.of(one) for one in line["from"]]
+    for one in contributions:
+        if one.key in tally.known:
+            yield f"contribution {one.seq} of {one.worker} is counted twice"
+        elif one.seq <= tally.newest.get(one.worker, -1):
+            yield f"contribution {one.seq} of {one.worker} comes after {tally.newest[one.worker]}"
+        if not (0 < one.share <= 1 and 0 <= one.base < version and one.batches > 0 and one.samples > 0):
+            yield f"contribution {one.seq} of {one.worker} cannot have been made of what it says"
+        tally.known[one.key], tally.made[one.key] = one, version
+        tally.newest[one.worker] = max(one.seq, tally.newest.get(one.worker, -1))
+    tally.fates["applied"] += len(contributions)
+    if not contributions:
+        yield f"version {version} is made of nothing"
+    tally.batches += sum(one.batches for one in contributions)
+    tally.samples += sum(one.samples for one in contributions)
+    if tally.batches != line["batches"]:
+        yield f"{line['batches']} batches are claimed and {tally.batches} are there"
+        tally.batches = int(line["batches"])
+    tally.at[version] = (tally.batches, tally.samples)
+
+
+def _set_aside(tally: Tally, kind: str, found: list[list[Any]]) -> Iterator[str]:
+    """What was confirmed and is not in the weights, for a reason that is on record."""
+    for one in (Contribution.of(values) for values in found):
+        if one.key in tally.known:
+            yield f"contribution {one.seq} of {one.worker} is {kind}, and counted before"
+        tally.known[one.key] = one
+        tally.fates[kind] += 1
+
+
+def _doubled_batches(contributions: Iterable[Contribution]) -> Iterator[str]:
+    """No two contributions may be made of the same batch of a seat."""
+    spans = sorted((one.seat, one.epoch, max(0, one.position - one.batches), one.position, one.worker, one.seq) for one in contributions)
+    for before, after in pairwise(spans):
+        if before[:2] == after[:2] and after[2] < before[3]:
+            seat, epoch, start = after[:3]
+            yield f"batch {start} of seat {seat} in epoch {epoch} is in {before[4]}'s contribution {before[5]} and {after[4]}'s {after[5]}"
+
+
+# --- the journal and the snapshot ---------------------------------------------------------------------------
+
+
+class Follower:
+    """Goes through the journal, and compares what it leads to with the ledger."""
+
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+        self.open: dict[int, dict[str, Contribution]] = {}
+        self.unwritten: list[Contribution] = []
+        """In rounds that closed, and not yet in the ledger when a crash came."""
+
+    def follow(self, records: list[Line]) -> Iterator[str]:
+        for number, (place, record) in enumerate(records, 1):
+            try:
+                for what in self._take(record, last=number == len(records)):
+                    yield f"{place}: {what}"
+            except (KeyError, TypeError):
+                yield f"{place}: no record of a coordinator"
+
+    def _take(self, record: dict[str, Any], last: bool) -> Iterator[str]:
+        if record["kind"] == "closed":
+            yield from self._close(record["round"] + 1, record["workers"])
+        elif record["kind"] in ("accepted", "held"):
+            one = Contribution.of(record[name] for name in Contribution._fields)
+            known = self.tally.known.get(one.key)
+            if known is not None and known != one:
+                yield f"contribution {one.seq} of {one.worker} is not what the ledger says"
+            there = self.open.setdefault(record["round"], {})
+            before = there.get(one.worker, one)
+            if before.key != one.key and before.key not in self.tally.known and not last:
+                yield f"contribution {before.seq} of {before.worker} was replaced, and the ledger does not say so"
+            there[one.worker] = one
+
+    def _close(self, version: int, workers: list[str]) -> Iterator[str]:
+        there = self.open.pop(version - 1, {})
+        for one in (there[worker] for worker in workers):
+            if version > self.tally.version:
+                self.unwritten.append(one)
+            elif self.tally.made.get(one.key) != version:
+                yield f"contribution {one.seq} of {one.worker} went into version {version}, and the ledger does not say so"
+
+    @property
+    def left(self) -> dict[Key, Contribution]:
+        """Contributions that the ledger has yet to name."""
+        waiting = [one for there in self.open.values() for one in there.values()]
+        return {one.key: one for one in waiting + self.unwritten if one.key not in self.tally.known}
+
+
+def _lost(receipts: list[tuple[str, Receipt]], tally: Tally, open_now: dict[Key, Contribution]) -> Iterator[str]:
+    """Every confirmed contribution is somewhere."""
+    known = tally.known.keys() | open_now.keys()
+    for place, receipt in receipts:
+        if receipt.status == "accepted" and (receipt.worker, receipt.seq) not in known:
+            yield f"{place}: contribution {receipt.seq} of {receipt.worker} was confirmed, and is nowhere"
+
+
+def _misfit(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -> Iterator[str]:
+    """The newest snapshot and the journal after it lead to where the ledger ends."""
+    snapshot = evidence.snapshot
+    if snapshot is None:
+        return
+    where = f"snapshot {snapshot.number}"
+    if snapshot.version > tally.first and (snapshot.batches, snapshot.samples) != tally.at.get(snapshot.version):
+        there = tally.at.get(snapshot.version, "nothing")
+        yield f"{where}: version {snapshot.version} with {snapshot.batches} batches, {snapshot.samples} samples; the ledger has {there}"
+    if snapshot.ledger_bytes > evidence.ledger_bytes:
+        yield f"{where}: the ledger was longer when it was taken ({snapshot.ledger_bytes} bytes, now {evidence.ledger_bytes})"
+    closed = sum(record.get("kind") == "closed" for _, record in evidence.records)
+    reached, ends = snapshot.version + closed, tally.version if tally.at else snapshot.version
+    if not reached - 1 <= ends <= reached:  # the journal comes first: a crash may have kept one line from the ledger
+        yield f"{where} and the journal lead to version {reached}, the ledger ends at {ends}"
+    newest: dict[str, int] = {}
+    for worker, seq in [*tally.known, *open_now]:
+        newest[worker] = max(seq, newest.get(worker, -1))
+    for worker, seq in snapshot.sequences.items():
+        if newest.get(worker, -1) < seq:
+            yield f"{where}: contribution {seq} of {worker} was taken, and is nowhere"
+
+
+def _told(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -> list[str]:
+    workers = len({worker for worker, _ in tally.known})
+    told = [
+        f"ledger    {tally.version - tally.first:,} versions from {tally.fates['applied']:,} contributions of {workers} workers, "
+        f"{tally.batches:,} batches; {tally.fates['replaced']} replaced, {tally.fates['unused']} unused"
+    ]
+    files = len({place.rpartition(":")[0] for place, _ in evidence.receipts})
+    confirmed = sum(receipt.status == "accepted" for _, receipt in evidence.receipts)
+    told.append(f"receipts  {confirmed:,} confirmed, {len(evidence.receipts) - confirmed:,} turned away, in {files} files")
+    if evidence.snapshot is not None:
+        since = f"snapshot {evidence.snapshot.number} (version {evidence.snapshot.version:,})"
+        told.append(f"journal   {len(evidence.records):,} records since {since}, {len(open_now)} contributions in open rounds")
+    return told + [f"note      {what}" for what in evidence.cut]

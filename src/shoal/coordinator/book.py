@@ -1,0 +1,135 @@
+"""What survives: the weights, the counts beside them and the contributions of open rounds.
+
+Only records move it: a coordinator that was killed is the last snapshot with the records since then taken again, in the same order, by
+the same code. It knows no clock and no member.
+
+    accepted   a contribution was taken, and waits for its round
+    held       the same, at the head of a journal: the snapshot has counted it already
+    closed     a round became the next version
+    seated     a worker has a seat at the data
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.config.schema.updates import NoCodec
+from shoal.coordinator.effects import Effect, Entry, Frames, Published
+from shoal.coordinator.policies import Policy
+from shoal.coordinator.rounds import Rounds
+from shoal.coordinator.state import Held, Learner, Plan, State, ledger_line, mean_metrics
+from shoal.updates import codecs, rules
+
+_PLAIN = NoCodec()
+_LEAST_REMEMBERED = 256
+
+
+class Book:
+    """State, rounds and weights."""
+
+    def __init__(self, plan: Plan, policy: Policy, learner: Learner) -> None:
+        self.plan, self.learner = plan, learner
+        self.remembered = max(_LEAST_REMEMBERED, 2 * policy.pull_every) if policy.worker_steps else 0
+        """Own versions of a worker that are kept at most: more than it takes between two pulls."""
+        self.state = State()
+        self.rounds = Rounds()
+        self.centre: Tensor | None = None
+
+    @property
+    def step(self) -> float:
+        """Where the schedule stands: updates made, or what the batches so far are worth."""
+        return self.state.version if self.plan.total_batches is None else self.state.batches / self.plan.batches_per_step
+
+    def decode(self, frames: Frames) -> tuple[Tensor, Tensor]:
+        """The update and the buffers in a contribution. Raises UpdateError."""
+        size, extra = self.learner.vector.numel(), self.learner.buffers.numel()
+        if not frames or (extra and len(frames) < 2):
+            raise codecs.UpdateError("frames are missing")
+        body, tail = (frames[:-1], frames[-1:]) if extra else (frames, ())
+        vector = codecs.decode(self.plan.updates.codec, size, body)
+        return vector, codecs.decode(_PLAIN, extra, tail) if extra else torch.empty(0)
+
+    def take(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> list[Effect]:
+        """Move on by a record, new or taken again."""
+        kind = record["kind"]
+        if kind == "closed":
+            return self._close(record["round"], record["workers"])
+        if kind == "seated":
+            self.state.seats[record["worker"]] = record["seat"]
+            return []
+        if kind == "held" and self.rounds.holds(record):
+            return []
+        held = Held(record, frames, *(decoded or self.decode(frames)))
+        if kind == "held":
+            self.rounds.hold(record["round"], held)
+            return []
+        return self._accept(record, held)
+
+    def _accept(self, record: dict[str, Any], held: Held) -> list[Effect]:
+        name, state = record["worker"], self.state
+        state.sequences[name] = record["seq"]
+        state.positions[str(record["seat"])] = [record["epoch"], record["position"]]
+        if name in state.made:
+            state.made[name] = [version for version in state.made[name] if version > record["base"]]
+        state.count("accepted")
+        before = self.rounds.hold(record["round"], held)
+        if before is None:
+            return []
+        state.count("replaced")
+        return [Entry({"replaced": ledger_line(before.record), "by": record["seq"]})]
+
+    def _close(self, number: int, names: list[str]) -> list[Effect]:
+        """Combine a round's contributions and move the weights."""
+        there = self.rounds.open.pop(number).held
+        held = [there[name] for name in names]
+        records = [one.record for one in held]
+        figures = self.learner.apply(*self._combine(held), self.step)
+        state = self.state
+        state.version += 1
+        batches, samples = sum(record["batches"] for record in records), sum(record["samples"] for record in records)
+        state.batches, state.samples = state.batches + batches, state.samples + samples
+        if self.remembered:
+            for name in names:
+                state.made[name] = [*state.made.get(name, ()), state.version][-self.remembered :]
+        weight = sum(record["weight"] for record in records)
+        return [
+            Entry({"version": state.version, "batches": state.batches, "from": [ledger_line(record) for record in records]}),
+            Published(state.version, mean_metrics(records) | dict(figures), weight, samples, batches),
+        ]
+
+    def _combine(self, held: list[Held]) -> tuple[Tensor, Tensor]:
+        updates, seed = self.plan.updates, self.plan.seed + self.state.version
+        for one in held:
+            if one.record["share"] != 1.0:
+                one.vector = one.vector * one.record["share"]
+        weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
+        buffers = self._combine_buffers(held, weights)
+        if len(held) == 1 and updates.aggregation.kind == "mean":
+            return held[0].vector, buffers
+        stack = torch.stack([one.vector for one in held])
+        update, self.centre = rules.combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed)
+        return update, buffers
+
+    def _combine_buffers(self, held: list[Held], weights: Tensor) -> Tensor:
+        """Statistics are averaged; under a rule that withstands false contributions their median is taken, which does too."""
+        if not self.learner.buffers.numel():
+            return torch.empty(0)
+        stack = torch.stack([one.buffers for one in held])
+        return rules.mean(stack, weights) if self.plan.updates.aggregation.kind == "mean" else rules.median(stack)
+
+    def write_off(self) -> list[Effect]:
+        """What waits in rounds that will not close is named, and let go."""
+        unused = [ledger_line(record) for record, _ in self.rounds.pending()]
+        self.rounds.open.clear()
+        return [Entry({"unused": unused})] if unused else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a snapshot holds besides the learner. Contributions of open rounds are not in it: they begin the journal that follows."""
+        return {"state": dict(vars(self.state)), "centre": self.centre}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.state = State(**saved["state"])
+        self.centre = saved["centre"]

@@ -1,0 +1,61 @@
+"""When a round closes, and what is said and done while there are too few workers for the rule."""
+
+from __future__ import annotations
+
+from shoal.coordinator.effects import Note, Stop
+from shoal.coordinator.membership import MISSED_HEARTBEATS
+from shoal.coordinator.policies import Barrier, Policy
+from shoal.coordinator.rounds import Round, Rounds
+from shoal.coordinator.state import Plan
+
+
+class Closing:
+    """Decides from counts alone, so that it may be asked at every message."""
+
+    def __init__(self, plan: Plan, policy: Policy, rounds: Rounds) -> None:
+        self.plan, self.policy, self.rounds = plan, policy, rounds
+        self.gathering = isinstance(policy.rounds, Barrier)
+        """Until the expected workers have come: at the start, and when a coordinator comes back. Only rounds wait for anybody."""
+        self._short_since: float | None = None
+        self._noted = ""
+
+    def due(self, number: int, now: float) -> bool:
+        """Whether the round may close now."""
+        there = self.rounds.open.get(number)
+        if there is None:
+            return False
+        late = self._late(there, now)
+        if late or len(self.rounds.active) >= self.plan.expected:
+            self.gathering = False
+        if self.gathering or len(there.held) < self.plan.needed:
+            return False
+        if isinstance(self.policy.rounds, Barrier):
+            return late or self.rounds.complete(number)
+        return len(there.held) >= min(self.policy.rounds.contributions, max(1, len(self.rounds.active)))
+
+    def _late(self, there: Round, now: float) -> bool:
+        """Has the round been open for too long?"""
+        if not isinstance(self.policy.rounds, Barrier):
+            return False
+        if there.opened_at is None:
+            there.opened_at = now
+        return now >= there.opened_at + self.policy.rounds.deadline_s
+
+    def watch(self, number: int, now: float) -> Note | Stop | None:
+        """Too few workers for the rule: wait for more, or stop. It never makes do with a lesser rule.
+
+        Those who are gone get the time to come back: after a crash of the coordinator, all of them have to.
+        """
+        needed, reachable, interval_s = self.plan.needed, self.rounds.reachable(number), self.plan.heartbeat_interval_s
+        if reachable >= needed or needed <= 1:
+            self._short_since, self._noted = None, ""
+            return None
+        self._short_since = now if self._short_since is None else self._short_since
+        short_s = now - self._short_since
+        text = f"{self.plan.updates.aggregation.kind} needs {needed} contributions and {reachable} workers are here"
+        if self.plan.updates.below_quorum == "stop" and number > 0 and short_s > MISSED_HEARTBEATS * interval_s:
+            return Stop(f"{text}: stopped, as updates.below_quorum says")
+        if self._noted == text or short_s < interval_s:
+            return None
+        self._noted = text
+        return Note(f"{text}: waiting for {needed - reachable} more")

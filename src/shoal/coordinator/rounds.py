@@ -1,0 +1,71 @@
+"""Open rounds: who has sent to which, and whom they still wait for. Counted as it happens, so that asking costs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.coordinator.effects import Frames
+from shoal.coordinator.state import Held
+
+
+@dataclass
+class Round:
+    """Contributions that will make one version."""
+
+    held: dict[str, Held] = field(default_factory=dict)
+    opened_at: float | None = None
+    """When the first one came, or the round before it closed; not known before the clock has been read."""
+    present: int = 0
+    """Workers that are active now and have sent."""
+
+
+class Rounds:
+    """All open rounds, by number: the version they are made on."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, Round] = {}
+        self.active: set[str] = set()
+        """Workers that have weights, so rounds wait for them."""
+
+    def activate(self, name: str) -> None:
+        if name not in self.active:
+            self.active.add(name)
+            self._recount(name, 1)
+
+    def deactivate(self, name: str) -> None:
+        if name in self.active:
+            self.active.remove(name)
+            self._recount(name, -1)
+
+    def _recount(self, name: str, change: int) -> None:
+        for there in self.open.values():
+            if name in there.held:
+                there.present += change
+
+    def hold(self, number: int, held: Held) -> Held | None:
+        """Keep a contribution until its round closes; the one of the same worker that it takes the place of, if any."""
+        there = self.open.setdefault(number, Round())
+        before = there.held.get(held.name)
+        there.held[held.name] = held
+        if before is None:
+            there.present += held.name in self.active
+        return before
+
+    def holds(self, record: dict[str, Any]) -> bool:
+        there = self.open.get(record["round"])
+        return there is not None and record["worker"] in there.held
+
+    def reachable(self, number: int) -> int:
+        """Workers that have sent, or still may."""
+        there = self.open.get(number)
+        return len(self.active) + (len(there.held) - there.present if there else 0)
+
+    def complete(self, number: int) -> bool:
+        """Whether nobody is missing."""
+        there = self.open.get(number)
+        return there is not None and there.present == len(self.active)
+
+    def pending(self) -> list[tuple[dict[str, Any], Frames]]:
+        """What a journal must begin with, so that the snapshot it follows and the journal together are all there is."""
+        return [(held.record | {"kind": "held"}, held.frames) for number in sorted(self.open) for held in self.open[number].held.values()]

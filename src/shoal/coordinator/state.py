@@ -1,0 +1,136 @@
+"""What the coordinator is told beforehand, what it is asked, and what it knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from shoal.config.schema.updates import Updates
+from shoal.coordinator.effects import Frames
+from shoal.updates.messages import Asked, Contribute
+
+
+class Learner(Protocol):
+    """The weights, and what moves them."""
+
+    @property
+    def vector(self) -> Tensor: ...
+    @property
+    def buffers(self) -> Tensor:
+        """Statistics that travel beside the weights."""
+        ...
+
+    def apply(self, update: Tensor, buffers: Tensor, step: float) -> Mapping[str, float]:
+        """Move the weights, as at this step of the schedule. The update may be used up."""
+        ...
+
+
+class Plan(NamedTuple):
+    """The run, as far as the coordinator must know it."""
+
+    updates: Updates
+    seed: int
+    expected: int
+    """Workers that the first round waits for."""
+    needed: int
+    """Contributions without which the aggregation rule cannot work."""
+    total_steps: int
+    total_batches: int | None
+    """Batches to learn from; None: the steps count."""
+    batches_per_step: int
+    """Batches that an update is expected to be made of; it is what one step of the schedule is worth."""
+    heartbeat_interval_s: float
+    telemetry_alpha: float
+
+
+class Called(NamedTuple):
+    """A question of a worker, and whom to answer."""
+
+    caller: Any
+    asked: Asked
+    frames: Frames = ()
+    session: str = ""
+    """For one who joins: the session to give it."""
+
+
+class Tick(NamedTuple):
+    """Time has passed."""
+
+
+class Waiting(NamedTuple):
+    """A worker that may not go on before a round has closed."""
+
+    caller: Any
+    seq: int
+    have: int
+    round: int
+    since: float
+
+
+@dataclass
+class State:
+    """What survives: a snapshot holds it, and records move it on."""
+
+    version: int = 0
+    batches: int = 0
+    samples: int = 0
+    sequences: dict[str, int] = field(default_factory=dict)
+    """The last number taken from each worker."""
+    positions: dict[str, list[int]] = field(default_factory=dict)
+    """Epoch and batch at which each seat goes on."""
+    seats: dict[str, int] = field(default_factory=dict)
+    made: dict[str, list[int]] = field(default_factory=dict)
+    """Versions that a worker's own contributions went into since the weights it last pulled, where it steps its own weights."""
+    contributions: dict[str, int] = field(default_factory=dict)
+    """How many, by what became of them. Those that were turned away are no records: a crash forgets the ones since the last snapshot."""
+
+    def count(self, outcome: str) -> None:
+        self.contributions[outcome] = self.contributions.get(outcome, 0) + 1
+
+
+@dataclass
+class Held:
+    """A contribution that waits for its round to close."""
+
+    record: dict[str, Any]
+    frames: Frames
+    vector: Tensor
+    buffers: Tensor
+
+    @property
+    def name(self) -> str:
+        name: str = self.record["worker"]
+        return name
+
+
+def accepted(worker: str, seat: int, asked: Contribute, share: float, number: int) -> dict[str, Any]:
+    """The record of a contribution. A figure that is not finite is nobody's to average, so it is left out."""
+    return {
+        "kind": "accepted",
+        "worker": worker,
+        "seat": seat,
+        "share": share,
+        "round": number,
+        **{name: getattr(asked, name) for name in ("seq", "base", "weight", "samples", "epoch", "position", "batches")},
+        "metrics": {name: value for name, value in asked.metrics.items() if math.isfinite(value)},
+    }
+
+
+def ledger_line(record: dict[str, Any]) -> list[Any]:
+    """A contribution in the ledger: worker, number, base, share, samples, and which batches of which seat."""
+    return [record[name] for name in ("worker", "seq", "base", "share", "samples", "seat", "epoch", "position", "batches")]
+
+
+def mean_metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The weighted mean of each figure, over those who sent it."""
+    sums: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for record in records:
+        for name, value in record["metrics"].items():
+            sums[name] = sums.get(name, 0.0) + record["weight"] * value
+            weights[name] = weights.get(name, 0.0) + record["weight"]
+    return {name: sums[name] / weights[name] for name in sums}

@@ -1,0 +1,131 @@
+"""The side that asks: one connection that is kept, and made anew after any trouble."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+import time
+
+from shoal.errors import ShoalError
+from shoal.transports import addresses, wire
+from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
+from shoal.transports.xmlrpc.documents import most_body_bytes, only_here, pack, unpack
+
+_HANGING_UP = (OSError, http.client.HTTPException)
+
+
+class XmlRpcClient:
+    """Keeps one connection, and makes a new one after any trouble."""
+
+    def __init__(
+        self, address: str, *, token: str, max_frame_bytes: int, max_header_bytes: int = wire.HEADER_BYTES, insecure: bool = False
+    ) -> None:
+        self._target = addresses.parse(address)
+        only_here(self._target.host, insecure)
+        self.address = address
+        self.traffic = Traffic()
+        self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "text/xml"}
+        self._connection: http.client.HTTPConnection | None = None
+        self._number = 0
+        self._calling = threading.Lock()
+        self._closed = threading.Event()
+
+    def call(self, message: Message, timeout_s: float) -> Message:
+        with self._calling:
+            self._number += 1
+            deadline = time.monotonic() + timeout_s
+            parts = self._encoded(message)
+            try:
+                connection = self._connection or self._connect(deadline)
+                self.traffic.send(wire.size_of(parts))
+                return self._opened(self._exchange(connection, "POST", pack(parts, answer=False), deadline))
+            except ShoalError:
+                self._hang_up()
+                raise
+            except _HANGING_UP as problem:
+                self._hang_up()
+                raise Unreachable(f"no answer from {self.address}: {problem or 'the connection was lost'}") from None
+
+    def _encoded(self, message: Message) -> list[Frame]:
+        try:
+            return wire.encode(message, self._number, self._limits)
+        except wire.Oversized as problem:
+            raise Refused(str(problem), problem.reason) from None
+
+    def _connect(self, deadline: float) -> http.client.HTTPConnection:
+        """A connection whose token was accepted. A coordinator that is not there yet is waited for."""
+        while True:
+            self._connection = connection = http.client.HTTPConnection(self._target.host, self._target.port, timeout=_left(deadline))
+            try:
+                connection.connect()
+                self._exchange(connection, "GET", b"", deadline)
+                return connection
+            except ConnectionError:
+                connection.close()
+                if self._closed.wait(0.05) or time.monotonic() >= deadline:
+                    raise
+
+    def _exchange(self, connection: http.client.HTTPConnection, method: str, body: bytes, deadline: float) -> bytes:
+        if self._closed.is_set():
+            raise ConnectionError("closed")
+        self._be_patient_until(connection, deadline)
+        connection.request(method, "/RPC2", body, self._headers)
+        self._be_patient_until(connection, deadline)
+        response = connection.getresponse()
+        content = self._read(connection, response, deadline)
+        if response.status == 401:
+            raise Refused(f"the coordinator at {self.address} does not accept this join token", "unauthorised")
+        if response.status == 413:
+            raise Refused(f"the coordinator at {self.address} takes no message this large", "oversized")
+        if response.status != 200:
+            raise Refused(f"{self.address} answers {response.status} {content[:40]!r}: is that a coordinator's port?", "protocol")
+        return content
+
+    def _read(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse, deadline: float) -> bytes:
+        most = most_body_bytes(self._limits)
+        content = bytearray()
+        while piece := response.read(1 << 16):
+            content += piece
+            if len(content) > most:
+                raise http.client.HTTPException("an answer without end")
+            self._be_patient_until(connection, deadline)
+        if response.length:
+            raise http.client.IncompleteRead(bytes(content))
+        return bytes(content)
+
+    def _be_patient_until(self, connection: http.client.HTTPConnection, deadline: float) -> None:
+        if connection.sock:
+            connection.sock.settimeout(_left(deadline))
+
+    def _opened(self, body: bytes) -> Message:
+        try:
+            parts = unpack(body, answer=True)
+            number, message = wire.decode(parts, self._limits)
+        except wire.Malformed as problem:
+            raise Unreachable(f"{self.address} answers with something else: {problem}") from None
+        if number != self._number:
+            raise Unreachable(f"{self.address} answered another question")
+        self.traffic.receive(wire.size_of(parts))
+        return message
+
+    def _hang_up(self) -> None:
+        if self._connection:
+            self._connection.close()
+        self._connection = None
+
+    def close(self) -> None:
+        self._closed.set()
+        line = self._connection.sock if self._connection else None
+        if line:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+        if self._calling.acquire(timeout=1.0):  # a call that still tries to connect hangs up by itself
+            self._hang_up()
+            self._calling.release()
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())

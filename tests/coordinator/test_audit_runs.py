@@ -1,0 +1,206 @@
+"""`shoal audit`: a good run passes, and whatever is changed in its folder is found."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_journal_recovery import Durable
+from tiny_cluster import FakeWorker, policy_of
+
+from shoal.cli.main import main
+from shoal.config.schema.strategy import Async
+
+Lines = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three workers, of two contributions a version, that was killed with a round open."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "config.yaml").write_text("dialect: shoal\n")
+    cluster = Durable(folder / "coordinator", policy_of(Async(contributions_per_update=2)), 3)
+    cluster.snapshot()
+    workers = [cluster.join(name) for name in "abc"]
+    receipts: dict[str, list[Any]] = {worker.name: [] for worker in workers}
+    chance = random.Random(5)
+    for turn in range(120):
+        worker = chance.choice(workers)
+        _receive(cluster, worker, receipts)
+        if turn in (40, 80):
+            cluster.snapshot()
+    while not cluster.coordinator.pending():
+        _receive(cluster, workers[0], receipts)
+    (folder / "workers").mkdir()
+    for name, lines in receipts.items():
+        (folder / "workers" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cluster.close()
+    return folder
+
+
+def _receive(cluster: Durable, worker: FakeWorker, receipts: dict[str, list[Any]]) -> None:
+    status = cluster.step(worker)
+    receipts[worker.name].append([worker.name, worker.seq - 1, status, cluster.coordinator.state.version])
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def ledger_of(run: Path) -> Lines:
+    return [json.loads(line) for line in (run / "coordinator" / "ledger.jsonl").read_text().splitlines()]
+
+
+def write_ledger(run: Path, lines: Lines) -> None:
+    (run / "coordinator" / "ledger.jsonl").write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
+def found(run: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """The violations, or nothing."""
+    capsys.readouterr()
+    code = main(["audit", str(run), *more])
+    told = capsys.readouterr().out
+    assert (code == 1) == ("violation:" in told)
+    return "\n".join(line for line in told.splitlines() if line.startswith("violation:"))
+
+
+def test_a_good_run_passes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "contributions of 3 workers" in told
+    assert "1 contributions in open rounds" in told
+    assert "nothing is missing, nothing is counted twice" in told
+    assert any("replaced" in line for line in ledger_of(run)), "or this run would be too easy"
+
+
+def test_what_a_crash_cuts_off_is_no_violation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (run / "workers" / "a.jsonl").open("a") as file:
+        file.write('["a", 10')
+    journal = max((run / "coordinator").glob("journal-*"))
+    with journal.open("ab") as stream:
+        stream.write(b"\x20\0\0\0half a record")
+    assert found(run, capsys) == ""
+    ledger = run / "coordinator" / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes()[:-5])
+    assert found(run, capsys) == "", "the journal still has what the ledger's last line says"
+
+
+def test_a_line_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ledger_of(run)
+    for index in (0, len(lines) // 2, len(lines) - 4):
+        write_ledger(run, lines[:index] + lines[index + 1 :])
+        assert found(run, capsys), lines[index]
+
+
+def test_a_line_that_is_there_twice(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ledger_of(run)
+    for index in (0, len(lines) // 2, len(lines) - 1):
+        write_ledger(run, [*lines[: index + 1], *lines[index:]])
+        assert "twice" in found(run, capsys) or "counted before" in found(run, capsys)
+
+
+def _edit(line: dict[str, Any], column: int, value: Any) -> None:
+    line["from"][0][column] = value
+
+
+EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "version": lambda line: line.update(version=line["version"] + 1),
+    "batches": lambda line: line.update(batches=line["batches"] + 1),
+    "nothing in it": lambda line: line.update({"from": []}),
+    "one left out": lambda line: line["from"].pop(),
+    "one twice": lambda line: line["from"].append(line["from"][0]),
+    "another worker": lambda line: _edit(line, 0, "mallory"),
+    "another number": lambda line: _edit(line, 1, 10_000),
+    "base of the future": lambda line: _edit(line, 2, line["version"]),
+    "share": lambda line: _edit(line, 3, 1.5),
+    "samples": lambda line: _edit(line, 4, 0),
+    "a batch of before": lambda line: _edit(line, 7, 1),
+    "words for numbers": lambda line: _edit(line, 7, "many"),
+    "no columns": lambda line: _edit(line, 0, None),
+    "no batches": lambda line: line.pop("batches"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("where", [0.2, 0.8])
+def test_a_line_that_was_changed(run: Path, capsys: pytest.CaptureFixture[str], edit: str, where: float) -> None:
+    lines = ledger_of(run)
+    versions = [line for line in lines if "version" in line]
+    EDITS[edit](versions[int(where * len(versions))])
+    write_ledger(run, lines)
+    assert found(run, capsys)
+
+
+def test_a_replaced_contribution_is_missed_when_its_line_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ledger_of(run)
+    gone = next(index for index, line in enumerate(lines) if "replaced" in line)
+    write_ledger(run, lines[:gone] + lines[gone + 1 :])
+    assert "was confirmed, and is nowhere" in found(run, capsys)
+
+
+def test_a_receipt_for_what_was_never_taken(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "d.jsonl").write_text('["d", 0, "late", 3]\n["d", 1, "accepted", 3]\n')
+    assert found(run, capsys) == ""
+    assert "contribution 1 of d was confirmed, and is nowhere" in found(run, capsys, "--receipts", str(elsewhere))
+    (elsewhere / "d.jsonl").write_text('["d", 0, "late", 3]\nnonsense\n["d"]\n')
+    told = found(run, capsys, "--receipts", str(elsewhere))
+    assert "d.jsonl:2: cannot be read" in told
+    assert "d.jsonl:3: no receipt" in told
+
+
+def test_a_journal_that_is_gone_or_cut(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = max((run / "coordinator").glob("journal-*"))
+    content = journal.read_bytes()
+    journal.write_bytes(content[: len(content) // 2])
+    assert found(run, capsys), "the ledger knows more than the journal"
+    journal.write_bytes(content[:20] + bytes([content[20] ^ 1]) + content[21:])
+    assert "checksum" in found(run, capsys)
+    journal.unlink()
+    assert "missing" in found(run, capsys)
+
+
+def test_a_damaged_snapshot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshots = sorted((run / "coordinator" / "snapshots").glob("step-*"))
+    weights = snapshots[-1] / "weights.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "weights.safetensors does not match its checksum" in found(run, capsys)
+    weights.write_bytes(content)
+    header = snapshots[-1] / "state.json"
+    header.write_text(header.read_text().replace('["version", ', '["version", 1'))
+    assert "snapshot" in found(run, capsys)
+
+
+def test_no_damage_is_a_traceback(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chance = random.Random(7)
+    files = [path for path in run.rglob("*") if path.is_file() and path.name != "config.yaml"]
+    for _ in range(150):
+        path = chance.choice(files)
+        content = path.read_bytes()
+        at = chance.randrange(len(content) + 1)
+        changed = content[:at] + bytes(chance.randrange(256) for _ in range(chance.randrange(4))) + content[at + chance.randrange(6) :]
+        path.write_bytes(changed)
+        assert main(["audit", str(run)]) in (0, 1)
+        path.write_bytes(content)
+    assert found(run, capsys) == ""
+
+
+def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(tmp_path / "nowhere")]) == 2
+    (tmp_path / "config.yaml").write_text("dialect: shoal\n")
+    assert main(["audit", str(tmp_path)]) == 2
+    assert "no ledger" in capsys.readouterr().err
+
+
+def test_the_state_may_lie_elsewhere(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.move(run / "coordinator", tmp_path / "elsewhere")
+    (run / "config.yaml").write_text(f"coordinator:\n  state_path: {tmp_path / 'elsewhere'}\n")
+    assert found(run, capsys) == ""

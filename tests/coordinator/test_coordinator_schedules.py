@@ -1,0 +1,67 @@
+"""Any order of messages, losses, doubles, deaths, crashes and clock jumps: what was confirmed is in the weights exactly once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hard_weather import World
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_cluster import policy_of
+
+from shoal.config.schema.strategy import Async, Edp, SyncPs
+from shoal.config.schema.updates import Updates
+from shoal.coordinator import Policy
+from shoal.coordinator.machine import Plan
+
+POLICIES: dict[str, Policy] = {
+    "syncps": policy_of(SyncPs(round_timeout_s=10.0)),
+    "syncps, window 3": policy_of(SyncPs(round_timeout_s=10.0, window=3)),
+    "syncps, blending": policy_of(SyncPs(round_timeout_s=10.0, window=2, pull_every_steps=3), polyak_alpha=0.5),
+    "edp": policy_of(Edp(pull_every_steps=3)),
+    "async": policy_of(Async(max_staleness=3, max_staleness_multiplier=2.0)),
+    "async, k = 2": policy_of(Async(max_staleness=5, contributions_per_update=2)),
+    "async, k = 3": policy_of(Async(max_staleness=50, contributions_per_update=3)),
+}
+LIKELY = ["go"] * 8 + ["act"] * 5 + ["deliver"] * 5 + ["time"] * 3
+WRONG = ["double", "lose", "again", "again", "die", "leave", "crash", "crash", "snapshot"]
+SCHEDULE = st.lists(st.tuples(st.sampled_from(LIKELY + WRONG), st.integers(0, 11)), min_size=20, max_size=120)
+
+
+def live_through(policy: Policy, schedule: list[tuple[str, int]], workers: int, steps: int) -> World:
+    plan = Plan(Updates(), 0, workers, 1, steps, None, 8 * workers, 5.0, 0.5)
+    world = World(policy, plan, workers, plan.updates)
+    for kind, number in schedule:
+        world.happen(kind, number)
+    world.calm_down()
+    world.crash()
+    for worker in world.workers:
+        world.act(worker)
+    world.settle()
+    if world.coordinator.finished:
+        for effect in world.coordinator.conclude():
+            world.carry_out(effect)
+    world.check()
+    return world
+
+
+def examples(count: int) -> Any:
+    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@examples(60)
+@given(schedule=SCHEDULE, workers=st.integers(1, 4), steps=st.sampled_from([4, 10**6]))
+def test_whatever_happens_nothing_confirmed_is_lost_or_doubled(
+    name: str, schedule: list[tuple[str, int]], workers: int, steps: int
+) -> None:
+    live_through(POLICIES[name], schedule, workers, steps)
+
+
+def test_the_schedules_are_as_hard_as_they_claim() -> None:
+    """All that can go wrong does go wrong, in a fixed one of them."""
+    world = live_through(POLICIES["syncps"], [(kind, number) for number in range(12) for kind in LIKELY + WRONG], 3, 10**6)
+    assert world.crashes > 10
+    assert world.coordinator.state.version > 5
+    assert len(world.confirmed) > 10

@@ -1,0 +1,208 @@
+"""What was confirmed survives: a cut at any byte of the journal, a crash between any two steps of taking a snapshot, a damaged snapshot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_cluster import Cluster, FakeWorker, policy_of
+
+from shoal.config.schema.strategy import Async, SyncPs
+from shoal.coordinator.journal import Journal, Ledger, journals, path_of, read
+from shoal.errors import ShoalError
+from shoal.worker.checkpoint import Checkpoints
+
+RECORDS = [({"kind": "accepted", "seq": number}, (bytes([number]) * (3 * number), b"tail")) for number in range(4)]
+
+
+def whole(folder: Path, number: int = 1) -> list[int]:
+    return [record["seq"] for record, _, _ in read(path_of(folder, number))]
+
+
+def test_a_cut_at_any_byte_costs_only_the_record_it_is_in(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "first")
+    ends = [0]
+    journal.begin()
+    for record, frames in RECORDS:
+        journal.append(record, frames)
+        ends.append(journal.bytes_since_snapshot)
+    journal.close()
+    content = path_of(tmp_path / "first", 1).read_bytes()
+    for length in range(len(content) + 1):
+        folder = tmp_path / "cut"
+        folder.mkdir(exist_ok=True)
+        path_of(folder, 1).write_bytes(content[:length])
+        survived = sum(end <= length for end in ends[1:])
+        again = Journal(folder)
+        assert list(again.recover(1)) == RECORDS[:survived]
+        again.append({"kind": "accepted", "seq": 99})
+        again.close()
+        assert whole(folder) == [*range(survived), 99], "what was cut off does not get in the way"
+
+
+def test_zeros_that_a_power_cut_left_are_no_records(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.begin()
+    journal.append(*RECORDS[0])
+    journal.close()
+    with path_of(tmp_path, 1).open("ab") as file:
+        file.write(bytes(4096))
+    assert whole(tmp_path) == [0]
+
+
+def test_a_journal_that_is_missing_or_damaged_before_another_is_no_guess(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for _ in range(3):
+        journal.begin()
+        journal.append(*RECORDS[1])
+    journal.close()
+    assert len(list(Journal(tmp_path).recover(1))) == 3
+    path = path_of(tmp_path, 2)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(ShoalError, match="damaged"):
+        list(Journal(tmp_path).recover(1))
+    path.unlink()
+    with pytest.raises(ShoalError, match="missing"):
+        list(Journal(tmp_path).recover(1))
+    with pytest.raises(ShoalError, match="missing"):
+        list(Journal(tmp_path).recover(7))
+
+
+def test_the_ledger_goes_back_to_what_the_snapshot_knows(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.append({"version": 1})
+    length = ledger.length
+    ledger.append({"version": 2})
+    ledger.close()
+    with ledger.path.open("ab") as file:
+        file.write(b'{"versi')
+    ledger.cut(length)
+    ledger.append({"version": 2})
+    ledger.close()
+    assert [json.loads(line)["version"] for line in ledger.path.read_text().splitlines()] == [1, 2]
+    with pytest.raises(ShoalError, match="shorter"):
+        ledger.cut(1000)
+
+
+# --- taking a snapshot, one step at a time ---------------------------------------------------------------
+
+
+class Durable(Cluster):
+    """A cluster that keeps what it is told to keep, as the coordinator's loop does."""
+
+    def __init__(self, folder: Path, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.journal, self.file, self.snapshots = Journal(folder), Ledger(folder), Checkpoints(folder / "snapshots", 2)
+
+    def carry_out(self, effects: Any) -> None:
+        records, lines = len(self.records), len(self.ledger)
+        super().carry_out(effects)
+        for record, frames in self.records[records:]:
+            self.journal.append(record, frames)
+        for line in self.ledger[lines:]:
+            self.file.append(line)
+
+    def snapshot(self, crash: Callable[[], None] = lambda: None) -> None:
+        number = self.journal.begin(one for one in self.coordinator.pending() if crash() is None)
+        crash()
+        state = {"coordinator": self.coordinator.state_dict(), "ledger": self.file.length}
+        self.snapshots.save(number, {"vector": self.learner.vector}, state)
+        crash()
+        self.journal.forget_before(int(self.snapshots.all()[0].name.partition("-")[2]))
+        crash()
+
+    @classmethod
+    def of(cls, folder: Path, like: Cluster) -> Durable:
+        made = cls(folder, like.policy, like.plan.expected)
+        made.now, made.calls = like.now, like.calls
+        snapshot = made.snapshots.newest(lambda text: None)
+        assert snapshot is not None
+        made.learner.vector.copy_(snapshot.weights["vector"])
+        made.coordinator.load_state_dict(snapshot.state["coordinator"])
+        made.file.cut(snapshot.state["ledger"])
+        for record, frames in made.journal.recover(snapshot.step):
+            for effect in made.coordinator.replay(record, frames):
+                if line := getattr(effect, "line", None):
+                    made.file.append(line)
+        return made
+
+    def close(self) -> None:
+        self.journal.close()
+        self.file.close()
+
+
+def kept(cluster: Cluster) -> dict[str, Any]:
+    """All but the counts of what was turned away, which are no records."""
+    state = vars(cluster.coordinator.state)
+    return state | {"contributions": {name: state["contributions"].get(name) for name in ("accepted", "replaced")}}
+
+
+def same(first: Durable, second: Durable) -> None:
+    assert torch.equal(first.learner.vector, second.learner.vector)
+    assert kept(first) == kept(second)
+    assert first.coordinator.pending() == second.coordinator.pending()
+    assert first.file.path.read_bytes() == second.file.path.read_bytes()
+
+
+STRATEGIES = {
+    "syncps": policy_of(SyncPs(round_timeout_s=10.0, window=2)),
+    "async": policy_of(Async(contributions_per_update=3)),
+}
+
+
+def busy(cluster: Durable, workers: list[FakeWorker], turns: int) -> None:
+    for turn in range(turns):
+        for worker in workers[: 2 if turn % 3 == 2 else 3]:
+            cluster.step(worker, float(turn + 1))
+        cluster.pass_time(4.0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_crash_between_any_two_steps_of_a_snapshot_loses_nothing(tmp_path: Path, strategy: str) -> None:
+    cluster = Durable(tmp_path / "run", STRATEGIES[strategy], 3)
+    cluster.snapshot()
+    workers = [cluster.join(name) for name in "abc"]
+    busy(cluster, workers, 6)
+    cluster.contribute(workers[0], 5.0)
+    assert cluster.coordinator.pending(), "rounds are open: that is what makes it hard"
+    copies: list[Path] = []
+
+    def crash() -> None:
+        copies.append(tmp_path / f"crash-{len(copies)}")
+        shutil.copytree(tmp_path / "run", copies[-1])
+
+    for _ in range(3):  # the later ones at the same version
+        cluster.snapshot(crash)
+        for copy in copies:
+            recovered = Durable.of(copy, cluster)
+            same(recovered, cluster)
+            recovered.snapshot()
+            recovered.close()
+            again = Durable.of(copy, cluster)  # and after another crash, too
+            same(again, cluster)
+            again.close()
+            shutil.rmtree(copy)
+        copies.clear()
+    cluster.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_damaged_snapshot_is_made_up_for_by_the_one_before(tmp_path: Path, strategy: str) -> None:
+    cluster = Durable(tmp_path / "run", STRATEGIES[strategy], 3)
+    workers = []
+    for turn in range(4):
+        cluster.snapshot()
+        workers = workers or [cluster.join(name) for name in "abc"]
+        busy(cluster, workers, 2 + turn)
+    assert sorted(journals(tmp_path / "run")) == [3, 4], "journals are kept for both snapshots"
+    (cluster.snapshots.all()[-1] / "weights.safetensors").write_bytes(b"nonsense")
+    recovered = Durable.of(tmp_path / "run", cluster)
+    same(recovered, cluster)
+    recovered.close()
+    cluster.close()

@@ -1,0 +1,70 @@
+"""Who is here: seats, signs of life, speeds; compared with the slow and obvious way to know it."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+from shoal.coordinator.membership import Membership, Seats, Worker
+
+
+def test_the_first_free_seat_is_given_away() -> None:
+    generator = random.Random(0)
+    seats, taken = Seats(), set[int]()
+    for _ in range(3000):
+        if taken and generator.random() < 0.5:
+            seat = generator.choice(sorted(taken))
+            seats.leave(seat)
+            taken.remove(seat)
+        else:
+            wanted = generator.choice([None, generator.randrange(40)])
+            expected = wanted if wanted is not None and wanted not in taken else next(n for n in range(99) if n not in taken)
+            assert seats.take(wanted) == expected
+            taken.add(expected)
+    assert len(seats._left) <= 40, "seats that are left again and again are listed once"
+
+
+def test_speed_is_the_rate_over_the_median_rate() -> None:
+    generator = random.Random(1)
+    members = Membership(5.0)
+    workers = [members.add(f"w{number}", f"s{number}", {}, 0.0) for number in range(9)]
+    now = 0.0
+    for _ in range(400):
+        now += generator.random()
+        worker = generator.choice(workers)
+        if generator.random() < 0.02 and worker.session in members.by_session:
+            members.remove(worker)
+        elif worker.session in members.by_session:
+            members.arrive(worker, now, 0.3)
+        rates = [one.rate for one in members.by_session.values() if one.rate is not None]
+        if worker.rate is not None and len(rates) > 1:
+            assert abs(members.speed(worker) - worker.rate / statistics.median(rates)) < 1e-12
+        else:
+            assert members.speed(worker) == 1.0
+
+
+def test_the_silent_are_found_longest_silent_first() -> None:
+    members = Membership(1.0)
+    a, b = (members.add(name, name, {}, 0.0) for name in "ab")
+    members.hear(a, 2.0)
+    assert members.silent(3.0) is None
+    assert members.silent(3.5) is b
+    members.remove(b)
+    assert members.silent(3.5) is None
+    assert members.silent(5.5) is a
+
+
+def test_names_are_given_to_those_without() -> None:
+    members = Membership(1.0)
+    members.known = {"worker-1": 0}
+    members.add("worker-2", "s", {}, 0.0)
+    assert [members.free_name() for _ in range(2)] == ["worker-3", "worker-4"]
+
+
+def test_the_table_has_a_row_for_each() -> None:
+    members = Membership(1.0)
+    members.add("a", "s", {"system": "Linux"}, 0.0)
+    (row,) = members.table()
+    assert row["worker"] == "a"
+    assert row["system"] == "Linux"
+    assert isinstance(members.by_name["a"], Worker)

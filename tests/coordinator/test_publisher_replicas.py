@@ -1,0 +1,123 @@
+"""Weights for those who ask: what each worker decodes is what the coordinator thinks it has, to the bit, whatever got lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.config.schema.updates import Codec, Fp16Codec, Int8Codec, NoCodec, TopKCodec
+from shoal.coordinator import publisher as publishing
+from shoal.coordinator.publisher import Publisher
+from shoal.updates import codecs
+
+CODECS = (NoCodec(), Fp16Codec(), Int8Codec(), TopKCodec(ratio=0.05))
+SIZE = 5000
+
+
+class Replica:
+    """A worker's side: it applies what it is sent."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec, self.version, self.vector = codec, -1, torch.empty(SIZE)
+
+    def take(self, kind: str, version: int, frames: Sequence[memoryview]) -> int:
+        if kind == "full":
+            codecs.decode(NoCodec(), SIZE, frames, out=self.vector)
+        elif kind == "changes":
+            codecs.apply_changes(self.vector, frames)
+        elif kind == "difference":
+            codecs.decode_into(self.codec, SIZE, frames, self.vector, 1.0)
+        self.version = version
+        return sum(frame.nbytes for frame in frames)
+
+
+def moved(vector: Tensor, generator: torch.Generator, share: float) -> None:
+    chosen = torch.rand(SIZE, generator=generator) < share
+    vector[chosen] += torch.randn(int(chosen.sum()), generator=generator) * 0.01
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.kind)
+def test_every_replica_is_what_the_coordinator_thinks_it_is(codec: Codec) -> None:
+    chance, generator = random.Random(3), torch.Generator().manual_seed(3)
+    publisher, vector = Publisher(codec), torch.randn(SIZE, generator=generator)
+    workers = {f"s{number}": Replica(codec) for number in range(4)}
+    for version in range(120):
+        moved(vector, generator, 0.02 if chance.random() < 0.8 else 1.0)
+        publisher.publish(version, vector, torch.empty(0))
+        for session, worker in workers.items():
+            if chance.random() < 0.3:
+                continue
+            fields, frames = publisher.since(session, worker.version)
+            if chance.random() < 0.2:  # the answer is lost
+                continue
+            worker.take(fields["weights"], version, frames)
+            known = publisher._replicas.get(session)
+            assert known is None or known[0] != version or torch.equal(worker.vector, known[1])
+            if codec.kind in ("none", "topk"):
+                assert torch.equal(worker.vector, vector), "changes are exact"
+            else:
+                assert float((worker.vector - vector).abs().max()) < 0.1
+        if chance.random() < 0.05:
+            session = chance.choice(sorted(workers))
+            publisher.forget(session)
+
+
+@pytest.mark.parametrize(
+    ("codec", "share", "kind"), [(TopKCodec(), 0.01, "changes"), (TopKCodec(), 1.0, "full"), (Int8Codec(), 1.0, "difference")]
+)
+def test_the_smaller_way_is_taken(codec: Codec, share: float, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    publisher, vector = Publisher(codec), torch.zeros(SIZE)
+    publisher.publish(0, vector, torch.empty(0))
+    worker = Replica(codec)
+    fields, frames = publisher.since("s", -1)
+    whole = worker.take(fields["weights"], 0, frames)
+    assert publisher.since("s", 0) == ({"weights": "same"}, ())
+    moved(vector, generator, share)
+    publisher.publish(1, vector, torch.empty(0))
+    fields, frames = publisher.since("s", 0)
+    assert fields["weights"] == kind
+    assert worker.take(kind, 1, frames) <= whole
+
+
+def test_what_rounding_lost_is_in_the_next_difference() -> None:
+    publisher, vector, worker = Publisher(Int8Codec()), torch.zeros(SIZE), Replica(Int8Codec())
+    generator = torch.Generator().manual_seed(0)
+    for version in range(40):
+        moved(vector, generator, 1.0)
+        publisher.publish(version, vector, torch.empty(0))
+        fields, frames = publisher.since("s", worker.version)
+        worker.take(fields["weights"], version, frames)
+    assert float((worker.vector - vector).abs().max()) < 0.01, "errors do not add up"
+
+
+def test_an_answer_that_was_lost_is_followed_by_everything() -> None:
+    publisher, vector = Publisher(Int8Codec()), torch.zeros(SIZE)
+    publisher.publish(0, vector, torch.empty(0))
+    publisher.since("s", -1)
+    publisher.publish(1, vector + 1, torch.empty(0))
+    assert publisher.since("s", 0)[0]["weights"] == "difference"
+    assert publisher.since("s", 0)[0]["weights"] == "full"
+    assert publisher.since("stranger", 0)[0]["weights"] == "full"
+
+
+def test_replicas_take_no_more_memory_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "MOST_REPLICA_BYTES", 3 * 4 * SIZE)
+    publisher, vector = Publisher(Int8Codec()), torch.zeros(SIZE)
+    for version in range(2):
+        publisher.publish(version, vector, torch.empty(0))
+        for number in range(6):
+            publisher.since(f"s{number}", version - 1)
+    assert len(publisher._replicas) == 3
+
+
+def test_what_is_being_sent_does_not_change_with_the_next_version() -> None:
+    publisher, vector = Publisher(NoCodec()), torch.zeros(4)
+    publisher.publish(0, vector, torch.ones(2))
+    _, frames = publisher.since("s", -1)
+    vector += 1
+    assert [bytes(frame) for frame in frames] == [bytes(16), torch.ones(2).numpy().tobytes()]

@@ -1,0 +1,104 @@
+"""A whole cluster in one process: the real coordinator, the real workers, threads instead of machines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from shoal.config.load import Loaded, resolve_data
+from shoal.config.schema.cluster import InProcess
+from shoal.strategies.coordinating import ClusterLoop, prepare
+from shoal.strategies.joining import Joined, Way
+from shoal.worker import Loop
+
+
+class Outcome(NamedTuple):
+    """How a cluster's run ended."""
+
+    loop: ClusterLoop
+    summary: dict[str, Any]
+    workers: list[Joined]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.loop.engine.weights().items()}
+
+    @property
+    def loss(self) -> float:
+        return float(self.summary["metrics"]["eval"]["loss"])
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.summary["metrics"]["eval"]["accuracy"])
+
+
+def loaded(settings: Mapping[str, Any]) -> Loaded:
+    found = resolve_data(settings, name="test", dialect="shoal", environ={})
+    assert found.ok, found.problems
+    return found
+
+
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            result[key] = merged(result.get(key, {}), value) if isinstance(value, Mapping) else value
+    return result
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Callable[..., Outcome]:
+    """Train with so many workers; each is a thread with a model and data of its own."""
+
+    def train(*layers: Mapping[str, Any], workers: int = 3, change: Callable[[Joined], None] = lambda joined: None) -> Outcome:
+        made = loaded(merged({"coordinator": {"heartbeat_interval_s": 30.0}}, *layers))
+        folder = tmp_path / f"cluster-{len(list(tmp_path.iterdir()))}"
+        loop, invitation = prepare(made, run_dir=str(folder), resume=False, reporters=[], workers=workers, transport=InProcess())
+        joined: list[Joined] = []
+        problems: list[BaseException] = []
+
+        def work(number: int) -> None:
+            try:
+                receipts = folder / "workers" / f"w{number}.jsonl"
+                worker = Joined(Way(*invitation, name=f"w{number}", receipts=receipts), lambda text: None)
+                joined.append(worker)
+                change(worker)
+                worker.work()
+            except BaseException as problem:
+                problems.append(problem)
+                loop.stopping = "a worker failed"
+
+        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(1, workers + 1)]
+        for thread in threads:
+            thread.start()
+        try:
+            summary = loop.train()
+        finally:
+            loop.server.close()
+            for thread in threads:
+                thread.join(30)
+        assert not problems, problems
+        assert not any(thread.is_alive() for thread in threads)
+        return Outcome(loop, summary, joined)
+
+    return train
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Callable[..., Loop]:
+    """Train in one process."""
+
+    def train(*layers: Mapping[str, Any]) -> Loop:
+        from shoal.strategies.local import prepare as prepare_alone
+
+        folder = tmp_path / f"alone-{len(list(tmp_path.iterdir()))}"
+        loop = prepare_alone(loaded(merged(*layers)), run_dir=str(folder), resume=False, reporters=[])
+        loop.train()
+        return loop
+
+    return train

@@ -1,0 +1,52 @@
+"""Many workers learn what one process learns from the same samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+DIGITS = {
+    "model": {"kind": "mlp", "hidden_sizes": [32]},
+    "training": {"batch_size": 20, "epochs": 6, "optimizer": {"name": "Adam", "learning_rate": 0.005}, "schedule": {"kind": "cosine"}},
+}
+GPT = {
+    "model": {"kind": "gpt", "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32, "dropout": 0.0},
+    "training": {"batch_size": 8, "max_steps": 60, "optimizer": {"name": "SGD", "learning_rate": 0.1}},
+    "evaluation": {"batches": 8, "batch_size": 8},
+    "data": {"max_samples": 4000},
+}
+SYNCPS = {"strategy": {"kind": "syncps", "round_timeout_s": 60.0}}
+EDP = {"strategy": {"kind": "edp", "pull_every_steps": 2}}
+ASYNC = {"strategy": {"kind": "async", "max_staleness": 10}}
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[name] - other[name]).detach().abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("base", [DIGITS, GPT], ids=["digits", "gpt"])
+def test_syncps_is_one_process_with_the_combined_batch(cluster: Callable[..., Any], alone: Callable[..., Any], base: Any) -> None:
+    together = cluster(base, SYNCPS)
+    single = alone(base, {"training": {"batch_size": 3 * base["training"]["batch_size"]}})
+    assert together.loop.step == single.step
+    assert together.summary["samples"] == single.samples
+    assert distance(together.weights, single.engine.weights()) < 2e-4  # only the order of summation differs, over all steps
+    assert together.loss == pytest.approx(single.latest["eval"]["loss"], rel=1e-4)
+
+
+def test_one_worker_is_bit_identical_to_one_process(cluster: Callable[..., Any], alone: Callable[..., Any]) -> None:
+    together = cluster(DIGITS, SYNCPS, workers=1)
+    single = alone(DIGITS)
+    assert distance(together.weights, single.engine.weights()) == 0.0
+
+
+@pytest.mark.parametrize("strategy", [EDP, ASYNC], ids=["edp", "async"])
+def test_without_rounds_the_quality_is_the_same(cluster: Callable[..., Any], alone: Callable[..., Any], strategy: Any) -> None:
+    together = cluster(DIGITS, strategy)
+    single = alone(DIGITS)
+    assert together.summary["samples"] == pytest.approx(single.samples, rel=0.03)  # each shard drops its last, incomplete batch
+    assert together.accuracy >= single.latest["eval"]["accuracy"] - 0.02  # 360 held-out digits: seven of them
+    assert together.summary["contributions"].get("stale", 0) <= 0.01 * together.summary["contributions"]["accepted"]

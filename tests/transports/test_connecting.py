@@ -1,0 +1,97 @@
+"""The right transport by configuration or address, and cheap until then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from transport_harness import KEYS, LIMIT, PATIENCE_S, TOKEN, answering
+
+from shoal.config.schema.cluster import InProcess, Postgres, Transport, XmlRpc, Zmq
+from shoal.errors import ShoalError
+from shoal.transports import Keys, Message, Unreachable, addresses, connect, listening_hosts, local_addresses, needs_keys, serve
+from shoal.transports.keys import key_from_text, key_text
+from shoal.transports.rate import Rate, RateLimit
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys", "scheme"),
+    [(Zmq(port=0), None, "tcp"), (Zmq(port=0), KEYS, "tcp"), (XmlRpc(port=0), None, "http"), (InProcess(), None, "in-process")],
+)
+def test_what_is_served_can_be_reached(settings: Transport, keys: Keys | None, scheme: str) -> None:
+    server = serve(settings, token=TOKEN, keys=keys, max_frame_bytes=LIMIT)
+    assert server.address.startswith(scheme + "://")
+    client = connect(server.address, token=TOKEN, server_key=keys.public if keys else None, max_frame_bytes=LIMIT)
+    with answering(server):
+        assert client.call(Message({"a": 1}), PATIENCE_S).header == {"echo": {"a": 1}}
+    client.close()
+    server.close()
+
+
+def test_what_cannot_be_served_or_reached() -> None:
+    with pytest.raises(ShoalError, match="database"):
+        serve(Postgres(), token=TOKEN, keys=None, max_frame_bytes=LIMIT)
+    for address in ("ftp://x:1", "nonsense"):
+        with pytest.raises(ShoalError, match="is not an address"):
+            connect(address, token=TOKEN, max_frame_bytes=LIMIT)
+    for address in ("tcp://nowhere", "tcp://127.0.0.1:99999", "http://:80"):
+        with pytest.raises(ShoalError, match="is not an address"):
+            connect(address, token=TOKEN, max_frame_bytes=LIMIT)
+
+
+def test_where_a_server_listens() -> None:
+    assert listening_hosts(Zmq()) == ["127.0.0.1"]
+    assert listening_hosts(Zmq(), ["10.0.0.1", "10.0.1.1", "10.0.0.1"]) == ["10.0.0.1", "10.0.1.1"]
+    assert listening_hosts(Zmq(host="0.0.0.0"), ["10.0.0.1"]) == ["0.0.0.0"]
+    assert not needs_keys(Zmq(host="localhost"))
+    assert not needs_keys(InProcess())
+    assert needs_keys(Zmq(), ["127.0.0.1", "10.0.0.1"])
+
+
+def test_everywhere_is_told_as_somewhere() -> None:
+    server = serve(Zmq(host="0.0.0.0", port=0), token=TOKEN, keys=KEYS, max_frame_bytes=LIMIT)
+    told = addresses.parse(server.address).host
+    server.close()
+    assert told == local_addresses()[0] != "0.0.0.0"
+
+
+def test_addresses() -> None:
+    assert addresses.parse("tcp://[::1]:80") == addresses.Address("tcp", "::1", 80)
+    assert str(addresses.Address("tcp", "::1", 80)) == "tcp://[::1]:80"
+    assert addresses.is_loopback("localhost")
+    assert addresses.is_loopback("127.9.9.9")
+    assert not addresses.is_loopback("*")
+    with pytest.raises(ShoalError, match="name of a machine"):
+        addresses.resolve("no such host.invalid")
+
+
+def test_a_name_nobody_knows_may_be_known_later() -> None:
+    client = connect("tcp://no-such-machine.invalid:5000", token=TOKEN, server_key=KEYS.public, max_frame_bytes=LIMIT)
+    with pytest.raises(Unreachable, match="name of a machine"):
+        client.call(Message({}), PATIENCE_S)
+    client.close()
+
+
+def test_keys_survive_a_command_line() -> None:
+    text = key_text(KEYS.public)
+    assert key_from_text(text) == KEYS.public
+    assert all(letter.isalnum() or letter in "-_" for letter in text)
+    with pytest.raises(ShoalError):
+        key_from_text(text[:-3])
+
+
+def test_a_bucket_refills_with_time_and_forgets() -> None:
+    limit = RateLimit(Rate(per_second=10.0, burst=2.0))
+    assert [limit.admits(b"a", 0.0) for _ in range(3)] == [True, True, False]
+    assert limit.admits(b"b", 0.0)
+    assert [limit.admits(b"a", 0.1), limit.admits(b"a", 0.1)] == [True, False]
+    for peer in range(10_000):
+        limit.admits(str(peer).encode(), 1.0)
+    assert len(limit._buckets) <= 4096
+
+
+def test_the_room_is_cheap_to_enter() -> None:
+    """Neither ZeroMQ nor HTTP nor torch is loaded before somebody connects."""
+    code = "import shoal.transports, sys; assert not {'zmq', 'http.server', 'torch'} & set(sys.modules), 'heavy'"
+    subprocess.run([sys.executable, "-c", code], check=True)
