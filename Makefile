@@ -1,10 +1,11 @@
 # make demo    see it work          make test    all tests         make lint    style, types, layers
 # make bench   ratios to peers      make docs    generated pages   make clean   forget the virtual environment
+# make chaos   kill -9, 200 times
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test chaos lint bench docs clean
 
 # The environment is made once, and again when what it is made from changes. The stamp says which extras are in it.
 .venv/core: pyproject.toml constraints.txt
@@ -24,6 +25,9 @@ demo: .venv/core
 
 test: .venv/dev
 	@$(BIN)/python -m pytest -n 2 tests
+
+chaos: .venv/dev
+	@$(BIN)/python -m pytest -q -s tests/chaos
 
 lint: .venv/dev
 	@$(BIN)/ruff check --quiet --output-format concise .

@@ -49,6 +49,31 @@ def environment(threads: int | None) -> dict[str, str]:
     return kept | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
 
 
+class Helper:
+    """A process with a role from a file. It tells and is told in lines of JSON."""
+
+    def __init__(self, script: str, role: str, threads: int | None = None, **given: Any) -> None:
+        command = [sys.executable, script, role, json.dumps(given)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(threads))
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.process.args} ended with {self.process.wait()}")
+        return json.loads(line)
+
+    def say(self, what: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
 def watch(run_dir: Path, arguments: list[str], *, seconds: float, warm_up_s: float = 2.0, threads: int | None = None) -> Speed:
     """Start a run that would go on for ever, let it warm up, watch it for a while and stop it."""
     log = run_dir.with_suffix(".log")

@@ -123,7 +123,7 @@ class World:
         before, self.crashes = self.coordinator, self.crashes + 1
         self.coordinator = Coordinator(self.plan, self.policy, Numbers(SIZE))
         self.coordinator.learner.vector.copy_(self.disk.snapshot["vector"])
-        self.coordinator.load_state_dict({key: copy.deepcopy(self.disk.snapshot[key]) for key in ("state", "centre")})
+        self.coordinator.load_state_dict(copy.deepcopy(self.disk.snapshot))
         lines = self.disk.ledger[: self.disk.snapshot["ledger"]]
         for record, frames in copy.deepcopy(self.disk.journal):
             lines += [effect.line for effect in self.coordinator.replay(record, frames) if isinstance(effect, Entry)]

@@ -53,7 +53,7 @@ class Child:
             stdout=self.log,
             stderr=self.log,
             env=environment,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 - one thread, and nothing but a system call
+            preexec_fn=_die_with_parent,
         )
         stdin: IO[bytes] | None = self.process.stdin
         assert stdin is not None
@@ -81,14 +81,15 @@ class Child:
 class Victims:
     """A run whose processes may be killed at any moment."""
 
-    def __init__(self, folder: Path, strategy: str, steps: int, workers: int = 3) -> None:
+    def __init__(self, folder: Path, strategy: str, steps: int, workers: int = 3, more: str = "") -> None:
         self.folder, self.run = folder, folder / "run"
         folder.mkdir(parents=True, exist_ok=True)
         self.config = folder / "digits.yaml"
-        self.config.write_text(CONFIG.format(steps=steps, workers=workers, strategy=strategy))
+        self.config.write_text(CONFIG.format(steps=steps, workers=workers, strategy=strategy) + more)
         self.steps = steps
         self.names = [f"w{number}" for number in range(1, workers + 1)]
         self.workers: dict[str, Child] = {}
+        self.receipts_before: dict[str, int] = {}
         self.recoveries_s: list[float] = []
         self.kills = {"coordinator": 0, "worker": 0}
         self.coordinator = self._coordinate([str(self.config)])
@@ -111,9 +112,18 @@ class Victims:
             self.start_worker(name)
 
     def start_worker(self, name: str) -> None:
-        receipts = str(self.run / "workers" / f"{name}.jsonl")
-        arguments = ["join", "--stdin", "--name", name, "--receipts", receipts, "--patience", "60"]
+        self.receipts_before[name] = self.receipts(name)
+        path = str(self.run / "workers" / f"{name}.jsonl")
+        arguments = ["join", "--stdin", "--name", name, "--receipts", path, "--patience", "60"]
         self.workers[name] = Child(arguments, self.folder / f"{name}.log", json.dumps(self.invitation))
+
+    def receipts(self, name: str) -> int:
+        path = self.run / "workers" / f"{name}.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def at_work(self) -> list[str] | None:
+        """Workers that have contributed since they were started."""
+        return [name for name in self.names if self.receipts(name) > self.receipts_before[name]] or None
 
     @property
     def version(self) -> int:
@@ -128,6 +138,11 @@ class Victims:
             with contextlib.suppress(ValueError):
                 return int(json.loads(line).get("version", 0)) or 0
         return 0
+
+    def wait_for_version(self, version: int) -> int:
+        """Until the run has come so far; how far it is then."""
+        found: int = _wait_for(lambda: self.version if self.version >= version else None, f"version {version}", self)
+        return found
 
     # --- killing ----------------------------------------------------------------------------------------
 
@@ -158,11 +173,11 @@ class Victims:
         if restart:
             self.start_worker(name)
 
-    def killing(self, kills: int, chance: random.Random, share: float = 0.4, until: float = 0.95) -> Iterator[int]:
+    def killing(self, kills: int, chance: random.Random, share: float = 0.35, until: float = 0.95) -> Iterator[int]:
         """Kill so many times, spread over the run, at moments that nobody chose."""
         for number in range(kills):
             due = int(self.steps * until * number / kills)
-            _wait_for(lambda due=due: self.version >= due or None, f"version {due}", self)  # type: ignore[misc]
+            self.wait_for_version(due)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.coordinator.process.wait(chance.expovariate(1 / 0.3))
             if self.over:
@@ -170,7 +185,8 @@ class Victims:
             if chance.random() < share:
                 self.kill_coordinator()
             else:
-                self.kill_worker(chance.choice(self.names))
+                busy = _wait_for(self.at_work, "a worker that works", self) if chance.random() < 0.9 else self.names
+                self.kill_worker(chance.choice(busy or self.names))
             yield number + 1
 
     @property
@@ -182,11 +198,17 @@ class Victims:
         code = self.coordinator.end(patience_s)
         assert code == 0, self.told("coordinator")
         for name, worker in self.workers.items():
-            if worker.alive:
-                worker.end(60.0)
-            assert worker.process.returncode in (0, -9), self.told(name)
+            self._let_go(name, worker)
         summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
         return summary
+
+    def _let_go(self, name: str, worker: Child) -> None:
+        """A worker leaves when the run is over; one that came too late to hear of it still looks for the coordinator."""
+        try:
+            assert worker.end(15.0) == 0, self.told(name)
+        except subprocess.TimeoutExpired:
+            assert "does not answer" in self.told(name).splitlines()[-1], self.told(name)
+            worker.kill()
 
     def told(self, who: str) -> str:
         return (self.folder / f"{who}.log").read_text(errors="replace")[-2000:]
@@ -194,8 +216,7 @@ class Victims:
     def close(self) -> None:
         """Whatever is still there goes."""
         for child in [self.coordinator, *self.workers.values()]:
-            if child.alive:
-                child.kill()
+            child.kill()
 
     def left_behind(self) -> list[str]:
         """Processes that name this run's folder."""

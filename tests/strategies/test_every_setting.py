@@ -50,13 +50,19 @@ def test_a_codec_sends_fewer_bytes_and_still_learns(cluster: Callable[..., Any],
 def test_a_rule_combines_the_contributions(cluster: Callable[..., Any], strategy: str, rule: Any) -> None:
     several = {"async": {"strategy": {"contributions_per_update": 7}}}.get(strategy, {})
     outcome = cluster(
-        SMALL, STRATEGIES[strategy], several, {"updates": {"aggregation": rule}, "cluster": {"num_workers": 7}, "training": {"max_steps": 3}}, workers=7
+        SMALL,
+        STRATEGIES[strategy],
+        several,
+        {"updates": {"aggregation": rule}, "cluster": {"num_workers": 7}, "training": {"max_steps": 3}},
+        workers=7,
     )
     assert outcome.loop.step == 3
     assert outcome.summary["contributions"]["accepted"] >= 3 * 7
 
 
-@pytest.mark.parametrize("mixing", [{"kind": "bucketing", "size": 2}, {"kind": "nearest-neighbours", "byzantine": 1}], ids=lambda one: one["kind"])
+@pytest.mark.parametrize(
+    "mixing", [{"kind": "bucketing", "size": 2}, {"kind": "nearest-neighbours", "byzantine": 1}], ids=lambda one: one["kind"]
+)
 def test_mixing_comes_before_a_rule(cluster: Callable[..., Any], mixing: Any) -> None:
     updates = {"updates": {"aggregation": {"kind": "median"}, "mixing": mixing}, "training": {"max_steps": 3}}
     assert cluster(SMALL, STRATEGIES["syncps"], updates, workers=4).loop.step == 3
@@ -110,7 +116,7 @@ def test_a_worker_whose_gradients_are_never_finite_gives_up(cluster: Callable[..
         member.engine.vector.fill_(math.nan)
         member._take = lambda answer: None  # type: ignore[method-assign]
 
-    with pytest.raises((AssertionError, ShoalError), match="not finite|coordinator"):
+    with pytest.raises((AssertionError, ShoalError), match=r"not finite|coordinator"):
         cluster(SMALL, STRATEGIES["syncps"], workers=1, change=poison)
 
 

@@ -197,6 +197,15 @@ def robust_round(settings: Settings) -> None:
 
 
 @_step
+def memory_of_workers(settings: Settings) -> None:
+    if settings.get("updates.memory") is None:
+        sparse = settings.get("updates.codec.kind") == "topk" and settings.get("updates.aggregation.kind") != "mean"
+        settings.derive(
+            "updates.memory", 0.9 if sparse else 0.0, "sparse updates hardly overlap" if sparse else "updates are dense, or averaged"
+        )
+
+
+@_step
 def global_batch(settings: Settings) -> None:
     """A later layer that changes a factor of the global batch size outdates it."""
     whole = settings.get("training.global_batch_size")

@@ -25,6 +25,7 @@ from shoal.updates import codecs, rules
 
 _PLAIN = NoCodec()
 _LEAST_REMEMBERED = 256
+_LEAST_MEMORIES = 16
 
 
 class Book:
@@ -37,6 +38,8 @@ class Book:
         self.state = State()
         self.rounds = Rounds()
         self.centre: Tensor | None = None
+        self.memories: dict[str, Tensor] = {}
+        """Of each worker, the running mean of what it sent."""
 
     @property
     def step(self) -> float:
@@ -105,13 +108,24 @@ class Book:
         for one in held:
             if one.record["share"] != 1.0:
                 one.vector = one.vector * one.record["share"]
+            if updates.memory:
+                one.vector = self._remember(one.record["worker"], one.vector, updates.memory)
         weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
         buffers = self._combine_buffers(held, weights)
         if len(held) == 1 and updates.aggregation.kind == "mean":
-            return held[0].vector, buffers
+            return held[0].vector.clone() if updates.memory else held[0].vector, buffers  # the update may be used up, a memory may not
         stack = torch.stack([one.vector for one in held])
         update, self.centre = rules.combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed)
         return update, buffers
+
+    def _remember(self, worker: str, vector: Tensor, share: float) -> Tensor:
+        """The worker's running mean with this one in it. The longest silent are forgotten, so that many names do not fill the memory."""
+        before = self.memories.pop(worker, None)
+        now = vector * (1 - share) if before is None else before.mul_(share).add_(vector, alpha=1 - share)
+        self.memories[worker] = now
+        while len(self.memories) > max(_LEAST_MEMORIES, 4 * self.plan.expected):
+            del self.memories[next(iter(self.memories))]
+        return now
 
     def _combine_buffers(self, held: list[Held], weights: Tensor) -> Tensor:
         """Statistics are averaged; under a rule that withstands false contributions their median is taken, which does too."""
@@ -128,8 +142,9 @@ class Book:
 
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot holds besides the learner. Contributions of open rounds are not in it: they begin the journal that follows."""
-        return {"state": dict(vars(self.state)), "centre": self.centre}
+        return {"state": dict(vars(self.state)), "centre": self.centre, "memories": dict(self.memories)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.state = State(**saved["state"])
         self.centre = saved["centre"]
+        self.memories = dict(saved.get("memories", {}))

@@ -65,10 +65,24 @@ class SingleEngine:
             pass
         return result
 
+    def gradients_by_sample(self, batches: list[Batch], limit: float) -> StepResult:
+        """The mean of gradients taken sample by sample, none of them longer than `limit`: no sample can move it further than any other."""
+        total, metrics = torch.zeros_like(self.gradient), dict[str, Tensor]()
+        ones = [{name: value[i : i + 1] for name, value in batch.items()} for batch in batches for i in range(_length(batch))]
+        for one in ones:
+            result = self.gradients([one])
+            self.unscale()
+            norm = torch.linalg.vector_norm(self.gradient)
+            total.add_(self.gradient * (limit / (norm + 1e-12)).clamp(max=1.0))
+            for name, value in result.metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + value / len(ones)
+        torch.div(total, len(ones), out=self.gradient)
+        return StepResult(metrics, len(ones), len(ones))
+
     def _weigh(self, batches: list[Batch]) -> tuple[StepResult, list[float]]:
         counts = [self.task.count(batch) for batch in batches]
         total = max(1, sum(counts))
-        return StepResult({}, total, sum(len(next(iter(batch.values()))) for batch in batches)), [count / total for count in counts]
+        return StepResult({}, total, sum(map(_length, batches))), [count / total for count in counts]
 
     def _in_turn(self, batches: list[Batch], shares: list[float], metrics: dict[str, Tensor]) -> Iterator[str]:
         """Network after network, each when its gradient over all batches is there.
@@ -275,6 +289,10 @@ class SingleEngine:
         with torch.no_grad():
             for name, value in own.items():
                 value.copy_(tensors[name])
+
+
+def _length(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

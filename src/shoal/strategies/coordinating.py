@@ -35,7 +35,7 @@ from shoal.transports.keys import Keys, keys_from_secret, new_keys, new_token
 from shoal.updates import codecs, privacy
 from shoal.updates.messages import BadMessage, parse
 from shoal.worker import Loop, Reporter, RunDirectory
-from shoal.worker.checkpoint import Checkpoint, Checkpoints, find
+from shoal.worker.checkpoint import Checkpoint, Checkpoints, find, load_weights, save_weights
 
 _TICK_S = 0.1
 _GOODBYE_S = 15.0
@@ -272,7 +272,8 @@ class ClusterLoop(Loop):
         settings, sent = self.run.updates.privacy, dict[int, int]()
         for name, seat in self.coordinator.state.seats.items():
             sent[seat] = sent.get(seat, 0) + self.coordinator.state.sequences.get(name, -1) + 1
-        multiplier = privacy.sample_level_multiplier(settings.noise_multiplier)
+        by_sample = settings.unit == "sample"
+        multiplier = settings.noise_multiplier if by_sample else privacy.sample_level_multiplier(settings.noise_multiplier)
         return privacy.epsilon(multiplier, self.sampling_rate, max(sent.values(), default=0), settings.delta)
 
     def _finish_evaluation(self) -> None:
@@ -303,6 +304,12 @@ class ClusterLoop(Loop):
         number = self.journal.begin(self.coordinator.pending())
         self.snapshots.save(number, self.engine.weights(), self.state_dict())
         self.journal.forget_before(int(self.snapshots.all()[0].name.partition("-")[2]))
+
+    def save(self) -> None:
+        super().save()
+        path = self.run.coordinator.checkpoint_path
+        if path is not None:
+            save_weights(Path(path), self.engine.weights())
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"coordinator": self.coordinator.state_dict(), "ledger": self.ledger.length}
@@ -403,6 +410,10 @@ def prepare(
         loop.recover(snapshot)
     elif resume and loop.snapshots.all():
         raise ShoalError(f"no snapshot in {loop.snapshots.folder} can be read: restore one, or start a new run")
+    elif run.coordinator.checkpoint_path and Path(run.coordinator.checkpoint_path).exists():
+        parts.engine.load_weights(load_weights(Path(run.coordinator.checkpoint_path)))
+        coordinator.publisher.publish(0, learner.vector, learner.buffers)
+        warn(f"going on with the weights in {run.coordinator.checkpoint_path}")
     elif run.checkpoint.resume_from:
         loop.resume(find(run.checkpoint.resume_from, warn), same_run=False)
         coordinator.state.version = loop.step

@@ -99,6 +99,25 @@ def read(path: Path) -> Checkpoint:
         raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
 
 
+def save_weights(path: Path, weights: dict[str, Tensor]) -> None:
+    """Weights alone, in one file that appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, partial)
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise ShoalError(f"cannot save the weights in {path}: {error}") from None
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """What `save_weights` saved. Raises ShoalError."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ShoalError(f"cannot read the weights in {path}: {error}") from None
+
+
 def find(path: str, warn: Callable[[str], None]) -> Checkpoint:
     """The checkpoint that a path means: a checkpoint, or a run with some."""
     place = Path(path)

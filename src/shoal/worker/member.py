@@ -40,6 +40,7 @@ class Engine(Protocol):
     gradient: Tensor
 
     def gradients(self, batches: list[Batch]) -> StepResult: ...
+    def gradients_by_sample(self, batches: list[Batch], limit: float) -> StepResult: ...
     def unscale(self) -> None: ...
     def apply_own(self, step: float) -> Any: ...
     @property
@@ -149,8 +150,7 @@ class Member:
         if self.ways.worker_steps:
             self.engine.apply_own(self.server_step)
         if self.updates.privacy.enabled:
-            assert self.updates.clip_norm is not None  # the configuration sees to it
-            privacy.add_noise_(vector, self.updates.clip_norm, self.updates.privacy.noise_multiplier, self.noise)
+            self._blur(vector, result.samples)
         frames: list[memoryview] = list(codecs.encode(self.updates.codec, vector, self.residual))
         if self.extra:
             frames.append(frame_of(self.engine.buffers.numpy()))
@@ -165,9 +165,27 @@ class Member:
         if not self._may_overlap():
             self._settle()
 
+    @property
+    def _by_sample(self) -> bool:
+        return self.updates.privacy.enabled and self.updates.privacy.unit == "sample"
+
+    def _gradients(self, batches: list[Batch]) -> StepResult:
+        if self._by_sample:
+            assert self.updates.clip_norm is not None  # the configuration sees to it
+            return self.engine.gradients_by_sample(batches, self.updates.clip_norm)
+        result = self.engine.gradients(batches)
+        self.engine.unscale()
+        return result
+
+    def _blur(self, vector: Tensor, samples: int) -> None:
+        """Add noise. A mean over samples that were clipped by themselves moves by a sample's share of the clip norm at most."""
+        assert self.updates.clip_norm is not None
+        reach = self.updates.clip_norm / samples if self._by_sample else self.updates.clip_norm
+        privacy.add_noise_(vector, reach, self.updates.privacy.noise_multiplier, self.noise)
+
     def _limit(self, vector: Tensor) -> bool:
         """Clip; False for a gradient that is not finite, which nobody must ever see."""
-        limit = self.updates.clip_norm
+        limit = None if self._by_sample else self.updates.clip_norm
         norm = clipping.clip_(vector, limit) if limit is not None else clipping.norm(vector)
         if math.isfinite(norm):
             return True

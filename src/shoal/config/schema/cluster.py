@@ -22,7 +22,7 @@ class Zmq(Section):
 
     kind: Literal["zmq"] = "zmq"
     host: str | None = None
-    """Address the coordinator listens on; null: every one this machine has, or this machine alone where `shoal train` starts the workers."""
+    """Address the coordinator listens on; null: all this machine has, or this machine alone where `shoal train` starts the workers."""
     port: Port = 65432
     """0 lets the system choose."""
 
@@ -32,7 +32,7 @@ class XmlRpc(Section):
 
     kind: Literal["xmlrpc"] = "xmlrpc"
     host: str | None = None
-    """Address the coordinator listens on; null: every one this machine has, or this machine alone where `shoal train` starts the workers."""
+    """Address the coordinator listens on; null: all this machine has, or this machine alone where `shoal train` starts the workers."""
     port: Port = 65432
     """0 lets the system choose."""
 

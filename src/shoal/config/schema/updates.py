@@ -2,7 +2,7 @@
 
 from typing import Literal, Union
 
-from shoal.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section, Share
+from shoal.config.fields import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section, Share
 
 
 class NoCodec(Section):
@@ -138,8 +138,10 @@ class Privacy(Section):
     """Differential privacy: Gaussian noise on every clipped contribution."""
 
     enabled: bool = False
+    unit: Literal["contribution", "sample"] = "contribution"
+    """What is clipped: a whole contribution, or every sample's gradient by itself, which takes longer and needs far less noise."""
     noise_multiplier: NonNegativeFloat = 1.0
-    """Standard deviation of the noise, as a multiple of clip_norm."""
+    """Standard deviation of the noise, as a multiple of clip_norm (on the sum over the samples, where they are clipped by themselves)."""
     delta: PositiveShare = 1e-5
     """δ at which ε is reported."""
 
@@ -153,5 +155,10 @@ class Updates(Section):
     codec: Codec = NoCodec()
     mixing: Mixing = NoMixing()
     aggregation: Aggregation = Mean()
+    memory: Decay | None = None
+    """Share of a worker's earlier contributions in what the rule sees; null: 0.9 for top-k updates under a rule that compares, else 0.
+
+    Two workers' largest 1 % hardly overlap, so that a rule which compares coordinates would see zeros; with a memory it sees directions.
+    """
     below_quorum: Literal["wait", "stop"] = "wait"
     """When too few workers are left for the aggregation rule."""

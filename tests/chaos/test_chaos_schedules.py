@@ -1,0 +1,16 @@
+"""Thousands of bad days for the pure coordinator, of each strategy: many more than fit into the ordinary tests."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_coordinator_schedules import POLICIES, SCHEDULE, examples, live_through
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", POLICIES)
+@examples(2500)
+@given(schedule=SCHEDULE, workers=st.integers(1, 5), steps=st.sampled_from([4, 10**6]))
+def test_thousands_of_schedules(name: str, schedule: list[tuple[str, int]], workers: int, steps: int) -> None:
+    live_through(POLICIES[name], schedule, workers, steps)

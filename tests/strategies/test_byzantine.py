@@ -1,0 +1,40 @@
+"""Two of eleven workers are false: the mean is lost, the rules that compare are not; nor with sparse and stale updates."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CLEAN = 0.93
+"""What honest workers reach at least on the digits, in so few steps."""
+
+
+@pytest.fixture(scope="module")
+def byzantine() -> Any:
+    folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        yield importlib.import_module("byzantine")
+    finally:
+        sys.path.remove(folder)
+
+
+def test_honest_workers_learn_and_the_mean_is_lost_to_false_ones(byzantine: Any) -> None:
+    assert byzantine.accuracy("mean", None, byzantine.PLAIN, 150, {}) > CLEAN
+    assert byzantine.accuracy("mean", "sign flip", byzantine.PLAIN, 150, {}) < 0.5
+    assert byzantine.accuracy("mean", "inner product", byzantine.PLAIN, 150, {}) < 0.5
+
+
+@pytest.mark.parametrize("attack", ["sign flip", "large noise", "a little is enough", "inner product"])
+@pytest.mark.parametrize("rule", ["trimmed mean", "Krum", "Bulyan"])
+def test_a_rule_that_compares_keeps_what_was_learned(byzantine: Any, rule: str, attack: str) -> None:
+    assert byzantine.accuracy(rule, attack, byzantine.PLAIN, 150, {}) > 0.95 * CLEAN
+
+
+@pytest.mark.parametrize("rule", ["trimmed mean", "Krum", "Bulyan"])
+def test_also_with_the_largest_one_per_cent_and_stale_weights(byzantine: Any, rule: str) -> None:
+    assert byzantine.accuracy(rule, "sign flip", byzantine.SPARSE_AND_STALE, 300, {}) > 0.95 * CLEAN
