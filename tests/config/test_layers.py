@@ -255,3 +255,18 @@ def test_a_layer_twice_is_a_layer_once(tmp_path_factory: pytest.TempPathFactory,
     ]
     once = resolve([File(str(file))], overrides, environ={}).run
     assert resolve([File(str(file)), File(str(file))], [*overrides, *overrides], environ={}).run == once
+
+
+def test_the_order_of_options_does_not_matter(tmp_path: Path) -> None:
+    settings = ["data.source.path=elsewhere", "data.source.kind=mnist"]
+    for overrides in (settings, settings[::-1]):
+        run = stack(tmp_path, "model: {kind: mlp}", dialect="shoal", overrides=overrides).run
+        assert run.data.source is not None
+        assert (run.data.source.kind, run.data.source.path) == ("mnist", "elsewhere")
+
+
+def test_settings_of_a_cluster_do_nothing_for_one_worker_alone(tmp_path: Path) -> None:
+    text = "updates: {clip_norm: 1.0}\ntransport: {port: 5}\n"
+    warned = [problem for problem in stack(tmp_path, text, dialect="shoal").problems if problem.code == "no-effect"]
+    assert len(warned) == 2
+    assert not stack(tmp_path, text + "strategy: {kind: edp}\n", dialect="shoal").problems

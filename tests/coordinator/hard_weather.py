@@ -14,9 +14,9 @@ import torch
 from tiny_cluster import RATE, Numbers
 
 from shoal.config.schema.updates import Updates
-from shoal.coordinator import Coordinator, Policy
+from shoal.coordinator import Barrier, Coordinator, Policy
 from shoal.coordinator.effects import Effect, Entry, Persist, Reply
-from shoal.coordinator.machine import Called, Plan, Tick
+from shoal.coordinator.machine import LONGEST_WAIT_S, Called, Plan, Tick
 from shoal.updates import codecs
 from shoal.updates.messages import PROTOCOL, Asked, Contribute, Heartbeat, Join, Leave, Pull
 
@@ -88,6 +88,8 @@ class World:
         self.workers = [Traveller(f"w{number}") for number in range(workers)]
         self.confirmed: list[tuple[str, int]] = []
         self.crashes = 0
+        self.open_since: dict[int, tuple[int, float]] = {}
+        """When each round was first seen open, and in which life of the coordinator."""
         self.dies_after: int | None = None
         """Effects of the next event that are still carried out before the coordinator dies."""
 
@@ -275,6 +277,16 @@ class World:
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.event(Tick())
+        self.check_patience()
+
+    def check_patience(self) -> None:
+        """Nobody is held back for long without a word, and no round is open beyond its deadline."""
+        now, version, rounds = self.coordinator.now, self.coordinator.state.version, self.policy.rounds
+        assert all(now - waited.since < LONGEST_WAIT_S for waited in self.coordinator.waiting.values())
+        if isinstance(rounds, Barrier) and version in self.coordinator.rounds.open and not self.coordinator.finished:
+            life, since = self.open_since.get(version, (self.crashes, now))
+            self.open_since[version] = (self.crashes, since if life == self.crashes else now)
+            assert now - self.open_since[version][1] < rounds.deadline_s
 
     def happen(self, kind: str, number: int) -> None:
         """One thing, right or wrong."""
@@ -306,7 +318,9 @@ class World:
             self.pass_time((0.1, 1.0, 4.0, 6.0, 11.0, 40.0, -30.0)[number % 7])
 
     def calm_down(self) -> None:
-        """The weather clears. Everybody must get somewhere, or hear that it is over."""
+        """The weather clears. Everybody must get somewhere, or hear that it is over; one may be gone for good."""
+        if len(self.workers) > 2 and len(self.letters) % 2:
+            del self.workers[0]
         self.letters.clear()
         self.dies_after = None
         for worker in self.workers:

@@ -95,8 +95,8 @@ class Victims:
         self.coordinator = self._coordinate([str(self.config)])
         self.invitation = _wait_for(self._invitation, "an invitation", self)
 
-    def _coordinate(self, files: list[str]) -> Child:
-        arguments = ["coordinate", *files, "--run-dir", str(self.run), "--host", "127.0.0.1"]
+    def _coordinate(self, how: list[str]) -> Child:
+        arguments = ["coordinate", *how, "--run-dir", str(self.run), "--host", "127.0.0.1"]
         return Child(arguments, self.folder / "coordinator.log")
 
     def _invitation(self) -> dict[str, Any] | None:
@@ -135,8 +135,8 @@ class Victims:
             file.seek(max(0, path.stat().st_size - 4096))
             lines = file.read().split(b"\n")
         for line in reversed(lines[:-1]):
-            with contextlib.suppress(ValueError):
-                return int(json.loads(line).get("version", 0)) or 0
+            with contextlib.suppress(ValueError, KeyError):
+                return int(json.loads(line)["version"])
         return 0
 
     def wait_for_version(self, version: int) -> int:
@@ -146,16 +146,19 @@ class Victims:
 
     # --- killing ----------------------------------------------------------------------------------------
 
-    def kill_coordinator(self) -> None:
-        """Kill it, start it again, and see how long it takes to answer."""
+    def kill_coordinator(self, again_after_s: float | None = None) -> None:
+        """Kill it, start it again, and see how long it takes to answer. It may be killed once more while it starts."""
         self.coordinator.kill()
         self.kills["coordinator"] += 1
         started = time.monotonic()
-        self.coordinator = Child(
-            ["coordinate", "--run-dir", str(self.run), "--resume", "--host", "127.0.0.1"], self.folder / "coordinator.log"
-        )
+        self.coordinator = self._coordinate(["--resume"])
+        if again_after_s is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.coordinator.process.wait(again_after_s)
+            return self.kill_coordinator()
         _wait_for(self._answers, "the coordinator to answer", self)
         self.recoveries_s.append(time.monotonic() - started)
+        return None
 
     def _answers(self) -> bool | None:
         """Whether it answers a stranger's sign of life: it says that it does not know it, and nothing else happens."""
@@ -183,7 +186,7 @@ class Victims:
             if self.over:
                 return
             if chance.random() < share:
-                self.kill_coordinator()
+                self.kill_coordinator(chance.uniform(0.1, 5.0) if chance.random() < 0.2 else None)
             else:
                 busy = _wait_for(self.at_work, "a worker that works", self) if chance.random() < 0.9 else self.names
                 self.kill_worker(chance.choice(busy or self.names))

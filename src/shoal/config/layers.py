@@ -110,7 +110,7 @@ class Settings:
         guarded = {union for union, _ in assignment.only_for}
         for union, decider in deciders.items():
             inside = assignment.path[: len(union)] == union and len(assignment.path) > len(union) and assignment.path[len(union)] != "kind"
-            if inside and union not in guarded and decider and assignment.layer.rank < decider.layer.rank:
+            if inside and union not in guarded and decider and _earlier(assignment, decider):
                 return Dropped(assignment, f"a later layer changed {'.'.join(union)}.kind", decider)
         return None
 
@@ -216,6 +216,12 @@ def _unions(section: type[Section], path: Key) -> Iterator[Key]:
 
 def _inner(checker: Checker) -> Checker:
     return checker.inner if isinstance(checker, OptionalType) else checker
+
+
+def _earlier(assignment: Assignment, decider: Assignment) -> bool:
+    """Whether one was given in an earlier layer than the other. A command line is one layer, in whatever order its options stand."""
+    same = assignment.node.span.source.kind == decider.node.span.source.kind == "command line"
+    return not same and assignment.layer.rank < decider.layer.rank
 
 
 def checker_at(path: Key, kinds: dict[Key, str]) -> Checker | None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from shoal.config.derive import bucket_size, contributions, formula, quorum, tolerated
 from shoal.config.fields import Secret
-from shoal.config.layers import Settings, UnavailableError
+from shoal.config.layers import Settings, UnavailableError, default_at
 from shoal.config.problems import Severity
 
 
@@ -204,6 +204,27 @@ def clip_value_tightens(settings: Settings, enabled: bool, initial: float, final
         settings.report(
             "gradient-health", f"the clip value would loosen from {initial:g} to {final:g}", *paths, severity=_across(settings, *paths)
         )
+
+
+def _changed(settings: Settings, path: str) -> bool:
+    """Did somebody write another value than the default?"""
+    try:
+        return settings.given(path) and settings.get(path) != default_at(tuple(path.split(".")), settings.kinds)
+    except UnavailableError:
+        return False
+
+
+@rule("strategy.kind")
+def alone_or_together(settings: Settings, kind: str) -> None:
+    """Who works alone has no use for settings of a cluster."""
+    if kind != "local":
+        return
+    for section in ("updates", "transport", "cluster", "coordinator"):
+        written = [path for path in map(".".join, settings.history) if path.startswith(f"{section}.") and _changed(settings, path)]
+        if written:
+            path = written[0]
+            message = f"`{settings.spelling(path)}` has no effect: strategy.kind is local, so one worker trains alone"
+            settings.report("no-effect", message, path, severity="warning", help="choose syncps, edp or async, or start with --workers N")
 
 
 @rule("training.polyak_alpha", "strategy.kind")

@@ -264,7 +264,7 @@ class ClusterLoop(Loop):
 
     def _emit(self, split: str, metrics: dict[str, float], step: int | None = None) -> None:
         if split == "train" and self.run.updates.privacy.enabled:
-            metrics = metrics | {"epsilon": self.epsilon()}
+            metrics["epsilon"] = self.epsilon()
         super()._emit(split, metrics, step)
 
     def epsilon(self) -> float:
