@@ -1,0 +1,214 @@
+"""Coordinator and workers as a user runs them: real processes, real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+CONFIG = """\
+dialect: shoal
+model: {kind: mlp, hidden_sizes: [16]}
+training: {batch_size: 16, epochs: 2, optimizer: {name: SGD, learning_rate: 0.1}}
+strategy: {kind: async}
+transport: {port: 0}
+coordinator: {heartbeat_interval_s: 1.0}
+"""
+LONG = ["--set", "training.epochs=1000"]
+
+
+class Processes:
+    """Commands that end with the test, whatever happens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal", *arguments],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.running.append(process)
+        return process
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        process = self.start(*arguments)
+        output, _ = process.communicate(timeout=100)
+        return process.returncode, output
+
+    def coordinate(self, *arguments: str) -> tuple[subprocess.Popen[str], list[str]]:
+        """A coordinator, and the command that it tells workers to join with."""
+        process = self.start("coordinate", "config.yaml", "--run-dir", "run", *arguments)
+        return process, wait_for(process, r"shoal (join .*)").split()
+
+
+def wait_for(process: subprocess.Popen[str], pattern: str) -> str:
+    """Read until a line matches; what its first group holds."""
+    output: IO[str] | None = process.stdout
+    assert output is not None
+    seen = []
+    for line in output:
+        seen.append(line)
+        if found := re.search(pattern, line):
+            return found.group(1) if found.groups() else line
+    raise AssertionError(f"{pattern} never came:\n{''.join(seen)}")
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    made = Processes(tmp_path)
+    yield made
+    for process in made.running:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def alive(text: str) -> list[int]:
+    """Processes on this machine with a text in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if text in path.read_bytes().decode(errors="replace"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_train_starts_workers_and_leaves_none_behind(processes: Processes, tmp_path: Path) -> None:
+    code, output = processes.run("train", "config.yaml", "--workers", "2", "--run-dir", "run")
+    assert code == 0, output
+    assert re.search(r"completed after \d+ steps, \d+ samples", output)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["metrics"]["eval"]["accuracy"] > 0.8
+    assert summary["received_bytes"] > 0
+    assert not alive(str(tmp_path / "run" / "workers"))
+    code, output = processes.run("audit", "run")
+    assert code == 0, output
+    code, output = processes.run("eval", "run")
+    assert code == 0, output
+
+
+def test_xmlrpc_gives_the_same_kind_of_run(processes: Processes) -> None:
+    code, output = processes.run("train", "config.yaml", "--workers", "2", "--run-dir", "run", "--set", "transport.kind=xmlrpc")
+    assert code == 0, output
+    assert "completed" in output
+
+
+def test_workers_join_from_elsewhere_with_the_printed_line(processes: Processes) -> None:
+    coordinator, command = processes.coordinate()
+    workers = [processes.start(*command, "--name", name) for name in ("anna", "ben")]
+    output, _ = coordinator.communicate(timeout=100)
+    assert coordinator.returncode == 0, output
+    assert "completed" in output
+    for worker in workers:
+        said, _ = worker.communicate(timeout=30)
+        assert worker.returncode == 0, said
+        assert "contributions taken" in said
+
+
+def test_strangers_are_refused_and_the_run_goes_on(processes: Processes) -> None:
+    coordinator, command = processes.coordinate()
+    token, key = command.index("--token") + 1, command.index("--key") + 1
+    wrong = {token: "guessed", key: "A" * 43}
+    for position, value in wrong.items():
+        bad = [value if number == position else word for number, word in enumerate(command)]
+        code, output = processes.run(*bad, "--patience", "3")
+        assert code == 2, output
+        assert "error:" in output
+        assert "Traceback" not in output
+    worker = processes.start(*command)
+    output, _ = coordinator.communicate(timeout=100)
+    assert coordinator.returncode == 0, output
+    assert worker.wait(30) == 0
+
+
+def test_ctrl_c_ends_a_worker_cleanly_and_the_run_goes_on(processes: Processes) -> None:
+    coordinator, command = processes.coordinate(*LONG)
+    first, second = (processes.start(*command, "--name", name) for name in ("first", "second"))
+    wait_for(coordinator, r"first +computing|first +waiting")
+    first.send_signal(signal.SIGINT)
+    output, _ = first.communicate(timeout=30)
+    assert first.returncode == 0, output
+    assert wait_for(coordinator, "first left")
+    coordinator.send_signal(signal.SIGINT)
+    output, _ = coordinator.communicate(timeout=60)
+    assert coordinator.returncode == 130, output
+    assert second.wait(30) == 0
+
+
+def test_a_coordinator_that_was_killed_takes_its_workers_up_again(processes: Processes) -> None:
+    coordinator, command = processes.coordinate(*LONG)
+    worker = processes.start(*command, "--name", "anna")
+    wait_for(coordinator, "anna +(computing|waiting)")
+    coordinator.kill()
+    coordinator.communicate()
+    again = processes.start("coordinate", "--run-dir", "run", "--resume")
+    assert wait_for(again, "resumed from .* at step ([0-9]+)")
+    wait_for(again, "anna joined")
+    wait_for(again, "anna +(computing|waiting)")
+    again.send_signal(signal.SIGINT)
+    again.communicate(timeout=60)
+    assert worker.wait(30) == 0
+    code, output = processes.run("audit", "run")
+    assert code == 0, output
+
+
+def test_workers_end_with_the_process_that_started_them(processes: Processes, tmp_path: Path) -> None:
+    run = processes.start("train", "config.yaml", "--workers", "2", "--run-dir", "run", *LONG)
+    wait_for(run, "w1 +(computing|waiting)")
+    started = alive(f"{Path('run') / 'workers'}")
+    assert len([pid for pid in started if Path(f"/proc/{pid}/cwd").resolve() == tmp_path]) == 2
+    run.kill()
+    run.communicate()
+    for pid in started:
+        _gone(pid)
+
+
+def _gone(pid: int) -> None:
+    """Wait for a process that is not our child."""
+    import select
+
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        ready, _, _ = select.select([descriptor], [], [], 30)
+        assert ready, f"process {pid} was left behind"
+    finally:
+        os.close(descriptor)
+
+
+def test_what_cannot_be_is_told(processes: Processes, tmp_path: Path) -> None:
+    (tmp_path / "local.yaml").write_text("dialect: shoal\nmodel: {kind: mlp}\n")
+    for arguments, words in (
+        (("coordinate", "local.yaml"), "nobody to coordinate"),
+        (("train", "local.yaml", "--netem", "satellite"), "--workers"),
+        (("train", "config.yaml"), "how many workers"),
+        (("train", "config.yaml", "--workers", "2", "--slowdown", "nobody=2", "--run-dir", "slow"), "no worker `nobody`"),
+        (("join",), "address and a token"),
+        (("join", "tcp://127.0.0.1:1", "--token", "x", "--key", "short"), "--key"),
+        (("join", "tcp://127.0.0.1:1", "--token", "x", "--patience", "1"), "has not answered"),
+    ):
+        code, output = processes.run(*arguments)
+        assert code == 2, (arguments, output)
+        assert words in output, (arguments, output)
+        assert "Traceback" not in output
