@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs"]
+DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds", "stragglers"]
 
 
 class Row(NamedTuple):

@@ -59,7 +59,7 @@ def judge_recoveries(recoveries_s: list[float], busy: bool) -> None:
 @pytest.mark.timeout(1800)
 def test_two_hundred_kills_in_one_run(tmp_path: Path) -> None:
     busy = os.getloadavg()[0] > 0.5
-    victims = Victims(tmp_path, "{kind: async, contributions_per_update: 2}", steps=6000)
+    victims = Victims(tmp_path, "{kind: async, contributions_per_update: 2}", steps=20_000)
     survive(victims, 200, seed=11)
     judge_recoveries(victims.recoveries_s, busy)
     disturbed, expected = accuracy(victims.run), undisturbed(victims)

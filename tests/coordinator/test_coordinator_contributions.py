@@ -85,13 +85,24 @@ def test_a_contribution_of_an_open_round_is_confirmed_to_one_who_joined_again() 
 
 def test_a_recovered_round_has_its_whole_deadline_again() -> None:
     before = Cluster(SYNC, 2)
-    a, _ = before.join("a"), before.join("b")
+    a, b = before.join("a"), before.join("b")
+    before.contribute(a)
+    before.contribute(b)
     before.contribute(a)
     cluster = before.recovered()
     cluster.pass_time(0.1)
     cluster.pass_time(9.0)
-    assert cluster.coordinator.state.version == 0, "the others need time to come back"
+    assert cluster.coordinator.state.version == 1, "the others need time to come back"
     cluster.pass_time(1.1)
+    assert cluster.coordinator.state.version == 2
+
+
+def test_the_first_round_waits_longer_for_all_to_start() -> None:
+    cluster = Cluster(SYNC, 2)
+    cluster.contribute(cluster.join("a"))
+    cluster.pass_time(20.0)
+    assert cluster.coordinator.state.version == 0
+    cluster.pass_time(10.1)
     assert cluster.coordinator.state.version == 1
 
 

@@ -8,14 +8,18 @@ from shoal.coordinator.policies import Barrier, Policy
 from shoal.coordinator.rounds import Round, Rounds
 from shoal.coordinator.state import Plan
 
+GATHERING_S = 30.0
+
 
 class Closing:
     """Decides from counts alone, so that it may be asked at every message."""
 
     def __init__(self, plan: Plan, policy: Policy, rounds: Rounds) -> None:
         self.plan, self.policy, self.rounds = plan, policy, rounds
-        self.gathering = isinstance(policy.rounds, Barrier)
-        """Until the expected workers have come: at the start, and when a coordinator comes back. Only rounds wait for anybody."""
+        several = plan.expected if isinstance(policy.rounds, Barrier) else policy.rounds.contributions
+        self.wanted = min(plan.expected, several)
+        self.gathering = self.wanted > 1
+        """Until the expected workers have come: at the start, and when a coordinator comes back. Who needs one contribution waits for none."""
         self._short_since: float | None = None
         self._noted = ""
 
@@ -24,8 +28,10 @@ class Closing:
         there = self.rounds.open.get(number)
         if there is None:
             return False
-        late = self._late(there, now)
-        if late or len(self.rounds.active) >= self.plan.expected:
+        if there.opened_at is None:
+            there.opened_at = now
+        late = self._late(there.opened_at, now)
+        if now >= there.opened_at + self._patience_s(number) or len(self.rounds.active) >= self.wanted:
             self.gathering = False
         if self.gathering or len(there.held) < self.plan.needed:
             return False
@@ -33,13 +39,14 @@ class Closing:
             return late or self.rounds.complete(number)
         return len(there.held) >= min(self.policy.rounds.contributions, max(1, len(self.rounds.active)))
 
-    def _late(self, there: Round, now: float) -> bool:
+    def _late(self, opened_at: float, now: float) -> bool:
         """Has the round been open for too long?"""
-        if not isinstance(self.policy.rounds, Barrier):
-            return False
-        if there.opened_at is None:
-            there.opened_at = now
-        return now >= there.opened_at + self.policy.rounds.deadline_s
+        return isinstance(self.policy.rounds, Barrier) and now >= opened_at + self.policy.rounds.deadline_s
+
+    def _patience_s(self, number: int) -> float:
+        """How long those who are ready wait for the others. At the start that is longer: to start a program takes longer than a step."""
+        deadline_s = self.policy.rounds.deadline_s if isinstance(self.policy.rounds, Barrier) else 0.0
+        return max(GATHERING_S, deadline_s) if number == 0 else deadline_s
 
     def watch(self, number: int, now: float) -> Note | Stop | None:
         """Too few workers for the rule: wait for more, or stop. It never makes do with a lesser rule.
