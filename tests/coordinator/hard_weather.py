@@ -280,7 +280,7 @@ class World:
         self.check_patience()
 
     def check_patience(self) -> None:
-        """Nobody is held back for long without a word, and no round but the first, which waits for all to start, is open beyond its deadline."""
+        """Nobody is held back long without a word; no round but the first, which waits for all to start, is open beyond its deadline."""
         now, version, rounds = self.coordinator.now, self.coordinator.state.version, self.policy.rounds
         assert all(now - waited.since < LONGEST_WAIT_S for waited in self.coordinator.waiting.values())
         if isinstance(rounds, Barrier) and version > 0 and version in self.coordinator.rounds.open and not self.coordinator.finished:

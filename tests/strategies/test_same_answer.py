@@ -24,7 +24,7 @@ ASYNC = {"strategy": {"kind": "async", "max_staleness": 50}}
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return max(float((one[name] - other[name]).detach().abs().max()) for name in one)
+    return max(float((one[name].cpu() - other[name].cpu()).detach().abs().max()) for name in one)
 
 
 @pytest.mark.parametrize("base", [DIGITS, GPT], ids=["digits", "gpt"])
@@ -38,8 +38,9 @@ def test_syncps_is_one_process_with_the_combined_batch(cluster: Callable[..., An
 
 
 def test_one_worker_is_bit_identical_to_one_process(cluster: Callable[..., Any], alone: Callable[..., Any]) -> None:
-    together = cluster(DIGITS, SYNCPS, workers=1)
-    single = alone(DIGITS)
+    cpu = {"training": {"device": "cpu"}}  # the coordinator steps there, so the process alone must, too
+    together = cluster(DIGITS, SYNCPS, cpu, workers=1)
+    single = alone(DIGITS, cpu)
     assert distance(together.weights, single.engine.weights()) == 0.0
 
 
@@ -49,3 +50,16 @@ def test_without_rounds_the_quality_is_the_same(cluster: Callable[..., Any], alo
     single = alone(DIGITS)
     assert together.summary["samples"] == pytest.approx(single.samples, rel=0.03)  # each shard drops its last, incomplete batch
     assert together.accuracy >= single.latest["eval"]["accuracy"] - 0.03  # of 360 held-out digits; threads lag as the machine lets them
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("strategy", [SYNCPS, EDP, ASYNC], ids=["syncps", "edp", "async"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_workers_on_a_gpu_learn(cluster: Callable[..., Any], strategy: Any, precision: str) -> None:
+    together = cluster(
+        GPT,
+        strategy,
+        {"training": {"device": "cuda", "precision": {"kind": precision}, "optimizer": {"name": "AdamW", "learning_rate": 0.003}}},
+    )
+    assert together.loss < 4.5
+    assert sum(worker.member.counts["accepted"] for worker in together.workers) >= 60
