@@ -29,7 +29,7 @@ from shoal.strategies.coordinating import ClusterLoop, prepare
 from shoal.transports import Client, Message, connect
 from shoal.updates import codecs
 from shoal.updates.frames import frame_of
-from shoal.updates.messages import PROTOCOL, Asked, Contribute, Join, Leave, Pull, header_of
+from shoal.updates.messages import PROTOCOL, Asked, Contribute, Join, Pull, header_of
 
 HIDDEN, SIZE = "[2048, 2976]", 4 * 6_270_762
 """An MLP on digits, and the bytes of its gradient."""
@@ -235,7 +235,6 @@ def send(given: dict[str, Any]) -> None:
         seq += 1
         answers += span.holds(time.time())
     print(json.dumps(answers), flush=True)
-    sender.ask(Leave("", 0))
 
 
 # --- the peer ------------------------------------------------------------------------------------------------

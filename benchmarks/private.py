@@ -1,6 +1,7 @@
 """What privacy costs: accuracy on MNIST at ε = 3 (δ = 1e-5), three workers, against the same run without noise.
 
-The noise is what the accountant says ε = 3 takes for so many steps. Both ways to clip are shown: each sample's gradient, and whole contributions.
+The noise is what the accountant says ε = 3 takes for so many steps. Both ways to clip are shown: every sample's gradient by itself, and
+whole contributions.
 """
 
 from __future__ import annotations

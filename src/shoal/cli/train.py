@@ -107,6 +107,12 @@ def coordinate(
         transport=run.transport if invite else run.transport.replace(host=None, port=0),
     )
     loop = coordinating.loop
+    if workers:
+        import torch
+
+        from shoal.launch.local import fair_threads
+
+        torch.set_num_threads(min(torch.get_num_threads(), fair_threads(workers)))
     progress.message(f"{run.strategy.kind}, {loop.engine.size:,} parameters, in {loop.directory.path}")
     if invite:
         _invite(coordinating)

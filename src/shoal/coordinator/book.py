@@ -26,6 +26,7 @@ from shoal.updates import codecs, rules
 _PLAIN = NoCodec()
 _LEAST_REMEMBERED = 256
 _LEAST_MEMORIES = 16
+_MOST_SPARE = 4
 
 
 class Book:
@@ -38,6 +39,8 @@ class Book:
         self.state = State()
         self.rounds = Rounds()
         self.centre: Tensor | None = None
+        self._spare: list[Tensor] = []
+        """Vectors that were combined, for the next ones to be decoded into: fresh memory of that size costs more than the decoding."""
         self.memories: dict[str, Tensor] = {}
         """Of each worker, the running mean of what it sent."""
 
@@ -52,7 +55,12 @@ class Book:
         if not frames or (extra and len(frames) < 2):
             raise codecs.UpdateError("frames are missing")
         body, tail = (frames[:-1], frames[-1:]) if extra else (frames, ())
-        vector = codecs.decode(self.plan.updates.codec, size, body)
+        room = self._spare.pop() if self._spare else torch.empty(size)
+        try:
+            vector = codecs.decode(self.plan.updates.codec, size, body, out=room)
+        except codecs.UpdateError:
+            self._spare.append(room)
+            raise
         return vector, codecs.decode(_PLAIN, extra, tail) if extra else torch.empty(0)
 
     def take(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> list[Effect]:
@@ -89,7 +97,9 @@ class Book:
         there = self.rounds.open.pop(number).held
         held = [there[name] for name in names]
         records = [one.record for one in held]
+        rooms = [one.vector for one in held]
         figures = self.learner.apply(*self._combine(held), self.step)
+        self._spare.extend(rooms[: max(0, _MOST_SPARE - len(self._spare))])
         state = self.state
         state.version += 1
         batches, samples = sum(record["batches"] for record in records), sum(record["samples"] for record in records)
@@ -107,7 +117,7 @@ class Book:
         updates, seed = self.plan.updates, self.plan.seed + self.state.version
         for one in held:
             if one.record["share"] != 1.0:
-                one.vector = one.vector * one.record["share"]
+                one.vector.mul_(one.record["share"])
             if updates.memory:
                 one.vector = self._remember(one.record["worker"], one.vector, updates.memory)
         weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.coordinator.effects import Note, Stop
 from shoal.coordinator.membership import MISSED_HEARTBEATS
 from shoal.coordinator.policies import Barrier, Policy
-from shoal.coordinator.rounds import Round, Rounds
+from shoal.coordinator.rounds import Rounds
 from shoal.coordinator.state import Plan
 
 GATHERING_S = 30.0
@@ -19,7 +19,7 @@ class Closing:
         several = plan.expected if isinstance(policy.rounds, Barrier) else policy.rounds.contributions
         self.wanted = min(plan.expected, several)
         self.gathering = self.wanted > 1
-        """Until the expected workers have come: at the start, and when a coordinator comes back. Who needs one contribution waits for none."""
+        """Until the expected workers have come: at the start, and when a coordinator comes back. Who needs one alone waits for nobody."""
         self._short_since: float | None = None
         self._noted = ""
 

@@ -15,7 +15,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +24,7 @@ import msgpack  # type: ignore[import-untyped]
 from shoal.coordinator.effects import Frames
 from shoal.errors import ShoalError
 
+_AT_ONCE: Callable[[int, list[memoryview]], int] | None = getattr(os, "writev", None)
 _PREFIX = struct.Struct("<IIQ")  # bytes and checksum of the header, bytes of the frames
 
 
@@ -34,14 +35,14 @@ class Journal:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO | None = None
-        self.bytes_since_snapshot = 0
+        self.bytes_since_snapshot = self.records_since_snapshot = 0
 
     def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int:
         """Start a journal, with what belongs to rounds that are open; the number of the snapshot that is to follow."""
         self.close()
         number = max(journals(self.folder), default=0) + 1
         self._open(path_of(self.folder, number), "xb")
-        self.bytes_since_snapshot = 0
+        self.bytes_since_snapshot = self.records_since_snapshot = 0
         for record, frames in pending:
             self.append(record, frames)
         return number
@@ -80,10 +81,10 @@ class Journal:
         header: bytes = msgpack.packb({"record": record, "frames": [len(frame) for frame in frames]})
         prefix = _PREFIX.pack(len(header), zlib.crc32(header), sum(len(frame) for frame in frames))
         try:
-            for part in (prefix + header, *frames):
-                _write_all(self._file, part)
+            _write_all(self._file, (prefix + header, *frames))
         except OSError as error:
             raise ShoalError(f"cannot write the coordinator's journal in {self.folder}: {error.strerror or error}") from None
+        self.records_since_snapshot += 1
         self.bytes_since_snapshot += len(prefix) + len(header) + sum(len(frame) for frame in frames)
 
     def forget_before(self, number: int) -> None:
@@ -108,10 +109,18 @@ def journals(folder: Path) -> list[int]:
     return [int(name) for name in names if name.isdecimal()]
 
 
-def _write_all(file: BinaryIO, part: bytes | memoryview) -> None:
-    view = memoryview(part)
-    while len(view):
-        view = view[file.write(view) :]
+def _write_all(file: BinaryIO, parts: Sequence[bytes | memoryview]) -> None:
+    """In one call where the system can."""
+    views = [memoryview(part).cast("B") for part in parts]
+    if _AT_ONCE is not None:
+        written = _AT_ONCE(file.fileno(), views)
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views:
+            views[0] = views[0][written:]
+    for view in views:
+        while len(view):
+            view = view[file.write(view) :]
 
 
 def read(path: Path) -> Iterator[tuple[dict[str, Any], tuple[bytes, ...], int]]:
@@ -144,7 +153,7 @@ class Ledger:
         try:
             if self._file is None:
                 self._file = self.path.open("ab", buffering=0)
-            _write_all(self._file, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            _write_all(self._file, (json.dumps(line, separators=(",", ":")).encode() + b"\n",))
         except OSError as error:
             raise ShoalError(f"cannot write {self.path}: {error.strerror or error}") from None
 

@@ -23,6 +23,11 @@ _USER_ERROR = 2
 _PAUSE_S = 1.0
 
 
+def fair_threads(workers: int) -> int:
+    """Threads for each of so many workers and the coordinator beside them."""
+    return max(1, (os.cpu_count() or 1) // (workers + 1))
+
+
 class LocalWorker:
     """One worker process, and what became of it."""
 
@@ -65,7 +70,7 @@ class LocalWorkers:
         """As many threads for each as there are cores to share: more would only be in each other's way."""
         if "OMP_NUM_THREADS" in os.environ:
             return {}
-        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // max(1, len(self.workers))))}
+        return {"OMP_NUM_THREADS": str(fair_threads(len(self.workers)))}
 
     def log(self, worker: LocalWorker) -> Path:
         return self.folder / f"{worker.name}.log"

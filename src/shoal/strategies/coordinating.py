@@ -40,9 +40,10 @@ from shoal.worker.checkpoint import Checkpoint, Checkpoints, find, load_weights,
 _TICK_S = 0.1
 _GOODBYE_S = 15.0
 """How long a coordinator that is done waits for its workers to hear of it."""
-_LEAST_JOURNAL_BYTES = 64 << 20
-_JOURNAL_STATES = 4
+_LEAST_JOURNAL_BYTES = 256 << 20
+_JOURNAL_STATES = 8
 """A snapshot is taken when the journal is this many times as large as what a snapshot holds."""
+_MOST_RECORDS = 8000
 
 
 class EngineLearner:
@@ -198,8 +199,13 @@ class ClusterLoop(Loop):
         self._carry_out(self.coordinator.handle(Tick(), time.monotonic()))
         self._take_verdicts()
         self.beside()
-        if self.journal.bytes_since_snapshot > max(_LEAST_JOURNAL_BYTES, _JOURNAL_STATES * self._state_bytes):
+        if self._journal_is_long():
             self.snapshot()
+
+    def _journal_is_long(self) -> bool:
+        """Long enough to be worth a snapshot, and short enough to be taken again in a second or two."""
+        long = max(_LEAST_JOURNAL_BYTES, _JOURNAL_STATES * self._state_bytes)
+        return self.journal.bytes_since_snapshot > long or self.journal.records_since_snapshot > _MOST_RECORDS
 
     def _serve(self, request: Request) -> None:
         try:
