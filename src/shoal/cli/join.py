@@ -11,10 +11,14 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from shoal.cli.train import download
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.strategies.joining import Joined
 
 EPILOG = """\
 The coordinator sends everything else: the configuration, what the data must be, the tokenizer.
@@ -54,9 +58,11 @@ def run(argv: list[str]) -> int:
         address = weather.address
     receipts = Path(arguments.receipts) if arguments.receipts else None
     way = Way(address, token, key, arguments.name, overrides, receipts, arguments.slowdown, arguments.patience)
-    joined = Joined(way, _tell, download)
+    here: list[Joined] = []
     if arguments.stdin:
-        threading.Thread(target=_leave_with_parent, args=(joined,), daemon=True).start()
+        threading.Thread(target=_leave_with_parent, args=(here,), daemon=True).start()
+    joined = Joined(way, _tell, download)
+    here.append(joined)
     _tell(f"joined as {joined.name}")
     _leave_on_signals(joined)
     try:
@@ -90,15 +96,16 @@ def _tell(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def _leave_with_parent(joined: object) -> None:
+def _leave_with_parent(here: list[Joined]) -> None:
     """Whoever started this worker is gone: so is its work."""
     sys.stdin.read()
-    joined.stop()  # type: ignore[attr-defined]
-    time.sleep(5.0)
+    for joined in here:
+        joined.stop()
+        time.sleep(5.0)
     os._exit(0)
 
 
-def _leave_on_signals(joined: object) -> None:
+def _leave_on_signals(joined: Joined) -> None:
     asked = [0]
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -106,7 +113,7 @@ def _leave_on_signals(joined: object) -> None:
         if asked[0] > 1:
             os._exit(130)
         _tell("leaving after this step; once more to leave at once")
-        joined.stop()  # type: ignore[attr-defined]
+        joined.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)

@@ -41,7 +41,7 @@ class SampleSupply:
         self._epoch, self._next, self._reshuffle = epoch, position, reshuffle
 
     def pull(self) -> tuple[Batch, None] | None:
-        if self._next == self.batches_per_epoch:
+        if self._next >= self.batches_per_epoch:
             return None
         if self._options.num_workers:
             batch = self._from_workers()

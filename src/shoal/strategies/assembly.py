@@ -182,7 +182,7 @@ def config_of(directory: RunDirectory) -> Run:
 
 def write_info(directory: RunDirectory, info: data.Info) -> None:
     shapes = {"image_shape": info.image_shape, "num_classes": info.num_classes, "vocab_size": info.vocab_size}
-    (directory.path / "data.json").write_text(json.dumps(shapes | {"name": info.name}), encoding="utf-8")
+    directory.write("data.json", json.dumps(shapes | {"name": info.name}))
     if info.tokenizer is not None:
         info.tokenizer.save(directory.path / "tokenizer")
 

@@ -77,6 +77,9 @@ class SharedFeed:
     def __next__(self) -> data.Batch:
         raise NotImplementedError("workers read the data")
 
+    def close(self) -> None:
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

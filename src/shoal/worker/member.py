@@ -275,6 +275,7 @@ class Member:
         self.seq = max(self.seq, welcome["last_seq"] + 1)
         if welcome["seat"] != self.seat or place > here:
             self.seat = welcome["seat"]
+            self.feed.close()
             self.feed = self.feed_for(self.seat, *place)
 
     def _note(self, contribution: Contribute, status: str, version: int) -> None:

@@ -51,8 +51,8 @@ class RunDirectory:
     def write_config(self, loaded: Loaded) -> None:
         text = to_yaml(as_data(loaded.run, mask=None))  # secrets come from the environment again
         text = text.replace("${", "$${")  # variables were expanded; what looks like one now is plain text
-        (self.path / "config.yaml").write_text("dialect: shoal\n" + text, encoding="utf-8")
-        (self.path / "provenance.json").write_text(show(loaded, origin=True, style="json"), encoding="utf-8")
+        self.write("provenance.json", show(loaded, origin=True, style="json"))
+        self.write("config.yaml", "dialect: shoal\n" + text)
 
     def record(self, record: dict[str, Any]) -> None:
         """Append to metrics.jsonl."""
@@ -83,12 +83,16 @@ class RunDirectory:
         )
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        partial = self.path / ".summary.json"
+        self.write("summary.json", json.dumps(summary, indent=2))
+
+    def write(self, name: str, text: str) -> None:
+        """A file that is there whole or not at all, whenever this process ends."""
+        partial = self.path / f".{name}"
         try:
-            partial.write_text(json.dumps(summary, indent=2), encoding="utf-8")
-            os.replace(partial, self.path / "summary.json")
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, self.path / name)
         except OSError as error:
-            raise ShoalError(f"cannot write {self.path / 'summary.json'}: {error.strerror or error}") from None
+            raise ShoalError(f"cannot write {self.path / name}: {error.strerror or error}") from None
 
     def close(self) -> None:
         if self._metrics is not None:
