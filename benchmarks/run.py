@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds", "stragglers"]
+DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds"]
+DEFAULT += ["rejection", "byzantine", "private"]  # by name only: stragglers (half an hour), gpu-dense
 
 
 class Row(NamedTuple):

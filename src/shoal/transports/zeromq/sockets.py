@@ -14,7 +14,7 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 
 USER = b"shoal"
 """PLAIN wants a name beside the token."""
-ZERO_COPY_BYTES = 64 << 10
+ZERO_COPY_BYTES = 1 << 20
 """Below this, handing over a reference costs more than copying."""
 QUEUED = 4
 """Messages waiting per connection and direction: a client has one call in flight, and perhaps a few it gave up."""
