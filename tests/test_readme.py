@@ -37,6 +37,7 @@ def test_the_shown_output_is_what_is_printed(tmp_path: Path) -> None:
             assert shell(command, tmp_path).strip() == output.strip()
 
 
+@pytest.mark.timeout(400)
 def test_the_commands_run(tmp_path: Path) -> None:
     commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("shoal")]
     assert len(commands) >= 8

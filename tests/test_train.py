@@ -245,7 +245,7 @@ def test_a_full_disk_is_told_and_training_goes_on(
 
 UNBUILT = {
     "gpu/tiny": "moe",
-    "dist-llm-train/lan": "syncps",
+    "dist-llm-train/lan": "scheduling",
     "classroom/small-class": "workunits",
     "diloco/small-scale": "diloco",
 }
@@ -262,11 +262,7 @@ def test_what_is_not_built_is_refused_by_name(folder: Path, capsys: pytest.Captu
     "setting",
     [
         "serving.api_port=1",
-        "coordinator.heartbeat_interval_s=1",
-        "transport.port=1",
         "scheduler.kind=priority",
-        "updates.codec.kind=int8",
-        "cluster.num_workers=3",
         "hub.enabled=true",
         "engine.kind=ddp",
     ],
