@@ -80,13 +80,13 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
         process.stdout.close()
 
 
-def alive(text: str) -> list[int]:
-    """Processes on this machine with a text in their command line."""
+def workers_in(folder: Path) -> list[int]:
+    """Worker processes that were started in a folder."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if text in path.read_bytes().decode(errors="replace"):
-                found.append(int(path.parent.name))
+            if b"join" in (path / "cmdline").read_bytes().split(b"\0") and (path / "cwd").resolve() == folder.resolve():
+                found.append(int(path.name))
         except OSError:
             continue
     return found
@@ -99,7 +99,7 @@ def test_train_starts_workers_and_leaves_none_behind(processes: Processes, tmp_p
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics"]["eval"]["accuracy"] > 0.8
     assert summary["received_bytes"] > 0
-    assert not alive(str(tmp_path / "run" / "workers"))
+    assert not workers_in(tmp_path)
     code, output = processes.run("audit", "run")
     assert code == 0, output
     code, output = processes.run("eval", "run")
@@ -174,8 +174,8 @@ def test_a_coordinator_that_was_killed_takes_its_workers_up_again(processes: Pro
 def test_workers_end_with_the_process_that_started_them(processes: Processes, tmp_path: Path) -> None:
     run = processes.start("train", "config.yaml", "--workers", "2", "--run-dir", "run", *LONG)
     wait_for(run, "w1 +(computing|waiting)")
-    started = alive(f"{Path('run') / 'workers'}")
-    assert len([pid for pid in started if Path(f"/proc/{pid}/cwd").resolve() == tmp_path]) == 2
+    started = workers_in(tmp_path)
+    assert len(started) == 2
     run.kill()
     run.communicate()
     for pid in started:

@@ -110,9 +110,7 @@ def coordinate(
     if workers:
         import torch
 
-        from shoal.launch.local import fair_threads
-
-        torch.set_num_threads(min(torch.get_num_threads(), fair_threads(workers)))
+        torch.set_num_threads(1)  # the workers here need the others more
     progress.message(f"{run.strategy.kind}, {loop.engine.size:,} parameters, in {loop.directory.path}")
     if invite:
         _invite(coordinating)

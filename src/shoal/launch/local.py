@@ -24,8 +24,8 @@ _PAUSE_S = 1.0
 
 
 def fair_threads(workers: int) -> int:
-    """Threads for each of so many workers and the coordinator beside them."""
-    return max(1, (os.cpu_count() or 1) // (workers + 1))
+    """Threads for each of so many workers. The coordinator beside them has one: it mostly waits."""
+    return max(1, (os.cpu_count() or 1) // max(1, workers))
 
 
 class LocalWorker:
@@ -70,7 +70,7 @@ class LocalWorkers:
         """As many threads for each as there are cores to share: more would only be in each other's way."""
         if "OMP_NUM_THREADS" in os.environ:
             return {}
-        return {"OMP_NUM_THREADS": str(fair_threads(len(self.workers)))}
+        return {"OMP_NUM_THREADS": str(fair_threads(len(self.workers))), "OMP_WAIT_POLICY": "PASSIVE"}
 
     def log(self, worker: LocalWorker) -> Path:
         return self.folder / f"{worker.name}.log"
