@@ -267,3 +267,18 @@ def test_weights_of_another_model_are_refused() -> None:
     engine = engine_for(run_with())
     with pytest.raises(ShoalError, match="another model"):
         engine.load_weights({"model.x": torch.zeros(1)})
+
+
+def test_gradients_by_sample_are_clipped_one_by_one() -> None:
+    engine, data = engine_for(run_with()), batches(2)
+    model = network().double()
+    rows = []
+    for image, label in ((image, label) for batch in data for image, label in zip(batch["image"], batch["label"], strict=True)):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(image[None].double()), label[None]).backward()
+        row = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # type: ignore[union-attr]
+        rows.append(row * min(1.0, 0.3 / float(row.norm())))
+    assert any(float(row.norm()) > 0.299 for row in rows)
+    result = engine.gradients_by_sample(data, 0.3)
+    assert result.samples == 8
+    assert torch.allclose(engine.gradient.double(), torch.stack(rows).mean(0), atol=1e-6)

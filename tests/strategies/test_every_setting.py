@@ -78,6 +78,28 @@ def test_noise_and_clipping(cluster: Callable[..., Any], strategy: str) -> None:
     assert 0 < spent[-1] < math.inf
 
 
+@pytest.mark.parametrize("unit", ["contribution", "sample"])
+def test_what_is_sent_is_clipped_by_the_unit_of_privacy(cluster: Callable[..., Any], unit: str) -> None:
+    sent: list[torch.Tensor] = []
+    by_sample: list[int] = []
+
+    def watch(joined: Joined) -> None:
+        member = joined.member
+        assert member is not None
+        send, taken = member._send, member.engine.gradients_by_sample
+        member._send = lambda result, base, frames: (  # type: ignore[method-assign]
+            sent.append(torch.frombuffer(bytearray(frames[0]), dtype=torch.float32)),
+            send(result, base, frames),
+        )[1]
+        member.engine.gradients_by_sample = lambda batches, limit: (by_sample.append(1), taken(batches, limit))[1]
+
+    private = {"updates": {"clip_norm": 0.05, "privacy": {"enabled": True, "unit": unit, "noise_multiplier": 0.0}}}
+    cluster(SMALL, STRATEGIES["syncps"], private, workers=1, change=watch)
+    assert len(sent) >= 8
+    assert all(float(vector.norm()) <= 0.05 * 1.0001 for vector in sent)
+    assert len(by_sample) == (len(sent) if unit == "sample" else 0)
+
+
 def test_polyak_blends_what_is_pulled(cluster: Callable[..., Any]) -> None:
     blended = cluster(SMALL, STRATEGIES["syncps"], {"strategy": {"pull_every_steps": 4}, "training": {"polyak_alpha": 0.5}}, workers=2)
     replaced = cluster(SMALL, STRATEGIES["syncps"], {"strategy": {"pull_every_steps": 4}}, workers=2)

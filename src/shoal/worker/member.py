@@ -139,8 +139,7 @@ class Member:
         self.state = "computing"
         started = time.monotonic()
         feed = self.feed
-        result = self.engine.gradients([next(feed) for _ in range(self.accumulation)])
-        self.engine.unscale()
+        result = self._gradients([next(feed) for _ in range(self.accumulation)])
         vector = self._outgoing[self.steps % 2]
         vector.copy_(self.engine.gradient)
         if not self._limit(vector):
