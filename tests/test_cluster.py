@@ -182,6 +182,35 @@ def test_workers_end_with_the_process_that_started_them(processes: Processes, tm
         _gone(pid)
 
 
+def test_a_run_goes_on_with_the_shards_it_was_begun_for(processes: Processes, tmp_path: Path) -> None:
+    run = processes.start("train", "config.yaml", "--workers", "2", "--run-dir", "run", *LONG)
+    wait_for(run, "w1 +(computing|waiting)")
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=60)
+    for more in ([], ["--workers", "1"]):
+        again = processes.start("train", "--run-dir", "run", "--resume", *more)
+        wait_for(again, "resumed from")
+        wait_for(again, "w1 +(computing|waiting)")
+        assert len(workers_in(tmp_path)) == (1 if more else 2)
+        again.send_signal(signal.SIGINT)
+        again.communicate(timeout=60)
+        assert json.loads((tmp_path / "run" / "coordinator" / "secrets.json").read_text())["expected"] == 2
+    code, output = processes.run("audit", "run")
+    assert code == 0, output
+
+
+def test_machines_with_their_own_way_to_the_server_are_told_it(processes: Processes, tmp_path: Path) -> None:
+    with (tmp_path / "config.yaml").open("a") as file:
+        file.write("cluster: {num_workers: 1, workers: [pi5], hosts: {pi5: {server_address: 127.0.0.1}}}\n")
+    coordinator = processes.start(
+        "coordinate", "config.yaml", "--run-dir", "run", "--host", "127.0.0.1", "--set", "transport.host=192.0.2.1"
+    )
+    command = wait_for(coordinator, r"shoal (join .* --name pi5 .*)").split()
+    assert command[1].startswith("tcp://127.0.0.1:")
+    assert processes.run(*command)[0] == 0
+    assert coordinator.wait(30) == 0
+
+
 def _gone(pid: int) -> None:
     """Wait for a process that is not our child."""
     import select
@@ -199,11 +228,16 @@ def _gone(pid: int) -> None:
 
 def test_what_cannot_be_is_told(processes: Processes, tmp_path: Path) -> None:
     (tmp_path / "local.yaml").write_text("dialect: shoal\nmodel: {kind: mlp}\n")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "secrets.json").write_text("{}")
     for arguments, words in (
         (("coordinate", "local.yaml"), "nobody to coordinate"),
         (("train", "local.yaml", "--netem", "satellite"), "--workers"),
         (("train", "config.yaml"), "how many workers"),
         (("train", "config.yaml", "--workers", "2", "--slowdown", "nobody=2", "--run-dir", "slow"), "no worker `nobody`"),
+        (("train", "config.yaml", "--workers", "2", "--set", "transport.kind=in-process"), "in-process does not reach"),
+        (("train", "config.yaml", "--workers", "2", "--set", "coordinator.state_path=taken", "--run-dir", "other"), "state of another run"),
+        (("train", "config.yaml", "--workers", "2", "--set", "cluster.hosts.a.flops=3", "--run-dir", "third"), "not built yet"),
         (("join",), "address and a token"),
         (("join", "tcp://127.0.0.1:1", "--token", "x", "--key", "short"), "--key"),
         (("join", "tcp://127.0.0.1:1", "--token", "x", "--patience", "1"), "has not answered"),

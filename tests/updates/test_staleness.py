@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.updates.staleness import adaptive_bound, relative_speeds, weight
+from shoal.updates.staleness import adaptive_bound, weight
 
 
 def test_a_late_contribution_counts_one_over_one_plus_its_lag() -> None:
@@ -19,9 +19,3 @@ def test_slow_workers_may_be_later_within_bounds(speed: float, bound: float) -> 
 def test_the_upper_end_wins_where_the_bounds_cross() -> None:
     """clamp(x, low, high) as documented: nothing passes max × multiplier."""
     assert adaptive_bound(10, 1.0, min_staleness=8, multiplier=0.5) == 5
-
-
-def test_speeds_are_relative_to_the_median() -> None:
-    assert relative_speeds({"a": 1.0, "b": 2.0, "c": 8.0}) == {"a": 0.5, "b": 1.0, "c": 4.0}
-    assert relative_speeds({"a": 0.0, "b": 0.0}) == {"a": 1.0, "b": 1.0}
-    assert relative_speeds({}) == {}

@@ -18,6 +18,7 @@ from shoal.config.problems import ConfigError
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
+    from shoal.config.schema.cluster import Transport
     from shoal.launch import LocalWorkers
     from shoal.strategies.coordinating import Coordinating
     from shoal.watch.progress import Progress
@@ -44,8 +45,8 @@ def run(argv: list[str]) -> int:
             if getattr(arguments, option):
                 raise ShoalError(f"--{option} needs workers: add --workers N")
         return train(loaded, arguments.run_dir, arguments.resume)
-    count = arguments.workers or loaded.run.cluster.num_workers
-    if not count:
+    count = arguments.workers or loaded.run.cluster.num_workers or 0
+    if not count and not arguments.resume:
         raise ShoalError(
             f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({loaded.run.strategy.kind})"
         )
@@ -95,6 +96,8 @@ def coordinate(
     from shoal.watch.sinks import sinks_for
 
     run = loaded.run
+    if run.transport.kind == "in-process":
+        raise ShoalError("transport.kind: workers are processes of their own, which in-process does not reach: choose zmq or xmlrpc")
     progress = progress_for(sys.stderr, run.log_level, cluster=True)
     coordinating = prepare(
         loaded,
@@ -104,9 +107,11 @@ def coordinate(
         progress=download,
         workers=run.cluster.num_workers + run.coordinator.trains if invite and run.cluster.num_workers else workers,
         hosts=(hosts or ("0.0.0.0",)) if invite else ("127.0.0.1",),
-        transport=run.transport if invite else run.transport.replace(host=None, port=0),
+        transport=_transport(run.transport, invite, bool(hosts)),
     )
     loop = coordinating.loop
+    if not invite and not workers:  # a run that goes on has as many as it was begun for
+        workers = loop.coordinator.plan.expected
     if workers:
         import torch
 
@@ -124,6 +129,14 @@ def coordinate(
         started.close()
         loop.server.close()
     return conclude(loop, summary)
+
+
+def _transport(settings: Transport, invite: bool, hosts: bool) -> Transport:
+    """Where to listen: `--host` counts more than the configuration, and workers of this machine need no particular port."""
+    if invite and not hosts:
+        return settings
+    changed: Transport = settings.replace(host=None) if invite else settings.replace(host=None, port=0)
+    return changed
 
 
 def _names(count: int, listed: tuple[str, ...]) -> list[str]:
@@ -158,12 +171,20 @@ def _factors(slowdown: list[str], names: list[str]) -> dict[str, str]:
 
 
 def _invite(coordinating: Coordinating) -> None:
-    """The one line that a worker needs."""
+    """The one line that a worker needs; for machines that reach this one under an address of their own, theirs."""
+    from shoal.transports.addresses import parse as parse_address
     from shoal.transports.keys import key_text
 
-    invitation = coordinating.invitation
-    key = f" --key {key_text(invitation.key)}" if invitation.key else ""
-    print(f"workers join with:\n  shoal join {invitation.address} --token {invitation.token}{key}", flush=True)
+    invitation, cluster = coordinating.invitation, coordinating.loop.run.cluster
+    rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "")
+    here = parse_address(invitation.address)
+    print(f"workers join with:\n  shoal join {here} {rest}")
+    for name in cluster.workers:
+        host = cluster.hosts.get(name)
+        if host is not None and (host.server_address or host.server_port):
+            own = here._replace(host=host.server_address or here.host, port=host.server_port or here.port)
+            print(f"{name} joins with:\n  shoal join {own} --name {name} {rest}")
+    sys.stdout.flush()
 
 
 @contextmanager

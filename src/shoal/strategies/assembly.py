@@ -58,6 +58,8 @@ def refuse_unbuilt(loaded: Loaded) -> None:
     for path, history in loaded.settings.history.items():
         node = history[-1].node
         part = next((name for prefix, name in _UNBUILT.items() if ".".join(path).startswith(prefix)), None)
+        if path[:2] == ("cluster", "hosts") and path[-1] in ("memory_gb", "flops", "bandwidth_mbps", "host", "port"):
+            part = "matching tasks to machines"
         written = part and node.span.source.kind not in ("default", "environment")
         if written and data_of(node) != as_data(default_at(path, loaded.settings.kinds)):
             raise ShoalError(f"`{node.user_path}` ({node.span}): {part} is not built yet")

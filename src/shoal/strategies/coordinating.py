@@ -128,20 +128,22 @@ class Secrets(NamedTuple):
     token: str
     keys: Keys
     port: int = 0
+    expected: int = 0
+    """Workers the run was begun for: the data is cut into so many shards, whoever takes part later."""
 
     @classmethod
     def of(cls, folder: Path) -> Secrets:
         path = folder / "secrets.json"
         if path.exists():
             saved = json.loads(path.read_text(encoding="utf-8"))
-            return cls(saved["token"], keys_from_secret(saved["secret"]), saved["port"])
+            return cls(saved["token"], keys_from_secret(saved["secret"]), saved["port"], saved.get("expected", 0))
         return cls(new_token(), new_keys())
 
-    def save(self, folder: Path, port: int) -> None:
+    def save(self, folder: Path) -> None:
         partial = folder / ".secrets.json"  # never half a file: a run that has lost its secrets has lost its workers
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"token": self.token, "secret": self.keys.secret, "port": port}, file)
+            json.dump({"token": self.token, "secret": self.keys.secret, "port": self.port, "expected": self.expected}, file)
         os.replace(partial, folder / "secrets.json")
 
 
@@ -278,12 +280,13 @@ class ClusterLoop(Loop):
 
     def epsilon(self) -> float:
         """What the run has told about any one sample so far. What was sent counts, whether it was taken or not."""
-        settings, sent = self.run.updates.privacy, dict[int, int]()
-        for name, seat in self.coordinator.state.seats.items():
-            sent[seat] = sent.get(seat, 0) + self.coordinator.state.sequences.get(name, -1) + 1
+        settings, state = self.run.updates.privacy, self.coordinator.state
         by_sample = settings.unit == "sample"
         multiplier = settings.noise_multiplier if by_sample else privacy.sample_level_multiplier(settings.noise_multiplier)
-        return privacy.epsilon(multiplier, self.sampling_rate, max(sent.values(), default=0), settings.delta)
+        accountant = privacy.Accountant(multiplier, self.sampling_rate, settings.delta)
+        for name, seat in state.seats.items():
+            accountant.record(f"seat {seat}", state.sequences.get(name, -1) + 1)
+        return accountant.spent()
 
     def _finish_evaluation(self) -> None:
         """The final weights are always judged."""
@@ -381,9 +384,10 @@ def prepare(
     """A coordinator, new or continued, that listens."""
     refuse_unbuilt(loaded)
     run, warn = loaded.run, warner(reporters)
-    expected = workers or run.cluster.num_workers or max(1, needed(run))
-    policy = policy_of(run, expected)
     directory = continued(run, run_dir, lambda text: None)[0] if resume else None
+    begun_for = Secrets.of(state_folder(run, directory)).expected if directory else 0
+    expected = begun_for or workers or run.cluster.num_workers or max(1, needed(run))
+    policy = policy_of(run, expected)
     lengths: list[Length] = []
 
     def steps(samples: data.Data) -> int:
@@ -410,7 +414,12 @@ def prepare(
     )
     folder = state_folder(run, directory)
     folder.mkdir(parents=True, exist_ok=True)
-    server, invitation = _listen(run, transport or run.transport, hosts, folder, learner)
+    if not resume and (folder / "secrets.json").exists():
+        raise ShoalError(
+            f"{folder} holds the state of another run: add --resume to go on with it, or choose another coordinator.state_path"
+        )
+    _tell_what_is_left_out(run, transport or run.transport, hosts, lengths[0], warn)
+    server, invitation = _listen(run, transport or run.transport, hosts, folder, learner, expected)
     coordinator = Coordinator(plan, policy, learner)
     welcome = _welcome(run, directory, parts, lengths[0], expected)
     loop = ClusterLoop(parts, lengths[0], coordinator, server, directory, reporters, welcome)
@@ -430,7 +439,19 @@ def prepare(
     return Coordinating(loop, invitation)
 
 
-def _listen(run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path, learner: EngineLearner) -> tuple[Server, Invitation]:
+def _tell_what_is_left_out(run: Run, transport: Transport, hosts: tuple[str, ...], length: Length, warn: Callable[[str], None]) -> None:
+    """What somebody might rely on, and cannot."""
+    if transport.kind == "xmlrpc" and needs_keys(transport, hosts):
+        warn("XML-RPC is not encrypted, and the token travels in clear: use it for debugging, on a network you trust")
+    if length.batches_per_epoch is None:
+        for section, settings in (("evaluation", run.evaluation), ("checkpoint", run.checkpoint)):
+            if settings.strategy == "epoch":
+                warn(f"a coordinator cannot see the epochs of a stream: {section} only at the end, unless {section}.every_steps is set")
+
+
+def _listen(
+    run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path, learner: EngineLearner, expected: int
+) -> tuple[Server, Invitation]:
     """Open the door; the same one as before, for a run that goes on."""
     known = Secrets.of(folder)
     if known.port and getattr(transport, "port", None) == 0:
@@ -438,9 +459,11 @@ def _listen(run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path
     size = max(4 * learner.vector.numel(), codecs.encoded_bytes(run.updates.codec, learner.vector.numel()))
     largest = max(size, 4 * learner.buffers.numel()) + (1 << 20)
     keys = known.keys if needs_keys(transport, hosts) else None
-    server = serve(transport, token=known.token, keys=keys, max_frame_bytes=largest, hosts=hosts, insecure=True)
+    here = getattr(transport, "port", 0)
+    further = sorted({host.server_port for host in run.cluster.hosts.values() if host.server_port} - {here}) if here else []
+    server = serve(transport, token=known.token, keys=keys, max_frame_bytes=largest, hosts=hosts, further_ports=further, insecure=True)
     port = int(server.address.rpartition(":")[2]) if server.address.rpartition(":")[2].isdigit() else 0
-    known.save(folder, port)
+    known._replace(port=port, expected=expected).save(folder)
     return server, Invitation(server.address, known.token, keys.public if keys else None)
 
 

@@ -32,6 +32,7 @@ def serve(
     keys: Keys | None,
     max_frame_bytes: int,
     hosts: Sequence[str] = (),
+    further_ports: Sequence[int] = (),
     insecure: bool = False,
 ) -> Server:
     """A server as configured. With `keys` everything is encrypted; `insecure` lets XML-RPC, which cannot be, leave this machine."""
@@ -43,13 +44,17 @@ def serve(
         return InProcessServer(token=token, max_frame_bytes=max_frame_bytes)
     listening = listening_hosts(settings, hosts)
     if isinstance(settings, XmlRpc):
+        if further_ports:
+            raise ShoalError("XML-RPC listens on one port; ports by host need the transport zmq")
         from shoal.transports.xmlrpc import XmlRpcServer
 
         return XmlRpcServer(listening[0], settings.port, token=token, max_frame_bytes=max_frame_bytes, insecure=insecure)
     from shoal.transports.zeromq import ZmqServer
 
     secret_key = keys.secret if keys else None
-    return ZmqServer(listening, settings.port, token=token, secret_key=secret_key, max_frame_bytes=max_frame_bytes)
+    return ZmqServer(
+        listening, settings.port, token=token, secret_key=secret_key, max_frame_bytes=max_frame_bytes, further_ports=further_ports
+    )
 
 
 def connect(

@@ -86,12 +86,10 @@ class Courier:
         if self._thread.is_alive():
             self._thread.join(5.0)
 
-    def beat(self, line: Line, state: str) -> Answer | None:
-        """A sign of life, over a line of its own, so that a long upload does not look like death."""
-        try:
-            return line.call(self._addressed(Heartbeat("", 0, state)), (), _ANSWER_S)
-        except (Lost, ShoalError):
-            return None
+    def beat(self, line: Line, state: str) -> None:
+        """A sign of life, over a line of its own, so that a long upload does not look like death. One that is lost is no matter."""
+        with contextlib.suppress(Lost, ShoalError):
+            line.call(self._addressed(Heartbeat("", 0, state)), (), _ANSWER_S)
 
     # --- the thread --------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class ZmqServer:
         token: str,
         secret_key: str | bytes | None,
         max_frame_bytes: int,
+        further_ports: Sequence[int] = (),
         max_header_bytes: int = wire.HEADER_BYTES,
         rate: Rate = Rate(),  # noqa: B008 - a tuple
         io_threads: int = 2,
@@ -60,7 +61,9 @@ class ZmqServer:
         for source in (self._socket, self._bell):
             self._poller.register(source, zmq.POLLIN)
         try:
-            self.addresses = _bind(self._socket, hosts, port)
+            self.addresses = _bind(self._socket, hosts, port) + tuple(
+                address for further in further_ports for address in _bind(self._socket, hosts, further)
+            )
         except BaseException:
             self.close()
             raise
