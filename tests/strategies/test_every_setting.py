@@ -127,7 +127,7 @@ def test_a_poisoned_batch_is_never_sent(cluster: Callable[..., Any]) -> None:
 
     outcome = cluster(SMALL, STRATEGIES["syncps"], workers=2, change=poison)
     assert outcome.loop.step == 8
-    assert all(worker.member.counts["poisoned"] >= 3 for worker in outcome.workers)
+    assert all(worker.member.outgoing.poisoned >= 3 for worker in outcome.workers)
     assert all(bool(torch.isfinite(value).all()) for value in outcome.weights.values())
 
 

@@ -113,7 +113,7 @@ def test_a_loss_may_end_a_connection_and_the_client_goes_on(server: ZmqServer) -
     cruel = CLEAR._replace(loss=0.02, reset_chance=1.0)
     with answering(server, lambda request: Message({})), client_through(server, cruel, seed=2) as (client, _):
         for _ in range(20):
-            call_until_answered(client, Message({}, (bytes(15_000),)))
+            assert call_until_answered(client, Message({}, (bytes(15_000),))) is not None
 
 
 def test_an_outage_is_silence() -> None:

@@ -74,7 +74,7 @@ def run(argv: list[str]) -> int:
     assert member is not None
     counts, sent = member.counts, sum(line.client.traffic.sent_bytes for line in joined.lines)
     rejected = f", {counts['rejected']} came too late" if counts["rejected"] else ""
-    poisoned = f", {counts['poisoned']} were not finite and stayed here" if counts["poisoned"] else ""
+    poisoned = f", {member.outgoing.poisoned} were not finite and stayed here" if member.outgoing.poisoned else ""
     print(f"{joined.name}: {counts['accepted']} contributions taken{rejected}{poisoned}; {sent / 1e6:.1f} MB sent")
     return 0
 

@@ -7,6 +7,7 @@ the same code. It knows no clock and no member.
     held       the same, at the head of a journal: the snapshot has counted it already
     closed     a round became the next version
     seated     a worker has a seat at the data
+    failed     a unit of the data was given up
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from shoal.coordinator.effects import Effect, Entry, Frames, Published
 from shoal.coordinator.policies import Policy
 from shoal.coordinator.rounds import Rounds
 from shoal.coordinator.state import Held, Learner, Plan, State, ledger_line, mean_metrics
+from shoal.coordinator.units import Settled
 from shoal.updates import codecs, rules
 
 _PLAIN = NoCodec()
@@ -37,6 +39,7 @@ class Book:
         self.remembered = max(_LEAST_REMEMBERED, 2 * policy.pull_every) if policy.worker_steps else 0
         """Own versions of a worker that are kept at most: more than it takes between two pulls."""
         self.state = State()
+        self.settled = Settled()
         self.rounds = Rounds()
         self.centre: Tensor | None = None
         self._spare: list[Tensor] = []
@@ -71,6 +74,10 @@ class Book:
         if kind == "seated":
             self.state.seats[record["worker"]] = record["seat"]
             return []
+        if kind == "failed":
+            self.settled.add(record["unit"])
+            self.settled.failed += 1
+            return [Entry({"failed": [record[name] for name in ("epoch", "start", "batches", "reason")]})]
         if kind == "held" and self.rounds.holds(record):
             return []
         held = Held(record, frames, *(decoded or self.decode(frames)))
@@ -82,7 +89,10 @@ class Book:
     def _accept(self, record: dict[str, Any], held: Held) -> list[Effect]:
         name, state = record["worker"], self.state
         state.sequences[name] = record["seq"]
-        state.positions[str(record["seat"])] = [record["epoch"], record["position"]]
+        if "unit" in record:
+            self.settled.add(record["unit"])
+        else:
+            state.positions[str(record["seat"])] = [record["epoch"], record["position"]]
         if name in state.made:
             state.made[name] = [version for version in state.made[name] if version > record["base"]]
         state.count("accepted")
@@ -120,6 +130,8 @@ class Book:
                 one.vector.mul_(one.record["share"])
             if updates.memory:
                 one.vector = self._remember(one.record["worker"], one.vector, updates.memory)
+        if updates.aggregation.kind != "mean":
+            held = _one_of_each_worker(held)
         weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
         buffers = self._combine_buffers(held, weights)
         if len(held) == 1 and updates.aggregation.kind == "mean":
@@ -152,9 +164,27 @@ class Book:
 
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot holds besides the learner. Contributions of open rounds are not in it: they begin the journal that follows."""
-        return {"state": dict(vars(self.state)), "centre": self.centre, "memories": dict(self.memories)}
+        state = dict(vars(self.state))
+        return {"state": state, "settled": self.settled.state_dict(), "centre": self.centre, "memories": dict(self.memories)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.state = State(**saved["state"])
+        self.settled = Settled.of(saved["settled"])
         self.centre = saved["centre"]
         self.memories = dict(saved.get("memories", {}))
+
+
+def _one_of_each_worker(held: list[Held]) -> list[Held]:
+    """What a worker learned from several units, as one contribution: a rule that compares workers must not count one twice."""
+    merged: dict[str, Held] = {}
+    for one in held:
+        name, weight = one.record["worker"], one.record["weight"]
+        before = merged.get(name)
+        if before is None:
+            merged[name] = one
+            continue
+        share = weight / (weight + before.record["weight"])
+        before.vector.lerp_(one.vector, share)
+        before.buffers = torch.lerp(before.buffers, one.buffers, share)
+        before.record = before.record | {"weight": weight + before.record["weight"]}
+    return list(merged.values())

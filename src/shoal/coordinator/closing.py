@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from shoal.coordinator.book import Book
 from shoal.coordinator.effects import Note, Stop
 from shoal.coordinator.membership import MISSED_HEARTBEATS
-from shoal.coordinator.policies import Barrier, Policy
+from shoal.coordinator.policies import Barrier, Policy, Quorum
 from shoal.coordinator.rounds import Rounds
 from shoal.coordinator.state import Plan
 
@@ -14,10 +15,11 @@ GATHERING_S = 30.0
 class Closing:
     """Decides from counts alone, so that it may be asked at every message."""
 
-    def __init__(self, plan: Plan, policy: Policy, rounds: Rounds) -> None:
-        self.plan, self.policy, self.rounds = plan, policy, rounds
+    def __init__(self, plan: Plan, policy: Policy, book: Book) -> None:
+        self.plan, self.policy, self.book = plan, policy, book
+        self.rounds: Rounds = book.rounds
         several = plan.expected if isinstance(policy.rounds, Barrier) else policy.rounds.contributions
-        self.wanted = min(plan.expected, several)
+        self.wanted = min(plan.expected, several) if not isinstance(policy.rounds, Quorum) else 1
         self.gathering = self.wanted > 1
         """Until the expected workers have come: at the start, and when a coordinator comes back. Who needs one alone waits for nobody."""
         self._short_since: float | None = None
@@ -28,6 +30,9 @@ class Closing:
         there = self.rounds.open.get(number)
         if there is None:
             return False
+        if isinstance(self.policy.rounds, Quorum):
+            enough = len(there.held) >= self.policy.rounds.contributions or self.all_settled
+            return enough and self.rounds.workers(number) >= self.plan.needed
         if there.opened_at is None:
             there.opened_at = now
         late = self._late(there.opened_at, now)
@@ -38,6 +43,11 @@ class Closing:
         if isinstance(self.policy.rounds, Barrier):
             return late or self.rounds.complete(number)
         return len(there.held) >= min(self.policy.rounds.contributions, max(1, len(self.rounds.active)))
+
+    @property
+    def all_settled(self) -> bool:
+        """Whether no unit is left to do."""
+        return self.plan.cut is not None and self.book.settled.all_of(self.plan.cut.total)
 
     def _late(self, opened_at: float, now: float) -> bool:
         """Has the round been open for too long?"""

@@ -39,6 +39,13 @@ class Published(NamedTuple):
     batches: int
 
 
+class Issue(NamedTuple):
+    """Offer these units, by number, for this version; whatever is on offer for an older one is cancelled."""
+
+    version: int
+    units: Sequence[int]
+
+
 class Note(NamedTuple):
     """Tell people."""
 
@@ -51,4 +58,4 @@ class Stop(NamedTuple):
     reason: str
 
 
-Effect = Reply | Persist | Entry | Published | Note | Stop
+Effect = Reply | Persist | Entry | Published | Issue | Note | Stop

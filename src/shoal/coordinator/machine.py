@@ -13,15 +13,16 @@ from torch import Tensor
 
 from shoal.coordinator.book import Book
 from shoal.coordinator.closing import Closing
-from shoal.coordinator.effects import Effect, Frames, Note, Persist, Published, Reply, Stop
+from shoal.coordinator.effects import Effect, Frames, Issue, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.membership import Membership, Worker
-from shoal.coordinator.policies import Barrier, Policy
+from shoal.coordinator.policies import Barrier, Policy, Quorum
 from shoal.coordinator.publisher import Publisher
-from shoal.coordinator.state import Called, Learner, Plan, State, Tick, Waiting, accepted
-from shoal.updates import codecs
-from shoal.updates.messages import PROTOCOL, Asked, Contribute, Heartbeat, Join, Pull
+from shoal.coordinator.state import Called, Learner, Passed, Plan, State, Tick, Waiting, accepted, delivered
+from shoal.coordinator.units import ISSUED_PER_QUORUM, LEAST_ISSUED
+from shoal.updates import codecs, staleness
+from shoal.updates.messages import PROTOCOL, Asked, Contribute, Delivered, Failed, Heartbeat, Join, Pull
 
-__all__ = ["Called", "Coordinator", "Learner", "Plan", "State", "Tick"]
+__all__ = ["Called", "Coordinator", "Learner", "Passed", "Plan", "State", "Tick"]
 
 LONGEST_WAIT_S = 5.0
 """An answer is never held back longer: a worker that hears nothing may then take the connection for lost."""
@@ -37,7 +38,7 @@ class Coordinator:
         self.plan, self.policy, self.learner = plan, policy, learner
         self.book = Book(plan, policy, learner)
         self.rounds = self.book.rounds
-        self.closing = Closing(plan, policy, self.rounds)
+        self.closing = Closing(plan, policy, self.book)
         self.members = Membership(plan.heartbeat_interval_s)
         self.members.known = self.state.seats
         self.publisher = Publisher(plan.updates.codec)
@@ -51,18 +52,21 @@ class Coordinator:
         contributions = plan.expected if isinstance(policy.rounds, Barrier) else policy.rounds.contributions
         self.most_batches = max(1, plan.batches_per_step // max(1, contributions))
         """Batches that one contribution may be made of."""
+        self._offered: list[int] = []
         self._clock: float | None = None
         self._effects: list[Effect] = []
 
     # --- events ------------------------------------------------------------------------------------
 
-    def handle(self, event: Called | Tick, now: float) -> list[Effect]:
+    def handle(self, event: Called | Passed | Tick, now: float) -> list[Effect]:
         """What is to be done about an event. When the clock jumps back, time stands still for a moment and then goes on from there."""
         self.now += max(0.0, now - (now if self._clock is None else self._clock))
         self._clock = now
         self._effects = []
         if isinstance(event, Called):
             self._answer(event)
+        elif isinstance(event, Passed):
+            self._take_from_leases(event)
         else:
             self._evict_silent()
             self._reassure()
@@ -77,6 +81,8 @@ class Coordinator:
     @property
     def finished(self) -> bool:
         total = self.plan.total_batches
+        if self.closing.all_settled and self.rounds.workers(self.state.version) < self.plan.needed:
+            return True  # what is left, if anything, will never be enough
         return bool(self.stopped) or (self.state.version >= self.plan.total_steps if total is None else self.state.batches >= total)
 
     @property
@@ -270,16 +276,56 @@ class Coordinator:
         have = waited.have if waited.have >= 0 and status != "wait" else _NONE_WANTED
         self._confirm(waited.caller, self.members.by_session[session], waited.seq, status, have)
 
+    # --- units -------------------------------------------------------------------------------------
+
+    def offer(self) -> Issue:
+        """The units that are to be done next, for the version there is now."""
+        cut, rounds = self.plan.cut, self.policy.rounds
+        assert cut is not None
+        assert isinstance(rounds, Quorum)
+        most = 0 if self.finished else max(LEAST_ISSUED, ISSUED_PER_QUORUM * rounds.contributions)
+        self._offered = list(self.book.settled.open(cut.total, most))
+        return Issue(self.state.version, self._offered)
+
+    def _take_from_leases(self, event: Passed) -> None:
+        cut, asked = self.plan.cut, event.asked
+        assert cut is not None
+        number = cut.number(asked.epoch, asked.start)
+        if number in self.book.settled:
+            return self.state.count("repeated")
+        if isinstance(asked, Failed):
+            fields = {name: getattr(asked, name) for name in ("epoch", "start", "batches", "reason")}
+            self._take({"kind": "failed", "unit": number, **fields})
+            if all(unit in self.book.settled for unit in self._offered):
+                self._effects.append(self.offer())
+            self._effects.append(Note(f"warning: unit {number} of epoch {asked.epoch + 1} is given up: {_printable(asked.reason)}"))
+            return None
+        return self._deliver(asked, event.frames, number)
+
+    def _deliver(self, asked: Delivered, frames: Frames, number: int) -> None:
+        """Take what was learned from a unit. Its worker was told so already: one that came while a round closed is in the next."""
+        try:
+            decoded = self.book.decode(frames)
+        except codecs.UpdateError as error:
+            self.state.count("malformed")
+            self._effects.append(Note(f"warning: what {asked.worker} sent for unit {number} cannot be used: {error}"))
+            self._effects.append(Issue(self.state.version, [number]))
+            return
+        share = staleness.weight(max(0, self.state.version - asked.base))
+        self._take(delivered(asked, number, share, self.state.version), frames, decoded)
+
     # --- rounds ------------------------------------------------------------------------------------
 
     def _close_what_is_due(self) -> None:
         while not self.finished and self.closing.due(self.state.version, self.now):
             number = self.state.version
             self._take({"kind": "closed", "round": number, "workers": sorted(self.rounds.open[number].held)})
+            if self.plan.cut is not None:
+                self._effects.append(self.offer())
             self._release()
 
     def _watch_quorum(self) -> None:
-        told = None if self.finished else self.closing.watch(self.state.version, self.now)
+        told = None if self.finished or self.plan.cut is not None else self.closing.watch(self.state.version, self.now)
         if told is not None:
             self._effects.append(told)
         if isinstance(told, Stop):

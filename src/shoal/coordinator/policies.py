@@ -23,10 +23,20 @@ class Every:
 
 
 @dataclass(frozen=True)
+class Quorum:
+    """A round closes when so many units of the data have come in, or no unit is left."""
+
+    contributions: int
+    lease_s: float
+    """How long a worker may take for a unit before others may have it."""
+    max_retries: int
+
+
+@dataclass(frozen=True)
 class Policy:
     """How updates become new weights."""
 
-    rounds: Barrier | Every
+    rounds: Barrier | Every | Quorum
     admission: Callable[[int, float], float]
     """(lag in versions, speed against the median) → the share a contribution counts with; 0: it is too late."""
     pull_every: int = 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.coordinator.effects import Frames
-from shoal.coordinator.state import Held
+from shoal.coordinator.state import Held, key_of
 
 
 @dataclass
@@ -46,20 +46,25 @@ class Rounds:
     def hold(self, number: int, held: Held) -> Held | None:
         """Keep a contribution until its round closes; the one of the same worker that it takes the place of, if any."""
         there = self.open.setdefault(number, Round())
-        before = there.held.get(held.name)
-        there.held[held.name] = held
+        before = there.held.get(held.key)
+        there.held[held.key] = held
         if before is None:
-            there.present += held.name in self.active
+            there.present += held.key in self.active
         return before
 
     def holds(self, record: dict[str, Any]) -> bool:
         there = self.open.get(record["round"])
-        return there is not None and record["worker"] in there.held
+        return there is not None and key_of(record) in there.held
 
     def reachable(self, number: int) -> int:
         """Workers that have sent, or still may."""
         there = self.open.get(number)
         return len(self.active) + (len(there.held) - there.present if there else 0)
+
+    def workers(self, number: int) -> int:
+        """How many different workers have sent."""
+        there = self.open.get(number)
+        return len({held.record["worker"] for held in there.held.values()}) if there else 0
 
     def complete(self, number: int) -> bool:
         """Whether nobody is missing."""

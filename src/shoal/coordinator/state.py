@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shoal.config.schema.updates import Updates
 from shoal.coordinator.effects import Frames
-from shoal.updates.messages import Asked, Contribute
+from shoal.coordinator.units import Cut
+from shoal.updates.messages import Asked, Contribute, Delivered, FromLeases
 
 
 class Learner(Protocol):
@@ -45,6 +46,8 @@ class Plan(NamedTuple):
     """Batches that an update is expected to be made of; it is what one step of the schedule is worth."""
     heartbeat_interval_s: float
     telemetry_alpha: float
+    cut: Cut | None = None
+    """How the data is cut into units, where they are leased."""
 
 
 class Called(NamedTuple):
@@ -55,6 +58,13 @@ class Called(NamedTuple):
     frames: Frames = ()
     session: str = ""
     """For one who joins: the session to give it."""
+
+
+class Passed(NamedTuple):
+    """Passed on by the keeper of the leases."""
+
+    asked: FromLeases
+    frames: Frames = ()
 
 
 class Tick(NamedTuple):
@@ -102,9 +112,28 @@ class Held:
     buffers: Tensor
 
     @property
-    def name(self) -> str:
-        name: str = self.record["worker"]
-        return name
+    def key(self) -> str:
+        return key_of(self.record)
+
+
+def key_of(record: Mapping[str, Any]) -> str:
+    """What a round knows a contribution by: its worker, who has one in it; or the unit it was made of."""
+    name: str = record["worker"]
+    return f"{name} {record['unit']}" if "unit" in record else name
+
+
+def delivered(asked: Delivered, unit: int, share: float, number: int) -> dict[str, Any]:
+    """The record of what was learned from a unit. All units are one seat's: each is done once, whoever does it."""
+    return {
+        "kind": "accepted",
+        "unit": unit,
+        "seat": 0,
+        "share": share,
+        "round": number,
+        "position": asked.start + asked.batches,
+        **{name: getattr(asked, name) for name in ("worker", "seq", "base", "weight", "samples", "epoch", "batches")},
+        "metrics": {name: value for name, value in asked.metrics.items() if math.isfinite(value)},
+    }
 
 
 def accepted(worker: str, seat: int, asked: Contribute, share: float, number: int) -> dict[str, Any]:

@@ -13,6 +13,13 @@ from shoal.data.workers import IndexedBatches, Loaded, ShardedBatches, WorkerOpt
 from shoal.errors import ShoalError
 
 
+def shuffled(samples: Samples, seed: int, epoch: int) -> torch.Tensor:
+    """The numbers of an epoch's samples in its order, the same wherever it is asked for."""
+    if isinstance(samples, Ordered):
+        return samples.order(seed, epoch)
+    return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(len(samples)))
+
+
 class SampleSupply:
     """Batches of one shard of numbered samples."""
 
@@ -70,11 +77,7 @@ class SampleSupply:
         return self._order[1][number * self._batch_size : (number + 1) * self._batch_size]
 
     def _shuffled(self, epoch: int) -> torch.Tensor:
-        if isinstance(self._samples, Ordered):
-            order = self._samples.order(self._seed, epoch)
-        else:
-            order = torch.from_numpy(np.random.default_rng([self._seed, epoch]).permutation(len(self._samples)))
-        return order[self._shard[0] :: self._shard[1]].contiguous()
+        return shuffled(self._samples, self._seed, epoch)[self._shard[0] :: self._shard[1]].contiguous()
 
     def close(self) -> None:
         self._loaded = self._order = None

@@ -56,7 +56,7 @@ class LocalWorkers:
         command += ["--receipts", str(self.folder / f"{worker.name}.jsonl"), *worker.arguments]
         with self.log(worker).open("ab") as log:
             worker.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(os.environ) | self._threads(), cwd=os.getcwd()
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(os.environ) | self._threads()
             )
         stdin: IO[bytes] | None = worker.process.stdin
         assert stdin is not None

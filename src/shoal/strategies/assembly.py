@@ -102,7 +102,7 @@ def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1) -> dat
         batch_size=batch_size,
         seed=seed + 1_000_003 * (seat // shards),
         shard=(seat % shards, shards),
-        drop_last=run.data.loader.drop_last,
+        drop_last=run.data.loader.drop_last and run.strategy.kind != "workunits",  # units cover every sample
         reshuffle=run.data.reshuffle_each_epoch,
         loader=run.data.loader,
     )

@@ -8,12 +8,14 @@ from typing import NamedTuple
 from shoal import data
 from shoal.config import Run
 from shoal.config.derive import quorum
+from shoal.config.schema.strategy import WorkUnits
 from shoal.coordinator import Barrier, Policy
+from shoal.coordinator.units import Cut
 from shoal.errors import ShoalError
-from shoal.strategies import asynchronous, edp, syncps
+from shoal.strategies import asynchronous, edp, syncps, workunits
 from shoal.strategies.assembly import feed_of
 
-POLICIES = {"syncps": syncps.policy, "edp": edp.policy, "async": asynchronous.policy}
+POLICIES = {"workunits": workunits.policy, "syncps": syncps.policy, "edp": edp.policy, "async": asynchronous.policy}
 
 
 def policy_of(run: Run, expected: int) -> Policy:
@@ -37,12 +39,15 @@ class Length(NamedTuple):
     batches_per_shard: int | None
     """Batches of an epoch that one worker has."""
     batches_per_epoch: int | None
+    cut: Cut | None = None
+    """How the data is cut into units, where they are leased."""
 
 
 def length_of(run: Run, samples: data.Data, policy: Policy, expected: int) -> Length:
     """max_steps or the epochs, whichever comes first. A step is an update of the weights, made of one contribution or of several."""
     contributions = expected if isinstance(policy.rounds, Barrier) else policy.rounds.contributions
-    each = run.training.gradient_accumulation_steps
+    units = isinstance(run.strategy, WorkUnits)
+    each = run.strategy.batches_per_unit if isinstance(run.strategy, WorkUnits) else run.training.gradient_accumulation_steps
     per_step = each * contributions
     whole, size = run.training.global_batch_size, (run.training.batch_size or 0) * per_step
     if whole is not None and whole != size:
@@ -50,6 +55,8 @@ def length_of(run: Run, samples: data.Data, policy: Policy, expected: int) -> Le
             f"training.global_batch_size is {whole}, and an update is made of {size} samples: training.batch_size × "
             f"training.gradient_accumulation_steps × {contributions} contributions"
         )
+    if units:
+        return _length_in_units(run, samples, each, contributions)
     shard = feed_of(run, samples, 0, expected).batches_per_epoch
     per_epoch = shard * expected if shard else None
     batches = run.training.epochs * per_epoch if run.training.epochs and per_epoch else None
@@ -62,6 +69,19 @@ def length_of(run: Run, samples: data.Data, policy: Policy, expected: int) -> Le
         return Length(most, None, each, per_step, shard, per_epoch)
     assert batches is not None
     return Length(by_epochs, by_epochs * per_step, each, per_step, shard, per_epoch)
+
+
+def _length_in_units(run: Run, samples: data.Data, each: int, contributions: int) -> Length:
+    """Units cover every sample of every epoch, to the last one."""
+    per_epoch = feed_of(run, samples).batches_per_epoch
+    if per_epoch is None:
+        raise ShoalError("work units are pieces of data that has an end; a stream has none: choose another strategy")
+    most = run.training.max_steps
+    per_unit = -(-per_epoch // each)
+    cut = Cut(per_epoch, each, run.training.epochs or -(-(most or 1) * contributions // per_unit))
+    by_epochs = -(-cut.total // contributions)
+    batches = None if most is not None and most < by_epochs else per_epoch * cut.total_epochs
+    return Length(min(most or by_epochs, by_epochs), batches, each, each * contributions, per_epoch, per_epoch, cut)
 
 
 def fingerprint(samples: data.Data) -> str:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import json
-import os
-import queue
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,11 +22,12 @@ from shoal.coordinator.journal import Journal, Ledger
 from shoal.coordinator.machine import Called, Plan, Tick
 from shoal.engines import SingleEngine, StepResult
 from shoal.errors import ShoalError
-from shoal.strategies.assembly import Parts, Progress, assemble, continued, held_out, refuse_unbuilt, sampler, warner, write_info
+from shoal.strategies.assembly import Parts, Progress, assemble, continued, held_out, refuse_unbuilt, warner, write_info
 from shoal.strategies.cluster import Length, fingerprint, length_of, needed, policy_of
+from shoal.strategies.inviting import Invitation, Secrets, listen
+from shoal.strategies.judging import Judge
 from shoal.transports import Message, Request, Server
-from shoal.transports.connect import needs_keys, serve
-from shoal.transports.keys import Keys, keys_from_secret, new_keys, new_token
+from shoal.transports.connect import needs_keys
 from shoal.updates import codecs, privacy
 from shoal.updates.messages import BadMessage, parse
 from shoal.worker import Loop, Reporter, RunDirectory
@@ -85,66 +81,6 @@ class SharedFeed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         return None
-
-
-class Judge:
-    """Evaluates copies of the weights beside everything else, so that no worker waits for it."""
-
-    def __init__(self, parts: Parts, batches: Callable[[], Any], directory: RunDirectory) -> None:
-        self.engine = SingleEngine(parts.run, copy.deepcopy(parts.engine.task), parts.engine.device, 1)
-        self.batches = batches
-        self.draw = sampler(Parts(parts.run, parts.data, self.engine, parts.feed), directory)
-        self.verdicts: queue.Queue[tuple[int, dict[str, float], str]] = queue.Queue()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def begin(self, step: int, weights: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            self.engine.load_weights(weights)
-        self._thread = threading.Thread(target=self._judge, args=(step,), name="judge", daemon=True)
-        self._thread.start()
-
-    def _judge(self, step: int) -> None:
-        problem = ""
-        metrics: dict[str, float] = {}
-        try:
-            metrics = self.engine.evaluate(self.batches())
-            self.draw(step)
-        except (ShoalError, OSError) as error:
-            problem = f"warning: no evaluation or sample at step {step}: {error}"
-        self.verdicts.put((step, metrics, problem))
-
-    def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-
-
-class Secrets(NamedTuple):
-    """What a worker needs to be let in, kept with the run so that a coordinator that comes back is the same to its workers."""
-
-    token: str
-    keys: Keys
-    port: int = 0
-    expected: int = 0
-    """Workers the run was begun for: the data is cut into so many shards, whoever takes part later."""
-
-    @classmethod
-    def of(cls, folder: Path) -> Secrets:
-        path = folder / "secrets.json"
-        if path.exists():
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            return cls(saved["token"], keys_from_secret(saved["secret"]), saved["port"], saved.get("expected", 0))
-        return cls(new_token(), new_keys())
-
-    def save(self, folder: Path) -> None:
-        partial = folder / ".secrets.json"  # never half a file: a run that has lost its secrets has lost its workers
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"token": self.token, "secret": self.keys.secret, "port": self.port, "expected": self.expected}, file)
-        os.replace(partial, folder / "secrets.json")
 
 
 class ClusterLoop(Loop):
@@ -355,14 +291,6 @@ def state_folder(run: Run, directory: RunDirectory) -> Path:
 # --- putting it together ------------------------------------------------------------------------------
 
 
-class Invitation(NamedTuple):
-    """What a worker needs to join."""
-
-    address: str
-    token: str
-    key: str | None
-
-
 class Coordinating(NamedTuple):
     """A coordinator that is ready to serve."""
 
@@ -419,7 +347,7 @@ def prepare(
             f"{folder} holds the state of another run: add --resume to go on with it, or choose another coordinator.state_path"
         )
     _tell_what_is_left_out(run, transport or run.transport, hosts, lengths[0], warn)
-    server, invitation = _listen(run, transport or run.transport, hosts, folder, learner, expected)
+    server, invitation = listen(run, transport or run.transport, hosts, folder, _largest_frame(run, learner), expected)
     coordinator = Coordinator(plan, policy, learner)
     welcome = _welcome(run, directory, parts, lengths[0], expected)
     loop = ClusterLoop(parts, lengths[0], coordinator, server, directory, reporters, welcome)
@@ -449,22 +377,10 @@ def _tell_what_is_left_out(run: Run, transport: Transport, hosts: tuple[str, ...
                 warn(f"a coordinator cannot see the epochs of a stream: {section} only at the end, unless {section}.every_steps is set")
 
 
-def _listen(
-    run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path, learner: EngineLearner, expected: int
-) -> tuple[Server, Invitation]:
-    """Open the door; the same one as before, for a run that goes on."""
-    known = Secrets.of(folder)
-    if known.port and getattr(transport, "port", None) == 0:
-        transport = transport.replace(port=known.port)
-    size = max(4 * learner.vector.numel(), codecs.encoded_bytes(run.updates.codec, learner.vector.numel()))
-    largest = max(size, 4 * learner.buffers.numel()) + (1 << 20)
-    keys = known.keys if needs_keys(transport, hosts) else None
-    here = getattr(transport, "port", 0)
-    further = sorted({host.server_port for host in run.cluster.hosts.values() if host.server_port} - {here}) if here else []
-    server = serve(transport, token=known.token, keys=keys, max_frame_bytes=largest, hosts=hosts, further_ports=further, insecure=True)
-    port = int(server.address.rpartition(":")[2]) if server.address.rpartition(":")[2].isdigit() else 0
-    known._replace(port=port, expected=expected).save(folder)
-    return server, Invitation(server.address, known.token, keys.public if keys else None)
+def _largest_frame(run: Run, learner: EngineLearner) -> int:
+    """Bytes that any frame of this run can have, and some more."""
+    size = learner.vector.numel()
+    return max(4 * size, codecs.encoded_bytes(run.updates.codec, size), 4 * learner.buffers.numel()) + (1 << 20)
 
 
 def _welcome(run: Run, directory: RunDirectory, parts: Parts, length: Length, expected: int) -> Message:

@@ -73,7 +73,33 @@ class Contribute(NamedTuple):
     metrics: Mapping[str, float]
 
 
+class Delivered(NamedTuple):
+    """What a worker learned from a unit it had leased. Whoever keeps the leases passes it on, and has checked that the lease was held."""
+
+    worker: str
+    seq: int
+    """Counts up with every delivery of anybody."""
+    base: int
+    weight: float
+    samples: int
+    epoch: int
+    start: int
+    batches: int
+    metrics: Mapping[str, float]
+
+
+class Failed(NamedTuple):
+    """A unit that was tried too often."""
+
+    epoch: int
+    start: int
+    batches: int
+    reason: str
+
+
 Asked = Join | Leave | Heartbeat | Pull | Contribute
+FromLeases = Delivered | Failed
+"""Not from workers: from who keeps the leases."""
 
 
 def _integer(least: int, most: int = _MOST) -> Callable[[Any], bool]:
@@ -114,10 +140,33 @@ _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
 }
 
 
+_BATCHES = {"epoch": _integer(0), "start": _integer(0), "batches": _integer(1)}
+_LEASE_CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
+    "delivered": (
+        Delivered,
+        {"worker": _is_name, "seq": _integer(0), "base": _integer(0), "weight": _number(1e-9, 1e15), "samples": _integer(1)}
+        | _BATCHES
+        | {"metrics": _mapping(lambda value: type(value) in (int, float), 64)},
+    ),
+    "failed": (Failed, _BATCHES | {"reason": _text(1000)}),
+}
+
+
 def parse(header: Mapping[str, Any]) -> Asked:
-    """The question in a header. Raises BadMessage."""
+    """The question in a worker's header. Raises BadMessage."""
+    asked: Asked = _parse(header, _CHECKS)
+    return asked
+
+
+def parse_from_leases(header: Mapping[str, Any]) -> FromLeases:
+    """What the keeper of the leases passes on. Raises BadMessage: the figures in it are a worker's."""
+    passed: FromLeases = _parse(header, _LEASE_CHECKS)
+    return passed
+
+
+def _parse(header: Mapping[str, Any], kinds: Mapping[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]]) -> Any:
     kind = header.get("kind")
-    found = _CHECKS.get(kind) if isinstance(kind, str) else None
+    found = kinds.get(kind) if isinstance(kind, str) else None
     if found is None:
         raise BadMessage("no such message")
     made, checks = found
@@ -126,8 +175,7 @@ def parse(header: Mapping[str, Any]) -> Asked:
             raise BadMessage(f"{kind}: `{name}` is missing or wrong")
     if len(header) != len(checks) + 1:
         raise BadMessage(f"{kind}: there are fields that do not belong")
-    asked: Asked = made(**{name: header[name] for name in checks})
-    return asked
+    return made(**{name: header[name] for name in checks})
 
 
 def header_of(asked: Asked) -> dict[str, Any]:

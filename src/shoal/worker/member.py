@@ -14,38 +14,17 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import torch
-from torch import Tensor
 
 from shoal.config.schema.updates import NoCodec, Updates
-from shoal.errors import ShoalError
-from shoal.tasks import Batch
-from shoal.updates import clipping, codecs, privacy
-from shoal.updates.frames import frame_of
+from shoal.updates import codecs
 from shoal.updates.messages import Contribute, Leave, Pull
 from shoal.worker.courier import Answer, Courier
 from shoal.worker.loop import Feed, StepResult
+from shoal.worker.outgoing import Engine, Outgoing
 
 _PLAIN = NoCodec()
-MOST_POISONED = 50
-"""Gradients in a row that are not finite: then something is wrong with this worker, or with the run."""
 _WORTH_OVERLAPPING = 0.1
 """Share of a step's time that an answer must take before computing goes on without it: fresh weights are worth a short wait."""
-
-
-class Engine(Protocol):
-    """What a member asks of an engine."""
-
-    device: torch.device
-    vector: Tensor
-    gradient: Tensor
-
-    def gradients(self, batches: list[Batch]) -> StepResult: ...
-    def gradients_by_sample(self, batches: list[Batch], limit: float) -> StepResult: ...
-    def unscale(self) -> None: ...
-    def apply_own(self, step: float) -> Any: ...
-    @property
-    def buffers(self) -> Tensor: ...
-    def load_buffers(self, values: Tensor) -> None: ...
 
 
 class Ways(Protocol):
@@ -102,7 +81,7 @@ class Member:
         self.stopping = False
         self.done = False
         self.state = "starting"
-        self.counts = {"sent": 0, "accepted": 0, "rejected": 0, "poisoned": 0}
+        self.counts = {"sent": 0, "accepted": 0, "rejected": 0}
         self.version, self.round, self.server_step, self.most_lag = -1, 0, 0.0, math.inf
         self.seq = courier.welcome["last_seq"] + 1
         self.seat = courier.welcome["seat"]
@@ -113,15 +92,12 @@ class Member:
         in_place = engine.device.type == "cpu" and engine.vector.dtype == torch.float32 and not ways.worker_steps and ways.blend == 1
         self.base = engine.vector if in_place else torch.empty(size)
         """The weights as the coordinator sent them; the engine's own vector where nothing else moves that."""
-        self._outgoing = [torch.empty(size), torch.empty(size)]
+        self._vectors = [torch.empty(size), torch.empty(size)]
         """One is on its way while the other is filled."""
-        self.residual = codecs.residual_for(updates.codec, size)
-        self.noise = torch.Generator()
-        self.noise.seed()  # from the system: noise that somebody could guess would hide nothing
+        self.outgoing = Outgoing(engine, updates)
         self._under_way: tuple[Future[Answer], Contribute, Any] | None = None
         self._step_s = 0.0
         self._versions_per_step = 1.0
-        self._poisoned_in_a_row = 0
 
     # --- the work ----------------------------------------------------------------------------------
 
@@ -139,20 +115,15 @@ class Member:
         self.state = "computing"
         started = time.monotonic()
         feed = self.feed
-        result = self._gradients([next(feed) for _ in range(self.accumulation)])
-        vector = self._outgoing[self.steps % 2]
+        result = self.outgoing.gradients([next(feed) for _ in range(self.accumulation)])
+        vector = self._vectors[self.steps % 2]
         vector.copy_(self.engine.gradient)
-        if not self._limit(vector):
+        if not self.outgoing.limit(vector):
             return
-        self._poisoned_in_a_row = 0
         base = self.version
         if self.ways.worker_steps:
             self.engine.apply_own(self.server_step)
-        if self.updates.privacy.enabled:
-            self._blur(vector, result.samples)
-        frames: list[memoryview] = list(codecs.encode(self.updates.codec, vector, self.residual))
-        if self.extra:
-            frames.append(frame_of(self.engine.buffers.numpy()))
+        frames = self.outgoing.frames(vector, result.samples)
         if self.slowdown > 1:
             time.sleep((self.slowdown - 1) * (time.monotonic() - started))
         self._step_s = time.monotonic() - started
@@ -163,36 +134,6 @@ class Member:
         self._send(result, base, frames)
         if not self._may_overlap():
             self._settle()
-
-    @property
-    def _by_sample(self) -> bool:
-        return self.updates.privacy.enabled and self.updates.privacy.unit == "sample"
-
-    def _gradients(self, batches: list[Batch]) -> StepResult:
-        if self._by_sample:
-            assert self.updates.clip_norm is not None  # the configuration sees to it
-            return self.engine.gradients_by_sample(batches, self.updates.clip_norm)
-        result = self.engine.gradients(batches)
-        self.engine.unscale()
-        return result
-
-    def _blur(self, vector: Tensor, samples: int) -> None:
-        """Add noise. A mean over samples that were clipped by themselves moves by a sample's share of the clip norm at most."""
-        assert self.updates.clip_norm is not None
-        reach = self.updates.clip_norm / samples if self._by_sample else self.updates.clip_norm
-        privacy.add_noise_(vector, reach, self.updates.privacy.noise_multiplier, self.noise)
-
-    def _limit(self, vector: Tensor) -> bool:
-        """Clip; False for a gradient that is not finite, which nobody must ever see."""
-        limit = None if self._by_sample else self.updates.clip_norm
-        norm = clipping.clip_(vector, limit) if limit is not None else clipping.norm(vector)
-        if math.isfinite(norm):
-            return True
-        self.counts["poisoned"] += 1
-        self._poisoned_in_a_row += 1
-        if self._poisoned_in_a_row > MOST_POISONED:
-            raise ShoalError(f"{MOST_POISONED} gradients in a row were not finite: lower the learning rate, or check this worker's data")
-        return False
 
     def _may_overlap(self) -> bool:
         """May the next step begin before this one is answered? Only where that does not make it too late, and where it pays."""

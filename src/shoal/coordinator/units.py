@@ -1,0 +1,86 @@
+"""Units of the data, numbered through all epochs: which are settled, and which are to be done next.
+
+A unit is a few batches of an epoch's order. They are leased elsewhere and come in in any order; an epoch is whole when all its units are
+settled: learned from, or given up after too many attempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+LEAST_ISSUED = 64
+"""Units that are on offer at once, at least: more than there are workers in a class."""
+ISSUED_PER_QUORUM = 4
+
+
+class Unit(NamedTuple):
+    """Some batches of an epoch."""
+
+    epoch: int
+    start: int
+    batches: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the data is cut into units."""
+
+    batches_per_epoch: int
+    batches_per_unit: int
+    total_epochs: int
+
+    @property
+    def per_epoch(self) -> int:
+        return -(-self.batches_per_epoch // self.batches_per_unit)
+
+    @property
+    def total(self) -> int:
+        return self.per_epoch * self.total_epochs
+
+    def unit(self, number: int) -> Unit:
+        epoch, place = divmod(number, self.per_epoch)
+        start = place * self.batches_per_unit
+        return Unit(epoch, start, min(self.batches_per_unit, self.batches_per_epoch - start))
+
+    def number(self, epoch: int, start: int) -> int:
+        return epoch * self.per_epoch + start // self.batches_per_unit
+
+
+@dataclass
+class Settled:
+    """Which units need not be done any more: all before `below`, and a few beyond it."""
+
+    below: int = 0
+    beyond: set[int] = field(default_factory=set)
+    failed: int = 0
+    """How many of them nobody could do."""
+
+    def __contains__(self, number: int) -> bool:
+        return number < self.below or number in self.beyond
+
+    def add(self, number: int) -> None:
+        self.beyond.add(number)
+        while self.below in self.beyond:
+            self.beyond.remove(self.below)
+            self.below += 1
+
+    def open(self, total: int, most: int) -> Iterator[int]:
+        """The first few that are left to do."""
+        number = self.below
+        while number < total and most > 0:
+            if number not in self.beyond:
+                most -= 1
+                yield number
+            number += 1
+
+    def all_of(self, total: int) -> bool:
+        return self.below >= total
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"below": self.below, "beyond": sorted(self.beyond), "failed": self.failed}
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> Settled:
+        return cls(saved["below"], set(saved["beyond"]), saved["failed"])

@@ -1,0 +1,255 @@
+"""A worker that leases units: claim → gradient over the unit's batches → hand in, until there is no more work.
+
+Nobody is waited for: what is handed in is safe, and the next unit is claimed at once. A unit whose weights have moved on meanwhile is
+dropped, at the latest where it is handed in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.config.schema.updates import NoCodec, Updates
+from shoal.errors import ShoalError
+from shoal.tasks import Batch
+from shoal.updates import codecs
+from shoal.worker.loop import StepResult
+from shoal.worker.member import Receipts
+from shoal.worker.outgoing import Engine, Outgoing
+
+_PLAIN = NoCodec()
+_WAIT_S = 60.0
+_MOST_AHEAD = 8
+_CLAIM_SHARE = 0.02
+"""Of a worker's time, what claiming may take: for very small units, several are claimed at once."""
+
+
+class Unit(Protocol):
+    """A lease on some batches of an epoch."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def batches(self) -> int: ...
+
+
+class Weights(Protocol):
+    """Weights that were published."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def header(self) -> Mapping[str, Any]: ...
+    @property
+    def frames(self) -> Sequence[bytes | memoryview]: ...
+
+
+class Learned(NamedTuple):
+    """Figures of a unit."""
+
+    metrics: dict[str, Tensor]
+    weight: int
+    samples: int
+
+
+class Desk(Protocol):
+    """Where units are leased and handed in."""
+
+    @property
+    def iteration(self) -> int:
+        """The newest version that is known of; it costs nothing to ask."""
+        ...
+
+    def claim(self, count: int, timeout_s: float) -> Sequence[Unit]: ...
+    def weights(self, have: int) -> Weights | None: ...
+    def submit(self, unit: Unit, header: dict[str, Any], frames: Sequence[bytes | memoryview]) -> str: ...
+    def give_back(self, unit: Unit) -> None: ...
+    def fail(self, unit: Unit, reason: str) -> None: ...
+    def leave(self) -> None: ...
+    def wake(self) -> None: ...
+
+
+class Leased:
+    """A worker that has joined."""
+
+    def __init__(
+        self,
+        name: str,
+        desk: Desk,
+        engine: Engine,
+        read: Callable[[int, int, int], Iterator[Batch]],
+        updates: Updates,
+        *,
+        tell: Callable[[str], None],
+        receipts: Receipts | None = None,
+        slowdown: float = 1.0,
+    ) -> None:
+        self.name, self.desk, self.engine, self.read, self.tell = name, desk, engine, read, tell
+        self.slowdown = slowdown
+        self.receipts = receipts or Receipts(None)
+        self.outgoing = Outgoing(engine, updates)
+        self.version = -1
+        self.state = "starting"
+        self.stopping = self.done = False
+        self.counts = {"accepted": 0, "rejected": 0, "abandoned": 0}
+        self.samples = 0
+        """Of the units that were taken."""
+        self.worked_s = self.idle_s = 0.0
+        self._ahead: deque[Unit] = deque()
+        self._claim_s, self._unit_s = 0.0, 1.0
+        self._total = torch.zeros(engine.vector.numel())
+        self._most: int | None = None
+        """Samples that fit into memory at once; None: whole batches do."""
+
+    # --- the work ----------------------------------------------------------------------------------
+
+    def work(self) -> None:
+        """Until the run is over, or somebody says stop."""
+        self._refresh()
+        while not (self.done or self.stopping):
+            unit = self._next()
+            if unit is None:
+                self._refresh()
+            elif unit.iteration >= self.desk.iteration:
+                self._do(unit)
+        for unit in self._ahead:
+            self.desk.give_back(unit)
+        self.state = "leaving"
+        self.desk.leave()
+        self.receipts.close()
+
+    def stop(self) -> None:
+        """Leave soon; from any thread."""
+        self.stopping = True
+        self.desk.wake()
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What a teacher wants to see of a worker."""
+        whole = self.worked_s + self.idle_s
+        return {
+            "samples": self.samples,
+            "samples_per_s": self.samples / whole if whole else 0.0,
+            "idle_s": self.idle_s,
+            "accepted": self.counts["accepted"],
+            "rejected": self.counts["rejected"] + self.counts["abandoned"],
+        }
+
+    def _next(self) -> Unit | None:
+        if self._ahead:
+            return self._ahead.popleft()
+        self.state = "waiting"
+        count = min(_MOST_AHEAD, max(1, round(self._claim_s / (_CLAIM_SHARE * self._unit_s))))
+        started = time.monotonic()
+        self._ahead.extend(self.desk.claim(count, _WAIT_S))
+        passed = time.monotonic() - started
+        self.idle_s += passed
+        self._claim_s = min(self._claim_s or passed, passed) if self._ahead else self._claim_s
+        return self._ahead.popleft() if self._ahead else None
+
+    def _do(self, unit: Unit) -> None:
+        """Learn from a unit, and hand in the result."""
+        self._refresh()
+        if unit.iteration != self.version or self.done:
+            return None
+        self.state = "computing"
+        started = time.monotonic()
+        result = self._learn(unit)
+        if result is None:
+            return None
+        if not self.outgoing.limit(self._total):
+            return self.desk.fail(unit, "the gradient is not finite")
+        frames = self.outgoing.frames(self._total, result.samples)
+        if self.slowdown > 1:
+            time.sleep((self.slowdown - 1) * (time.monotonic() - started))
+        metrics = {name: float(value) for name, value in result.metrics.items()}
+        header = {"base": self.version, "weight": float(result.weight), "samples": result.samples, "metrics": metrics}
+        self.state = "sending"
+        status = self.desk.submit(unit, header, frames)
+        self._unit_s = time.monotonic() - started
+        self.worked_s += self._unit_s
+        self.receipts.write(self.name, unit.id, status, self.version)
+        self.counts["accepted" if status == "accepted" else "rejected"] += 1
+        if status == "accepted":
+            self.samples += result.samples
+
+    # --- learning ----------------------------------------------------------------------------------
+
+    def _learn(self, unit: Unit) -> Learned | None:
+        """The mean gradient over the unit is left in `_total`; None where the unit is not wanted any more."""
+        self._total.zero_()
+        metrics: dict[str, Tensor] = {}
+        weight = samples = 0
+        for batch in self.read(unit.epoch, unit.start, unit.batches):
+            for result in self._in_parts(unit, batch):
+                if self.stopping:
+                    self.desk.give_back(unit)
+                    return None
+                if self.desk.iteration > unit.iteration:
+                    self.counts["abandoned"] += 1
+                    return None
+                self._total.add_(self.engine.gradient.float().cpu(), alpha=result.weight)
+                for name, value in result.metrics.items():
+                    metrics[name] = metrics.get(name, 0.0) + value * result.weight
+                weight, samples = weight + result.weight, samples + result.samples
+        self._total.div_(max(1, weight))
+        return Learned({name: value / weight for name, value in metrics.items()}, weight, samples)
+
+    def _in_parts(self, unit: Unit, batch: Batch) -> Iterator[StepResult]:
+        """Gradients over a batch: of all of it, or of parts that fit into memory."""
+        size, at = len(next(iter(batch.values()))), 0
+        while at < size:
+            most = min(self._most or size, size - at)
+            part = batch if most == size else {name: value[at : at + most] for name, value in batch.items()}
+            try:
+                result = self.outgoing.gradients([part])
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                self._shrink(unit, most)
+                continue
+            yield result
+            at += most
+
+    def _shrink(self, unit: Unit, most: int) -> None:
+        if most == 1:
+            self.desk.fail(unit, "out of memory with a single sample")
+            raise ShoalError("there is not enough memory here for a single sample: close other programs, or use training.device=cpu")
+        self._most = most // 2
+        if self.engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.tell(f"out of memory with {most} samples at once: going on with {self._most}")
+
+    # --- weights -----------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        """Take the newest weights, if there are newer ones."""
+        newer = self.desk.weights(self.version)
+        if newer is None:
+            return
+        extra = self.engine.buffers.numel()
+        body = newer.frames[:-1] if extra else newer.frames
+        vector = self.engine.vector
+        if vector.dtype == torch.float32 and vector.device.type == "cpu":
+            codecs.decode(_PLAIN, vector.numel(), body, out=vector)
+        else:
+            vector.copy_(codecs.decode(_PLAIN, vector.numel(), body))
+        if extra:
+            self.engine.load_buffers(codecs.decode(_PLAIN, extra, newer.frames[-1:]))
+        self.version, self.done = newer.version, bool(newer.header["done"])
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in text or "can't allocate memory" in text

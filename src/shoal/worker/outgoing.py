@@ -1,0 +1,87 @@
+"""From batches to what may be sent: a gradient that is finite, limited, blurred and encoded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.config.schema.updates import Updates
+from shoal.errors import ShoalError
+from shoal.tasks import Batch
+from shoal.updates import clipping, codecs, privacy
+from shoal.updates.frames import frame_of
+from shoal.worker.loop import StepResult
+
+MOST_POISONED = 50
+"""Gradients in a row that are not finite: then something is wrong with this worker, or with the run."""
+
+
+class Engine(Protocol):
+    """What a worker among many asks of an engine."""
+
+    device: torch.device
+    vector: Tensor
+    gradient: Tensor
+
+    def gradients(self, batches: list[Batch]) -> StepResult: ...
+    def gradients_by_sample(self, batches: list[Batch], limit: float) -> StepResult: ...
+    def unscale(self) -> None: ...
+    def apply_own(self, step: float) -> Any: ...
+    @property
+    def buffers(self) -> Tensor: ...
+    def load_buffers(self, values: Tensor) -> None: ...
+
+
+class Outgoing:
+    """What a worker sends, in the order in which it must happen: clip, check, noise, codec."""
+
+    def __init__(self, engine: Engine, updates: Updates) -> None:
+        self.engine, self.updates = engine, updates
+        self.poisoned = 0
+        self._in_a_row = 0
+        self._residual = codecs.residual_for(updates.codec, engine.vector.numel())
+        self._noise = torch.Generator()
+        self._noise.seed()  # from the system: noise that somebody could guess would hide nothing
+
+    @property
+    def _by_sample(self) -> bool:
+        return self.updates.privacy.enabled and self.updates.privacy.unit == "sample"
+
+    def gradients(self, batches: list[Batch]) -> StepResult:
+        """The engine's gradient, ready to be copied."""
+        if self._by_sample:
+            assert self.updates.clip_norm is not None  # the configuration sees to it
+            return self.engine.gradients_by_sample(batches, self.updates.clip_norm)
+        result = self.engine.gradients(batches)
+        self.engine.unscale()
+        return result
+
+    def limit(self, vector: Tensor) -> bool:
+        """Clip; False for a gradient that is not finite, which nobody must ever see."""
+        limit = None if self._by_sample else self.updates.clip_norm
+        norm = clipping.clip_(vector, limit) if limit is not None else clipping.norm(vector)
+        if math.isfinite(norm):
+            self._in_a_row = 0
+            return True
+        self.poisoned += 1
+        self._in_a_row += 1
+        if self._in_a_row > MOST_POISONED:
+            raise ShoalError(f"{MOST_POISONED} gradients in a row were not finite: lower the learning rate, or check this worker's data")
+        return False
+
+    def frames(self, vector: Tensor, samples: int) -> list[memoryview]:
+        """Noise, then the codec; statistics of the networks come last."""
+        if self.updates.privacy.enabled:
+            self._blur(vector, samples)
+        frames: list[memoryview] = list(codecs.encode(self.updates.codec, vector, self._residual))
+        buffers = self.engine.buffers
+        return [*frames, frame_of(buffers.numpy())] if buffers.numel() else frames
+
+    def _blur(self, vector: Tensor, samples: int) -> None:
+        """Add noise. A mean over samples that were clipped by themselves moves by a sample's share of the clip norm at most."""
+        assert self.updates.clip_norm is not None
+        reach = self.updates.clip_norm / samples if self._by_sample else self.updates.clip_norm
+        privacy.add_noise_(vector, reach, self.updates.privacy.noise_multiplier, self._noise)

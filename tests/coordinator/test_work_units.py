@@ -1,0 +1,189 @@
+"""Units of the data: every one is learned from once, in whatever order they come in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_cluster import Numbers
+
+from shoal.config.schema.updates import Krum, NoCodec, Updates
+from shoal.coordinator import Coordinator, Policy, Quorum
+from shoal.coordinator.effects import Effect, Entry, Issue, Persist, Published
+from shoal.coordinator.machine import Passed, Plan
+from shoal.coordinator.units import Cut, Settled
+from shoal.updates import codecs
+from shoal.updates.messages import BadMessage, Delivered, Failed, parse, parse_from_leases
+
+
+def made(quorum: int = 3, cut: Cut | None = None, needed: int = 1, updates: Updates | None = None) -> Coordinator:
+    cut = cut or Cut(batches_per_epoch=10, batches_per_unit=2, total_epochs=2)
+    policy = Policy(rounds=Quorum(quorum, 300.0, 3), admission=lambda lag, speed: 1.0)
+    total = cut.batches_per_epoch * cut.total_epochs
+    plan = Plan(updates or Updates(), 0, 1, needed, 10**6, total, cut.batches_per_unit * quorum, 5.0, 0.5, cut)
+    return Coordinator(plan, policy, Numbers())
+
+
+class Board:
+    """Leases, kept in memory: what is on offer, what was cancelled, and what came of it."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self.offered: set[int] = set()
+        self.version, self.seq, self.now = 0, 0, 0.0
+        self.records: list[tuple[dict[str, Any], tuple[bytes, ...]]] = []
+        self.ledger: list[dict[str, Any]] = []
+        self.published: list[Published] = []
+        self.carry_out([coordinator.offer()])
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Issue):
+                if effect.version != self.version:
+                    self.offered, self.version = set(), effect.version
+                self.offered |= set(effect.units)
+            elif isinstance(effect, Persist):
+                self.records.append((effect.record, tuple(bytes(frame) for frame in effect.frames)))
+            elif isinstance(effect, Entry):
+                self.ledger.append(effect.line)
+            elif isinstance(effect, Published):
+                self.published.append(effect)
+
+    def deliver(self, number: int, worker: str = "w", value: float = 1.0, frames: Any = None, base: int | None = None) -> None:
+        self.offered.discard(number)
+        self.seq += 1
+        assert self.coordinator.plan.cut is not None
+        unit = self.coordinator.plan.cut.unit(number)
+        base = self.version if base is None else base
+        asked = Delivered(worker, self.seq, base, float(unit.batches), unit.batches, *unit, {"loss": value})
+        content = codecs.encode(NoCodec(), torch.full((4,), value), None) if frames is None else frames
+        self.carry_out(self.coordinator.handle(Passed(asked, content), self.now))
+
+    def fail(self, number: int) -> None:
+        self.offered.discard(number)
+        assert self.coordinator.plan.cut is not None
+        self.carry_out(self.coordinator.handle(Passed(Failed(*self.coordinator.plan.cut.unit(number), "broken"), ()), self.now))
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(epoch, first batch, batches) of everything in the weights or given up, in order."""
+        learned = [(line[6], line[7] - line[8], line[8]) for entry in self.ledger for line in entry.get("from", ())]
+        return sorted(learned + [tuple(entry["failed"][:3]) for entry in self.ledger if "failed" in entry])
+
+
+def test_units_are_cut_from_epochs_and_the_last_one_is_shorter() -> None:
+    cut = Cut(batches_per_epoch=7, batches_per_unit=3, total_epochs=2)
+    assert (cut.per_epoch, cut.total) == (3, 6)
+    assert [cut.unit(number) for number in (0, 2, 3)] == [(0, 0, 3), (0, 6, 1), (1, 0, 3)]
+    assert all(cut.number(*cut.unit(number)[:2]) == number for number in range(cut.total))
+
+
+@given(st.permutations(range(12)))
+def test_settled_units_are_remembered_in_any_order(order: list[int]) -> None:
+    settled = Settled()
+    for done, number in enumerate(order, 1):
+        assert number not in settled
+        settled.add(number)
+        assert sum(unit in settled for unit in range(12)) == done
+        again = Settled.of(settled.state_dict())
+        assert list(again.open(12, 99)) == [unit for unit in range(12) if unit not in settled]
+    assert settled.all_of(12)
+    assert not settled.beyond
+
+
+def test_a_round_closes_with_the_quorum_and_what_is_left_is_offered_for_the_new_version() -> None:
+    board = Board(made(quorum=3))
+    for number, worker in ((4, "a"), (0, "b")):
+        board.deliver(number, worker)
+    assert board.coordinator.state.version == 0
+    board.deliver(7, "a", value=4.0)
+    assert board.coordinator.state.version == board.version == 1
+    assert board.offered == set(range(10)) - {0, 4, 7}
+    assert torch.equal(board.coordinator.learner.vector, torch.full((4,), -0.25 * 2.0))
+
+
+def test_a_result_counts_by_its_samples() -> None:
+    board = Board(made(quorum=2, cut=Cut(batches_per_epoch=5, batches_per_unit=4, total_epochs=1)))
+    board.deliver(0, value=1.0)
+    board.deliver(1, value=6.0)
+    assert torch.allclose(board.coordinator.learner.vector, torch.full((4,), -0.25 * (4 * 1.0 + 6.0) / 5))
+
+
+def test_what_came_while_a_round_closed_is_in_the_next_one_and_counts_less() -> None:
+    board = Board(made(quorum=2))
+    board.deliver(0)
+    board.deliver(1)
+    board.deliver(2, base=0)
+    board.deliver(3)
+    assert board.coordinator.state.version == 2
+    assert [line[3] for line in board.ledger[1]["from"]] == [0.5, 1.0]
+
+
+@given(st.data())
+def test_every_epoch_is_whole_whatever_the_order_and_whoever_dies(data: st.DataObject) -> None:
+    cut = Cut(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)))
+    board = Board(made(data.draw(st.integers(1, 5)), cut))
+    for _ in range(400):
+        if board.coordinator.finished:
+            break
+        open_now = sorted(board.offered - board.coordinator.book.settled.beyond)
+        number = data.draw(st.sampled_from(open_now))
+        what = data.draw(st.sampled_from(["deliver", "deliver", "deliver", "fail", "twice", "damaged", "crash"]))
+        if what == "fail":
+            board.fail(number)
+        elif what == "damaged":
+            board.deliver(number, frames=(b"no update",))
+        elif what == "crash":
+            _recover(board)
+        else:
+            board.deliver(number, data.draw(st.sampled_from("abc")))
+            if what == "twice":
+                board.deliver(number)
+    assert board.coordinator.finished
+    expected = sorted(tuple(cut.unit(number)) for number in range(cut.total))
+    assert board.spans() == expected
+    assert board.coordinator.state.batches + sum(e["failed"][2] for e in board.ledger if "failed" in e) == sum(u[2] for u in expected)
+
+
+def _recover(board: Board) -> None:
+    """A new coordinator takes the same records again, and stands where the old one stood."""
+    old = board.coordinator
+    fresh = Coordinator(old.plan, old.policy, Numbers())
+    for record, frames in board.records:
+        fresh.replay(record, frames)
+    for name in ("version", "batches", "samples", "sequences"):
+        assert getattr(fresh.state, name) == getattr(old.state, name)
+    assert fresh.book.settled == old.book.settled
+    assert torch.equal(fresh.learner.vector, old.learner.vector)
+    board.coordinator = fresh
+    board.carry_out([fresh.offer()])
+
+
+def test_a_run_without_any_unit_left_ends_though_too_few_workers_came_for_the_rule() -> None:
+    updates = Updates(aggregation=Krum(byzantine=0))
+    board = Board(made(quorum=3, cut=Cut(4, 1, 1), needed=3, updates=updates))
+    for number in range(4):
+        board.deliver(number, "only")
+    assert board.coordinator.state.version == 0
+    assert board.coordinator.finished
+    assert len(board.coordinator.conclude()) == 1
+
+
+def test_a_worker_with_many_units_is_one_voice_under_a_rule_that_compares() -> None:
+    updates = Updates(aggregation=Krum(byzantine=0))
+    board = Board(made(quorum=5, cut=Cut(20, 1, 1), needed=3, updates=updates))
+    for number, (worker, value) in enumerate([("evil", 100.0), ("evil", 100.0), ("evil", 100.0), ("a", 1.0), ("b", 1.0)]):
+        board.deliver(number, worker, value)
+    assert board.coordinator.state.version == 1
+    assert torch.equal(board.coordinator.learner.vector, torch.full((4,), -0.25))
+
+
+def test_workers_cannot_pass_themselves_off_as_the_keeper_of_leases() -> None:
+    header = {"kind": "failed", "epoch": 0, "start": 0, "batches": 1, "reason": "x"}
+    assert isinstance(parse_from_leases(header), Failed)
+    with pytest.raises(BadMessage):
+        parse(header)
+    with pytest.raises(BadMessage):
+        parse_from_leases(header | {"start": -1})
