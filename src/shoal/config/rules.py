@@ -124,6 +124,23 @@ def robust_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
     _quorum(settings, "updates.aggregation.byzantine", kind, byzantine, bucket, others)
 
 
+@rule("strategy.kind", "transport.kind")
+def units_are_kept_in_a_database(settings: Settings, kind: str, transport: str) -> None:
+    if kind == "workunits" and transport != "postgres":
+        message = f"work units are leased through a database, and the transport is {transport}"
+        settings.report("transport", message, "strategy.kind", "transport.kind", help="set transport.kind to postgres")
+
+
+@rule("strategy.units_per_update", "cluster.num_workers")
+def units_fit_the_class(settings: Settings, units: int, workers: int | None) -> None:
+    """A third to a half of the workers is a good number: with more, some do several for each update; with fewer, most are late."""
+    if workers is None or workers <= 5 * units <= 5 * workers:
+        return
+    best = f"{max(1, round(0.3 * workers))} to {max(1, round(0.5 * workers))}"
+    message = f"an update waits for {units} unit{'s' * (units > 1)} of work, and there are {workers} workers: {best} would fit"
+    settings.report("units", message, "strategy.units_per_update", "cluster.num_workers", severity="warning")
+
+
 @rule("updates.mixing.kind", "updates.mixing.byzantine")
 def mixing_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
     _quorum(settings, "updates.mixing.byzantine", kind, byzantine, 1, ("updates.mixing.kind",))
