@@ -28,8 +28,11 @@ def run(argv: list[str]) -> int:
     first = None if _at(settings, "checkpoint", "resume_from") else 0
 
     from shoal.coordinator.audit import audit
+    from shoal.coordinator.evidence import gather
 
-    report = audit(folder, state, [path for given in arguments.receipts for path in _receipts(Path(given))], first)
+    receipts = [*sorted((folder / "workers").glob("*.jsonl")), *(path for given in arguments.receipts for path in _receipts(Path(given)))]
+    violations: list[str] = []
+    report = audit(gather(state, receipts, violations), violations, first)
     for line in report.checked:
         print(line)
     return _verdict(report.violations)

@@ -70,12 +70,7 @@ def run(argv: list[str]) -> int:
     finally:
         if weather is not None:
             weather.close()
-    member = joined.member
-    assert member is not None
-    counts, sent = member.counts, sum(line.client.traffic.sent_bytes for line in joined.lines)
-    rejected = f", {counts['rejected']} came too late" if counts["rejected"] else ""
-    poisoned = f", {member.outgoing.poisoned} were not finite and stayed here" if member.outgoing.poisoned else ""
-    print(f"{joined.name}: {counts['accepted']} contributions taken{rejected}{poisoned}; {sent / 1e6:.1f} MB sent")
+    print(f"{joined.name}: {joined.summary()}")
     return 0
 
 

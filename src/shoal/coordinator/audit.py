@@ -1,4 +1,4 @@
-"""Checks a run's folder: that nothing confirmed is missing, and nothing is counted twice.
+"""Checks what a run has left behind: that nothing confirmed is missing, and nothing is counted twice.
 
 It shares no code with what wrote the files: it reads them again, in its own way. A crash may have cut off the last line or record of a
 file that was being written; that is no violation, anything else that cannot be read is one.
@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.coordinator.evidence import Evidence, Line, Receipt, gather
+from shoal.coordinator.evidence import Evidence, Line, Receipt
 
 Key = tuple[str, int]
 """A worker, and the number of a contribution."""
@@ -71,14 +70,18 @@ class Tally:
     """The last number of each worker that is in the weights."""
     at: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Batches and samples, by version."""
+    given_up: list[tuple[int, int, int]] = field(default_factory=list)
+    """Units nobody could do: epoch, first batch, batches."""
 
 
-def audit(folder: Path, state: Path, receipts: Iterable[Path], first: int | None = 0) -> Report:
-    """Check a run. `state`: where its coordinator kept its own; `first`: the version it began with, None where any will do."""
-    report = Report()
-    evidence = gather(state, [*sorted((folder / "workers").glob("*.jsonl")), *receipts], report.violations)
-    tally = _add_up(evidence.ledger, first, report.violations)
+def audit(evidence: Evidence, violations: list[str], first: int | None = 0, units: bool = False) -> Report:
+    """Check a run by what it left behind. `first`: the version it began with, None where any will do; `units`: whether its data was leased
+    in units, so that epochs must be whole; `violations`: what could not even be read."""
+    report = Report(violations=violations)
+    tally = _add_up(evidence.ledger, first, not units, report.violations)
     report.violations += _doubled_batches(tally.known.values())
+    if units:
+        report.violations += _gaps(tally)
     follower = Follower(tally)
     report.violations += follower.follow(evidence.records)
     open_now = follower.left
@@ -91,12 +94,15 @@ def audit(folder: Path, state: Path, receipts: Iterable[Path], first: int | None
 # --- the ledger -----------------------------------------------------------------------------------------
 
 
-def _add_up(lines: list[Line], first: int | None, violations: list[str]) -> Tally:
+def _add_up(lines: list[Line], first: int | None, in_order: bool, violations: list[str]) -> Tally:
     tally = Tally()
     for place, line in lines:
         try:
-            if "version" in line:
-                violations += [f"{place}: {what}" for what in _count(tally, line, first)]
+            if "failed" in line:
+                epoch, start, batches = (int(value) for value in line["failed"][:3])
+                tally.given_up.append((epoch, start, start + batches))
+            elif "version" in line:
+                violations += [f"{place}: {what}" for what in _count(tally, line, first, in_order)]
             else:
                 kind = "replaced" if "replaced" in line else "unused"
                 found = [line["replaced"]] if kind == "replaced" else line["unused"]
@@ -106,8 +112,8 @@ def _add_up(lines: list[Line], first: int | None, violations: list[str]) -> Tall
     return tally
 
 
-def _count(tally: Tally, line: dict[str, Any], first: int | None) -> Iterator[str]:
-    """A version, and what it was made of."""
+def _count(tally: Tally, line: dict[str, Any], first: int | None, in_order: bool) -> Iterator[str]:
+    """A version, and what it was made of. Units come in in any order; everything else in the order in which it was made."""
     version, begins = int(line["version"]), not tally.at
     if begins:
         tally.first = version - 1
@@ -119,7 +125,7 @@ def _count(tally: Tally, line: dict[str, Any], first: int | None) -> Iterator[st
     for one in contributions:
         if one.key in tally.known:
             yield f"contribution {one.seq} of {one.worker} is counted twice"
-        elif one.seq <= tally.newest.get(one.worker, -1):
+        elif in_order and one.seq <= tally.newest.get(one.worker, -1):
             yield f"contribution {one.seq} of {one.worker} comes after {tally.newest[one.worker]}"
         if not (0 < one.share <= 1 and 0 <= one.base < version and one.batches > 0 and one.samples > 0):
             yield f"contribution {one.seq} of {one.worker} cannot have been made of what it says"
@@ -154,6 +160,22 @@ def _doubled_batches(contributions: Iterable[Contribution]) -> Iterator[str]:
             yield f"batch {start} of seat {seat} in epoch {epoch} is in {before[4]}'s contribution {before[5]} and {after[4]}'s {after[5]}"
 
 
+def _gaps(tally: Tally) -> Iterator[str]:
+    """Of every epoch that is over, each batch was learned from, or given up. The newest epoch of a run that goes on is not over."""
+    spans = [(one.epoch, one.position - one.batches, one.position) for one in tally.known.values()] + tally.given_up
+    if not spans:
+        return
+    newest, whole = max(epoch for epoch, _, _ in spans), max(end for _, _, end in spans)
+    for epoch in range(newest):
+        at = 0
+        for start, end in sorted(span[1:] for span in spans if span[0] == epoch):
+            if start > at:
+                yield f"batches {at} to {start - 1} of epoch {epoch} are nowhere"
+            at = max(at, end)
+        if at < whole:
+            yield f"batches {at} to {whole - 1} of epoch {epoch} are nowhere"
+
+
 # --- the journal and the snapshot ---------------------------------------------------------------------------
 
 
@@ -183,10 +205,11 @@ class Follower:
             if known is not None and known != one:
                 yield f"contribution {one.seq} of {one.worker} is not what the ledger says"
             there = self.open.setdefault(record["round"], {})
-            before = there.get(one.worker, one)
+            place = f"{one.worker} {record['unit']}" if "unit" in record else one.worker
+            before = there.get(place, one)
             if before.key != one.key and before.key not in self.tally.known and not last:
                 yield f"contribution {before.seq} of {before.worker} was replaced, and the ledger does not say so"
-            there[one.worker] = one
+            there[place] = one
 
     def _close(self, version: int, workers: list[str]) -> Iterator[str]:
         there = self.open.pop(version - 1, {})

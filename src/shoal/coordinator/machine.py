@@ -302,14 +302,19 @@ class Coordinator:
             return None
         return self._deliver(asked, event.frames, number)
 
+    def do_again(self, epoch: int, start: int, why: str) -> list[Effect]:
+        """A unit was handed in, and is not done."""
+        self.state.count("malformed")
+        assert self.plan.cut is not None
+        number = self.plan.cut.number(epoch, start)
+        return [Note(f"warning: {_printable(why)}"), Issue(self.state.version, [number])]
+
     def _deliver(self, asked: Delivered, frames: Frames, number: int) -> None:
         """Take what was learned from a unit. Its worker was told so already: one that came while a round closed is in the next."""
         try:
             decoded = self.book.decode(frames)
         except codecs.UpdateError as error:
-            self.state.count("malformed")
-            self._effects.append(Note(f"warning: what {asked.worker} sent for unit {number} cannot be used: {error}"))
-            self._effects.append(Issue(self.state.version, [number]))
+            self._effects += self.do_again(asked.epoch, asked.start, f"what {asked.worker} sent cannot be used: {error}")
             return
         share = staleness.weight(max(0, self.state.version - asked.base))
         self._take(delivered(asked, number, share, self.state.version), frames, decoded)

@@ -46,7 +46,7 @@ class Publisher:
             kind, frames = difference
             return {"weights": kind}, (*frames, *self._buffer_frame())
         self._remember(session)
-        return {"weights": "full"}, self._everything()
+        return {"weights": "full"}, self.everything()
 
     def forget(self, session: str) -> None:
         self._replicas.pop(session, None)
@@ -76,7 +76,7 @@ class Publisher:
         elif (len(self._replicas) + 1) * size <= MOST_REPLICA_BYTES:
             self._replicas[session] = (self.version, self.vector.clone())
 
-    def _everything(self) -> tuple[memoryview, ...]:
+    def everything(self) -> tuple[memoryview, ...]:
         """A copy, made once a version: the transport may still be sending it when the weights move on."""
         if self._full is None:
             self._full = (frame_of(self.vector.clone().numpy()), *self._buffer_frame())

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,21 +17,22 @@ from shoal.config import Run
 from shoal.config.load import Loaded
 from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
-from shoal.coordinator.effects import Effect, Entry, Note, Persist, Published, Reply, Stop
-from shoal.coordinator.journal import Journal, Ledger
-from shoal.coordinator.machine import Called, Plan, Tick
+from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published, Reply, Stop
+from shoal.coordinator.machine import Called, Passed, Plan, Tick
+from shoal.coordinator.policies import Quorum
 from shoal.engines import SingleEngine, StepResult
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import Parts, Progress, assemble, continued, held_out, refuse_unbuilt, warner, write_info
 from shoal.strategies.cluster import Length, fingerprint, length_of, needed, policy_of
 from shoal.strategies.inviting import Invitation, Secrets, listen
 from shoal.strategies.judging import Judge
+from shoal.strategies.keeping import Board, Files, Store
 from shoal.transports import Message, Request, Server
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs, privacy
-from shoal.updates.messages import BadMessage, parse
+from shoal.updates.messages import BadMessage, parse, parse_from_leases
 from shoal.worker import Loop, Reporter, RunDirectory
-from shoal.worker.checkpoint import Checkpoint, Checkpoints, find, load_weights, save_weights
+from shoal.worker.checkpoint import Checkpoint, find, load_weights, save_weights
 
 _TICK_S = 0.1
 _GOODBYE_S = 15.0
@@ -92,15 +93,16 @@ class ClusterLoop(Loop):
         length: Length,
         coordinator: Coordinator,
         server: Server,
+        store: Store,
         directory: RunDirectory,
         reporters: list[Reporter],
         welcome: Message,
     ) -> None:
         super().__init__(parts.run, parts.engine, SharedFeed(length.batches_per_epoch), None, directory, reporters)
         self.coordinator, self.server, self.welcome = coordinator, server, welcome
-        folder = state_folder(parts.run, directory)
-        self.journal, self.ledger = Journal(folder), Ledger(folder)
-        self.snapshots = Checkpoints(folder / "snapshots", 2)
+        self.store, self.journal, self.ledger, self.snapshots = store, store.journal, store.ledger, store.snapshots
+        self.board: Board | None = cast(Board, server) if length.cut is not None else None
+        """Where units are leased, if they are."""
         batches = held_out(parts.run, parts.data.eval)
         self.judge = Judge(parts, batches, directory) if batches is not None and parts.run.evaluation.batches != 0 else None
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
@@ -121,6 +123,8 @@ class ClusterLoop(Loop):
     def _coordinate(self) -> None:
         if not self.snapshots.all():
             self.snapshot()
+        if self.board is not None:
+            self._open_board(self.board)
         tick_at = 0.0
         while not (self.coordinator.finished or self.stopping):
             for request in self.server.poll(_TICK_S):
@@ -149,27 +153,56 @@ class ClusterLoop(Loop):
         return self.journal.bytes_since_snapshot > long or self.journal.records_since_snapshot > _MOST_RECORDS
 
     def _serve(self, request: Request) -> None:
+        if self.board is not None and self.board.is_from_leases(request):
+            return self._take_from_leases(self.board, request)
         try:
             asked = parse(request.message.header)
         except BadMessage as error:
             self.server.traffic.refuse("malformed")
-            self.server.reply(request, Message({"kind": "refused", "reason": "malformed", "detail": str(error)}))
-            return
+            return self.server.reply(request, Message({"kind": "refused", "reason": "malformed", "detail": str(error)}))
         event = Called(request, asked, request.message.frames, secrets.token_hex(16))
-        self._carry_out(self.coordinator.handle(event, time.monotonic()))
+        return self._carry_out(self.coordinator.handle(event, time.monotonic()))
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _take_from_leases(self, board: Board, request: Request) -> None:
+        """It counts, and is not passed on again: both or neither."""
+        header = request.message.header
+        try:
+            event = Passed(parse_from_leases(header), request.message.frames)
+        except BadMessage as error:  # the figures in it are a worker's
+            effects = self.coordinator.do_again(
+                header["epoch"], header["start"], f"what {header.get('worker')} sent cannot be used: {error}"
+            )
+        else:
+            effects = self.coordinator.handle(event, time.monotonic())
+        self._carry_out(effects, lambda: board.consume(request))
+
+    def _carry_out(self, effects: list[Effect], also: Callable[[], None] = lambda: None) -> None:
+        """First what must survive and what others see, all together, and again where a database was gone for a moment. Then the rest."""
+
+        def keep() -> None:
+            for effect in effects:
+                self._keep(effect)
+            also()
+
+        if effects or self.board is not None:
+            self.store.carry_out(keep)
         for effect in effects:
-            if isinstance(effect, Reply):
-                self._reply(effect)
-            elif isinstance(effect, Persist):
-                self.journal.append(effect.record, effect.frames)
-            elif isinstance(effect, Entry):
-                self.ledger.append(effect.line)
-            elif isinstance(effect, Published):
+            if isinstance(effect, Published):
                 self._published(effect)
             elif isinstance(effect, (Note, Stop)):
                 self.message(effect.text if isinstance(effect, Note) else f"warning: {effect.reason}")
+
+    def _keep(self, effect: Effect) -> None:
+        if isinstance(effect, Reply):
+            self._reply(effect)
+        elif isinstance(effect, Persist):
+            self.journal.append(effect.record, effect.frames)
+        elif isinstance(effect, Entry):
+            self.ledger.append(effect.line)
+        elif isinstance(effect, Published) and self.board is not None:
+            self._publish(self.board)
+        elif isinstance(effect, Issue) and self.board is not None:
+            self._issue(self.board, effect)
 
     def _reply(self, effect: Reply) -> None:
         header, frames = effect.header, tuple(effect.frames)
@@ -180,6 +213,30 @@ class ClusterLoop(Loop):
     def _published(self, effect: Published) -> None:
         metrics = {name: torch.tensor(value) for name, value in effect.metrics.items()}
         self.advance(StepResult(metrics, max(1, round(effect.weight)), effect.samples), effect.batches, self.coordinator.finished)
+
+    # --- units that are leased -----------------------------------------------------------------------
+
+    def _open_board(self, board: Board) -> None:
+        """Begin, or go on: what was on offer when the coordinator ended still is."""
+        offer = self.coordinator.offer()
+
+        def begin() -> None:
+            self._publish(board)
+            if board.iteration() != offer.version:
+                self._issue(board, offer)
+
+        self.store.carry_out(begin)
+
+    def _publish(self, board: Board) -> None:
+        """Hang out the newest weights, for all who lease units."""
+        if not self._replaying:
+            header = {"step": self.coordinator.step, "done": self.coordinator.finished}
+            board.publish(self.coordinator.state.version, "full", header, self.coordinator.publisher.everything())
+
+    def _issue(self, board: Board, effect: Issue) -> None:
+        cut, rounds = self.coordinator.plan.cut, self.coordinator.policy.rounds
+        if cut is not None and isinstance(rounds, Quorum) and not self._replaying:
+            board.issue(effect.version, [cut.unit(number) for number in effect.units], rounds.lease_s, rounds.max_retries)
 
     def _say_goodbye(self) -> None:
         """Let every worker hear that it is over."""
@@ -251,7 +308,7 @@ class ClusterLoop(Loop):
         """All there is now; the journal starts over. The new journal is there first, so that no moment is without one."""
         number = self.journal.begin(self.coordinator.pending())
         self.snapshots.save(number, self.engine.weights(), self.state_dict())
-        self.journal.forget_before(int(self.snapshots.all()[0].name.partition("-")[2]))
+        self.journal.forget_before(self.store.oldest_snapshot())
 
     def save(self) -> None:
         super().save()
@@ -339,6 +396,7 @@ def prepare(
         batches_per_step=lengths[0].batches_per_step,
         heartbeat_interval_s=run.coordinator.heartbeat_interval_s,
         telemetry_alpha=run.coordinator.telemetry_alpha,
+        cut=lengths[0].cut,
     )
     folder = state_folder(run, directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -350,7 +408,7 @@ def prepare(
     server, invitation = listen(run, transport or run.transport, hosts, folder, _largest_frame(run, learner), expected)
     coordinator = Coordinator(plan, policy, learner)
     welcome = _welcome(run, directory, parts, lengths[0], expected)
-    loop = ClusterLoop(parts, lengths[0], coordinator, server, directory, reporters, welcome)
+    loop = ClusterLoop(parts, lengths[0], coordinator, server, Files(folder), directory, reporters, welcome)
     snapshot = loop.snapshots.newest(warn) if resume else None
     if snapshot is not None:
         loop.recover(snapshot)

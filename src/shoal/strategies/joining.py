@@ -17,7 +17,7 @@ from shoal.config import Run
 from shoal.config.load import File, Override, resolve
 from shoal.config.problems import ConfigError
 from shoal.errors import ShoalError
-from shoal.strategies.assembly import Progress, assemble, feed_of
+from shoal.strategies.assembly import Parts, Progress, assemble, feed_of
 from shoal.strategies.cluster import fingerprint, policy_of
 from shoal.transports import Client, Message, Unreachable
 from shoal.transports.connect import connect
@@ -78,17 +78,14 @@ class Joined:
     def __init__(self, way: Way, tell: Callable[[str], None], progress: Progress | None = None) -> None:
         self.way = way
         line = ClientLine(way.address, way.token, way.key)
-        about = {"host": platform.node()[:100] or "?", "system": platform.system() or "?", "python": platform.python_version()}
-        self.courier = Courier(line, Join(way.name, PROTOCOL, about), way.patience_s, tell)
+        self.courier = Courier(line, Join(way.name, PROTOCOL, about_here()), way.patience_s, tell)
         self.member: Member | None = None
         self.stopping = False
         answer = self.courier.join()
         self.name: str = answer.header["name"]
         line.expect(4 * answer.header["size"] + (1 << 20))
         pulse_line = ClientLine(way.address, way.token, way.key)
-        self.pulse = Pulse(
-            self.courier, pulse_line, answer.header["heartbeat_s"], lambda: self.member.state if self.member else "preparing"
-        )
+        self.pulse = Pulse(lambda: self.courier.beat(pulse_line, self.state), answer.header["heartbeat_s"])
         self.lines = (line, pulse_line)
         try:
             self.member = self._prepare(answer, progress)
@@ -96,20 +93,15 @@ class Joined:
             self.close()
             raise
 
+    @property
+    def state(self) -> str:
+        return self.member.state if self.member else "preparing"
+
     def _prepare(self, answer: Answer, progress: Progress | None) -> Member:
         header = answer.header
-        run = _configuration(header, self.way.overrides)
+        parts = parts_for(header, answer.frames, self.way.overrides, progress)
+        run = parts.run
         policy = policy_of(run, header["shards"])
-        with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-            _unpack(Path(folder) / "tokenizer", header["tokenizer"], answer.frames)
-            parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]))
-        if fingerprint(parts.data) != header["data"]:
-            raise ShoalError(
-                f"the data here ({parts.data.info.name}) is not what the coordinator has: put the same files in place, "
-                "or name them with --set data.source.path=…"
-            )
-        if parts.engine.vector.numel() != header["size"]:
-            raise ShoalError(f"the model here has {parts.engine.vector.numel()} parameters, the coordinator's {header['size']}")
         torch.manual_seed(run.seed + 1 + header["seat"])
 
         def feed_for(seat: int, epoch: int, position: int) -> data.Feed:
@@ -144,8 +136,39 @@ class Joined:
             self.member.stopping = True
 
     def close(self) -> None:
+        self.lines[1].close()
         self.pulse.close()
         self.courier.close()
+
+    def summary(self) -> str:
+        """What came of it, for people."""
+        assert self.member is not None
+        counts, poisoned = self.member.counts, self.member.outgoing.poisoned
+        rejected = f", {counts['rejected']} came too late" if counts["rejected"] else ""
+        kept = f", {poisoned} were not finite and stayed here" if poisoned else ""
+        sent = sum(line.client.traffic.sent_bytes for line in self.lines)
+        return f"{counts['accepted']} contributions taken{rejected}{kept}; {sent / 1e6:.1f} MB sent"
+
+
+def about_here() -> dict[str, str]:
+    """What a worker tells of itself."""
+    return {"host": platform.node()[:100] or "?", "system": platform.system() or "?", "python": platform.python_version()}
+
+
+def parts_for(header: dict[str, Any], frames: Frames, overrides: Sequence[Override], progress: Progress | None) -> Parts:
+    """What the run is made of, on this machine; the same as at the coordinator's, or an error."""
+    run = _configuration(header, overrides)
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        _unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
+        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]))
+    if fingerprint(parts.data) != header["data"]:
+        raise ShoalError(
+            f"the data here ({parts.data.info.name}) is not what the coordinator has: put the same files in place, "
+            "or name them with --set data.source.path=…"
+        )
+    if parts.engine.vector.numel() != header["size"]:
+        raise ShoalError(f"the model here has {parts.engine.vector.numel()} parameters, the coordinator's {header['size']}")
+    return parts
 
 
 def _configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:

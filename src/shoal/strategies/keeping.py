@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,8 +54,8 @@ class Store(Protocol):
     def ledger(self) -> LedgerLike: ...
     @property
     def snapshots(self) -> SnapshotsLike: ...
-    def transaction(self) -> AbstractContextManager[Any]:
-        """What is done in it is done whole or not at all, where the store can do that."""
+    def carry_out(self, work: Callable[[], None]) -> None:
+        """Do it, where the store can do that: whole or not at all, and again if the store was gone for a moment."""
         ...
 
     def oldest_snapshot(self) -> int: ...
@@ -69,8 +68,8 @@ class Files:
         self.journal, self.ledger = Journal(folder), Ledger(folder)
         self.snapshots = Checkpoints(folder / "snapshots", 2)
 
-    def transaction(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def carry_out(self, work: Callable[[], None]) -> None:
+        work()
 
     def oldest_snapshot(self) -> int:
         return int(self.snapshots.all()[0].name.partition("-")[2])
@@ -81,8 +80,10 @@ class Board(Server, Protocol):
 
     def is_from_leases(self, request: Request) -> bool: ...
     def consume(self, request: Request) -> None: ...
-    def issue(
-        self, iteration: int, units: Sequence[tuple[int, int, int]], lease_timeout_s: float, max_retries: int
-    ) -> None: ...
+    def iteration(self) -> int | None:
+        """What units are on offer for, if any ever were."""
+        ...
+
+    def issue(self, iteration: int, units: Sequence[tuple[int, int, int]], lease_timeout_s: float, max_retries: int) -> None: ...
     def publish(self, version: int, kind: str, header: Mapping[str, Any], frames: Frames) -> None: ...
     def workers(self) -> list[dict[str, Any]]: ...

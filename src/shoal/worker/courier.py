@@ -167,17 +167,16 @@ class Courier:
 class Pulse:
     """Signs of life, at regular times, for as long as it is open."""
 
-    def __init__(self, courier: Courier, line: Line, interval_s: float, state: Callable[[], str]) -> None:
-        self.courier, self.line, self.interval_s, self.state = courier, line, interval_s, state
+    def __init__(self, beat: Callable[[], None], interval_s: float) -> None:
+        self.beat, self.interval_s = beat, interval_s
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
         self._thread.start()
 
     def _beat(self) -> None:
         while not self._closing.wait(self.interval_s):
-            self.courier.beat(self.line, self.state())
+            self.beat()
 
     def close(self) -> None:
         self._closing.set()
-        self.line.close()
         self._thread.join(5.0)

@@ -66,16 +66,15 @@ class Learned(NamedTuple):
 class Desk(Protocol):
     """Where units are leased and handed in."""
 
-    @property
-    def iteration(self) -> int:
-        """The newest version that is known of; it costs nothing to ask."""
+    def wanted(self, unit: Any) -> bool:
+        """Whether the lease still holds, as far as one knows; it costs next to nothing to ask."""
         ...
 
     def claim(self, count: int, timeout_s: float) -> Sequence[Unit]: ...
     def weights(self, have: int) -> Weights | None: ...
-    def submit(self, unit: Unit, header: dict[str, Any], frames: Sequence[bytes | memoryview]) -> str: ...
-    def give_back(self, unit: Unit) -> None: ...
-    def fail(self, unit: Unit, reason: str) -> None: ...
+    def submit(self, unit: Any, header: dict[str, Any], frames: Sequence[bytes | memoryview]) -> str: ...
+    def give_back(self, unit: Any) -> None: ...
+    def fail(self, unit: Any, reason: str) -> None: ...
     def leave(self) -> None: ...
     def wake(self) -> None: ...
 
@@ -121,7 +120,7 @@ class Leased:
             unit = self._next()
             if unit is None:
                 self._refresh()
-            elif unit.iteration >= self.desk.iteration:
+            else:
                 self._do(unit)
         for unit in self._ahead:
             self.desk.give_back(unit)
@@ -196,7 +195,7 @@ class Leased:
                 if self.stopping:
                     self.desk.give_back(unit)
                     return None
-                if self.desk.iteration > unit.iteration:
+                if not self.desk.wanted(unit):
                     self.counts["abandoned"] += 1
                     return None
                 self._total.add_(self.engine.gradient.float().cpu(), alpha=result.weight)
