@@ -29,7 +29,7 @@ class Desk:
     def __init__(self, units: list[Unit]) -> None:
         self.units = list(units)
         self.log: list[tuple[Any, ...]] = []
-        self.moved_on = False
+        self.moved_on = self.over = False
         self.status = "accepted"
 
     def wanted(self, unit: Unit) -> bool:
@@ -37,12 +37,13 @@ class Desk:
 
     def claim(self, count: int, timeout_s: float) -> list[Unit]:
         taken, self.units = self.units[:1], self.units[1:]
+        self.over = not taken
         return taken
 
     def weights(self, have: int) -> Any:
         if have < 0:
             return SimpleNamespace(version=0, header={"done": False}, frames=(frame_of(torch.ones(3).numpy()),))
-        return None if self.units or have else SimpleNamespace(version=1, header={"done": True}, frames=(frame_of(torch.ones(3).numpy()),))
+        return None if not self.over else SimpleNamespace(version=1, header={"done": True}, frames=(frame_of(torch.ones(3).numpy()),))
 
     def submit(self, unit: Unit, header: dict[str, Any], frames: Any) -> str:
         self.log.append(("submit", unit.id, header["samples"], torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).tolist()))
