@@ -22,11 +22,12 @@ from shoal.coordinator.machine import Called, Passed, Plan, Tick
 from shoal.coordinator.policies import Quorum
 from shoal.engines import SingleEngine, StepResult
 from shoal.errors import ShoalError
-from shoal.strategies.assembly import Parts, Progress, assemble, continued, held_out, refuse_unbuilt, warner, write_info
+from shoal.strategies.assembly import Parts, Progress, assemble, held_out, refuse_unbuilt, warner, write_info
 from shoal.strategies.cluster import Length, fingerprint, length_of, needed, policy_of
-from shoal.strategies.inviting import Invitation, Secrets, listen
+from shoal.strategies.homes import home_of
+from shoal.strategies.inviting import Invitation
 from shoal.strategies.judging import Judge
-from shoal.strategies.keeping import Board, Files, Store
+from shoal.strategies.keeping import Board, Store
 from shoal.transports import Message, Request, Server
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs, privacy
@@ -306,6 +307,9 @@ class ClusterLoop(Loop):
 
     def snapshot(self) -> None:
         """All there is now; the journal starts over. The new journal is there first, so that no moment is without one."""
+        self.store.carry_out(self._snapshot)
+
+    def _snapshot(self) -> None:
         number = self.journal.begin(self.coordinator.pending())
         self.snapshots.save(number, self.engine.weights(), self.state_dict())
         self.journal.forget_before(self.store.oldest_snapshot())
@@ -341,10 +345,6 @@ class ClusterLoop(Loop):
         }
 
 
-def state_folder(run: Run, directory: RunDirectory) -> Path:
-    return Path(run.coordinator.state_path) if run.coordinator.state_path else directory.path / "coordinator"
-
-
 # --- putting it together ------------------------------------------------------------------------------
 
 
@@ -369,9 +369,9 @@ def prepare(
     """A coordinator, new or continued, that listens."""
     refuse_unbuilt(loaded)
     run, warn = loaded.run, warner(reporters)
-    directory = continued(run, run_dir, lambda text: None)[0] if resume else None
-    begun_for = Secrets.of(state_folder(run, directory)).expected if directory else 0
-    expected = begun_for or workers or run.cluster.num_workers or max(1, needed(run))
+    place = transport or run.transport
+    home = home_of(run, run_dir, resume, place, hosts)
+    expected = home.expected or workers or run.cluster.num_workers or max(1, needed(run))
     policy = policy_of(run, expected)
     lengths: list[Length] = []
 
@@ -380,11 +380,11 @@ def prepare(
         return lengths[0].steps
 
     coordinated = run.replace(training=run.training.replace(device="cpu", compile=False))
-    parts = assemble(coordinated, progress, directory.path if directory else None, steps)
-    if directory is None:
-        directory = RunDirectory.create(run, run_dir)
+    parts = assemble(coordinated, progress, home.directory.path if home.directory else None, steps)
+    directory = home.directory or RunDirectory.create(run, run_dir)
     directory.write_config(loaded)
     write_info(directory, parts.data.info)
+    welcome = _welcome(run, directory, parts, lengths[0], expected)
     learner = EngineLearner(parts.engine)
     plan = Plan(
         updates=run.updates,
@@ -398,22 +398,15 @@ def prepare(
         telemetry_alpha=run.coordinator.telemetry_alpha,
         cut=lengths[0].cut,
     )
-    folder = state_folder(run, directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    if not resume and (folder / "secrets.json").exists():
-        raise ShoalError(
-            f"{folder} holds the state of another run: add --resume to go on with it, or choose another coordinator.state_path"
-        )
-    _tell_what_is_left_out(run, transport or run.transport, hosts, lengths[0], warn)
-    server, invitation = listen(run, transport or run.transport, hosts, folder, _largest_frame(run, learner), expected)
+    _tell_what_is_left_out(run, place, hosts, lengths[0], warn)
+    opened = home.open(directory, welcome, _largest_frame(run, learner), expected)
     coordinator = Coordinator(plan, policy, learner)
-    welcome = _welcome(run, directory, parts, lengths[0], expected)
-    loop = ClusterLoop(parts, lengths[0], coordinator, server, Files(folder), directory, reporters, welcome)
+    loop = ClusterLoop(parts, lengths[0], coordinator, opened.server, opened.store, directory, reporters, welcome)
     snapshot = loop.snapshots.newest(warn) if resume else None
     if snapshot is not None:
         loop.recover(snapshot)
     elif resume and loop.snapshots.all():
-        raise ShoalError(f"no snapshot in {loop.snapshots.folder} can be read: restore one, or start a new run")
+        raise ShoalError("no snapshot of the coordinator can be read: restore one, or start a new run")
     elif run.coordinator.checkpoint_path and Path(run.coordinator.checkpoint_path).exists():
         parts.engine.load_weights(load_weights(Path(run.coordinator.checkpoint_path)))
         coordinator.publisher.publish(0, learner.vector, learner.buffers)
@@ -422,7 +415,7 @@ def prepare(
         loop.resume(find(run.checkpoint.resume_from, warn), same_run=False)
         coordinator.state.version = loop.step
         coordinator.publisher.publish(loop.step, learner.vector, learner.buffers)
-    return Coordinating(loop, invitation)
+    return Coordinating(loop, opened.invitation)
 
 
 def _tell_what_is_left_out(run: Run, transport: Transport, hosts: tuple[str, ...], length: Length, warn: Callable[[str], None]) -> None:

@@ -157,9 +157,9 @@ def about_here() -> dict[str, str]:
 
 def parts_for(header: dict[str, Any], frames: Frames, overrides: Sequence[Override], progress: Progress | None) -> Parts:
     """What the run is made of, on this machine; the same as at the coordinator's, or an error."""
-    run = _configuration(header, overrides)
+    run = configuration(header, overrides)
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        _unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
+        unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
         parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]))
     if fingerprint(parts.data) != header["data"]:
         raise ShoalError(
@@ -171,7 +171,7 @@ def parts_for(header: dict[str, Any], frames: Frames, overrides: Sequence[Overri
     return parts
 
 
-def _configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:
+def configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:
     """The run's settings, as the coordinator sent them, with what this worker sets for itself."""
     text = header["config"]
     if hashlib.sha256(text.encode()).hexdigest() != header["digest"]:
@@ -188,7 +188,7 @@ def _configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run
     return loaded.run
 
 
-def _unpack(folder: Path, names: Sequence[str], frames: Frames) -> None:
+def unpack(folder: Path, names: Sequence[str], frames: Frames) -> None:
     """Write the tokenizer's files; their names come from elsewhere and may not lead out of the folder."""
     for name, content in zip(names, frames, strict=True):
         if not _PLAIN_NAME.fullmatch(name) or name.startswith("."):

@@ -1,0 +1,105 @@
+"""Where a coordinator is at home: the run's folder, the door workers come through, and the state that survives it.
+
+In a folder of its own, with a port that workers reach; or in a database that everybody reaches, from which alone a run can go on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from shoal.config import Run
+from shoal.config.schema.cluster import Postgres, Transport
+from shoal.errors import ShoalError
+from shoal.strategies.assembly import continued
+from shoal.strategies.inviting import Invitation, Secrets, listen
+from shoal.strategies.joining import configuration, unpack
+from shoal.strategies.keeping import Files, Store
+from shoal.transports import Message, Server
+from shoal.worker import RunDirectory
+from shoal.worker.run_directory import same_settings
+
+
+class Opened(NamedTuple):
+    """A home with its door open."""
+
+    server: Server
+    store: Store
+    invitation: Invitation
+
+
+class Home(Protocol):
+    """What is known of it before the run is put together."""
+
+    directory: RunDirectory | None
+    """The folder of a run that goes on; None for a new one."""
+    expected: int
+    """Workers that a run that goes on was begun for; 0 for a new one."""
+
+    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> Opened:
+        """Let workers in. No frame may have more bytes than `largest`."""
+        ...
+
+
+class InFolder:
+    """State in the run's folder, and a port."""
+
+    def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> None:
+        self.run, self.resume, self.transport, self.hosts = run, resume, transport, hosts
+        self.directory = continued(run, run_dir, lambda text: None)[0] if resume else None
+        self.expected = Secrets.of(self._state(self.directory)).expected if self.directory else 0
+
+    def _state(self, directory: RunDirectory) -> Path:
+        return Path(self.run.coordinator.state_path) if self.run.coordinator.state_path else directory.path / "coordinator"
+
+    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> Opened:
+        folder = self._state(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self.resume and (folder / "secrets.json").exists():
+            raise ShoalError(
+                f"{folder} holds the state of another run: add --resume to go on with it, or choose another coordinator.state_path"
+            )
+        server, invitation = listen(self.run, self.transport, self.hosts, folder, largest, expected)
+        return Opened(server, Files(folder), invitation)
+
+
+class InDatabase:
+    """Everything in a database. The folder holds what people look at, and may be lost."""
+
+    def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Postgres) -> None:
+        from shoal.transports.postgres import stored_run
+
+        self.run, self.resume, self.transport = run, resume, transport
+        self.address = transport.address
+        self.directory, self.expected = None, 0
+        stored = stored_run(self.address) if resume else None
+        if stored is not None:
+            self.directory = self._go_on(stored, run_dir)
+            self.expected = stored.header["shards"]
+
+    def _go_on(self, stored: Message, run_dir: str | None) -> RunDirectory:
+        if not same_settings(configuration(stored.header, ()), self.run):
+            raise ShoalError("the database holds a run with other settings: go on with its own configuration, or `shoal db reset` first")
+        try:
+            directory, _ = continued(self.run, run_dir, lambda text: None)
+        except ShoalError:  # the folder was lost, or is on another machine: it is not needed
+            directory = RunDirectory.create(self.run, run_dir)
+            unpack(directory.path / "tokenizer", stored.header["tokenizer"], stored.frames)
+        return directory
+
+    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> Opened:
+        from shoal.transports.postgres import PostgresServer
+
+        server = PostgresServer(self.address, max_frame_bytes=largest, poll_interval_s=self.transport.poll_interval_s)
+        try:
+            server.open_run(welcome, self.resume, silence_s=3 * self.run.coordinator.heartbeat_interval_s)
+        except BaseException:
+            server.close()
+            raise
+        return Opened(server, server.store, Invitation(self.address, "", None))
+
+
+def home_of(run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> Home:
+    if isinstance(transport, Postgres):
+        return InDatabase(run, run_dir, resume, transport)
+    return InFolder(run, run_dir, resume, transport, hosts)
