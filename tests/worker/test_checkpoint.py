@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
+from shoal.updates.packing import packed, unpacked
 from shoal.worker import checkpoint as module
-from shoal.worker.checkpoint import Checkpoints, _packed, _unpacked, find, read
+from shoal.worker.checkpoint import Checkpoints, find, read
 
 STATE: dict[str, Any] = {"a": torch.arange(3), "b": {0: (1, [torch.ones(2), None]), "x": "y"}, "c": 0.5}
 
@@ -50,7 +51,7 @@ def test_any_plain_state_survives(value: Any) -> None:
     import json
 
     tensors: dict[str, torch.Tensor] = {}
-    assert _unpacked(json.loads(json.dumps(_packed(value, "", tensors))), tensors) == value
+    assert unpacked(json.loads(json.dumps(packed(value, "", tensors))), tensors) == value
 
 
 def test_only_the_last_are_kept_and_latest_names_the_newest(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.updates.packing import packed, unpacked
 
 _FILES = ("weights.safetensors", "state.safetensors")
 
@@ -92,7 +93,7 @@ def read(path: Path) -> Checkpoint:
             if _checksum(path / name) != header["checksums"][name]:
                 raise ShoalError(f"checkpoint {path} is damaged: {name} does not match its checksum")
         weights, tensors = (load_file(path / name) for name in _FILES)
-        return Checkpoint(path, header["step"], weights, _unpacked(header["state"], tensors))
+        return Checkpoint(path, header["step"], weights, unpacked(header["state"], tensors))
     except FileNotFoundError as error:
         raise ShoalError(f"checkpoint {path} is not whole: {Path(error.filename).name} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -131,7 +132,7 @@ def find(path: str, warn: Callable[[str], None]) -> Checkpoint:
 
 def _write(folder: Path, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
     tensors: dict[str, Tensor] = {}
-    plain = _packed(state, "", tensors)
+    plain = packed(state, "", tensors)
     save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, folder / _FILES[0])
     save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, folder / _FILES[1])
     header = {"format": 1, "step": step, "checksums": {name: _checksum(folder / name) for name in _FILES}, "state": plain}
@@ -153,28 +154,3 @@ def _checksum(path: Path) -> str:
         while chunk := stream.read(1 << 22):
             value = zlib.crc32(chunk, value)
     return f"{value:08x}"
-
-
-def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Nested data with each tensor replaced by its name in `tensors`. Keys that are numbers are kept so."""
-    if isinstance(value, Tensor):
-        tensors[name] = value.clone()
-        return {"$tensor": name}
-    if isinstance(value, dict):
-        return {"$items": [[key, _packed(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
-    if isinstance(value, (list, tuple)):
-        packed = [_packed(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
-        return {"$tuple": packed} if isinstance(value, tuple) else packed
-    return value
-
-
-def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_unpacked(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "$tensor" in value:
-        return tensors[value["$tensor"]]
-    if "$tuple" in value:
-        return tuple(_unpacked(item, tensors) for item in value["$tuple"])
-    return {key: _unpacked(item, tensors) for key, item in value["$items"]}

@@ -1,0 +1,180 @@
+"""What makes the coordinator durable, in the database: the same journal, ledger and snapshots as it keeps in files elsewhere.
+
+They are written within the transaction of the event that they belong to, so they never disagree with each other or with the board. A
+record whose frames came out of the database refers to them; they are not written again.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import msgpack  # type: ignore[import-untyped]
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from shoal.errors import ShoalError
+from shoal.transports.interface import Frame
+from shoal.transports.postgres import frames as blobs
+from shoal.transports.postgres.server import PostgresServer
+from shoal.updates.packing import packed, unpacked
+
+Frames = Sequence[Frame]
+
+
+class Journal:
+    """Records, appended."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self._server = server
+        self._number = 0
+        self.bytes_since_snapshot = self.records_since_snapshot = 0
+
+    def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int:
+        """Start a journal, with what belongs to rounds that are open; the number of the snapshot that is to follow."""
+        with self._server.transaction():
+            rows = self._server.fetch("INSERT INTO shoal.journals SELECT coalesce(max(number), 0) + 1 FROM shoal.journals RETURNING number")
+            self._number = rows[0][0]
+            self.bytes_since_snapshot = self.records_since_snapshot = 0
+            for record, frames in pending:
+                self.append(record, frames)
+        return self._number
+
+    def append(self, record: dict[str, Any], frames: Frames = ()) -> None:
+        packed_record: bytes = msgpack.packb(record)
+        size = len(packed_record) + sum(blobs.sizes(frames))
+        with self._server.transaction():
+            self._server.fetch(
+                "INSERT INTO shoal.records (journal, record, frames, bytes) VALUES (%b::int8, %b, %b::uuid[], %b::int8) RETURNING 1",
+                (self._number, packed_record, self._server.keep(frames), size),
+            )
+        self.records_since_snapshot += 1
+        self.bytes_since_snapshot += size
+
+    def recover(self, snapshot: int) -> Iterator[tuple[dict[str, Any], tuple[memoryview, ...]]]:
+        """Every record since a snapshot; what follows is appended after the last."""
+        numbers = [row[0] for row in self._server.fetch("SELECT number FROM shoal.journals WHERE number >= %s ORDER BY 1", (snapshot,))]
+        if numbers[:1] != [snapshot]:
+            raise ShoalError(f"the journal that follows snapshot {snapshot} is missing in {self._server.line.place}: start a new run")
+        rows = self._server.fetch("SELECT id, bytes FROM shoal.records WHERE journal >= %s ORDER BY journal, id", (snapshot,))
+        for number, _ in rows:
+            ((record, ids),) = self._server.fetch("SELECT record, frames FROM shoal.records WHERE id = %s", (number,))
+            yield msgpack.unpackb(record), self._server.read(ids)
+        self._number = numbers[-1]
+        self.records_since_snapshot, self.bytes_since_snapshot = len(rows), sum(size for _, size in rows)
+
+    def forget_before(self, number: int) -> None:
+        """No snapshot older than this is kept: nor are the journals that follow them."""
+        with self._server.transaction():
+            for (ids,) in self._server.fetch("DELETE FROM shoal.records WHERE journal < %s RETURNING frames", (number,)):
+                self._server.release(ids)
+            self._server.fetch("DELETE FROM shoal.journals WHERE number < %s RETURNING 1", (number,))
+
+    def close(self) -> None:
+        """There is nothing to close: each record was written when it was appended."""
+
+
+class Ledger:
+    """One line for each version, and for whatever happened to a contribution besides."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self._server = server
+
+    def append(self, line: dict[str, Any]) -> None:
+        with self._server.transaction():
+            self._server.fetch(
+                "INSERT INTO shoal.ledger SELECT coalesce(max(line), 0) + 1, %s FROM shoal.ledger RETURNING 1",
+                (json.dumps(line, separators=(",", ":")),),
+            )
+
+    @property
+    def length(self) -> int:
+        length: int = self._server.fetch("SELECT coalesce(max(line), 0) FROM shoal.ledger")[0][0]
+        return length
+
+    def cut(self, length: int) -> None:
+        """Back to what a snapshot knows of; the records since then write the rest again."""
+        if self.length < length:
+            raise ShoalError(
+                f"the ledger in {self._server.line.place} is shorter than when the snapshot was taken: restore it from a backup"
+            )
+        with self._server.transaction():
+            self._server.fetch("DELETE FROM shoal.ledger WHERE line > %s RETURNING 1", (length,))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for (entry,) in self._server.fetch("SELECT entry FROM shoal.ledger ORDER BY line"):
+            yield json.loads(entry)
+
+    def close(self) -> None:
+        """There is nothing to close: each line was written when it was appended."""
+
+
+class Snapshot(NamedTuple):
+    """What was saved, and where: a checkpoint by any other name."""
+
+    path: PurePosixPath
+    step: int
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+class Snapshots:
+    """The learner and the coordinator as they were now and then. The newest few are kept."""
+
+    def __init__(self, server: PostgresServer, keep_last: int) -> None:
+        self._server = server
+        self.folder = PurePosixPath("shoal.snapshots")
+        self.keep_last = keep_last
+
+    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> PurePosixPath:
+        """Write one, and forget the oldest. All of it or nothing."""
+        tensors: dict[str, Tensor] = {}
+        plain = packed(state, "", tensors)
+        files = [save({name: value.detach().cpu().contiguous() for name, value in each.items()}) for each in (weights, tensors)]
+        header = json.dumps({"format": 1, "step": step, "checksums": [zlib.crc32(file) for file in files], "state": plain})
+        with self._server.transaction():
+            self._server.fetch(
+                "INSERT INTO shoal.snapshots (number, header, frames) VALUES (%s, %s, %s::uuid[]) RETURNING 1",
+                (step, header, self._server.keep(files)),
+            )
+            for (ids,) in self._server.fetch(
+                "DELETE FROM shoal.snapshots WHERE number NOT IN (SELECT number FROM shoal.snapshots ORDER BY number DESC LIMIT %s)"
+                " RETURNING frames",
+                (self.keep_last,),
+            ):
+                self._server.release(ids)
+        return self._path(step)
+
+    def all(self) -> list[PurePosixPath]:
+        """Every one, oldest first."""
+        return [self._path(row[0]) for row in self._server.fetch("SELECT number FROM shoal.snapshots ORDER BY number")]
+
+    def newest(self, warn: Callable[[str], None]) -> Snapshot | None:
+        """The newest that can be read; `warn` is told of any that cannot."""
+        for path in reversed(self.all()):
+            try:
+                return self._read(path)
+            except ShoalError as error:
+                warn(f"{error}; trying the one before it")
+        return None
+
+    def _read(self, path: PurePosixPath) -> Snapshot:
+        ((text, ids),) = self._server.fetch(
+            "SELECT header, frames FROM shoal.snapshots WHERE number = %s", (int(path.name.partition("-")[2]),)
+        )
+        try:
+            header = json.loads(text)
+            files = [bytes(file) for file in self._server.read(ids)]
+            if [zlib.crc32(file) for file in files] != header["checksums"]:
+                raise ShoalError(f"snapshot {path} is damaged: it does not match its checksums")
+            weights, tensors = map(load, files)
+            return Snapshot(path, header["step"], weights, unpacked(header["state"], tensors))
+        except (ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise ShoalError(f"snapshot {path} cannot be read: {error}") from None
+
+    def _path(self, step: int) -> PurePosixPath:
+        return self.folder / f"step-{step:08d}"

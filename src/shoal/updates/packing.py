@@ -1,0 +1,33 @@
+"""Nested state with tensors in it, as plain data and named tensors: what JSON and safetensors can hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Nested data with each tensor replaced by its name in `tensors`. Keys that are numbers are kept so."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.clone()
+        return {"$tensor": name}
+    if isinstance(value, dict):
+        return {"$items": [[key, packed(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        items = [packed(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
+    return value
+
+
+def unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What `packed` was given."""
+    if isinstance(value, list):
+        return [unpacked(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        return tensors[value["$tensor"]]
+    if "$tuple" in value:
+        return tuple(unpacked(item, tensors) for item in value["$tuple"])
+    return {key: unpacked(item, tensors) for key, item in value["$items"]}
