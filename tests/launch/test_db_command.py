@@ -95,7 +95,7 @@ def test_reset_asks_for_the_name(shoal: Shoal, address: str, monkeypatch: pytest
         connection.execute("CREATE TABLE shoal.leftover (x int)")
 
     def tables() -> str:
-        return shoal("db", "status", address)[1]
+        return shoal("db", "status", address, "--json")[1]
 
     for typed in ("", "yes\n"):
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))

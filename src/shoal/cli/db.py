@@ -6,7 +6,7 @@ import argparse
 import json
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +37,7 @@ WHERE is a configuration whose transport is postgres, the folder of a run, or an
 `shoal db COMMAND --help` tells more.
 """
 KINDS = {"student": "take work, read weights and hand in results", "reader": "look at the progress", "coordinator": "run a training"}
+_MOST_TABLES = 5
 
 
 class Place(NamedTuple):
@@ -81,8 +82,7 @@ def status(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps({"database": place.access.shown, **found}, indent=2, default=str))
     else:
-        print(f"database      {place.access.shown}")
-        print("\n".join(_lines(found)))
+        print("\n".join(f"{name:<10} {text}" for name, text in _rows(place.access, found)))
     return 0
 
 
@@ -218,17 +218,20 @@ def _confirm(access: Access) -> None:
 # --- what is in it ------------------------------------------------------------------------------------
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
-    yield f"schema        {found['schema_version']}"
-    run = found["run"]
-    yield "run           " + ("none yet" if run is None else ", ".join(f"{name} {value}" for name, value in run.items()))
-    for title in ("facts", "units", "workers", "roles"):
-        yield f"{title:<13} " + (", ".join(f"{name} {value}" for name, value in found[title].items()) or "none")
-    yield f"size          {_size(sum(found['bytes'].values()))}"
-    for table, size in found["bytes"].items():
-        yield f"  {table:<11} {_size(size)}"
+def _rows(access: Access, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "database", access.shown
+    yield "schema", str(found["schema_version"])
+    yield "run", "none yet" if found["run"] is None else _listed(found["run"])
+    for name in ("facts", "units", "workers", "roles"):
+        yield name, _listed(found[name]) or "none"
+    largest = sorted(found["bytes"].items(), key=lambda item: -item[1])[:_MOST_TABLES]
+    yield "size", f"{_size(sum(found['bytes'].values()))} ({_listed({name: _size(size) for name, size in largest})}, …)"
     if found["orphans"]:
-        yield f"orphans       {found['orphans']} blobs that nothing refers to: please report this"
+        yield "orphans", f"{found['orphans']} blobs that nothing refers to: please report this"
+
+
+def _listed(items: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in items.items())
 
 
 def _size(count: int) -> str:

@@ -27,17 +27,16 @@ class Access(NamedTuple):
     def address(self) -> str:
         """As psycopg, psql and `shoal join` take it. It holds the password."""
         secret = f":{quote(self.password, safe='')}" if self.password is not None else ""
-        return self._address(secret)
+        return self._address(secret) + (f"?{self.options}" if self.options else "")
 
     @property
     def shown(self) -> str:
-        """The address without the password."""
+        """The address without password and options."""
         return self._address("")
 
     def _address(self, secret: str) -> str:
         host = quote(self.host, safe="") if self.host.startswith("/") else bracketed(self.host)
-        options = f"?{self.options}" if self.options else ""
-        return f"postgresql://{quote(self.user, safe='')}{secret}@{host}:{self.port}/{quote(self.database, safe='')}{options}"
+        return f"postgresql://{quote(self.user, safe='')}{secret}@{host}:{self.port}/{quote(self.database, safe='')}"
 
 
 def is_address(text: str) -> bool:
