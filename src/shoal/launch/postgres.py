@@ -112,21 +112,15 @@ class EmbeddedPostgres:
         """Start the server again if somebody killed it; whether that was so."""
         if self._keeper is None or self._keeper.poll() is None:
             return False
+        self._let_go()
         end_what_was_left(self.data)
         self._launch(programs_for(self.data))
         return True
 
     def close(self) -> None:
         """Shut the server down. Whoever is still connected is disconnected."""
-        if self._keeper is not None:
-            assert self._keeper.stdin is not None
-            self._keeper.stdin.close()
-            try:
-                self._keeper.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._keeper.kill()
-                self._keeper.wait()
-            self._keeper = None
+        self._let_go()
+        self._keeper = None
         if self._memory.owner is not None:
             self._memory = self._memory._replace(owner=None)
             self._memory.save(self.folder)
@@ -174,9 +168,20 @@ class EmbeddedPostgres:
             if is_ready(self.data, self._keeper.pid):
                 return True
             time.sleep(0.02)
-        self._keeper.kill()
-        self._keeper.wait()
+        self._let_go()
         return False
+
+    def _let_go(self) -> None:
+        """See the keeper off: it shuts the server down when its input is closed."""
+        if self._keeper is None:
+            return
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        try:
+            self._keeper.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
 
     def _open(self) -> None:
         """See that the password is the wanted one, and that there is a database."""
