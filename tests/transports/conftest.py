@@ -1,15 +1,30 @@
-"""Every transport, one after the other."""
+"""Every transport, one after the other; and a PostgreSQL server for those that need one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from postgres_harness import Database, PostgresProcess, running
 from transport_harness import KINDS, Harness
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresProcess]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def database(postgres: PostgresProcess) -> Iterator[Database]:
+    made = Database(postgres)
+    yield made
+    made.drop()
 
 
 @pytest.fixture(params=KINDS)
 def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
-    made = Harness(request.param)
+    database = request.getfixturevalue("database") if request.param == "postgres" else None
+    made = Harness(request.param, database)
     yield made
     made.close()

@@ -252,6 +252,7 @@ def test_closing_twice_is_fine(server: Server, client: Client) -> None:
 # --- who may -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("harness", [kind for kind in KINDS if kind != "postgres"], indirect=True)  # its roles: test_postgres_roles.py
 def test_a_wrong_token_is_refused_at_once_and_counted(harness: Harness, server: Server) -> None:
     stranger = harness.connect(server.address, token=new_token())
     began = time.monotonic()

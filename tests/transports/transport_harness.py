@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from postgres_harness import Database
 
 from shoal.transports import Client, Message, Request, Server, Unreachable, new_keys, new_token
 from shoal.transports.in_process import SCHEME, InProcessClient, InProcessServer
+from shoal.transports.postgres import PostgresClient, PostgresServer
 from shoal.transports.weather import PROFILES, Proxy
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 
-KINDS = ("in-process", "plain", "curve", "xmlrpc", "weather")
+KINDS = ("in-process", "plain", "curve", "xmlrpc", "weather", "postgres")
 LIMIT = 10_000_000
 PATIENCE_S = 20.0
 TOKEN = new_token()
@@ -27,8 +29,9 @@ KEYS = new_keys()
 class Harness:
     """Opens what a test needs and closes all of it afterwards."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, database: Database | None = None) -> None:
         self.kind = kind
+        self._database = database
         self.short_s = 0.5 if kind == "weather" else 0.15
         """Long enough for a question to arrive, short enough to wait for in vain."""
         self._stack = contextlib.ExitStack()
@@ -39,7 +42,10 @@ class Harness:
         options = {"token": TOKEN, "max_frame_bytes": limit, **options}
         port = int(address.rpartition(":")[2]) if address and self.kind != "in-process" else 0
         server: Server
-        if self.kind == "in-process":
+        if self._database:
+            del options["token"]
+            server = PostgresServer(self._database.conninfo("coordinator"), **options)
+        elif self.kind == "in-process":
             server = InProcessServer(address.removeprefix(SCHEME) if address else None, **options)
         elif self.kind == "xmlrpc":
             server = XmlRpcServer("127.0.0.1", port, **options)
@@ -50,7 +56,9 @@ class Harness:
 
     def connect(self, address: str, *, token: str = TOKEN, key: str = KEYS.public, limit: int = LIMIT) -> Client:
         client: Client
-        if self.kind == "in-process":
+        if self._database:
+            client = PostgresClient(self._database.conninfo("student"), max_frame_bytes=limit)
+        elif self.kind == "in-process":
             client = InProcessClient(address, token=token, max_frame_bytes=limit)
         elif self.kind == "xmlrpc":
             client = XmlRpcClient(address, token=token, max_frame_bytes=limit)

@@ -1,1 +1,16 @@
-"""PostgreSQL as the meeting place: machines that cannot reach each other all reach the database."""
+"""Through a PostgreSQL database: for machines that reach nothing else, and no port of their own is open.
+
+Two ways to work together over one schema. **Questions and answers**, as in every transport: a question is a row, so is its answer
+(`PostgresClient`, `PostgresServer`). **The board**: units of work are leased, done and handed in whether or not the coordinator is there
+at the moment (`UnitDesk`, and the board's methods of `PostgresServer`). What the coordinator must remember is there, too (`store`).
+
+Students' credentials may call a few functions and nothing else; the functions are in `migrations/`. Who calls is known by random secrets
+that only the caller and the database know. No statement relies on a session: transaction poolers may stand in between. Notifications
+only make it quick; where they do not get through, everybody looks again after `poll_interval_s`.
+"""
+
+from shoal.transports.postgres.client import PostgresClient
+from shoal.transports.postgres.server import PostgresServer
+from shoal.transports.postgres.units import Unit, UnitDesk, Weights
+
+__all__ = ["PostgresClient", "PostgresServer", "Unit", "UnitDesk", "Weights"]

@@ -1,0 +1,105 @@
+"""The side that asks: a question is a row, and its answer is read where the coordinator put it."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+import uuid
+from typing import Any
+
+from shoal.transports import wire
+from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
+from shoal.transports.postgres import frames
+from shoal.transports.postgres.line import Connection, Line
+
+_LARGE_BYTES = 1 << 16
+"""From here on it pays to ask first whether a message would be taken."""
+_FIRST_PAUSE_S = 0.05
+"""Before the first look where no notification came. Each pause is twice the one before, up to the poll interval."""
+
+
+class PostgresClient:
+    """One caller. Its `peer` is a secret: whoever knows it could read the answers."""
+
+    def __init__(
+        self, conninfo: str, *, max_frame_bytes: int, max_header_bytes: int = wire.HEADER_BYTES, poll_interval_s: float = 5.0
+    ) -> None:
+        self.traffic = Traffic()
+        self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
+        self._poll_interval_s = poll_interval_s
+        self._peer = uuid.uuid4()
+        self._line = Line(conninfo, [channel_of(self._peer)])
+        self._number = 0
+        self._calling = threading.Lock()
+
+    def call(self, message: Message, timeout_s: float) -> Message:
+        with self._calling:
+            deadline = time.monotonic() + timeout_s
+            self._number += 1
+            parts = self._encoded(message)
+            self._line.run(lambda connection: self._ask(connection, parts), timeout_s)
+            self.traffic.send(wire.size_of(parts))
+            return self._answer(deadline)
+
+    def _encoded(self, message: Message) -> list[Frame]:
+        try:
+            return wire.encode(message, self._number, self._limits)
+        except wire.Oversized as problem:
+            raise Refused(str(problem), problem.reason) from None
+
+    def _ask(self, connection: Connection, parts: list[Frame]) -> None:
+        header, *content = parts
+        with connection.transaction():
+            ids = frames.upload(connection, content) if content and _welcome(connection, content) else []
+            connection.execute(
+                "SELECT shoal.ask(%b, %b::int8, %b, %b::uuid[], %b::int8[])", (self._peer, self._number, header, ids, frames.sizes(content))
+            )
+
+    def _answer(self, deadline: float) -> Message:
+        pause = _FIRST_PAUSE_S
+        while True:
+            rows = self._line.run(self._look, deadline - time.monotonic())
+            if not rows:
+                raise Unreachable(f"{self._line.place} has lost the question: the coordinator stopped, or the server crashed")
+            if rows[0][0] >= 0:
+                return self._opened(rows)
+            if (left := deadline - time.monotonic()) <= 0:
+                raise Unreachable(f"no answer through {self._line.place} in time: is the coordinator running?")
+            self._line.wait(min(pause, left))
+            pause = min(2 * pause, self._poll_interval_s)
+
+    def _look(self, connection: Connection) -> list[tuple[Any, ...]]:
+        query = "SELECT frame, n, header, data FROM shoal.answer(%b, %b::int8)"
+        return connection.execute(query, (self._peer, self._number), binary=True).fetchall()
+
+    def _opened(self, rows: list[tuple[Any, ...]]) -> Message:
+        header, content = frames.told(rows)
+        parts = [header, *content]
+        try:
+            message = wire.decode(parts, self._limits)[1]
+        except wire.Malformed as problem:
+            raise Unreachable(f"{self._line.place} holds something else than an answer: {problem}") from None
+        self.traffic.receive(wire.size_of(parts))
+        return message
+
+    def close(self) -> None:
+        if self._line.hung_up.is_set():
+            return
+        self._line.hang_up()
+        with self._calling:
+            self._line.farewell("SELECT shoal.hang_up(%b)", (self._peer,))
+            self._line.close()
+
+
+def channel_of(peer: uuid.UUID) -> str:
+    """Where a caller is notified. It does not give the secret away."""
+    return "shoal_" + hashlib.md5(str(peer).encode(), usedforsecurity=False).hexdigest()
+
+
+def _welcome(connection: Connection, content: list[Frame]) -> bool:
+    """Whether the frames would be taken; else the question goes without them, and is refused for their sizes."""
+    if wire.size_of(content) < _LARGE_BYTES:
+        return True
+    row = connection.execute("SELECT max_frame_bytes FROM shoal.limits()").fetchone()
+    return row is None or max(frames.sizes(content)) <= row[0]

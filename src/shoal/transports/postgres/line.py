@@ -1,0 +1,183 @@
+"""A connection to the database that is made again whenever it is lost, and hears notifications while it waits."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import selectors
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from shoal.errors import ShoalError
+from shoal.transports.bell import Bell
+from shoal.transports.interface import Refused, Unreachable
+
+try:
+    import psycopg
+    from psycopg import conninfo as conninfos
+    from psycopg import errors
+except ImportError:
+    raise ShoalError("PostgreSQL needs a package that is not installed: pip install 'shoal[postgres]'") from None
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+LOST = (psycopg.OperationalError, psycopg.InterfaceError)
+_CONNECTING: dict[str, str | int] = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+    "application_name": "shoal",
+}
+_FOR_GOOD = (
+    "password",
+    "does not exist",
+    "no pg_hba.conf entry",
+    "not permitted to log in",
+    "permission denied",
+    "invalid",
+    "authentication",
+)
+"""What the server says to somebody it will not let in the next time either. (Such an error reaches us as text, without its code.)"""
+_LONGEST_PAUSE_S = 2.0
+Result = TypeVar("Result")
+
+
+class Line:
+    """One connection. `run`, `wait` and `close` belong to one thread at a time; `ring` to any."""
+
+    def __init__(self, conninfo: str, channels: Sequence[str] = ()) -> None:
+        self.conninfo = conninfos.make_conninfo(conninfo, **{k: v for k, v in _CONNECTING.items() if k not in _given(conninfo)})
+        self.place = place(conninfo)
+        self.connects = 0
+        """How often a connection was made."""
+        self.hung_up = threading.Event()
+        self._channels = channels
+        self._connection: Connection | None = None
+        self._bell = Bell()
+        self._notified = False
+
+    def run(self, work: Callable[[Connection], Result], patience_s: float) -> Result:
+        """Do something over the connection; again, on a new one, when it is lost. So it must be harmless to do twice."""
+        deadline, pause = time.monotonic() + patience_s, 0.02
+        while True:
+            try:
+                return self.once(work)
+            except Unreachable:
+                if time.monotonic() + pause > deadline or self.hung_up.wait(pause * random.uniform(0.7, 1.3)):
+                    raise
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def once(self, work: Callable[[Connection], Result]) -> Result:
+        """Without trying again. Unreachable: the connection was lost, or the server is busy with ending."""
+        try:
+            return work(self.connection())
+        except LOST as problem:
+            self.drop()
+            raise Unreachable(f"the connection to {self.place} was lost: {_first_line(problem)}") from None
+        except psycopg.Error as problem:
+            raise explained(problem, self.place) from None
+
+    def connection(self) -> Connection:
+        if self.hung_up.is_set():
+            raise Unreachable("the connection was closed on this side")
+        if self._connection is None or self._connection.closed:
+            self._connection = self._connect()
+        return self._connection
+
+    def _connect(self) -> Connection:
+        try:
+            connection = psycopg.connect(self.conninfo, autocommit=True, prepare_threshold=None)
+        except psycopg.OperationalError as problem:
+            text = _first_line(problem)
+            if any(sign in text for sign in _FOR_GOOD) and "starting up" not in text:
+                raise Refused(f"{self.place} does not let us in: {text}. Check user, password and database name", "unauthorised") from None
+            raise Unreachable(f"nobody answers at {self.place}: {text}. Is the server running, and may this machine reach it?") from None
+        connection.add_notify_handler(lambda notify: self._hear())
+        for channel in self._channels:
+            connection.execute(f"LISTEN {channel}")
+        self.connects += 1
+        return connection
+
+    def _hear(self) -> None:
+        self._notified = True
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a notification, a ring, the loss of the connection, or the timeout. What was heard before counts."""
+        if not self._notified and timeout_s > 0:
+            self._wait_for_bytes(timeout_s)
+        self._notified = False
+        self._bell.silence()
+
+    def _wait_for_bytes(self, timeout_s: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._bell, selectors.EVENT_READ)
+            connection = self._connection
+            if connection is not None and not connection.closed:
+                selector.register(connection.fileno(), selectors.EVENT_READ)
+            ready = [key.fileobj for key, _ in selector.select(timeout_s)]
+        if connection is not None and not connection.closed and any(source is not self._bell for source in ready):
+            try:
+                connection.pgconn.consume_input()
+                while connection.pgconn.notifies():
+                    pass
+            except LOST:
+                self.drop()
+
+    def ring(self) -> None:
+        self._bell.ring()
+
+    def drop(self) -> None:
+        """Forget the connection, whatever state it is in."""
+        if self._connection is not None:
+            with contextlib.suppress(psycopg.Error):
+                self._connection.close()
+        self._connection = None
+
+    def hang_up(self) -> None:
+        """From any thread: whoever waits here stops waiting, and no connection is made any more."""
+        self.hung_up.set()
+        self._bell.ring()
+
+    def farewell(self, query: str, values: Sequence[Any]) -> None:
+        """One last statement after `hang_up`, where there is a connection to send it over."""
+        if self._connection is not None and not self._connection.closed:
+            with contextlib.suppress(psycopg.Error):
+                self._connection.execute(query.encode(), values)
+
+    def close(self) -> None:
+        self.hang_up()
+        self.drop()
+        self._bell.close()
+
+
+def place(conninfo: str) -> str:
+    """The database in words, without anything secret."""
+    given = _given(conninfo)
+    host = given.get("host") or given.get("hostaddr") or "this machine"
+    return f"the database {given.get('dbname', '')} at {host}:{given.get('port', 5432)}"
+
+
+def _given(conninfo: str) -> dict[str, Any]:
+    try:
+        return dict(conninfos.conninfo_to_dict(conninfo))
+    except psycopg.ProgrammingError:
+        raise ShoalError("this does not say how to reach a database: postgresql://user:password@host:5432/database is expected") from None
+
+
+def explained(problem: psycopg.Error, where: str) -> ShoalError:
+    """An error of the database in our words."""
+    text = _first_line(problem)
+    if problem.sqlstate in ("SH001", "SH002"):
+        return Refused(text, "unknown-worker" if problem.sqlstate == "SH001" else "malformed")
+    if isinstance(problem, errors.InsufficientPrivilege):
+        return Refused(f"{where} does not allow this: {text}. Ask for a role made by `shoal db grant`", "unauthorised")
+    if isinstance(problem, (errors.InvalidSchemaName, errors.UndefinedTable, errors.UndefinedFunction)):
+        return ShoalError(f"{where} is not prepared for a run, or by another version of Shoal ({text}): run `shoal db init`")
+    return ShoalError(f"{where} refuses: {text}")
+
+
+def _first_line(problem: BaseException) -> str:
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0]

@@ -1,0 +1,285 @@
+"""The coordinator's mailbox: questions and results are looked for, brought whole, and answered."""
+
+from __future__ import annotations
+
+import time
+import uuid
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from shoal.transports import wire
+from shoal.transports.interface import Frame, Message, Request, Traffic
+from shoal.transports.postgres import frames
+from shoal.transports.postgres.client import channel_of
+from shoal.transports.postgres.line import Connection, place
+from shoal.transports.postgres.office import Office
+from shoal.transports.rate import Rate, RateLimit
+
+BATCH, BATCH_BYTES = 64, 256 << 20
+"""What one poll brings at most."""
+_SETTLED_S = 30.0
+"""Rows get their number right before they are committed, and a transaction that dawdles is ended after ten seconds; so nothing
+with a smaller number than one that was there so long ago can still turn up."""
+_ABANDONED_S = 600.0
+"""Answers that nobody fetched for so long are thrown away."""
+_TIDY_EVERY_S = 5.0
+_FLYERS_KEPT = 8
+
+
+class KnownFrames:
+    """Which blob a frame is that came out of the database: asked by whoever stores it again. It does not keep frames alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[memoryview], uuid.UUID]] = {}
+
+    def view(self, data: bytes, blob: uuid.UUID) -> memoryview:
+        view = memoryview(data)
+        key = id(view)
+        self._known[key] = weakref.ref(view, lambda _: self._known.pop(key, None)), blob
+        return view
+
+    def blob_of(self, frame: Frame) -> uuid.UUID | None:
+        found = self._known.get(id(frame))
+        return found[1] if found and found[0]() is frame else None
+
+
+class Seen:
+    """Numbers of a table that were handed on, and from where on to look for others."""
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+        self.floor = 0
+        self._history: deque[tuple[float, int]] = deque()
+
+    def add(self, number: int) -> None:
+        self.numbers.add(number)
+        self._history.append((time.monotonic(), max(number, self._history[-1][1] if self._history else 0)))
+
+    def settle(self) -> None:
+        while self._history and self._history[0][0] < time.monotonic() - _SETTLED_S:
+            self.floor = self._history.popleft()[1]
+        self.numbers = {number for number in self.numbers if number > self.floor}
+
+
+class _Row(NamedTuple):
+    number: int
+    request: Request
+    blobs: list[uuid.UUID]
+    size: int
+    too_large: str | None
+
+
+class Mailbox(Office):
+    """`poll`, `reply` and `close` belong to one thread; `wake` to any."""
+
+    def __init__(
+        self,
+        conninfo: str,
+        *,
+        max_frame_bytes: int,
+        max_header_bytes: int = wire.HEADER_BYTES,
+        rate: Rate = Rate(),  # noqa: B008 - a tuple
+        poll_interval_s: float = 5.0,
+    ) -> None:
+        super().__init__(conninfo, max_frame_bytes=max_frame_bytes, max_header_bytes=max_header_bytes)
+        self.address = place(conninfo)
+        self.traffic = Traffic()
+        self.known = KnownFrames()
+        self.limits = wire.Limits(max_frame_bytes, max_header_bytes)
+        self._poll_interval_s = poll_interval_s
+        self._rates = RateLimit(rate)
+        self._requests, self._contributions = Seen(), Seen()
+        self._waiting: dict[tuple[bytes, int], int] = {}
+        """Requests that were handed on and not answered, and their rows."""
+        self._flyers: OrderedDict[int, tuple[Frame, uuid.UUID]] = OrderedDict()
+        self._flyers_of = 0
+        """Which connection they were sent over."""
+        self._tidied_at = time.monotonic()
+
+    # --- what comes in -----------------------------------------------------------------------------
+
+    def poll(self, timeout_s: float) -> list[Request]:
+        """Questions, results of units (`delivered`) and units that failed for good, as soon as there are some."""
+        self._tidy()
+        found = self._look()
+        if not found and timeout_s > 0:
+            self.line.wait(min(timeout_s, self._poll_interval_s))
+            found = self._look()
+        return found
+
+    def wake(self) -> None:
+        self.line.ring()
+
+    def _look(self) -> list[Request]:
+        rows = [*self._questions(), *self._results()]
+        brought: list[Request] = []
+        size = 0
+        for row in rows[:BATCH]:
+            if brought and size + row.size > BATCH_BYTES:
+                break
+            size += row.size
+            brought += self._bring(row)
+        if len(rows) > BATCH:
+            self.line.ring()
+        return brought
+
+    def _questions(self) -> list[_Row]:
+        self._requests.settle()
+        rows = self.fetch(
+            "SELECT r.id, r.peer, r.number, r.header, r.frames, r.too_large, (SELECT coalesce(sum(b.bytes), 0)::int8 FROM shoal.blobs b"
+            " WHERE b.id = ANY (r.frames)) FROM shoal.requests r WHERE r.id > %s AND r.id <> ALL (%s) ORDER BY r.id LIMIT %s",
+            (self._requests.floor, list(self._requests.numbers), BATCH + 1),
+        )
+        return [_Row(row[0], Request(row[1].bytes, row[2], Message({}, (row[3],))), row[4], len(row[3]) + row[6], row[5]) for row in rows]
+
+    def _bring(self, row: _Row) -> list[Request]:
+        if row.request.peer == b"":
+            return self._bring_result(row)
+        self._requests.add(row.number)
+        request = row.request
+        self.traffic.receive(row.size)
+        if row.too_large is not None:
+            return self._turn_away(request, "oversized", row.too_large)
+        content = [request.message.frames[0], *self.read(row.blobs)]
+        try:
+            message = wire.decode(content, self.limits)[1]
+        except wire.Malformed as problem:
+            return self._turn_away(request, problem.reason, str(problem))
+        if not self._rates.admits(request.peer, time.monotonic()):
+            return self._turn_away(request, "too-fast", self._rates.why)
+        self._waiting[request.peer, request.number] = row.number
+        return [request._replace(message=message)]
+
+    def _turn_away(self, request: Request, reason: str, why: str) -> list[Request]:
+        self.traffic.refuse(reason)
+        with self.transaction():
+            self._answer(request, wire.encode(wire.refusal(reason, why), request.number, self.limits)[0], ())
+        return []
+
+    def read(self, blobs: Sequence[uuid.UUID]) -> tuple[memoryview, ...]:
+        """Frames, known from then on as these blobs."""
+        if not blobs:
+            return ()
+        rows = self.fetch(
+            "SELECT f.position::int4, p.n, p.data FROM unnest(%s::uuid[]) WITH ORDINALITY f (id, position)"
+            " JOIN shoal.parts p ON p.blob = f.id",
+            (list(blobs),),
+        )
+        joined = frames.joined(len(blobs), rows)
+        return tuple(self.known.view(data, blob) for data, blob in zip(joined, blobs, strict=True))
+
+    # --- what goes out -----------------------------------------------------------------------------
+
+    def reply(self, request: Request, message: Message) -> None:
+        """Nobody waits for an answer to a unit's result; that is fine as well."""
+        parts = wire.encode(message, request.number, self.limits)
+        if request.peer == b"":
+            return
+        with self.transaction():
+            answered = self._answer(request, parts[0], message.frames)
+        if answered:
+            self.traffic.send(wire.size_of(parts))
+        else:
+            self.traffic.refuse("gone")
+
+    def _answer(self, request: Request, header: Frame, content: Sequence[Frame]) -> bool:
+        peer = uuid.UUID(bytes=request.peer)
+        taken = self.fetch("DELETE FROM shoal.requests WHERE peer = %s AND number = %s RETURNING frames", (peer, request.number))
+        waited = self._waiting.pop((request.peer, request.number), None)
+        if not taken:
+            return False
+        if waited is not None:
+            self.on_rollback(lambda: self._waiting.update({(request.peer, request.number): waited}))
+        self.release(taken[0][0])
+        ids = self.flyers(content)
+        self.fetch(
+            "WITH put AS (INSERT INTO shoal.replies VALUES (%b, %b::int8, %b, %b::uuid[])) SELECT pg_notify(%t, '')",
+            (peer, request.number, header, ids, channel_of(peer)),
+        )
+        return True
+
+    def flyers(self, content: Sequence[Frame]) -> list[uuid.UUID]:
+        """Frames to hand out. One that was handed out a moment ago is there already."""
+        if not content:
+            return []
+        if self._flyers_of != self.line.connects:  # a server that crashed has emptied what is not logged
+            self._flyers.clear()
+            self._flyers_of = self.line.connects
+        new = [frame for frame in {id(frame): frame for frame in content}.values() if id(frame) not in self._flyers]
+        if new:
+            with self.transaction() as connection:
+                self._print(connection, new)
+        chosen = [self._flyers[id(frame)][1] for frame in content]
+        for frame in content:
+            self._flyers.move_to_end(id(frame))
+        while len(self._flyers) > _FLYERS_KEPT + len(content):
+            self._flyers.popitem(last=False)
+        return chosen
+
+    def _print(self, connection: Connection, new: Sequence[Frame]) -> None:
+        ids = [uuid.uuid4() for _ in new]
+        rows = list(zip(ids, frames.sizes(new), strict=True))
+        connection.cursor().executemany("INSERT INTO shoal.flyers VALUES (%s, %s)", rows)
+        frames.copy_in(connection, "flyer_parts", ids, new)
+        for frame, flyer in zip(new, ids, strict=True):
+            self._flyers[id(frame)] = frame, flyer
+        self.on_rollback(self._flyers.clear)
+
+    def release(self, blobs: Sequence[uuid.UUID]) -> None:
+        if blobs:
+            freed = self.fetch(
+                "SELECT coalesce(sum(bytes) FILTER (WHERE uses = 1), 0)::int8, shoal.release(%s) FROM shoal.blobs WHERE id = ANY (%s)",
+                (list(blobs), list(blobs)),
+            )
+            self.freed_bytes += freed[0][0]
+
+    def _tidy(self) -> None:
+        """Now and then: answers nobody fetched, and flyers nobody reads any more."""
+        if time.monotonic() - self._tidied_at < _TIDY_EVERY_S:
+            return
+        self._tidied_at = time.monotonic()
+        with self.transaction():
+            self.fetch("DELETE FROM shoal.replies WHERE at < now() - make_interval(secs => %s) RETURNING 1", (_ABANDONED_S,))
+            self.drop_flyers()
+
+    def drop_flyers(self) -> None:
+        kept = [flyer for _, flyer in self._flyers.values()]
+        gone = self.fetch(
+            "DELETE FROM shoal.flyers f WHERE f.id <> ALL (%s::uuid[])"
+            " AND NOT EXISTS (SELECT FROM shoal.replies r WHERE f.id = ANY (r.frames))"
+            " AND NOT EXISTS (SELECT FROM shoal.weights w WHERE f.id = ANY (w.frames)) RETURNING bytes",
+            (kept,),
+        )
+        self.freed_bytes += sum(row[0] for row in gone)
+
+    # --- results of units: see the board -----------------------------------------------------------
+
+    def _results(self) -> list[_Row]:
+        self._contributions.settle()
+        rows = self.fetch(
+            "SELECT c.seq, c.kind, c.worker, c.unit, c.iteration, c.epoch, c.start, c.batches, c.reason, c.header, c.frames,"
+            " (SELECT coalesce(sum(b.bytes), 0)::int8 FROM shoal.blobs b WHERE b.id = ANY (c.frames))"
+            " FROM shoal.contributions c WHERE c.seq > %s AND c.seq <> ALL (%s) ORDER BY c.seq LIMIT %s",
+            (self._contributions.floor, list(self._contributions.numbers), BATCH + 1),
+        )
+        return [_Row(row[0], Request(b"", row[0], Message(_headed(row), (row[9] or b"",))), row[10], row[11], None) for row in rows]
+
+    def _bring_result(self, row: _Row) -> list[Request]:
+        self._contributions.add(row.number)
+        header, sent = row.request.message.header, row.request.message.frames[0]
+        if header["kind"] == "delivered":
+            self.traffic.receive(len(sent) + row.size)
+            try:
+                header = wire.decode([sent], self.limits)[1].header | header
+            except wire.Malformed as problem:
+                self.traffic.refuse(problem.reason)
+                header |= {"kind": "failed", "reason": f"{header['worker']} sent something that is not a result"}
+        return [row.request._replace(message=Message(header, self.read(row.blobs)))]
+
+
+def _headed(row: tuple[Any, ...]) -> dict[str, Any]:
+    header = dict(zip(("kind", "worker", "unit", "base", "epoch", "start", "batches", "reason"), row[1:9], strict=True))
+    del header["reason" if row[1] == "delivered" else "worker"]
+    return header | {"seq": row[0]}

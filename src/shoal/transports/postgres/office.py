@@ -1,0 +1,202 @@
+"""The coordinator's connection: one coordinator at a time, and everything that belongs together in one transaction.
+
+Who coordinates is a row, not a lock of a session, so that it holds through poolers. Every transaction checks it. A successor takes over
+at once where the old one closed, or its process is dead on this machine, else after some seconds without a sign of life; what the old
+one does after that is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import psycopg
+
+from shoal.errors import ShoalError
+from shoal.transports.interface import Unreachable
+from shoal.transports.postgres import schema
+from shoal.transports.postgres.line import LOST, Connection, Line, explained
+
+BEAT_S = 1.5
+SILENT_S = 5.0
+VACUUM_BYTES = 64 << 20
+"""Room for this much is given back for use again without waiting for the server's own housekeeping, which looks once a minute."""
+_BUSY_TABLES = ("parts", "flyer_parts")
+Result = TypeVar("Result")
+
+
+class Deposed(ShoalError):
+    """Another coordinator has taken over."""
+
+
+class Office:
+    """Belongs to one thread."""
+
+    def __init__(self, conninfo: str, *, max_frame_bytes: int, max_header_bytes: int, patience_s: float = 30.0) -> None:
+        self.id = uuid.uuid4()
+        self.patience_s = patience_s
+        self.freed_bytes = 0
+        """Since the coordinator began; vacuumed now and then."""
+        self.line = Line(conninfo, ["shoal_inbox"])
+        self._open: Connection | None = None
+        self._undo: list[Callable[[], None]] = []
+        try:
+            self.line.run(schema.check, 0.0)
+            self.line.run(lambda connection: self._take_over(connection, max_frame_bytes, max_header_bytes), 0.0)
+        except BaseException:
+            self.line.close()
+            raise
+        self._pulse = _Pulse(conninfo, self)
+
+    # --- one at a time -----------------------------------------------------------------------------
+
+    def _take_over(self, connection: Connection, max_frame_bytes: int, max_header_bytes: int) -> None:
+        mine = (self.id, socket.gethostname(), os.getpid(), max_frame_bytes, max_header_bytes)
+        with connection.transaction():
+            connection.execute("SELECT pg_advisory_xact_lock(hashtext('shoal.coordinator'))")
+            found = connection.execute(
+                "SELECT host, pid, extract(epoch FROM clock_timestamp() - alive_at)::float8 FROM shoal.coordinator WHERE isfinite(alive_at)"
+            ).fetchone()
+            if found and found[2] < SILENT_S and _may_live(found[0], found[1]):
+                raise ShoalError(
+                    f"another coordinator (process {found[1]} on {found[0]}) works on {self.line.place}:"
+                    f" stop it, or wait {SILENT_S:g} s after it died"
+                )
+            connection.execute("DELETE FROM shoal.coordinator")
+            connection.execute("INSERT INTO shoal.coordinator VALUES (%s, true, %s, %s, clock_timestamp(), %s, %s)", mine)
+
+    def _check_office(self, connection: Connection) -> str:
+        """The transaction's own number, where we still coordinate."""
+        row = connection.execute(
+            "SELECT pg_current_xact_id()::text FROM shoal.coordinator WHERE id = %s FOR KEY SHARE", (self.id,)
+        ).fetchone()
+        if row is None:
+            raise Deposed(f"another coordinator has taken over the run in {self.line.place}: this one stops")
+        number: str = row[0]
+        return number
+
+    # --- transactions ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        """All or nothing. Within another it is part of that one. Unreachable: the connection was lost, and nothing was done."""
+        if self._open is not None:
+            yield self._open
+            return
+        number, done = "", False
+        try:
+            self._open = self.line.run(lambda connection: connection, self.patience_s)
+            with self._open.transaction():
+                number = self._check_office(self._open)
+                yield self._open
+                done = True
+        except LOST as problem:
+            self.line.drop()
+            if not (done and self._was_committed(number)):
+                self._roll_back()
+                raise Unreachable(f"the connection to {self.line.place} was lost: {str(problem).splitlines()[0]}") from None
+        except psycopg.Error as problem:
+            self._roll_back()
+            raise explained(problem, self.line.place) from None
+        except BaseException:
+            self._roll_back()
+            raise
+        finally:
+            self._open = None
+            self._undo.clear()
+
+    def carry_out(self, work: Callable[[], Result]) -> Result:
+        """Do something in a transaction, and all of it again where the connection was lost, for as long as patience lasts."""
+        deadline = time.monotonic() + self.patience_s
+        while True:
+            try:
+                with self.transaction():
+                    return work()
+            except Unreachable:
+                if self._open is not None or time.monotonic() > deadline:
+                    raise
+
+    def on_rollback(self, undo: Callable[[], None]) -> None:
+        """What to forget if the open transaction comes to nothing."""
+        self._undo.append(undo)
+
+    def _roll_back(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+
+    def _was_committed(self, number: str) -> bool:
+        """Whether a transaction whose end was not confirmed took place."""
+
+        def ask(connection: Connection) -> str:
+            row = connection.execute("SELECT pg_xact_status(%s::xid8)", (number,)).fetchone()
+            if row is None or row[0] == "in progress":
+                raise psycopg.OperationalError("still under way")
+            return str(row[0])
+
+        try:
+            return self.line.run(ask, self.patience_s) == "committed"
+        except Unreachable:
+            raise
+        except ShoalError:  # a number the server has never heard of since it crashed
+            return False
+
+    def fetch(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        """Rows, within the open transaction or on their own."""
+        if self._open is not None:
+            return self._open.execute(query.encode(), values, binary=True).fetchall()
+        return self.line.run(lambda connection: connection.execute(query.encode(), values, binary=True).fetchall(), self.patience_s)
+
+    def close_office(self) -> None:
+        self._pulse.close()
+        self.line.hang_up()
+        self.line.farewell("UPDATE shoal.coordinator SET alive_at = '-infinity' WHERE id = %s", (self.id,))
+        self.line.close()
+
+
+class _Pulse:
+    """Signs of life and housekeeping, over a connection of their own, while the coordinator computes."""
+
+    def __init__(self, conninfo: str, office: Office) -> None:
+        self._line = Line(conninfo)
+        self._office = office
+        self._vacuumed_bytes = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal-office", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.wait(BEAT_S):
+            with contextlib.suppress(ShoalError):  # the coordinator's own connection tells
+                self._line.once(self._beat)
+
+    def _beat(self, connection: Connection) -> None:
+        connection.execute("UPDATE shoal.coordinator SET alive_at = clock_timestamp() WHERE id = %s", (self._office.id,))
+        if self._office.freed_bytes - self._vacuumed_bytes > VACUUM_BYTES:
+            self._vacuumed_bytes = self._office.freed_bytes
+            for table in _BUSY_TABLES:
+                connection.execute(f"VACUUM (SKIP_LOCKED, TRUNCATE FALSE) shoal.{table}")
+
+    def close(self) -> None:
+        self._closing.set()
+        self._line.hang_up()
+        self._thread.join()
+        self._line.close()
+
+
+def _may_live(host: str, pid: int) -> bool:
+    """Whether a process may be there; on another machine one never knows."""
+    if host != socket.gethostname():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,205 @@
+"""The coordinator's side of the database: the mailbox, and the board of units."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from shoal.errors import ShoalError
+from shoal.transports import wire
+from shoal.transports.interface import Frame, Message, Request
+from shoal.transports.postgres import frames as blobs
+from shoal.transports.postgres.mailbox import Mailbox
+
+_WORKER_COLUMNS = "name, about, state, figures, joined_at, seen_at, left_at, alive, completed, late, cancelled, failed"
+
+
+class PostgresServer(Mailbox):
+    """A `Server` like any other, and more: what it does within `transaction()` happens together or not at all."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._published: dict[tuple[int, str], tuple[dict[str, Any], tuple[Frame, ...]]] = {}
+        """What can be published again, should a crash of the server have emptied its unlogged tables."""
+        self._connects = self.line.connects
+
+    # --- the run -----------------------------------------------------------------------------------
+
+    def stored_run(self) -> Message | None:
+        """The description of the run that the database holds."""
+        rows = self.fetch("SELECT header, frames FROM shoal.run")
+        if not rows:
+            return None
+        return Message(wire.decode([rows[0][0]], self.limits)[1].header, self.read(rows[0][1]))
+
+    def open_run(self, welcome: Message, resume: bool, silence_s: float = 90.0) -> Message:
+        """Begin a run, or go on with the one that is there; its description. After `silence_s` a worker that says nothing is gone."""
+        with self.transaction():
+            stored = self.stored_run()
+            if resume and stored is None:
+                raise ShoalError(f"{self.line.place} holds no run to go on with: leave --resume out to start one")
+            if resume and stored is not None:
+                return stored
+            if stored is not None:
+                raise ShoalError(f"{self.line.place} holds another run: add --resume to go on with it, or delete it with `shoal db reset`")
+            header = wire.encode(welcome, 0, self.limits)[0]
+            values = (header, self.keep(welcome.frames), silence_s)
+            self.fetch("INSERT INTO shoal.run (header, frames, silence_s) VALUES (%b, %b::uuid[], %s) RETURNING 1", values)
+            self.fetch("SELECT pg_notify('shoal_work', '')")
+        return welcome
+
+    def keep(self, content: Sequence[Frame]) -> list[uuid.UUID]:
+        """Frames as blobs that somebody holds. Those that came out of the database are held once more, and not written again."""
+        if not content:
+            return []
+        found = [self.known.blob_of(frame) for frame in content]
+        new = [frame for frame, blob in zip(content, found, strict=True) if blob is None]
+        with self.transaction() as connection:
+            ids = [uuid.uuid4() for _ in new]
+            if new:
+                blobs.copy_in(connection, "parts", ids, new)
+                connection.cursor().executemany("INSERT INTO shoal.blobs VALUES (%s, %s, 1)", list(zip(ids, blobs.sizes(new), strict=True)))
+            old = [blob for blob in found if blob is not None]
+            if old:
+                held = self.fetch(
+                    "UPDATE shoal.blobs b SET uses = b.uses + again.times"
+                    " FROM (SELECT id, count(*)::int4 AS times FROM unnest(%s::uuid[]) id GROUP BY id) again"
+                    " WHERE b.id = again.id RETURNING 1",
+                    (old,),
+                )
+                if len(held) != len(set(old)):
+                    raise ShoalError(f"{self.line.place} has lost frames that a record refers to: restore it from a backup")
+        fresh = iter(ids)
+        return [blob or next(fresh) for blob in found]
+
+    def fact(self, name: str) -> Any:
+        """Something that was written down, or None."""
+        rows = self.fetch("SELECT value FROM shoal.facts WHERE name = %s", (name,))
+        return rows[0][0] if rows else None
+
+    def set_fact(self, name: str, value: Any) -> None:
+        with self.transaction() as connection:
+            connection.execute(
+                "INSERT INTO shoal.facts VALUES (%s, %s::jsonb) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                (name, json.dumps(value)),
+            )
+
+    # --- units -------------------------------------------------------------------------------------
+
+    def issue(self, iteration: int, units: Sequence[tuple[int, int, int]], lease_timeout_s: float, max_retries: int) -> None:
+        """Put units (epoch, start, batches) on the board for an iteration; what is left of older ones is cancelled."""
+        columns = [list(column) for column in zip(*units, strict=True)] or [[], [], []]
+        with self.transaction() as connection:
+            self._clear_board(iteration)
+            connection.execute(
+                "INSERT INTO shoal.iterations VALUES (%s, nextval('shoal.places'), %s, %s) ON CONFLICT (iteration)"
+                " DO UPDATE SET lease_timeout_s = excluded.lease_timeout_s, max_retries = excluded.max_retries",
+                (iteration, lease_timeout_s, max_retries),
+            )
+            connection.execute(
+                "INSERT INTO shoal.units (iteration, epoch, start, batches) SELECT %s, * FROM unnest(%s::int8[], %s::int8[], %s::int8[])",
+                (iteration, *columns),
+            )
+            self._tally({"issued": len(units)})
+            connection.execute("SELECT pg_notify('shoal_work', '')")
+
+    def _clear_board(self, iteration: int) -> None:
+        """Cancel what is left of older iterations. Rows that somebody may still ask for stay until the next time."""
+        self.fetch("SELECT id FROM shoal.units WHERE state = 'claimed' AND iteration < %s ORDER BY id FOR UPDATE", (iteration,))
+        gone = self.fetch(
+            "DELETE FROM shoal.units WHERE iteration < %s AND state <> 'claimed' RETURNING state = 'pending', state", (iteration,)
+        )
+        self.fetch("UPDATE shoal.units SET state = 'cancelled' WHERE iteration < %s AND state = 'claimed' RETURNING 1", (iteration,))
+        self.fetch("DELETE FROM shoal.iterations WHERE iteration < %s RETURNING 1", (iteration,))
+        states = ["cancelled" if pending else state for pending, state in gone]
+        self._tally({state: states.count(state) for state in set(states)})
+
+    def _tally(self, counts: Mapping[str, int]) -> None:
+        for state, units in counts.items():
+            self.fetch(
+                "INSERT INTO shoal.tallies AS t VALUES (%s, %s) ON CONFLICT (state)"
+                " DO UPDATE SET units = t.units + excluded.units RETURNING 1",
+                (state, units),
+            )
+
+    def consume(self, request: Request) -> None:
+        """A result, or a failed unit, is in the journal: it is not delivered again."""
+        with self.transaction():
+            for (held,) in self.fetch("DELETE FROM shoal.contributions WHERE seq = %s RETURNING frames", (request.number,)):
+                self.release(held)
+
+    # --- weights -----------------------------------------------------------------------------------
+
+    def publish(self, version: int, kind: str, header: dict[str, Any], frames: Sequence[Frame]) -> None:
+        """New weights: `full`, or the `difference` from the version `base` of the header (the one before). The newest full ones and what
+        follows are kept. A version may be published in both kinds."""
+        packed = wire.encode(Message(header, tuple(frames)), 0, self.limits)[0]
+        base = header.get("base", version - 1) if kind == "difference" else None
+        with self.transaction() as connection:
+            ids = self.flyers(frames)
+            connection.execute(
+                "INSERT INTO shoal.weights VALUES (%b::int8, %t, %b::int8, %b, %b::uuid[]) ON CONFLICT (version, kind)"
+                " DO UPDATE SET base = excluded.base, header = excluded.header, frames = excluded.frames",
+                (version, kind, base, packed, ids),
+            )
+            if kind == "full":
+                connection.execute("DELETE FROM shoal.weights WHERE version < %s", (version,))
+                self.drop_flyers()
+            connection.execute("SELECT pg_notify('shoal_work', '')")
+        self._remember(version, kind, header, tuple(frames))
+
+    def _remember(self, version: int, kind: str, header: dict[str, Any], frames: tuple[Frame, ...]) -> None:
+        published = {key: value for key, value in self._published.items() if kind != "full" or key[0] >= version}
+        self._published = published | {(version, kind): (header, frames)}
+
+    def poll(self, timeout_s: float) -> list[Request]:
+        if self.line.connects != self._connects:
+            self._connects = self.line.connects
+            self._publish_again()
+        return super().poll(timeout_s)
+
+    def _publish_again(self) -> None:
+        """After a connection was lost: a server that crashed has emptied what is not logged."""
+        if self._published and not self.fetch("SELECT 1 FROM shoal.weights LIMIT 1"):
+            for (version, kind), (header, frames) in sorted(self._published.items(), key=lambda item: (item[0][0], item[0][1] != "full")):
+                self.publish(version, kind, header, frames)
+
+    # --- for people to look at ---------------------------------------------------------------------
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Everybody who took part, with what became of their units."""
+        names = _WORKER_COLUMNS.split(", ")
+        return [dict(zip(names, row, strict=True)) for row in self.fetch(f"SELECT {_WORKER_COLUMNS} FROM shoal.worker_list ORDER BY id")]
+
+    def table(self) -> dict[str, int]:
+        """Units by state, and beside them: `issued` altogether, and results that were `dropped`."""
+        counts: dict[str, int] = dict.fromkeys(("issued", "pending", "claimed", "completed", "failed", "cancelled", "dropped"), 0)
+        return counts | dict(self.fetch("SELECT state, units FROM shoal.unit_counts"))
+
+    def metrics(self, rows: Iterable[tuple[int, Mapping[str, float]]]) -> None:
+        """Append figures of steps."""
+        with self.transaction() as connection:
+            values = [(step, json.dumps({name: value for name, value in row.items() if math.isfinite(value)})) for step, row in rows]
+            connection.cursor().executemany("INSERT INTO shoal.metrics (step, figures) VALUES (%s, %s::jsonb)", values)
+
+    def picture(self, step: int, png: bytes) -> None:
+        """The newest grid of samples; it takes the last one's place."""
+        with self.transaction() as connection:
+            connection.execute(
+                "INSERT INTO shoal.picture (step, png) VALUES (%b::int8, %b) ON CONFLICT (only_one)"
+                " DO UPDATE SET step = excluded.step, png = excluded.png, at = now()",
+                (step, png),
+            )
+
+    # --- the end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Whoever waits for an answer that was not given hears that none will come."""
+        if self.line.hung_up.is_set():
+            return
+        if self._waiting:
+            self.line.farewell("SELECT shoal.abandon(%s)", (list(self._waiting.values()),))
+        self.close_office()

