@@ -91,7 +91,7 @@ def grant(connection: Connection, role: str, password: str | None, kind: str) ->
         raise ShoalError(f"`{kind}` is no kind of role: {', '.join(KINDS)} are")
     name = sql.Identifier(role)
     with connection.transaction():
-        if not connection.execute("SELECT FROM pg_roles WHERE rolname = %s", (role,)).fetchone():
+        if not connection.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (role,)).fetchone():
             if password is None:
                 raise ShoalError(f"there is no role {role} yet: a new one needs a password")
             connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(name))
