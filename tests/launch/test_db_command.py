@@ -145,3 +145,12 @@ def test_mistakes_are_one_line(shoal: Shoal) -> None:
     assert "transport.kind is zmq" in shoal("db", "status", "starter")[2]
     assert shoal("db", "--help")[0] == 0
     assert "no PostgreSQL answers at 127.0.0.1:1: is it running" in shoal("db", "status", "postgresql://127.0.0.1:1/x")[2]
+
+
+def test_a_coordinators_and_a_readers_way_in_is_told(shoal: Shoal, address: str) -> None:
+    shoal("db", "init", address)
+    out = shoal("db", "grant", "reader", "projector", address, "--password", "p w")[1]
+    with connect(parse(out.splitlines()[-1].strip())) as connection:
+        assert connection.execute("SELECT * FROM shoal.worker_list").fetchall() == []
+    out = shoal("db", "grant", "coordinator", "second", address)[1]
+    assert re.search(r"user: second\}\nin its environment:\n  DB_PASSWORD=\S{16}$", out.strip())

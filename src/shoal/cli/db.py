@@ -125,7 +125,7 @@ def _tell_granted(arguments: argparse.Namespace, place: Place, password: str | N
         print(f"in its configuration:\n  transport: {{host: {theirs.host}, port: {theirs.port}, user: {theirs.user}}}")
         print(f"in its environment:\n  DB_PASSWORD={password or '…'}")
     else:
-        print(f"with:\n  shoal {'join' if arguments.kind == 'student' else 'db status'} {theirs.address}")
+        print(f"with:\n  shoal join {theirs.address}" if arguments.kind == "student" else f"at:\n  {theirs.address}")
     if is_loopback(theirs.host):
         sys.stderr.write("note: this server listens for this machine only; `shoal coordinate` lets others in\n")
 
