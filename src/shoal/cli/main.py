@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train what a configuration describes",
     "coordinate": "hold the weights of a run that workers elsewhere train",
     "join": "work for a coordinator",
+    "db": "prepare, look into and wipe the PostgreSQL database of a run, and let students in",
     "audit": "check that nothing a coordinator confirmed was lost, or counted twice",
     "eval": "judge a run on its held-out data",
     "generate": "let a run write text or draw images",

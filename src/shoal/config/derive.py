@@ -157,6 +157,14 @@ def number_of_workers(settings: Settings) -> None:
 
 
 @_step
+def port_of_database(settings: Settings) -> None:
+    if settings.get("transport.kind") == "postgres" and settings.get("transport.port") is None:
+        embedded = settings.get("transport.host") == "embedded"
+        why = "a free one: the server is the run's own" if embedded else "the usual port of PostgreSQL"
+        settings.derive("transport.port", 0 if embedded else 5432, why)
+
+
+@_step
 def least_staleness(settings: Settings) -> None:
     if settings.get("strategy.kind") == "async" and settings.get("strategy.min_staleness") is None:
         settings.derive("strategy.min_staleness", min(5, settings.get("strategy.max_staleness")), "5, or max_staleness if that is less")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import os
 import socket
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -55,6 +57,21 @@ def is_loopback(host: str) -> bool:
 
 def is_everywhere(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+
+
+def free_port(host: str, port: int = 0) -> int | None:
+    """A port nobody listens on at this host: `port` itself, or None where it is taken; any for 0."""
+    numeric = resolve(host)
+    with socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        if os.name == "posix":  # elsewhere it would mean that a port may be shared
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((numeric, port))
+        except OSError as problem:
+            if problem.errno == errno.EADDRINUSE:
+                return None
+            raise ShoalError(f"this machine cannot listen on {bracketed(host)}:{port}: {problem.strerror}") from None
+        return int(probe.getsockname()[1])
 
 
 def local_addresses() -> list[str]:

@@ -43,9 +43,9 @@ class Postgres(Section):
 
     kind: Literal["postgres"] = "postgres"
     host: str = "embedded"
-    """Server address; `embedded` starts a server of the run's own."""
-    port: Port = 5432
-    """Port of the server."""
+    """Server address; `embedded` starts a server of the run's own, in the run's folder."""
+    port: Port | None = None
+    """Port of the server; null: 5432, or for an embedded server a free one, which the run keeps."""
     database: str = "shoal"
     """Name of the database."""
     user: str = "shoal"

@@ -1,0 +1,238 @@
+"""`shoal db`: the PostgreSQL database of a run: made, looked into, wiped, and opened for students."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shoal.cli.options import load, parse, parser, require
+from shoal.config.load import Override
+from shoal.config.schema.cluster import Postgres
+from shoal.errors import ShoalError
+from shoal.launch.postgres_memory import FILE
+from shoal.transports.addresses import is_loopback, local_addresses, to_tell
+from shoal.transports.databases import DEFAULT_PORT, Access, is_address
+from shoal.transports.databases import parse as parse_address
+
+if TYPE_CHECKING:
+    from shoal.transports.postgres.access import Connection
+
+HELP = """\
+usage: shoal db COMMAND …
+
+commands:
+  init WHERE               make the database and its tables, or bring them up to date
+  status WHERE             what is in it (--json)
+  reset WHERE              delete the run that is in it (asks first; --yes does not)
+  grant KIND NAME WHERE    let somebody in: a student works, a reader looks, a coordinator runs it
+
+WHERE is a configuration whose transport is postgres, the folder of a run, or an address: postgresql://user@host:5432/shoal
+
+`shoal db COMMAND --help` tells more.
+"""
+KINDS = {"student": "take work, read weights and hand in results", "reader": "look at the progress", "coordinator": "run a training"}
+_MOST_TABLES = 5
+
+
+class Place(NamedTuple):
+    """A database, and how other machines reach it."""
+
+    access: Access
+    host: str
+    options: str
+
+
+def run(argv: list[str]) -> int:
+    commands = {"init": init, "status": status, "reset": reset, "grant": grant}
+    if not argv or argv[0] in ("--help", "-h"):
+        print(HELP, end="")
+        return 0
+    if argv[0] not in commands:
+        raise ShoalError(f"no command `db {argv[0]}`; there are {', '.join(commands)}")
+    return commands[argv[0]](argv[1:])
+
+
+def init(argv: list[str]) -> int:
+    made = parser("db init", "Make the database and its tables, or bring them up to date.")
+    with _place(*parse(made, argv)) as place:
+        from shoal.transports.postgres import schema
+        from shoal.transports.postgres.access import create_database
+
+        new = create_database(place.access) if _is_missing(place.access) else False
+        with _connected(place.access) as connection:
+            version = schema.init(connection)
+    print(f"{place.access.shown}: {'created, ' if new else ''}ready (schema {version})")
+    return 0
+
+
+def status(argv: list[str]) -> int:
+    made = parser("db status", "Tell what is in the database.")
+    made.add_argument("--json", action="store_true", help="as JSON")
+    arguments, overrides = parse(made, argv)
+    with _place(arguments, overrides) as place, _connected(place.access) as connection:
+        from shoal.transports.postgres import schema
+
+        found = schema.describe(connection)
+    if arguments.json:
+        print(json.dumps({"database": place.access.shown, **found}, indent=2, default=str))
+    else:
+        print("\n".join(f"{name:<10} {text}" for name, text in _rows(place.access, found)))
+    return 0
+
+
+def reset(argv: list[str]) -> int:
+    made = parser("db reset", "Delete the run in the database, with its weights, work and figures. Roles stay.")
+    made.add_argument("--yes", action="store_true", help="do not ask")
+    arguments, overrides = parse(made, argv)
+    with _place(arguments, overrides) as place, _connected(place.access) as connection:
+        from shoal.transports.postgres import schema
+
+        if not arguments.yes:
+            _confirm(place.access)
+        schema.reset(connection)
+    print(f"{place.access.shown}: empty")
+    return 0
+
+
+def grant(argv: list[str]) -> int:
+    made = parser("db grant", "Let somebody in, with a role that may do no more than its kind needs.", files="")
+    made.add_argument("kind", choices=KINDS, help="; ".join(f"{kind}: {what}" for kind, what in KINDS.items()))
+    made.add_argument("name", metavar="NAME", help="the role: one for each, or one for the whole class")
+    made.add_argument("files", nargs="*", metavar="WHERE", help="a configuration, a run's folder or an address")
+    made.add_argument("--password", help="the role's password (default: a new one is made, and shown once)")
+    arguments, overrides = parse(made, argv)
+    with _place(arguments, overrides) as place, _connected(place.access) as connection:
+        from shoal.transports.postgres import schema
+
+        known = arguments.name in schema.describe(connection)["roles"]
+        password = arguments.password or (None if known else secrets.token_urlsafe(12))
+        schema.grant(connection, arguments.name, password, arguments.kind)
+    _tell_granted(arguments, place, password)
+    return 0
+
+
+def _tell_granted(arguments: argparse.Namespace, place: Place, password: str | None) -> None:
+    kept = "" if password else "; the password stays as it is (--password changes it)"
+    print(f"`{arguments.name}` may {KINDS[arguments.kind]}{kept}")
+    theirs = Access(place.host, place.access.port, place.access.database, arguments.name, password, place.options)
+    if arguments.kind == "coordinator":
+        print(f"in its configuration:\n  transport: {{host: {theirs.host}, port: {theirs.port}, user: {theirs.user}}}")
+        print(f"in its environment:\n  DB_PASSWORD={password or '…'}")
+    else:
+        print(f"with:\n  shoal join {theirs.address}" if arguments.kind == "student" else f"at:\n  {theirs.address}")
+    if is_loopback(theirs.host):
+        sys.stderr.write("note: this server listens for this machine only; `shoal coordinate` lets others in\n")
+
+
+# --- which database -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _place(arguments: argparse.Namespace, overrides: list[Override]) -> Iterator[Place]:
+    """The database that is meant. One in a run's folder is started for as long as it takes, if it does not run."""
+    meant = _meant(arguments, overrides)
+    if isinstance(meant, Access):
+        yield Place(meant, _seen_from_elsewhere(meant.host), meant.options)
+        return
+    from shoal.launch.postgres import database_of
+
+    with database_of(meant) as (access, listening):
+        yield Place(access, to_tell(listening), "")
+
+
+def _meant(arguments: argparse.Namespace, overrides: list[Override]) -> Access | Path:
+    """A database on a server, or the folder of a run that has a server of its own."""
+    alone = arguments.files[0] if len(arguments.files) == 1 else ""
+    if is_address(alone):
+        from shoal.config.environment import database_password
+
+        return parse_address(alone, database_password())
+    if alone and (Path(alone) / FILE).exists():
+        return Path(alone)
+    of_run = bool(alone) and (Path(alone) / "config.yaml").exists()
+    if of_run:
+        arguments.files, arguments.dialect = [str(Path(alone) / "config.yaml")], "shoal"
+    run = require(load(arguments, overrides, resolved=of_run)).run
+    settings = run.transport
+    if not isinstance(settings, Postgres):
+        raise ShoalError(f"transport.kind is {settings.kind}: only a run through PostgreSQL has a database (--set transport.kind=postgres)")
+    if settings.host != "embedded":
+        password = settings.password.reveal() if settings.password else None
+        return Access(settings.host, settings.port or DEFAULT_PORT, settings.database, settings.user, password)
+    return _newest(run.output_dir)
+
+
+def _newest(output_dir: str) -> Path:
+    runs = sorted(Path(output_dir).rglob(FILE), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        raise ShoalError(
+            f"host: embedded: a run makes its database itself, and there is none in {output_dir} yet: `shoal coordinate` starts one"
+        )
+    sys.stderr.write(f"the newest run with a database of its own: {runs[-1].parent}\n")
+    return runs[-1].parent
+
+
+def _seen_from_elsewhere(host: str) -> str:
+    """What to tell others: this machine's address in the network rather than `localhost`."""
+    return local_addresses()[0] if host.startswith("/") or is_loopback(host) else host
+
+
+@contextmanager
+def _connected(access: Access) -> Iterator[Connection]:
+    """A connection; what the database refuses is told in one line."""
+    from shoal.transports.postgres.access import Error, connect, explained
+
+    with connect(access) as connection:
+        try:
+            yield connection
+        except Error as error:
+            raise explained(error, access) from None
+
+
+def _is_missing(access: Access) -> bool:
+    from shoal.transports.postgres.access import NoDatabase, connect
+
+    try:
+        connect(access).close()
+    except NoDatabase:
+        return True
+    return False
+
+
+def _confirm(access: Access) -> None:
+    print(f"This deletes the run in {access.shown}: weights, work and figures.")
+    try:
+        typed = input(f"Type the database's name ({access.database}) to go on: ")
+    except EOFError:
+        typed = ""
+    if typed.strip() != access.database:
+        raise ShoalError("nothing was deleted; --yes deletes without asking")
+
+
+# --- what is in it ------------------------------------------------------------------------------------
+
+
+def _rows(access: Access, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "database", access.shown
+    yield "schema", str(found["schema_version"])
+    yield "run", "none yet" if found["run"] is None else _listed(found["run"])
+    for name in ("facts", "units", "workers", "roles"):
+        yield name, _listed(found[name]) or "none"
+    largest = sorted(found["bytes"].items(), key=lambda item: -item[1])[:_MOST_TABLES]
+    yield "size", f"{_size(sum(found['bytes'].values()))} ({_listed({name: _size(size) for name, size in largest})}, …)"
+    if found["orphans"]:
+        yield "orphans", f"{found['orphans']} blobs that nothing refers to: please report this"
+
+
+def _listed(items: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in items.items())
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.0f} kB"

@@ -1,0 +1,245 @@
+"""A PostgreSQL server of the run's own, in the run's folder, that needs no set-up and ends with the run.
+
+postgres/       its data
+postgres.json   its address and password, so that a run that is resumed has the same
+postgres.log    what it said
+
+What was committed survives `kill -9` of the server: nothing of its durability is traded for speed. Whoever starts it owns it: when the
+owner ends, in whatever way, the server ends too (see postgres_keeper.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Self
+
+from shoal.errors import ShoalError
+from shoal.launch import postgres_keeper
+from shoal.launch.postgres_data import check_release, end_what_was_left, is_made, is_ready, make, running_server, settle
+from shoal.launch.postgres_memory import FILE, Memory, ourselves, refuse_a_second_owner
+from shoal.launch.postgres_program import Programs, programs_for
+from shoal.transports.addresses import bracketed, free_port, is_loopback
+from shoal.transports.databases import Access
+
+_START_S = 120.0
+_STOP_S = 60.0
+_PASSING_S = 10.0
+_PASSING = ("is still in use", "already exists", "could not bind")
+"""What a server complains of while the one before it is still going."""
+
+
+class EmbeddedPostgres:
+    """A server on `folder/postgres`, while the context lasts. Port 0 is a free one, and the same again when the run is resumed."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        database: str = "shoal",
+        user: str = "shoal",
+        password: str | None = None,
+    ) -> None:
+        self.folder = folder.absolute()
+        self.data, self.log = self.folder / "postgres", self.folder / "postgres.log"
+        self._port, self._password = port, password
+        self._memory = Memory(host, port, database, user, password or "")
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    @property
+    def access(self) -> Access:
+        """The way in from this machine, as the database's owner. Other machines need roles of their own."""
+        return self._memory.access
+
+    @property
+    def address(self) -> str:
+        """postgresql://user:password@host:port/database, for this machine."""
+        return self.access.address
+
+    conninfo = address
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process, while it runs."""
+        return running_server(self.data)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the server, the first time on an empty database. Raises ShoalError."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ShoalError(f"cannot make {self.folder} for the run's database: {error.strerror}") from None
+        programs = programs_for(self.data)
+        import_module("shoal.transports.postgres.access")  # which says what is missing, before anything is begun
+        known = Memory.of(self.folder)
+        refuse_a_second_owner(self.folder, known)
+        if known is not None and is_made(self.data) and known.user != self._memory.user:
+            raise ShoalError(
+                f"the database in {self.folder} belongs to `{known.user}`, not to `{self._memory.user}`: set transport.user back"
+            )
+        end_what_was_left(self.data)
+        self._memory = self._memory._replace(password=self._present_password(known), port=self._free_port(known), owner=ourselves())
+        self._memory.save(self.folder)  # before there is anything that only this password opens
+        try:
+            if is_made(self.data):
+                check_release(programs)
+            else:
+                make(programs, self._memory)
+            self._launch(programs)
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def ensure(self) -> bool:
+        """Start the server again if somebody killed it; whether that was so."""
+        if self._keeper is None or self._keeper.poll() is None:
+            return False
+        self._let_go()
+        end_what_was_left(self.data)
+        self._launch(programs_for(self.data))
+        return True
+
+    def close(self) -> None:
+        """Shut the server down. Whoever is still connected is disconnected."""
+        self._let_go()
+        self._keeper = None
+        if self._memory.owner is not None:
+            self._memory = self._memory._replace(owner=None)
+            self._memory.save(self.folder)
+
+    # --- on the way there --------------------------------------------------------------------------
+
+    def _present_password(self, known: Memory | None) -> str:
+        """The one the server has now; `_open` changes it where another is wanted."""
+        if known is not None and is_made(self.data):
+            return known.password
+        if self._password:
+            return self._password
+        if is_made(self.data):
+            raise ShoalError(f"{self.folder / FILE} is gone, and with it the database's password: set DB_PASSWORD if you know it")
+        return secrets.token_urlsafe(24)
+
+    def _free_port(self, known: Memory | None) -> int:
+        """The port that is wanted, else the one that is known, else any."""
+        host, wanted = self._memory.host, self._port or (known.port if known else 0)
+        port = free_port(host, wanted)
+        if port is None and not self._port and is_loopback(host):
+            port = free_port(host)  # nobody on other machines has been told
+        if port is None:
+            raise ShoalError(f"port {wanted} of {bracketed(host)} is taken: end what uses it, or choose another with transport.port")
+        return port
+
+    def _launch(self, programs: Programs) -> None:
+        """Start the server, and wait until it answers."""
+        command = settle(programs, self._memory)
+        began = time.monotonic()
+        while True:
+            spoken = self.log.stat().st_size if self.log.exists() else 0
+            self._keeper = _start_keeper(programs, command, self.log)
+            if self._is_ready(began + _START_S):
+                return
+            said = _complaint(self.log, spoken)
+            if not any(words in said for words in _PASSING) or time.monotonic() > began + _PASSING_S:
+                raise ShoalError(f"the run's PostgreSQL does not start: {said} (see {self.log})")
+            time.sleep(0.2)
+
+    def _is_ready(self, until: float) -> bool:
+        """Wait for the server; False if it ended, or takes too long."""
+        assert self._keeper is not None
+        while self._keeper.poll() is None and time.monotonic() < until:
+            if is_ready(self.data, self._keeper.pid):
+                return True
+            time.sleep(0.02)
+        self._let_go()
+        return False
+
+    def _let_go(self) -> None:
+        """See the keeper off: it shuts the server down when its input is closed."""
+        if self._keeper is None:
+            return
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        try:
+            self._keeper.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+
+    def _open(self) -> None:
+        """See that the password is the wanted one, and that there is a database."""
+        from shoal.transports.postgres.access import connect, create_database, set_password
+
+        wanted = self._password or self._memory.password
+        if wanted != self._memory.password:
+            maintenance = self.access._replace(database="postgres")
+            try:
+                connection = connect(maintenance)
+            except ShoalError:  # changed already, by a run that was killed before it could write that down
+                connection = connect(maintenance._replace(password=wanted))
+            with connection:
+                set_password(connection, self._memory.user, wanted)
+            self._memory = self._memory._replace(password=wanted)
+            self._memory.save(self.folder)
+        create_database(self.access)
+
+
+@contextmanager
+def database_of(folder: Path) -> Iterator[tuple[Access, str]]:
+    """The database in a run's folder, and the address its server listens on: as it runs, or started for as long as it is needed."""
+    known = Memory.of(folder)
+    if known is None:
+        raise ShoalError(f"{folder} holds no database: only a run with `host: embedded` has one of its own")
+    if running_server(folder.absolute() / "postgres") is not None:
+        yield known.access, known.host
+        return
+    settings = known._asdict()
+    del settings["owner"]
+    with EmbeddedPostgres(folder, **settings) as server:
+        yield server.access, known.host
+
+
+def _start_keeper(programs: Programs, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C at the terminal is for the run, which still needs its database to stop properly."""
+    order = {"command": command, "cwd": str(programs.data), "user": programs.user}
+    order["stop"] = programs.command("pg_ctl", "stop", "--mode", "fast")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
+    with log.open("ab") as file:
+        keeper = subprocess.Popen(
+            [sys.executable, "-I", postgres_keeper.__file__],
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same, on Windows
+            env=environ,
+        )
+    assert keeper.stdin is not None
+    keeper.stdin.write(json.dumps(order).encode() + b"\n")
+    keeper.stdin.flush()
+    return keeper
+
+
+def _complaint(log: Path, start: int) -> str:
+    """What a server that did not start said since: what was fatal, else its last line."""
+    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() if log.exists() else []
+    fatal = [line for line in lines if "FATAL:" in line]
+    line = (fatal or lines or ["it said nothing"])[-1]
+    return line.partition("FATAL:")[2].strip() or line

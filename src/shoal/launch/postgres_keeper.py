@@ -1,0 +1,74 @@
+"""A small process between a run and its PostgreSQL: the server ends with the run, however the run ends.
+
+It is started by its path, knows nothing of Shoal, and does one thing: start the server that the first line of its standard input
+describes, and shut it down when that input is closed or its parent is gone. On Linux the server also ends when this process is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_LOOK_S = 1.0
+_PATIENCE_S = 30.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    order = json.loads(sys.stdin.readline() or "null")
+    if not order:
+        return
+    parent = os.getppid()
+    server = subprocess.Popen(
+        order["command"],
+        cwd=order["cwd"],
+        stdin=subprocess.DEVNULL,
+        preexec_fn=_ending_with_parent() if sys.platform == "linux" else None,
+        **identity(order["user"]),
+    )
+    over = threading.Event()
+    for wait in (sys.stdin.read, server.wait):
+        threading.Thread(target=_then_set, args=(wait, over), daemon=True).start()
+    while not over.wait(_LOOK_S) and os.getppid() == parent:
+        pass
+    _stop(server, order["stop"])
+
+
+def identity(user: list[int] | None) -> dict[str, Any]:
+    """Whom a program runs as, for Popen: [uid, gid], or None for ourselves."""
+    return {"user": user[0], "group": user[1], "extra_groups": []} if user else {}
+
+
+def _ending_with_parent() -> Callable[[], None]:
+    """Asks the kernel to shut the calling process down, fast, when its parent dies. All is loaded before: that process may read nothing."""
+    import ctypes
+
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+
+
+def _then_set(wait: Callable[[], object], over: threading.Event) -> None:
+    wait()
+    over.set()
+
+
+def _stop(server: subprocess.Popen[bytes], command: list[str]) -> None:
+    """A fast shutdown: open transactions are rolled back, committed ones are on the disk."""
+    if sys.platform == "win32":
+        subprocess.run(command, stdin=subprocess.DEVNULL)
+    else:
+        server.send_signal(signal.SIGINT)
+    try:
+        server.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""postgres.json in a run's folder: the address and password of the run's own database, and who runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.errors import ShoalError
+from shoal.launch.postgres_program import processes
+from shoal.transports.addresses import is_loopback, resolve
+from shoal.transports.databases import Access
+
+FILE = "postgres.json"
+
+
+class Memory(NamedTuple):
+    """What is kept from one start to the next, so that a resumed run is found where it was."""
+
+    host: str
+    port: int
+    database: str
+    user: str
+    password: str
+    owner: tuple[int, float] | None = None
+    """The process that runs the server, and when that process began."""
+
+    @classmethod
+    def of(cls, folder: Path) -> Memory | None:
+        path = folder / FILE
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**saved | {"owner": tuple(saved["owner"]) if saved["owner"] else None})
+        except FileNotFoundError:
+            return None
+        except PermissionError:
+            raise ShoalError(f"{path} belongs to another user: go on as the one who started the run") from None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ShoalError(f"{path}, which holds the database's password, cannot be read: {error}") from None
+
+    def save(self, folder: Path) -> None:
+        write_private(folder / FILE, json.dumps(self._asdict(), indent=2))
+
+    @property
+    def access(self) -> Access:
+        """The way in from this machine."""
+        here = resolve(self.host) if is_loopback(self.host) else "127.0.0.1"
+        return Access(here, self.port, self.database, self.user, self.password, "sslmode=disable")
+
+
+def write_private(path: Path, text: str, user: tuple[int, int] | None = None) -> None:
+    """A file that is there whole or not at all, and that only its owner can read. It never follows a link."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.unlink(missing_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            if user:
+                os.chown(descriptor, *user)
+            file.write(text)
+        os.replace(partial, path)
+    except OSError as error:
+        raise ShoalError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def ourselves() -> tuple[int, float]:
+    """This process, in a way that no later one is mistaken for it."""
+    return os.getpid(), processes().Process().create_time()
+
+
+def refuse_a_second_owner(folder: Path, known: Memory | None) -> None:
+    """One process runs a folder's server at a time."""
+    if known is None or known.owner is None:
+        return
+    psutil = processes()
+    pid, began = known.owner
+    try:
+        process = psutil.Process(pid)
+        alive = abs(process.create_time() - began) < 2.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        alive = False
+    if alive:
+        raise ShoalError(f"the database in {folder} belongs to process {pid}, which still runs: end that run first")

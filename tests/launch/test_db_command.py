@@ -1,0 +1,156 @@
+"""`shoal db`, on a real server."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.errors import ShoalError
+from shoal.launch.postgres import EmbeddedPostgres
+from shoal.transports.databases import parse
+from shoal.transports.postgres.access import connect, create_database
+
+Shoal = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def shoal(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shoal:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def address(server: EmbeddedPostgres, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A database that is not there yet, one for each test."""
+    name = request.node.name[:40]
+    yield server.access._replace(database=name).address
+    with connect(server.access) as connection:
+        connection.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
+
+
+def test_init_makes_a_database_once(shoal: Shoal, address: str) -> None:
+    code, out, err = shoal("db", "status", address)
+    assert (code, out) == (2, "")
+    assert "`shoal db init` creates it" in err
+    code, out, err = shoal("db", "init", address)
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"postgresql://shoal@\S+: created, ready \(schema \d+\)\n", out)
+    assert "created" not in shoal("db", "init", address)[1]
+
+
+def test_status_for_people_and_programs(shoal: Shoal, address: str) -> None:
+    shoal("db", "init", address)
+    code, out, _ = shoal("db", "status", address)
+    assert (code, "none yet" in out) == (0, True)
+    told = json.loads(shoal("db", "status", address, "--json")[1])
+    assert told["schema_version"] >= 1
+    assert told["workers"] == told["roles"] == {}
+    for text in (out, json.dumps(told)):
+        assert str(parse(address).password) not in text
+
+
+def test_a_database_that_is_not_prepared_is_told(shoal: Shoal, address: str) -> None:
+    create_database(parse(address))
+    code, _, err = shoal("db", "status", address)
+    assert (code, "shoal db init" in err, err.count("\n")) == (2, True, 1)
+
+
+def test_grant_prints_the_line_that_a_student_needs(shoal: Shoal, address: str) -> None:
+    shoal("db", "init", address)
+    code, out, _ = shoal("db", "grant", "student", "ana", address)
+    assert code == 0
+    found = re.search(r"^  shoal join (postgresql://ana:\S+)$", out, re.MULTILINE)
+    assert found
+    with connect(parse(found.group(1))) as connection:
+        import psycopg
+
+        for statement in ("SELECT * FROM shoal.migrations", "CREATE TABLE mine (x int)", "CREATE ROLE eve", "CREATE DATABASE eve"):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute(statement.encode())
+    out = shoal("db", "grant", "student", "ana", address)[1]
+    assert "the password stays as it is" in out
+    with connect(parse(found.group(1))):
+        pass
+    shoal("db", "grant", "student", "ana", address, "--password", "new one")
+    with pytest.raises(ShoalError, match="does not take this password for `ana`"):
+        connect(parse(found.group(1)))
+    assert json.loads(shoal("db", "status", address, "--json")[1])["roles"] == {"ana": "student"}
+
+
+def test_reset_asks_for_the_name(shoal: Shoal, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shoal("db", "init", address)
+    with connect(parse(address)) as connection:
+        connection.execute("CREATE TABLE shoal.leftover (x int)")
+
+    def tables() -> str:
+        return shoal("db", "status", address, "--json")[1]
+
+    for typed in ("", "yes\n"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        code, _, err = shoal("db", "reset", address)
+        assert (code, "nothing was deleted" in err, "leftover" in tables()) == (2, True, True)
+    monkeypatch.setattr("sys.stdin", io.StringIO(parse(address).database + "\n"))
+    assert shoal("db", "reset", address)[0] == 0
+    assert "leftover" not in tables()
+    assert shoal("db", "reset", "--yes", address)[0] == 0
+
+
+def test_a_configuration_names_its_server(shoal: Shoal, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    access = parse(address)
+    Path("classroom.yaml").write_text(
+        f"database:\n  host: {access.host}\n  port: {access.port}\n  database: {access.database}\n  user: shoal\n"
+        "  password: ${DB_PASSWORD}\ntraining:\n  num_workunits_per_update: 2\n"
+    )
+    monkeypatch.setenv("DB_PASSWORD", "wrong")
+    code, _, err = shoal("db", "init", "classroom.yaml")
+    assert (code, "set DB_PASSWORD" in err, "wrong" not in err) == (2, True, True)
+    monkeypatch.setenv("DB_PASSWORD", str(access.password))
+    assert shoal("db", "init", "classroom.yaml")[0] == 0
+    assert shoal("db", "status", access.shown)[0] == 0
+
+
+def test_a_role_that_may_not_create_databases_is_told_what_to_type(shoal: Shoal, address: str, server: EmbeddedPostgres) -> None:
+    with connect(server.access) as connection:
+        connection.execute("CREATE ROLE plain LOGIN PASSWORD 'p'")
+    code, _, err = shoal("db", "init", parse(address)._replace(user="plain", password="p").address)
+    assert (code, "createdb --host" in err, "--owner plain" in err) == (2, True, True)
+
+
+def test_a_run_with_a_server_of_its_own_is_named_by_its_folder(shoal: Shoal, server: EmbeddedPostgres, tmp_path: Path) -> None:
+    assert shoal("db", "init", str(server.folder))[0] == 0
+    Path("classroom.yaml").write_text("training:\n  num_workunits_per_update: 2\n")
+    code, _, err = shoal("db", "status", "classroom.yaml")
+    assert (code, "a run makes its database itself" in err) == (2, True)
+    with EmbeddedPostgres(tmp_path / "runs" / "mine") as stopped:
+        pass
+    assert shoal("db", "init", "classroom.yaml")[0] == 0  # the newest run's, started for as long as it takes
+    assert "runs/mine" in shoal("db", "status", "classroom.yaml")[2]
+    assert stopped.pid is None
+
+
+def test_mistakes_are_one_line(shoal: Shoal) -> None:
+    assert "no command `db statsu`" in shoal("db", "statsu")[2]
+    assert "transport.kind is zmq" in shoal("db", "status", "starter")[2]
+    assert shoal("db", "--help")[0] == 0
+    assert "no PostgreSQL answers at 127.0.0.1:1: is it running" in shoal("db", "status", "postgresql://127.0.0.1:1/x")[2]
+
+
+def test_a_coordinators_and_a_readers_way_in_is_told(shoal: Shoal, address: str) -> None:
+    shoal("db", "init", address)
+    out = shoal("db", "grant", "reader", "projector", address, "--password", "p w")[1]
+    with connect(parse(out.splitlines()[-1].strip())) as connection:
+        assert connection.execute("SELECT * FROM shoal.worker_list").fetchall() == []
+    out = shoal("db", "grant", "coordinator", "second", address)[1]
+    assert re.search(r"user: second\}\nin its environment:\n  DB_PASSWORD=\S{16}$", out.strip())
