@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from shoal.cli.clusters import coordinate
 from shoal.cli.main import report
 from shoal.cli.options import load, parse, parser, require
-from shoal.cli.train import continued_from, coordinate
+from shoal.cli.train import continued_from
 from shoal.config.problems import ConfigError
 from shoal.errors import ShoalError
 

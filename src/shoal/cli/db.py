@@ -17,7 +17,7 @@ from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch.postgres_memory import FILE
 from shoal.transports.addresses import is_loopback, local_addresses, to_tell
-from shoal.transports.databases import DEFAULT_PORT, Access, is_address
+from shoal.transports.databases import Access, access_of, is_address
 from shoal.transports.databases import parse as parse_address
 
 if TYPE_CHECKING:
@@ -163,8 +163,7 @@ def _meant(arguments: argparse.Namespace, overrides: list[Override]) -> Access |
     if not isinstance(settings, Postgres):
         raise ShoalError(f"transport.kind is {settings.kind}: only a run through PostgreSQL has a database (--set transport.kind=postgres)")
     if settings.host != "embedded":
-        password = settings.password.reveal() if settings.password else None
-        return Access(settings.host, settings.port or DEFAULT_PORT, settings.database, settings.user, password)
+        return access_of(settings)
     return _newest(run.output_dir)
 
 

@@ -18,9 +18,6 @@ from shoal.config.problems import ConfigError
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.config.schema.cluster import Transport
-    from shoal.launch import LocalWorkers
-    from shoal.strategies.coordinating import Coordinating
     from shoal.watch.progress import Progress
     from shoal.worker import Loop
 
@@ -51,6 +48,8 @@ def run(argv: list[str]) -> int:
             f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({loaded.run.strategy.kind})"
         )
     count += loaded.run.coordinator.trains and not arguments.workers
+    from shoal.cli.clusters import coordinate
+
     return coordinate(loaded, arguments.run_dir, arguments.resume, workers=count, netem=arguments.netem, slowdown=arguments.slowdown)
 
 
@@ -77,114 +76,6 @@ def train(loaded: Loaded, run_dir: str | None = None, resume: bool = False) -> i
     with stopping_on_signals(loop, progress):
         summary = loop.train()
     return conclude(loop, summary)
-
-
-def coordinate(
-    loaded: Loaded,
-    run_dir: str | None,
-    resume: bool,
-    *,
-    workers: int = 0,
-    invite: bool = False,
-    netem: str | None = None,
-    slowdown: list[str] | None = None,
-    hosts: tuple[str, ...] = (),
-) -> int:
-    """Coordinate a run, with so many workers on this machine; `invite` lets others join."""
-    from shoal.strategies.coordinating import prepare
-    from shoal.watch.progress import progress_for
-    from shoal.watch.sinks import sinks_for
-
-    run = loaded.run
-    if run.transport.kind == "in-process":
-        raise ShoalError("transport.kind: workers are processes of their own, which in-process does not reach: choose zmq or xmlrpc")
-    progress = progress_for(sys.stderr, run.log_level, cluster=True)
-    coordinating = prepare(
-        loaded,
-        run_dir=run_dir,
-        resume=resume,
-        reporters=[progress, *sinks_for(run)],
-        progress=download,
-        workers=run.cluster.num_workers + run.coordinator.trains if invite and run.cluster.num_workers else workers,
-        hosts=(hosts or ("0.0.0.0",)) if invite else ("127.0.0.1",),
-        transport=_transport(run.transport, invite, bool(hosts)),
-    )
-    loop = coordinating.loop
-    if not invite and not workers:  # a run that goes on has as many as it was begun for
-        workers = loop.coordinator.plan.expected
-    if workers:
-        import torch
-
-        torch.set_num_threads(1)  # the workers here need the others more
-    progress.message(f"{run.strategy.kind}, {loop.engine.size:,} parameters, in {loop.directory.path}")
-    if invite:
-        _invite(coordinating)
-    names = _names(workers, (run.cluster.server or "here",) if invite else run.cluster.workers)
-    started = _start_workers(coordinating, names, netem, slowdown or [])
-    loop.beside = lambda: started.look_after(loop.message)
-    try:
-        with stopping_on_signals(loop, progress):
-            summary = loop.train()
-    finally:
-        started.close()
-        loop.server.close()
-    return conclude(loop, summary)
-
-
-def _transport(settings: Transport, invite: bool, hosts: bool) -> Transport:
-    """Where to listen: `--host` counts more than the configuration, and workers of this machine need no particular port."""
-    if invite and not hosts:
-        return settings
-    changed: Transport = settings.replace(host=None) if invite else settings.replace(host=None, port=0)
-    return changed
-
-
-def _names(count: int, listed: tuple[str, ...]) -> list[str]:
-    """Names for the workers here: those that are listed first."""
-    return [*listed[:count], *(f"w{number}" for number in range(len(listed[:count]) + 1, count + 1))]
-
-
-def _start_workers(coordinating: Coordinating, names: list[str], netem: str | None, slowdown: list[str]) -> LocalWorkers:
-    from shoal.launch import LocalWorkers
-
-    loop, invitation = coordinating.loop, coordinating.invitation
-    factors = _factors(slowdown, names)
-    common = ["--netem", netem] if netem else []
-    arguments = {name: [*common, *(["--slowdown", factors[name]] if name in factors else [])] for name in names}
-    workers = LocalWorkers(loop.directory.path / "workers", invitation._asdict(), arguments)
-    workers.start()
-    return workers
-
-
-def _factors(slowdown: list[str], names: list[str]) -> dict[str, str]:
-    factors = dict(text.partition("=")[::2] for text in slowdown)
-    for name, factor in factors.items():
-        if name not in names:
-            raise ShoalError(f"--slowdown: there is no worker `{name}`; there are {', '.join(names)}")
-        try:
-            good = float(factor) >= 1
-        except ValueError:
-            good = False
-        if not good:
-            raise ShoalError(f"--slowdown: write {name}=8 to make it 8 times slower")
-    return factors
-
-
-def _invite(coordinating: Coordinating) -> None:
-    """The one line that a worker needs; for machines that reach this one under an address of their own, theirs."""
-    from shoal.transports.addresses import parse as parse_address
-    from shoal.transports.keys import key_text
-
-    invitation, cluster = coordinating.invitation, coordinating.loop.run.cluster
-    rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "")
-    here = parse_address(invitation.address)
-    print(f"workers join with:\n  shoal join {here} {rest}")
-    for name in cluster.workers:
-        host = cluster.hosts.get(name)
-        if host is not None and (host.server_address or host.server_port):
-            own = here._replace(host=host.server_address or here.host, port=host.server_port or here.port)
-            print(f"{name} joins with:\n  shoal join {own} --name {name} {rest}")
-    sys.stdout.flush()
 
 
 @contextmanager

@@ -53,6 +53,7 @@ class Coordinator:
         self.most_batches = max(1, plan.batches_per_step // max(1, contributions))
         """Batches that one contribution may be made of."""
         self._offered: list[int] = []
+        self._spoiled: dict[int, int] = {}
         self._clock: float | None = None
         self._effects: list[Effect] = []
 
@@ -294,30 +295,46 @@ class Coordinator:
         if number in self.book.settled:
             return self.state.count("repeated")
         if isinstance(asked, Failed):
-            fields = {name: getattr(asked, name) for name in ("epoch", "start", "batches", "reason")}
-            self._take({"kind": "failed", "unit": number, **fields})
-            if all(unit in self.book.settled for unit in self._offered):
-                self._effects.append(self.offer())
-            self._effects.append(Note(f"warning: unit {number} of epoch {asked.epoch + 1} is given up: {_printable(asked.reason)}"))
-            return None
+            return self._give_up(asked, number)
         return self._deliver(asked, event.frames, number)
 
-    def do_again(self, epoch: int, start: int, why: str) -> list[Effect]:
-        """A unit was handed in, and is not done."""
+    def spoil(self, epoch: int, start: int, why: str) -> list[Effect]:
+        """What was handed in for a unit cannot be used: it is done again, unless that happened too often."""
+        self._effects = []
+        self._spoil(epoch, start, why)
+        self._close_what_is_due()
+        return self._effects
+
+    def _spoil(self, epoch: int, start: int, why: str) -> None:
+        cut, rounds = self.plan.cut, self.policy.rounds
+        assert cut is not None
+        assert isinstance(rounds, Quorum)
+        number = cut.number(epoch, start)
         self.state.count("malformed")
-        assert self.plan.cut is not None
-        number = self.plan.cut.number(epoch, start)
-        return [Note(f"warning: {_printable(why)}"), Issue(self.state.version, [number])]
+        self._spoiled[number] = self._spoiled.get(number, 0) + 1
+        if self._spoiled[number] > rounds.max_retries:
+            return self._give_up(Failed(*cut.unit(number), why), number)
+        self._effects += [Note(f"warning: {_printable(why)}"), Issue(self.state.version, [number])]
+        return None
+
+    def _give_up(self, asked: Failed, number: int) -> None:
+        self._spoiled.pop(number, None)
+        fields = {name: getattr(asked, name) for name in ("epoch", "start", "batches", "reason")}
+        self._take({"kind": "failed", "unit": number, **fields})
+        if all(unit in self.book.settled for unit in self._offered):
+            self._effects.append(self.offer())
+        self._effects.append(Note(f"warning: unit {number} of epoch {asked.epoch + 1} is given up: {_printable(asked.reason)}"))
 
     def _deliver(self, asked: Delivered, frames: Frames, number: int) -> None:
         """Take what was learned from a unit. Its worker was told so already: one that came while a round closed is in the next."""
         try:
             decoded = self.book.decode(frames)
         except codecs.UpdateError as error:
-            self._effects += self.do_again(asked.epoch, asked.start, f"what {asked.worker} sent cannot be used: {error}")
-            return
+            return self._spoil(asked.epoch, asked.start, f"what {asked.worker} sent cannot be used: {error}")
         share = staleness.weight(max(0, self.state.version - asked.base))
+        self._spoiled.pop(number, None)
         self._take(delivered(asked, number, share, self.state.version), frames, decoded)
+        return None
 
     # --- rounds ------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from shoal.transports.connect import needs_keys
 from shoal.updates import codecs, privacy
 from shoal.updates.messages import BadMessage, parse, parse_from_leases
 from shoal.worker import Loop, Reporter, RunDirectory
-from shoal.worker.checkpoint import Checkpoint, find, load_weights, save_weights
+from shoal.worker.checkpoint import Saved, find, load_weights, save_weights
 
 _TICK_S = 0.1
 _GOODBYE_S = 15.0
@@ -167,12 +167,13 @@ class ClusterLoop(Loop):
     def _take_from_leases(self, board: Board, request: Request) -> None:
         """It counts, and is not passed on again: both or neither."""
         header = request.message.header
+        fields = {name: value for name, value in header.items() if name not in ("unit", "seq")}
+        if header["kind"] == "delivered":
+            fields["seq"] = header["unit"]  # which is handed in once, so it serves as the number of the contribution
         try:
-            event = Passed(parse_from_leases(header), request.message.frames)
+            event = Passed(parse_from_leases(fields), request.message.frames)
         except BadMessage as error:  # the figures in it are a worker's
-            effects = self.coordinator.do_again(
-                header["epoch"], header["start"], f"what {header.get('worker')} sent cannot be used: {error}"
-            )
+            effects = self.coordinator.spoil(header["epoch"], header["start"], f"what {header.get('worker')} sent cannot be used: {error}")
         else:
             effects = self.coordinator.handle(event, time.monotonic())
         self._carry_out(effects, lambda: board.consume(request))
@@ -323,7 +324,7 @@ class ClusterLoop(Loop):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"coordinator": self.coordinator.state_dict(), "ledger": self.ledger.length}
 
-    def recover(self, snapshot: Checkpoint) -> None:
+    def recover(self, snapshot: Saved) -> None:
         """Become what the coordinator was when it ended, however it ended."""
         self.restore(snapshot)
         self.coordinator.load_state_dict(snapshot.state["coordinator"])

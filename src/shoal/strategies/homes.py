@@ -16,6 +16,7 @@ from shoal.strategies.inviting import Invitation, Secrets, listen
 from shoal.strategies.joining import configuration, unpack
 from shoal.strategies.keeping import Files, Store
 from shoal.transports import Message, Server
+from shoal.transports.databases import access_of
 from shoal.worker import RunDirectory
 from shoal.worker.run_directory import same_settings
 
@@ -70,10 +71,11 @@ class InDatabase:
         from shoal.transports.postgres import stored_run
 
         self.run, self.resume, self.transport = run, resume, transport
-        self.address = transport.address
-        self.directory, self.expected = None, 0
-        stored = stored_run(self.address) if resume else None
-        if stored is not None:
+        self.address = access_of(transport).address
+        self.directory: RunDirectory | None = None
+        self.expected = 0
+        if resume:
+            stored = stored_run(self.address)
             self.directory = self._go_on(stored, run_dir)
             self.expected = stored.header["shards"]
 

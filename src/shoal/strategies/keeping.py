@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.coordinator.effects import Frames
 from shoal.coordinator.journal import Journal, Ledger
 from shoal.transports import Request, Server
-from shoal.worker.checkpoint import Checkpoint, Checkpoints
+from shoal.worker.checkpoint import Checkpoints, Saved
 
 
 class JournalLike(Protocol):
@@ -42,7 +42,7 @@ class SnapshotsLike(Protocol):
 
     def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Any: ...
     def all(self) -> Sequence[Any]: ...
-    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None: ...
+    def newest(self, warn: Callable[[str], None]) -> Saved | None: ...
 
 
 class Store(Protocol):

@@ -8,14 +8,33 @@ from collections.abc import Callable
 import torch
 
 from shoal import data
+from shoal.config.schema.cluster import Postgres
+from shoal.config.schema.strategy import WorkUnits
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import Parts, Progress
-from shoal.strategies.joining import Way, about_here, parts_for
+from shoal.strategies.joining import Joined, Way, about_here, configuration, parts_for
 from shoal.transports import Message
 from shoal.transports.postgres import UnitDesk
 from shoal.worker.courier import Pulse
 from shoal.worker.leased import Leased
 from shoal.worker.member import Receipts
+
+
+def join(way: Way, tell: Callable[[str], None], progress: Progress | None = None) -> Joined | Leasing:
+    """Join the run in a database, in the way it is run."""
+    desk = UnitDesk(way.address, poll_interval_s=1.0, patience_s=way.patience_s)
+    try:
+        welcome = desk.welcome(wait_s=way.patience_s)
+        run = configuration(welcome.header, ())
+        if isinstance(run.strategy, WorkUnits):
+            assert isinstance(run.transport, Postgres)
+            desk.poll_interval_s = run.transport.poll_interval_s
+            return Leasing(way, desk, welcome, tell, progress)
+    except BaseException:
+        desk.close()
+        raise
+    desk.close()
+    return Joined(way, tell, progress)
 
 
 class Leasing:

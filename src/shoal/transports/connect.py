@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from shoal.config.schema.cluster import InProcess, Postgres, Transport, XmlRpc
 from shoal.errors import ShoalError
 from shoal.transports import addresses
+from shoal.transports.databases import is_address
 from shoal.transports.interface import Client, Server
 from shoal.transports.keys import Keys
 
@@ -80,4 +81,8 @@ def connect(
         from shoal.transports.in_process import InProcessClient
 
         return InProcessClient(address, token=token, max_frame_bytes=max_frame_bytes)
-    raise ShoalError(f"`{address}` is not an address of a coordinator: tcp://…, http://… or in-process://… is expected")
+    if is_address(address):
+        from shoal.transports.postgres import PostgresClient
+
+        return PostgresClient(address, max_frame_bytes=max_frame_bytes)
+    raise ShoalError(f"`{scheme}://…` is not an address of a coordinator: tcp://…, http://… or postgresql://… is expected")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
+from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.transports.addresses import bracketed
 
@@ -37,6 +38,12 @@ class Access(NamedTuple):
     def _address(self, secret: str) -> str:
         host = quote(self.host, safe="") if self.host.startswith("/") else bracketed(self.host)
         return f"postgresql://{quote(self.user, safe='')}{secret}@{host}:{self.port}/{quote(self.database, safe='')}"
+
+
+def access_of(settings: Postgres) -> Access:
+    """The database that is configured, on a server that is there."""
+    password = settings.password.reveal() if settings.password else None
+    return Access(settings.host, settings.port or DEFAULT_PORT, settings.database, settings.user, password)
 
 
 def is_address(text: str) -> bool:

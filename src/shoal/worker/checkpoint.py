@@ -15,8 +15,8 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -35,6 +35,19 @@ class Checkpoint(NamedTuple):
     step: int
     weights: dict[str, Tensor]
     state: dict[str, Any]
+
+
+class Saved(Protocol):
+    """A checkpoint, wherever it is."""
+
+    @property
+    def path(self) -> PurePath: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def weights(self) -> dict[str, Tensor]: ...
+    @property
+    def state(self) -> dict[str, Any]: ...
 
 
 class Checkpoints:

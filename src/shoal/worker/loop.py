@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.config import Run
 from shoal.errors import ShoalError
 from shoal.tasks import Batch, Task
-from shoal.worker.checkpoint import Checkpoint, Checkpoints
+from shoal.worker.checkpoint import Checkpoint, Checkpoints, Saved
 from shoal.worker.run_directory import RunDirectory
 
 
@@ -325,7 +325,7 @@ class Loop:
             self.checkpoints.forget_after(checkpoint.step)
             self._saved_at = checkpoint.step
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Saved) -> None:
         """Take over what a checkpoint holds."""
         self.engine.load_weights(checkpoint.weights)
         state = checkpoint.state

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from typing import Literal, Union
-from urllib.parse import quote
 
 from shoal.config.fields import (
     EMPTY,
@@ -54,13 +53,6 @@ class Postgres(Section):
     """Better in the environment as DB_PASSWORD."""
     poll_interval_s: PositiveFloat = 5.0
     """Seconds between looks at the database where notifications do not get through."""
-
-    @property
-    def address(self) -> str:
-        """As the database's programs take it. It holds the password."""
-        secret = f":{quote(self.password.reveal(), safe='')}" if self.password is not None else ""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"postgresql://{quote(self.user, safe='')}{secret}@{host}:{self.port}/{quote(self.database, safe='')}"
 
 
 class InProcess(Section):

@@ -11,6 +11,6 @@ only make it quick; where they do not get through, everybody looks again after `
 
 from shoal.transports.postgres.client import PostgresClient
 from shoal.transports.postgres.server import PostgresServer
-from shoal.transports.postgres.units import Unit, UnitDesk, Weights
+from shoal.transports.postgres.units import Unit, UnitDesk, Weights, stored_run
 
-__all__ = ["PostgresClient", "PostgresServer", "Unit", "UnitDesk", "Weights"]
+__all__ = ["PostgresClient", "PostgresServer", "Unit", "UnitDesk", "Weights", "stored_run"]

@@ -58,6 +58,7 @@ class Line:
         self._connection: Connection | None = None
         self._bell = Bell()
         self._notified = False
+        self._heard = 0
 
     def run(self, work: Callable[[Connection], Result], patience_s: float) -> Result:
         """Do something over the connection; again, on a new one, when it is lost. So it must be harmless to do twice."""
@@ -103,6 +104,7 @@ class Line:
 
     def _hear(self) -> None:
         self._notified = True
+        self._heard += 1
 
     def wait(self, timeout_s: float) -> None:
         """Until a notification, a ring, the loss of the connection, or the timeout. What was heard before counts."""
@@ -122,9 +124,14 @@ class Line:
             try:
                 connection.pgconn.consume_input()
                 while connection.pgconn.notifies():
-                    pass
+                    self._hear()
             except LOST:
                 self.drop()
+
+    def listen(self) -> int:
+        """How many notifications there were so far, without waiting for one. They still count for `wait`."""
+        self._wait_for_bytes(0.0)
+        return self._heard
 
     def ring(self) -> None:
         self._bell.ring()

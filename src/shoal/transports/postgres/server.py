@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ShoalError
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from shoal.transports.postgres.store import Store
 
 _WORKER_COLUMNS = "name, about, state, figures, joined_at, seen_at, left_at, alive, completed, late, cancelled, failed"
 
@@ -105,6 +109,22 @@ class PostgresServer(Mailbox):
             )
             self._tally({"issued": len(units)})
             connection.execute("SELECT pg_notify('shoal_work', '')")
+
+    @functools.cached_property
+    def store(self) -> Store:
+        """Journal, ledger and snapshots, in the same transactions as everything else."""
+        from shoal.transports.postgres.store import Store
+
+        return Store(self)
+
+    def iteration(self) -> int | None:
+        """What units are on the board for, if any ever were."""
+        newest: int | None = self.fetch("SELECT max(iteration) FROM shoal.iterations")[0][0]
+        return newest
+
+    def is_from_leases(self, request: Request) -> bool:
+        """Whether a request is a unit's: those have no peer to answer."""
+        return request.peer == b""
 
     def _clear_board(self, iteration: int) -> None:
         """Cancel what is left of older iterations. Rows that somebody may still ask for stay until the next time."""

@@ -178,3 +178,14 @@ class Snapshots:
 
     def _path(self, step: int) -> PurePosixPath:
         return self.folder / f"step-{step:08d}"
+
+
+class Store:
+    """All of it, over one server's transactions."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self.journal, self.ledger, self.snapshots = Journal(server), Ledger(server), Snapshots(server, 2)
+        self.carry_out = server.carry_out
+
+    def oldest_snapshot(self) -> int:
+        return int(self.snapshots.all()[0].name.partition("-")[2])

@@ -61,6 +61,7 @@ class UnitDesk:
         self._working, self._beating = threading.RLock(), threading.RLock()
         self._woken = threading.Event()
         self._after = 0
+        self._news = 0
         self._looked_at = -math.inf
 
     def welcome(self, wait_s: float = 0.0) -> Message:
@@ -154,6 +155,15 @@ class UnitDesk:
         row = connection.execute("SELECT shoal.held(%b::int8, %b)", (unit.id, unit.lease)).fetchone()
         return bool(row and row[0])
 
+    def wanted(self, unit: Unit) -> bool:
+        """Whether the lease still holds, as far as one has heard: the database is asked only where there was news."""
+        with self._working:
+            news = self._line.listen()
+            if news == self._news:
+                return True
+            self._news = news
+            return bool(self._ask("SELECT shoal.held(%b::int8, %b)", (unit.id, unit.lease))[0][0])
+
     def give_back(self, unit: Unit) -> None:
         """Somebody else may do it; it does not count as an attempt."""
         self._ask("SELECT shoal.give_back(%b, %b::int8, %b)", (self._secret, unit.id, unit.lease))
@@ -182,6 +192,15 @@ class UnitDesk:
             line.hang_up()
             with lock:
                 line.close()
+
+
+def stored_run(conninfo: str) -> Message:
+    """The description of the run that a database holds. Raises ShoalError where there is none."""
+    desk = UnitDesk(conninfo, poll_interval_s=1.0, patience_s=0.0)
+    try:
+        return desk.welcome()
+    finally:
+        desk.close()
 
 
 def _opened(header: bytes) -> dict[str, Any]:
