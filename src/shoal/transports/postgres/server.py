@@ -156,10 +156,11 @@ class PostgresServer(Mailbox):
         self._published = published | {(version, kind): (header, frames)}
 
     def poll(self, timeout_s: float) -> list[Request]:
+        found = super().poll(timeout_s)
         if self.line.connects != self._connects:
             self._connects = self.line.connects
             self._publish_again()
-        return super().poll(timeout_s)
+        return found
 
     def _publish_again(self) -> None:
         """After a connection was lost: a server that crashed has emptied what is not logged."""
