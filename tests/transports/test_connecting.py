@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from postgres_harness import PASSWORD, Database
 from transport_harness import KEYS, LIMIT, PATIENCE_S, TOKEN, answering
 
+from shoal.config.fields import Secret
 from shoal.config.schema.cluster import InProcess, Postgres, Transport, XmlRpc, Zmq
 from shoal.errors import ShoalError
 from shoal.transports import Keys, Message, Unreachable, addresses, connect, listening_hosts, local_addresses, needs_keys, serve
@@ -38,6 +40,19 @@ def test_what_cannot_be_served_or_reached() -> None:
     for address in ("tcp://nowhere", "tcp://127.0.0.1:99999", "http://:80"):
         with pytest.raises(ShoalError, match="is not an address"):
             connect(address, token=TOKEN, max_frame_bytes=LIMIT)
+
+
+def test_a_database_is_served_and_reached(database: Database) -> None:
+    port = database.server.port
+    settings = Postgres(host="127.0.0.1", port=port, database=database.name, user="coordinator", password=Secret(PASSWORD))
+    server = serve(settings, token=TOKEN, keys=None, max_frame_bytes=LIMIT)
+    assert server.address == f"the database {database.name} at 127.0.0.1:{port}"
+    client = connect(database.conninfo("student"), token="", max_frame_bytes=LIMIT)
+    with answering(server):
+        assert client.call(Message({"a": 1}), PATIENCE_S).header == {"echo": {"a": 1}}
+    client.close()
+    server.close()
+    assert not needs_keys(settings)
 
 
 def test_where_a_server_listens() -> None:

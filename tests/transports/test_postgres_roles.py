@@ -45,10 +45,11 @@ def test_no_table_is_a_students(database: Database, student: psycopg.Connection[
     for table in (f"shoal.{name}" for name in (*TABLES, *VIEWS)):
         refused(student, f"SELECT * FROM {table}")
         refused(student, f"SELECT {columns[table]} FROM {table}")
-        refused(student, f"INSERT INTO {table} DEFAULT VALUES")
-        refused(student, f"UPDATE {table} SET {columns[table]} = DEFAULT")
-        refused(student, f"DELETE FROM {table}")
-        refused(student, f"TRUNCATE {table}" if table.removeprefix("shoal.") in TABLES else f"DROP VIEW {table}")
+        if table.removeprefix("shoal.") in TABLES:
+            refused(student, f"UPDATE {table} SET {columns[table]} = DEFAULT")
+            refused(student, f"INSERT INTO {table} DEFAULT VALUES")
+            refused(student, f"DELETE FROM {table}")
+            refused(student, f"TRUNCATE {table}")
         refused(student, f"DO $$ BEGIN LOCK TABLE {table}; END $$")
         refused(student, f"COPY (SELECT * FROM {table}) TO STDOUT")
 

@@ -185,6 +185,9 @@ class ClusterLoop(Loop):
             for effect in effects:
                 self._keep(effect)
             also()
+            for effect in effects:
+                if isinstance(effect, Issue) and self.board is not None:
+                    self._issue(self.board, effect)
 
         if effects or self.board is not None:
             self.store.carry_out(keep)
@@ -203,8 +206,6 @@ class ClusterLoop(Loop):
             self.ledger.append(effect.line)
         elif isinstance(effect, Published) and self.board is not None:
             self._publish(self.board)
-        elif isinstance(effect, Issue) and self.board is not None:
-            self._issue(self.board, effect)
 
     def _reply(self, effect: Reply) -> None:
         header, frames = effect.header, tuple(effect.frames)

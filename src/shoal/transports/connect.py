@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from shoal.config.schema.cluster import InProcess, Postgres, Transport, XmlRpc
 from shoal.errors import ShoalError
 from shoal.transports import addresses
-from shoal.transports.databases import is_address
 from shoal.transports.interface import Client, Server
 from shoal.transports.keys import Keys
 
@@ -22,8 +21,8 @@ def listening_hosts(settings: Transport, hosts: Sequence[str] = ()) -> list[str]
 
 
 def needs_keys(settings: Transport, hosts: Sequence[str] = ()) -> bool:
-    """Whether other machines can reach the server, so that what travels must be encrypted."""
-    return not isinstance(settings, InProcess) and not all(map(addresses.is_loopback, listening_hosts(settings, hosts)))
+    """Whether other machines can reach the server, so that what travels must be encrypted. (A database has keys of its own.)"""
+    return not isinstance(settings, (InProcess, Postgres)) and not all(map(addresses.is_loopback, listening_hosts(settings, hosts)))
 
 
 def serve(
@@ -38,7 +37,10 @@ def serve(
 ) -> Server:
     """A server as configured. With `keys` everything is encrypted; `insecure` lets XML-RPC, which cannot be, leave this machine."""
     if isinstance(settings, Postgres):
-        raise ShoalError("workers reach a PostgreSQL run through the database: there is nothing to serve")
+        from shoal.transports.postgres import PostgresServer
+        from shoal.transports.postgres.line import conninfo_of
+
+        return PostgresServer(conninfo_of(settings), max_frame_bytes=max_frame_bytes, poll_interval_s=settings.poll_interval_s)
     if isinstance(settings, InProcess):
         from shoal.transports.in_process import InProcessServer
 
@@ -67,7 +69,7 @@ def connect(
     insecure: bool = False,
     local: str | None = None,
 ) -> Client:
-    """A client for a server's address. Nothing is sent before the first call."""
+    """A client for a server's address. Nothing is sent before the first call. (A database knows its users: the token is not for it.)"""
     scheme = address.partition("://")[0]
     if scheme == "tcp":
         from shoal.transports.zeromq import ZmqClient
@@ -77,12 +79,12 @@ def connect(
         from shoal.transports.xmlrpc import XmlRpcClient
 
         return XmlRpcClient(address, token=token, max_frame_bytes=max_frame_bytes, insecure=insecure)
+    if scheme in ("postgresql", "postgres"):
+        from shoal.transports.postgres import PostgresClient
+
+        return PostgresClient(address, max_frame_bytes=max_frame_bytes)
     if scheme == "in-process":
         from shoal.transports.in_process import InProcessClient
 
         return InProcessClient(address, token=token, max_frame_bytes=max_frame_bytes)
-    if is_address(address):
-        from shoal.transports.postgres import PostgresClient
-
-        return PostgresClient(address, max_frame_bytes=max_frame_bytes)
-    raise ShoalError(f"`{scheme}://…` is not an address of a coordinator: tcp://…, http://… or postgresql://… is expected")
+    raise ShoalError(f"`{address}` is not an address of a coordinator: tcp://…, http://…, postgresql://… or in-process://… is expected")

@@ -18,7 +18,7 @@ def metrics_of(record: dict[str, Any]) -> dict[str, float]:
     return {f"{record['split']}/{name}": value for name, value in record.items() if name not in _NOT_METRICS}
 
 
-class _Quiet:
+class Quiet:
     """A reporter that only cares for records."""
 
     def start(self, loop: Loop) -> None:
@@ -31,7 +31,7 @@ class _Quiet:
         return None
 
 
-class TensorBoard(_Quiet):
+class TensorBoard(Quiet):
     """Event files for TensorBoard."""
 
     def __init__(self, run: Run) -> None:
@@ -55,7 +55,7 @@ class TensorBoard(_Quiet):
             self.writer.close()
 
 
-class Wandb(_Quiet):
+class Wandb(Quiet):
     """Weights & Biases; works offline too."""
 
     def __init__(self, run: Run) -> None:
@@ -83,7 +83,7 @@ class Wandb(_Quiet):
             self.session.finish(exit_code=0 if summary["status"] != "failed" else 1)
 
 
-class LossCurve(_Quiet):
+class LossCurve(Quiet):
     """loss.png in the run's folder, drawn when it ends."""
 
     def start(self, loop: Loop) -> None:
@@ -109,4 +109,8 @@ def sinks_for(run: Run) -> list[Reporter]:
     made: list[Reporter] = [LossCurve()]
     made += [TensorBoard(run)] if "tensorboard" in run.logging.sinks else []
     made += [Wandb(run)] if "wandb" in run.logging.sinks else []
+    if run.strategy.kind != "local" and run.transport.kind == "postgres":
+        from shoal.watch.blackboard import Blackboard
+
+        made.append(Blackboard())
     return made

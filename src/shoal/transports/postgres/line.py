@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.transports.bell import Bell
 from shoal.transports.interface import Refused, Unreachable
@@ -158,6 +159,16 @@ class Line:
         self.hang_up()
         self.drop()
         self._bell.close()
+
+
+def conninfo_of(settings: Postgres) -> str:
+    """How to reach the configured database."""
+    if settings.host == "embedded":
+        raise ShoalError("the run's own database is not running: it must be started first, and its address given as transport.host")
+    password = settings.password.reveal() if settings.password else None
+    return conninfos.make_conninfo(
+        "", host=settings.host, port=settings.port, dbname=settings.database, user=settings.user, password=password
+    )
 
 
 def place(conninfo: str) -> str:

@@ -94,7 +94,8 @@ class PostgresServer(Mailbox):
     # --- units -------------------------------------------------------------------------------------
 
     def issue(self, iteration: int, units: Sequence[tuple[int, int, int]], lease_timeout_s: float, max_retries: int) -> None:
-        """Put units (epoch, start, batches) on the board for an iteration; what is left of older ones is cancelled."""
+        """Put units (epoch, start, batches) on the board for an iteration; what is left of older ones is cancelled. A unit whose result was
+        handed in and not consumed yet is done, and not put up again."""
         columns = [list(column) for column in zip(*units, strict=True)] or [[], [], []]
         with self.transaction() as connection:
             self._clear_board(iteration)
@@ -103,11 +104,13 @@ class PostgresServer(Mailbox):
                 " DO UPDATE SET lease_timeout_s = excluded.lease_timeout_s, max_retries = excluded.max_retries",
                 (iteration, lease_timeout_s, max_retries),
             )
-            connection.execute(
-                "INSERT INTO shoal.units (iteration, epoch, start, batches) SELECT %s, * FROM unnest(%s::int8[], %s::int8[], %s::int8[])",
+            issued = connection.execute(
+                "INSERT INTO shoal.units (iteration, epoch, start, batches) SELECT %s, u.* FROM unnest(%s::int8[], %s::int8[], %s::int8[])"
+                " AS u (epoch, start, batches) WHERE NOT EXISTS (SELECT FROM shoal.contributions c"
+                " WHERE c.kind = 'delivered' AND c.epoch = u.epoch AND c.start = u.start)",
                 (iteration, *columns),
             )
-            self._tally({"issued": len(units)})
+            self._tally({"issued": issued.rowcount})
             connection.execute("SELECT pg_notify('shoal_work', '')")
 
     @functools.cached_property
@@ -176,10 +179,11 @@ class PostgresServer(Mailbox):
         self._published = published | {(version, kind): (header, frames)}
 
     def poll(self, timeout_s: float) -> list[Request]:
+        found = super().poll(timeout_s)
         if self.line.connects != self._connects:
             self._connects = self.line.connects
             self._publish_again()
-        return super().poll(timeout_s)
+        return found
 
     def _publish_again(self) -> None:
         """After a connection was lost: a server that crashed has emptied what is not logged."""

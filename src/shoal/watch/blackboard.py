@@ -1,0 +1,35 @@
+"""What a run through a database shows to whoever looks at it: figures, and the newest grid of samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.errors import ShoalError
+from shoal.watch.sinks import Quiet, metrics_of
+from shoal.worker import Loop
+
+
+class Blackboard(Quiet):
+    """Writes into the database that the run goes through. Nobody trains worse because it could not be written."""
+
+    def start(self, loop: Loop) -> None:
+        self.loop, self.server = loop, loop.server  # type: ignore[attr-defined]
+        self._shown = ""
+
+    def record(self, record: dict[str, Any]) -> None:
+        figures = metrics_of(record) | {name: record[name] for name in ("samples", "epoch") if name in record}
+        try:
+            self.server.metrics([(record["step"], figures)])
+            self._show_samples()
+        except ShoalError as error:
+            self.loop.message(f"warning: step {record['step']} is not on the blackboard: {error}")
+
+    def _show_samples(self) -> None:
+        """The newest grid, where there is one that was not shown yet."""
+        grids = sorted((self.loop.directory.path / "samples").glob("*.png"))
+        if grids and grids[-1].name != self._shown:
+            self.server.picture(self.loop.step, grids[-1].read_bytes())
+            self._shown = grids[-1].name
+
+    def close(self, summary: dict[str, Any]) -> None:
+        return None

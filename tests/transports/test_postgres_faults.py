@@ -1,0 +1,322 @@
+"""Servers that stop and crash, coordinators that are replaced, poolers, transactions that somebody forgot to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psycopg
+import pytest
+from postgres_harness import Database, PostgresProcess, running
+from transport_harness import PATIENCE_S, Calling, answering, call_until_answered, eventually, take
+
+from shoal.errors import ShoalError
+from shoal.transports import Message, Unreachable
+from shoal.transports.postgres import PostgresClient, PostgresServer, UnitDesk
+from shoal.transports.postgres.line import Line
+from shoal.transports.postgres.office import Deposed
+from shoal.transports.postgres.store import Journal
+
+LARGE = bytes(range(256)) * 12_000
+Serve = Callable[[], PostgresServer]
+Enter = Callable[[], UnitDesk]
+
+
+@pytest.fixture
+def serve(database: Database) -> Iterator[Serve]:
+    made: list[PostgresServer] = []
+
+    def serve() -> PostgresServer:
+        made.append(PostgresServer(database.conninfo(), max_frame_bytes=10_000_000))
+        return made[-1]
+
+    yield serve
+    for server in made:
+        server.close()
+    assert database.rows("SELECT * FROM shoal.orphans()") == []
+
+
+@pytest.fixture
+def enter(database: Database) -> Iterator[Enter]:
+    made: list[UnitDesk] = []
+
+    def enter() -> UnitDesk:
+        made.append(UnitDesk(database.conninfo("student"), poll_interval_s=1.0))
+        made[-1].enter(None, {})
+        return made[-1]
+
+    yield enter
+    for desk in made:
+        desk.close()
+
+
+def cut_off(database: Database) -> None:
+    """End every connection of others, as a server that is restarted or a router that forgot them would."""
+    database.rows(
+        "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+
+
+# --- one coordinator at a time ----------------------------------------------------------------------------
+
+
+def test_a_second_coordinator_is_told_of_the_first(serve: Serve) -> None:
+    first = serve()
+    with pytest.raises(ShoalError, match=f"another coordinator .process {os.getpid()} on .* works on"):
+        serve()
+    first.close()
+    serve()
+
+
+def test_a_coordinator_that_died_here_is_replaced_at_once(database: Database, serve: Serve) -> None:
+    code = f"""
+import os
+from shoal.transports.postgres import PostgresServer
+server = PostgresServer({database.conninfo()!r}, max_frame_bytes=1000)
+os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    began = time.monotonic()
+    serve()
+    assert time.monotonic() - began < 2.0
+
+
+def test_one_that_fell_silent_elsewhere_is_replaced_and_cannot_go_on(database: Database, serve: Serve) -> None:
+    old = serve()
+    old.issue(1, [(0, 0, 1)], 10.0, 3)
+    with database.connect() as connection:
+        connection.execute("UPDATE shoal.coordinator SET host = 'far-away'")
+    with pytest.raises(ShoalError, match="on far-away"):
+        serve()
+    old._pulse.close()
+    with database.connect() as connection:
+        connection.execute("UPDATE shoal.coordinator SET alive_at = now() - interval '6 seconds'")
+    serve()
+    for forbidden in (lambda: old.issue(2, [], 10.0, 3), lambda: old.publish(1, "full", {}, []), lambda: Journal(old).begin()):
+        with pytest.raises(Deposed, match="taken over"):
+            forbidden()
+    assert database.rows("SELECT iteration FROM shoal.iterations") == [(1,)]
+
+
+def test_a_successor_waits_for_a_transaction_that_is_about_to_end(database: Database, serve: Serve) -> None:
+    old = serve()
+    with database.connect() as connection, old.transaction():
+        old.issue(1, [(0, 0, 1)], 10.0, 3)
+        connection.execute("SET lock_timeout = '100ms'")
+        connection.execute("UPDATE shoal.coordinator SET alive_at = now()")  # a sign of life passes
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            connection.execute("DELETE FROM shoal.coordinator")
+
+
+# --- connections are lost -----------------------------------------------------------------------------------
+
+
+def test_workers_go_on_over_new_connections(database: Database, serve: Serve, enter: Enter) -> None:
+    server, desk = serve(), enter()
+    server.issue(1, [(0, n, 1) for n in range(4)], 100.0, 3)
+    cut_off(database)
+    (unit,) = desk.claim(1, PATIENCE_S)
+    cut_off(database)
+    assert desk.submit(unit, {}, [LARGE]) == "accepted"
+    cut_off(database)
+    assert desk.submit(unit, {}, [LARGE]) == "accepted"  # its answer may have been lost
+    assert len(take(server)) == 1
+    assert server.poll(0) == []
+    assert (server.table()["completed"], server.table()["claimed"]) == (1, 0)
+    desk.beat("working", {})
+    cut_off(database)
+    with pytest.raises(Unreachable):  # each sign of life is tried once
+        desk.beat("working", {})
+    desk.beat("working", {})
+
+
+def test_a_claim_that_waits_finds_its_way_back(database: Database, serve: Serve, enter: Enter) -> None:
+    server, desk = serve(), enter()
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.extend(unit.start for unit in desk.claim(1, PATIENCE_S)))
+    thread.start()
+    cut_off(database)
+    server.carry_out(lambda: server.issue(1, [(0, 5, 1)], 100.0, 3))
+    thread.join()
+    assert found == [5]
+
+
+def test_a_transaction_cut_off_is_done_once(database: Database, serve: Serve) -> None:
+    server = serve()
+    journal = Journal(server)
+    journal.begin()
+    tries: list[int] = []
+
+    def work() -> None:
+        tries.append(1)
+        journal.append({"n": len(tries)}, (LARGE,))
+        if len(tries) == 1:
+            cut_off(database)
+        server.publish(1, "full", {}, [LARGE])
+
+    server.carry_out(work)
+    assert len(tries) == 2
+    assert [record for record, _ in Journal(server).recover(1)] == [{"n": 2}]
+
+
+def test_a_commit_whose_answer_was_lost_counts_as_done(database: Database, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve()
+    journal = Journal(server)
+    journal.begin()
+    tries: list[int] = []
+
+    def work() -> None:
+        tries.append(1)
+        journal.append({"n": 1}, ())
+
+    commit = psycopg.Transaction._exit_gen
+
+    def commit_and_lose(transaction: psycopg.Transaction, *args: object) -> object:
+        result = yield from commit(transaction, *args)  # type: ignore[arg-type]
+        if len(tries) == 1:
+            monkeypatch.undo()
+            raise psycopg.OperationalError("the answer was lost")
+        return result
+
+    monkeypatch.setattr(psycopg.Transaction, "_exit_gen", commit_and_lose)
+    server.carry_out(work)
+    assert len(tries) == 1
+    assert [record for record, _ in Journal(server).recover(1)] == [{"n": 1}]
+
+
+# --- the server crashes ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_postgres() -> Iterator[PostgresProcess]:
+    """One that a test may crash."""
+    with running() as server:
+        yield server
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["restart", "crash"])
+def test_a_run_survives_the_server(own_postgres: PostgresProcess, how: signal.Signals) -> None:
+    database = Database(own_postgres)
+    server = PostgresServer(database.conninfo(), max_frame_bytes=10_000_000)
+    desk = UnitDesk(database.conninfo("student"), poll_interval_s=0.2)
+    desk.enter("mia", {})
+    client = PostgresClient(database.conninfo("student"), max_frame_bytes=10_000_000)
+    server.open_run(Message({"config": "x"}), resume=False)
+    with server.transaction():
+        server.publish(1, "full", {"a": 1}, [LARGE])
+        server.publish(2, "difference", {}, [b"change"])
+        server.issue(2, [(0, n, 1) for n in range(3)], 100.0, 3)
+    first, second = desk.claim(2, PATIENCE_S)
+    assert desk.submit(first, {}, [LARGE]) == "accepted"
+    own_postgres.stop(how)
+    restarting = threading.Timer(0.3, own_postgres.start)
+    restarting.start()
+    assert desk.submit(second, {}, [LARGE]) == "accepted"
+    restarting.join()
+    assert sorted(bytes(request.message.frames[0]) == LARGE for request in take(server, 2)) == [True, True]
+    weights = [desk.weights(-1), desk.weights(1)]
+    assert [(found.version, found.frames) for found in weights if found] == [(1, (LARGE,)), (2, (b"change",))]
+    with answering(server, lambda request: Message({"ok": True}, (LARGE,))):
+        assert call_until_answered(client, Message({}, (LARGE,))).frames == (LARGE,)
+    assert server.table()["completed"] == 2
+    assert len(desk.claim(5, 0.0)) == 1
+    for each in (client, desk, server):
+        each.close()
+    assert database.rows("SELECT * FROM shoal.orphans()") == []
+
+
+def test_a_question_in_flight_is_lost_with_a_crash_and_said_so(own_postgres: PostgresProcess) -> None:
+    database = Database(own_postgres)
+    server = PostgresServer(database.conninfo(), max_frame_bytes=10_000)
+    client = PostgresClient(database.conninfo("student"), max_frame_bytes=10_000, poll_interval_s=0.2)
+    call = Calling(client, Message({}))
+    (request,) = take(server)
+    server.reply(request, Message({"ok": True}, (bytes(5000),)))
+    assert call.answer().header == {"ok": True}
+    own_postgres.stop(signal.SIGQUIT)
+    own_postgres.start()
+    with answering(server, lambda request: Message({"again": True}, request.message.frames)):
+        assert call_until_answered(client, Message({}, (b"x",))).header == {"again": True}
+    client.close()
+    server.close()
+
+
+# --- what stands in between -----------------------------------------------------------------------------------
+
+
+def test_nothing_relies_on_a_session(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As through a transaction pooler: every statement outside a transaction finds another session, which has forgotten all of the last."""
+    connect = Line._connect
+
+    def forgetful(line: Line) -> psycopg.Connection[tuple[object, ...]]:
+        connection = connect(line)
+        execute = connection.execute
+
+        def execute_and_forget(*args: object, **options: object) -> object:
+            if connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
+                execute("DISCARD ALL")
+            return execute(*args, **options)  # type: ignore[call-overload]
+
+        connection.execute = execute_and_forget  # type: ignore[method-assign]
+        return connection
+
+    monkeypatch.setattr(Line, "_connect", forgetful)
+    server = PostgresServer(database.conninfo(), max_frame_bytes=10_000_000, poll_interval_s=0.05)
+    desk = UnitDesk(database.conninfo("student"), poll_interval_s=0.05)
+    client = PostgresClient(database.conninfo("student"), max_frame_bytes=10_000_000, poll_interval_s=0.05)
+    desk.enter("mia", {})
+    server.open_run(Message({"a": 1}), resume=False)
+    with server.transaction():
+        server.publish(1, "full", {}, [LARGE])
+        server.issue(1, [(0, 0, 1)], 100.0, 3)
+    assert desk.welcome().header == {"a": 1}
+    assert desk.submit(desk.claim(1, PATIENCE_S)[0], {}, [LARGE]) == "accepted"
+    server.consume(*take(server))
+    desk.beat("working", {})
+    with answering(server):
+        assert client.call(Message({"b": 2}, (LARGE,)), PATIENCE_S).frames == (LARGE,)
+    timer = threading.Timer(0.2, server.issue, (2, [(0, 0, 1)], 100.0, 3))
+    timer.start()
+    assert desk.claim(1, PATIENCE_S)[0].iteration == 2  # heard of by looking again
+    timer.join()
+    for each in (client, desk, server):
+        each.close()
+
+
+# --- somebody forgot to end a transaction -----------------------------------------------------------------------
+
+
+def test_claims_do_not_walk_through_the_dead_rows_that_a_long_transaction_keeps(database: Database, serve: Serve, enter: Enter) -> None:
+    server, desk = serve(), enter()
+    with database.connect() as forgotten:
+        forgotten.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
+        forgotten.execute("SELECT count(*) FROM shoal.units")
+        server.issue(1, [(0, n, 1) for n in range(5000)], 100.0, 3)
+        for _ in range(500):
+            assert len(desk.claim(10, 0.0)) == 10
+        desk._line.run(lambda line: line.execute("SELECT pg_stat_force_next_flush()"), 1.0)
+        desk.claim(1, 0.0)
+        read = "SELECT idx_tup_read FROM pg_stat_user_indexes WHERE schemaname = 'shoal' AND indexrelname = 'units_pending'"
+        eventually(lambda: database.rows(read)[0][0] >= 5000)
+        assert database.rows(read)[0][0] < 3 * 5000 + 1  # walking from the beginning each time would be 1.2 million
+
+
+def test_a_stuck_upload_does_not_hold_up_the_coordinator(database: Database, serve: Serve, enter: Enter) -> None:
+    """A student whose network broke in the middle of an upload."""
+    server, desk = serve(), enter()
+    server.issue(1, [(0, 0, 1)], 100.0, 3)
+    (unit,) = desk.claim(1, 0.0)
+    with database.connect("student") as stuck:
+        stuck.execute("BEGIN")
+        stuck.execute("SELECT shoal.held(%s, %s)", (unit.id, unit.lease))
+        stuck.execute("SELECT shoal.put_part(gen_random_uuid(), 0, %s)", (bytes(100_000),))
+        began = time.monotonic()
+        server.issue(2, [(0, 0, 1)], 100.0, 3)
+        assert time.monotonic() - began < 2.0
+        stuck.execute("ROLLBACK")
+    assert database.rows("SELECT count(*) FROM shoal.parts") == [(0,)]
