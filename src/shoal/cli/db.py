@@ -60,12 +60,12 @@ def run(argv: list[str]) -> int:
 
 def init(argv: list[str]) -> int:
     made = parser("db init", "Make the database and its tables, or bring them up to date.")
-    with _place(*parse(made, argv)) as place:
+    with place_of(*parse(made, argv)) as place:
         from shoal.transports.postgres import schema
         from shoal.transports.postgres.access import create_database
 
         new = create_database(place.access) if _is_missing(place.access) else False
-        with _connected(place.access) as connection:
+        with connected(place.access) as connection:
             version = schema.init(connection)
     print(f"{place.access.shown}: {'created, ' if new else ''}ready (schema {version})")
     return 0
@@ -75,7 +75,7 @@ def status(argv: list[str]) -> int:
     made = parser("db status", "Tell what is in the database.")
     made.add_argument("--json", action="store_true", help="as JSON")
     arguments, overrides = parse(made, argv)
-    with _place(arguments, overrides) as place, _connected(place.access) as connection:
+    with place_of(arguments, overrides) as place, connected(place.access) as connection:
         from shoal.transports.postgres import schema
 
         found = schema.describe(connection)
@@ -90,7 +90,7 @@ def reset(argv: list[str]) -> int:
     made = parser("db reset", "Delete the run in the database, with its weights, work and figures. Roles stay.")
     made.add_argument("--yes", action="store_true", help="do not ask")
     arguments, overrides = parse(made, argv)
-    with _place(arguments, overrides) as place, _connected(place.access) as connection:
+    with place_of(arguments, overrides) as place, connected(place.access) as connection:
         from shoal.transports.postgres import schema
 
         if not arguments.yes:
@@ -107,7 +107,7 @@ def grant(argv: list[str]) -> int:
     made.add_argument("files", nargs="*", metavar="WHERE", help="a configuration, a run's folder or an address")
     made.add_argument("--password", help="the role's password (default: a new one is made, and shown once)")
     arguments, overrides = parse(made, argv)
-    with _place(arguments, overrides) as place, _connected(place.access) as connection:
+    with place_of(arguments, overrides) as place, connected(place.access) as connection:
         from shoal.transports.postgres import schema
 
         known = arguments.name in schema.describe(connection)["roles"]
@@ -134,7 +134,7 @@ def _tell_granted(arguments: argparse.Namespace, place: Place, password: str | N
 
 
 @contextmanager
-def _place(arguments: argparse.Namespace, overrides: list[Override]) -> Iterator[Place]:
+def place_of(arguments: argparse.Namespace, overrides: list[Override]) -> Iterator[Place]:
     """The database that is meant. One in a run's folder is started for as long as it takes, if it does not run."""
     meant = _meant(arguments, overrides)
     if isinstance(meant, Access):
@@ -183,7 +183,7 @@ def _seen_from_elsewhere(host: str) -> str:
 
 
 @contextmanager
-def _connected(access: Access) -> Iterator[Connection]:
+def connected(access: Access) -> Iterator[Connection]:
     """A connection; what the database refuses is told in one line."""
     from shoal.transports.postgres.access import Error, connect, explained
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "coordinate": "hold the weights of a run that workers elsewhere train",
     "join": "work for a coordinator",
     "db": "prepare, look into and wipe the PostgreSQL database of a run, and let students in",
+    "status": "how a run through a database goes: who works, what it has learned",
     "audit": "check that nothing a coordinator confirmed was lost, or counted twice",
     "eval": "judge a run on its held-out data",
     "generate": "let a run write text or draw images",

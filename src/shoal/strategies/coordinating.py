@@ -36,6 +36,7 @@ from shoal.worker import Loop, Reporter, RunDirectory
 from shoal.worker.checkpoint import Saved, find, load_weights, save_weights
 
 _TICK_S = 0.1
+_CROWD_S = 1.0
 _GOODBYE_S = 15.0
 """How long a coordinator that is done waits for its workers to hear of it."""
 _LEAST_JOURNAL_BYTES = 256 << 20
@@ -109,6 +110,9 @@ class ClusterLoop(Loop):
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
         self.beside: Callable[[], None] = lambda: None
         """Called now and then: who started worker processes looks after them here."""
+        self.crowd: list[dict[str, Any]] = []
+        """Who leases units, as it was a moment ago."""
+        self._crowd_at = 0.0
         self._replaying = False
         self._state_bytes = 16 * parts.engine.vector.numel()
 
@@ -145,6 +149,8 @@ class ClusterLoop(Loop):
         self._carry_out(self.coordinator.handle(Tick(), time.monotonic()))
         self._take_verdicts()
         self.beside()
+        if self.board is not None and time.monotonic() >= self._crowd_at:
+            self.crowd, self._crowd_at = self.board.workers(), time.monotonic() + _CROWD_S
         if self._journal_is_long():
             self.snapshot()
 

@@ -15,6 +15,9 @@ class Blackboard(Quiet):
     def start(self, loop: Loop) -> None:
         self.loop, self.server = loop, loop.server  # type: ignore[attr-defined]
         self._shown = ""
+        length, run = loop.engine.total_steps, loop.run
+        plan = {"name": run.name or loop.directory.path.name, "strategy": run.strategy.kind, "steps": length, "epochs": run.training.epochs}
+        self.server.set_fact("plan", plan | {"parameters": loop.engine.size})
 
     def record(self, record: dict[str, Any]) -> None:
         figures = metrics_of(record) | {name: record[name] for name in ("samples", "epoch") if name in record}

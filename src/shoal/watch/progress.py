@@ -11,6 +11,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, Time
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from shoal.watch import classroom
 from shoal.worker import Loop
 
 _LOUD = ("loss", "accuracy", "perplexity", "discriminator_loss", "generator_loss", "discriminator_accuracy")
@@ -124,6 +125,8 @@ COLUMNS = ("worker", "state", "steps/s", "lag", "accepted", "rejected", "receive
 
 def rows_of(loop: Loop) -> list[tuple[str, ...]]:
     """What every worker does, as text."""
+    if loop.board is not None:  # type: ignore[attr-defined]
+        return classroom.rows(loop.crowd)  # type: ignore[attr-defined]
     workers = loop.coordinator.members.table()  # type: ignore[attr-defined]
     return [
         (
@@ -140,7 +143,7 @@ def rows_of(loop: Loop) -> list[tuple[str, ...]]:
 
 
 def table_of(loop: Loop) -> Table:
-    table = Table(*COLUMNS, box=None, pad_edge=False)
+    table = Table(*(COLUMNS if loop.board is None else classroom.COLUMNS), box=None, pad_edge=False)  # type: ignore[attr-defined]
     for row in rows_of(loop):
         table.add_row(*(cell.removesuffix(" accepted").removesuffix(" rejected").removeprefix("lag ") for cell in row))
     return table

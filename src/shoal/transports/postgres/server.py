@@ -14,11 +14,10 @@ from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres.mailbox import Mailbox
+from shoal.transports.postgres.view import WORKER_COLUMNS, workers_in
 
 if TYPE_CHECKING:
     from shoal.transports.postgres.store import Store
-
-_WORKER_COLUMNS = "name, about, state, figures, joined_at, seen_at, left_at, alive, completed, late, cancelled, failed"
 
 
 class PostgresServer(Mailbox):
@@ -195,8 +194,7 @@ class PostgresServer(Mailbox):
 
     def workers(self) -> list[dict[str, Any]]:
         """Everybody who took part, with what became of their units."""
-        names = _WORKER_COLUMNS.split(", ")
-        return [dict(zip(names, row, strict=True)) for row in self.fetch(f"SELECT {_WORKER_COLUMNS} FROM shoal.worker_list ORDER BY id")]
+        return workers_in(self.fetch(f"SELECT {WORKER_COLUMNS} FROM shoal.worker_list ORDER BY id"))
 
     def table(self) -> dict[str, int]:
         """Units by state, and beside them: `issued` altogether, and results that were `dropped`."""

@@ -1,0 +1,83 @@
+"""`shoal status`: how a run through a database goes, from the database alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.cli.db import connected, place_of
+from shoal.cli.options import parse, parser
+from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from shoal.transports.postgres.view import View
+
+
+def run(argv: list[str]) -> int:
+    made = parser("status", "Show how a run through a database goes. WHERE is a configuration, a run's folder or a postgresql:// address.")
+    made.add_argument("--once", action="store_true", help="show it once, instead of again and again on a terminal")
+    made.add_argument("--json", action="store_true", help="once, as JSON")
+    made.add_argument("--grid", metavar="FILE", help="save the newest grid of samples as a PNG")
+    made.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="how often to look (default: 2)")
+    arguments, overrides = parse(made, argv)
+    with place_of(arguments, overrides) as place, connected(place.access) as connection:
+        from shoal.transports.postgres.view import look, picture
+
+        def view() -> View:
+            seen = look(connection)
+            if seen is None:
+                raise ShoalError(f"{place.access.shown} holds no run yet")
+            return seen
+
+        if arguments.grid:
+            drawn = picture(connection)
+            if drawn is None:
+                raise ShoalError("there are no samples yet: they come with the first evaluation")
+            Path(arguments.grid).write_bytes(drawn)
+        if arguments.json:
+            print(json.dumps(view()._asdict(), default=str, indent=2))
+            return 0
+        if arguments.once or not sys.stdout.isatty():
+            _print(view())
+            return 0
+        from rich.live import Live
+
+        try:
+            with Live(_drawn(view()), screen=False, auto_refresh=False) as live:
+                while True:
+                    time.sleep(max(0.2, arguments.every))
+                    live.update(_drawn(view()), refresh=True)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _drawn(view: View) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+
+    from shoal.watch import classroom
+
+    head = Table.grid(padding=(0, 2))
+    for name, text in classroom.lines(view):
+        head.add_row(name, text)
+    table = Table(*classroom.COLUMNS, box=None, pad_edge=False)
+    for row in classroom.rows(view.workers):
+        table.add_row(*row)
+    return Group(head, "", table)
+
+
+def _print(view: View) -> None:
+    from shoal.watch import classroom
+
+    for name, text in classroom.lines(view):
+        print(f"{name:<12} {text}")
+    rows = [classroom.COLUMNS, *classroom.rows(view.workers)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(classroom.COLUMNS))]
+    print()
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,64 @@
+"""What anybody with the reader's role can see of a run, from the database alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from shoal.transports.postgres.line import Connection
+
+WORKER_COLUMNS = "name, about, state, figures, joined_at, seen_at, left_at, alive, completed, late, cancelled, failed"
+
+
+class View(NamedTuple):
+    """A run at one moment."""
+
+    now: datetime
+    begun_at: datetime
+    iteration: int | None
+    coordinator_seen_at: datetime | None
+    facts: dict[str, Any]
+    units: dict[str, int]
+    workers: list[dict[str, Any]]
+    figures: dict[str, float]
+    """The newest of each kind."""
+    picture: tuple[int, datetime] | None
+    """Step and time of the newest grid."""
+
+
+def look(connection: Connection) -> View | None:
+    """The run, if there is one. All of it is of the same moment."""
+    with connection.transaction():
+        connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+        progress = connection.execute("SELECT now(), begun_at, iteration, coordinator_seen_at FROM shoal.progress").fetchone()
+        if progress is None:
+            return None
+        return View(
+            now=progress[0],
+            begun_at=progress[1],
+            iteration=progress[2],
+            coordinator_seen_at=progress[3],
+            facts=dict(connection.execute("SELECT name, value FROM shoal.facts").fetchall()),
+            units=dict(connection.execute("SELECT state, units FROM shoal.unit_counts").fetchall()),
+            workers=workers_in(connection.execute(f"SELECT {WORKER_COLUMNS} FROM shoal.worker_list ORDER BY id").fetchall()),
+            figures=_newest(connection.execute("SELECT figures FROM shoal.metrics ORDER BY id DESC LIMIT 50").fetchall()),
+            picture=connection.execute("SELECT step, at FROM shoal.picture").fetchone(),
+        )
+
+
+def picture(connection: Connection) -> bytes | None:
+    """The newest grid of samples, as a PNG."""
+    row = connection.execute("SELECT png FROM shoal.picture").fetchone()
+    return bytes(row[0]) if row else None
+
+
+def workers_in(rows: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [dict(zip(WORKER_COLUMNS.split(", "), row, strict=True)) for row in rows]
+
+
+def _newest(rows: Sequence[tuple[Any, ...]]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for (row,) in reversed(rows):
+        figures |= row
+    return figures

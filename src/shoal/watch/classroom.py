@@ -1,0 +1,54 @@
+"""A class at work, as a table: who has done how much, and who is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+COLUMNS = ("worker", "state", "images/s", "idle", "taken", "late", "images", "share")
+
+
+def rows(workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """One row for each, in the order of their names, as text."""
+    whole = sum(_figure(worker, "samples") for worker in workers)
+    return [_row(worker, whole) for worker in sorted(workers, key=lambda worker: str(worker["name"]))]
+
+
+def _row(worker: Mapping[str, Any], whole: float) -> tuple[str, ...]:
+    samples, idle, here = _figure(worker, "samples"), _figure(worker, "idle_s"), (worker["seen_at"] - worker["joined_at"]).total_seconds()
+    return (
+        str(worker["name"]),
+        str(worker["state"]) if worker["alive"] else "left" if worker["left_at"] else "gone",
+        f"{_figure(worker, 'samples_per_s'):.3g}",
+        f"{100 * idle / here:.0f} %" if here > 0 else "-",
+        str(worker["completed"]),
+        str(round(_figure(worker, "rejected"))),
+        f"{samples:,.0f}",
+        f"{100 * samples / whole:.0f} %" if whole else "-",
+    )
+
+
+def _figure(worker: Mapping[str, Any], name: str) -> float:
+    value = worker["figures"].get(name, 0.0)
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def lines(view: Any) -> Iterator[tuple[str, str]]:
+    """What there is to say of a run besides its workers: a word, and a text."""
+    plan = view.facts.get("plan", {})
+    figures = view.figures
+    epoch = f"epoch {figures['epoch']:.2f} of {plan.get('epochs', '?')}, " if "epoch" in figures else ""
+    yield "run", f"{plan.get('name', '?')}: {plan.get('strategy', '?')}, {plan.get('parameters', 0):,} parameters"
+    yield "progress", f"{epoch}iteration {view.iteration or 0} of {plan.get('steps', '?')}, {figures.get('samples', 0):,.0f} images"
+    units = view.units
+    done, lost = units.get("completed", 0), units.get("cancelled", 0) + units.get("failed", 0)
+    rate = f"{100 * done / (done + lost):.0f} % of those settled" if done + lost else "none settled yet"
+    open_now = f"{units.get('pending', 0)} open, {units.get('claimed', 0)} in work"
+    yield "units", f"{done} completed ({rate}), {units.get('cancelled', 0)} cancelled, {units.get('failed', 0)} failed, {open_now}"
+    losses = {name: value for name, value in figures.items() if name.endswith(("loss", "accuracy"))}
+    yield "figures", "  ".join(f"{name} {value:.4g}" for name, value in losses.items()) or "none yet"
+    seen = (view.now - view.coordinator_seen_at).total_seconds() if view.coordinator_seen_at else None
+    away = "not here; workers go on with what is on offer" if seen is None or seen > 10 else "here"
+    yield "coordinator", away
+    if view.picture is not None:
+        yield "samples", f"of iteration {view.picture[0]}, at {view.picture[1].astimezone():%H:%M:%S} (--grid FILE saves them)"
