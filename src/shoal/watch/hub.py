@@ -39,10 +39,9 @@ class Snapshot(NamedTuple):
 class HubUploads:
     """The reporter that pushes weights, the newest sample, settings, metrics and a model card."""
 
-    def __init__(self, run: Run, repository: Repository | None = None, last_push_s: float = LAST_PUSH_S) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.repository = repository or Repository(run.hub)
-        self.last_push_s = last_push_s
+        self.repository = Repository(run.hub)
         self.pusher: Pusher[Snapshot] | None = None
         self.secrets = [value.reveal() for _, value in flat(run) if isinstance(value, Secret)]
 
@@ -71,8 +70,8 @@ class HubUploads:
         if summary["status"] != "failed" and step:
             pusher.offer(self._snapshot())
             self._tell()
-            self.loop.message(f"uploading step {step} to {self.repository.url} (at most {self.last_push_s:.0f} s)")
-        pusher.finish(self.last_push_s)
+            self.loop.message(f"uploading step {step} to {self.repository.url} (at most {LAST_PUSH_S:.0f} s)")
+        pusher.finish(LAST_PUSH_S)
         self._tell()
         if pusher.trouble:
             there = f"what is there is of step {pusher.pushed_step}" if pusher.pushes else "nothing of this run is there"

@@ -71,7 +71,7 @@ def _training(story: Story) -> str:
         "batch size": run.training.batch_size,
         "optimizer": f"{run.training.optimizer.name}, learning rate {run.training.optimizer.learning_rate:g}",
         "seed": run.seed,
-        "time": f"{story.wall_s:,.0f} s",
+        "time": f"{story.wall_s:,.1f} s",
     }
     return "## How it was trained\n\n| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 

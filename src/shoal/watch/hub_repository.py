@@ -26,7 +26,7 @@ class PushError(Exception):
 class Repository:
     """The repository that `hub.repo_id` names."""
 
-    def __init__(self, settings: Hub, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+    def __init__(self, settings: Hub) -> None:
         try:
             import huggingface_hub
         except ImportError:
@@ -36,7 +36,6 @@ class Repository:
         self._hub: Any = huggingface_hub
         self._api = huggingface_hub.HfApi(token=settings.token.reveal(), library_name="shoal")
         self._settings = settings
-        self._timeout_s = timeout_s
         self._ready = False
         self.url = f"{self._api.endpoint}/{settings.repo_id}"
         self.notes: list[str] = []
@@ -59,7 +58,7 @@ class Repository:
         from huggingface_hub.utils._http import default_client_factory
 
         client = default_client_factory()
-        client.timeout = self._timeout_s
+        client.timeout = REQUEST_TIMEOUT_S
         return client
 
     def _make(self) -> None:
@@ -109,7 +108,7 @@ def _first_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     words = str(error).strip().split("\n")[0].split()
-    return f"{type(error).__name__}: {' '.join(word for word in words if '://' not in word)}".rstrip(": ")[:200]
+    return f"{type(error).__name__}: {' '.join('…' if '://' in word else word for word in words)}".rstrip(": ")[:200]
 
 
 def _wait(headers: Any) -> float | None:

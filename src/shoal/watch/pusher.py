@@ -28,14 +28,13 @@ class Pusher(Generic[State]):
     again with the next state. Each reason is told once.
     """
 
-    def __init__(self, send: Callable[[State], None], first_wait_s: float = FIRST_WAIT_S) -> None:
+    def __init__(self, send: Callable[[State], None]) -> None:
         self.messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.pushed_step: int | None = None
         self.pushes = 0
         self.trouble = ""
         """Why the last attempt failed; empty: it did not."""
         self._send = send
-        self._first_wait_s = first_wait_s
         self._bell = threading.Condition()
         self._waiting: State | None = None
         self._not_before = 0.0
@@ -92,7 +91,7 @@ class Pusher(Generic[State]):
         with self._bell:
             self._failures += 1
             self._asked_to_wait = error.wait_s is not None
-            own = min(LONGEST_WAIT_S, self._first_wait_s * 2 ** (self._failures - 1))
+            own = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._failures - 1))
             self._not_before = time.monotonic() + (0.0 if error.lasting else own if error.wait_s is None else error.wait_s)
             if self._waiting is None and not error.lasting:
                 self._waiting = state
