@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What happens instead of an answer: a status, `hang`, `drop` (the connection ends in the middle of the request), `die` (the server too)."""
+    """What happens instead of an answer: a status; `hang`; `drop`: the connection ends in the middle; `die`: the server ends too."""
 
     path: str
     status: int | str
@@ -236,11 +236,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        cut, self.hub.cut_after = (self.hub.cut_after, None) if "/cdn/" in self.path else (None, self.hub.cut_after)
+        cut = self.hub.cut_after
+        if cut is None or "/cdn/" not in self.path or len(body) <= cut:
+            self.wfile.write(body)
+            return
+        self.hub.cut_after = None
         self.wfile.write(body[:cut])
-        if cut is not None:
-            self.wfile.flush()
-            self.close_connection = True
+        self.close_connection = True
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
