@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,14 @@ def test_a_download_that_was_killed_goes_on_where_it_was(hub: FakeHub, parquet: 
     fetch()
     assert_whole()
     assert not [asked for asked in hub.asked if "00000-of" in asked.path], "what had come is not asked for again"
+
+
+def test_of_two_who_miss_it_one_downloads(hub: FakeHub) -> None:
+    with ThreadPoolExecutor() as threads:
+        for outcome in [threads.submit(fetch) for _ in range(2)]:
+            outcome.result()
+    assert_whole()
+    assert len([asked for asked in hub.asked if "/cdn/" in asked.path]) == 3, "each file once"
 
 
 def test_a_damaged_file_is_not_kept(hub: FakeHub, parquet: dict[str, bytes]) -> None:

@@ -54,7 +54,7 @@ class HubUploads:
         """Take a copy when it is time to; what the last step gives is pushed in the end, with its evaluation."""
         assert self.pusher is not None
         if loop.step % self.run.hub.push_interval == 0 and loop.step < loop.engine.total_steps:
-            self.pusher.offer(self._snapshot())
+            self._offer(self.pusher)
         self._tell()
 
     def record(self, record: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ class HubUploads:
             return
         pusher, step = self.pusher, self.loop.step
         if summary["status"] != "failed" and step:
-            pusher.offer(self._snapshot())
+            self._offer(pusher)
             self._tell()
             self.loop.message(f"uploading step {step} to {self.repository.url} (at most {LAST_PUSH_S:.0f} s)")
         pusher.finish(LAST_PUSH_S)
@@ -85,6 +85,12 @@ class HubUploads:
         assert self.pusher is not None
         while not self.pusher.messages.empty():
             self.loop.message(self.pusher.messages.get())
+
+    def _offer(self, pusher: Pusher[Snapshot]) -> None:
+        try:
+            pusher.offer(self._snapshot())
+        except (MemoryError, RuntimeError) as error:  # PyTorch's own words for no memory
+            self.loop.message(f"warning: no copy of step {self.loop.step} for the hub: {error}")
 
     def _snapshot(self) -> Snapshot:
         loop = self.loop
