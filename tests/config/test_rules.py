@@ -202,10 +202,25 @@ def test_polyak_without_syncps_warns() -> None:
     assert not resolve(files, environ={}).problems
 
 
-def test_uploads_without_a_token_warn(tmp_path: Path) -> None:
+def test_uploads_need_a_token(tmp_path: Path) -> None:
     loaded = load(tmp_path, "hub: {enabled: true, repo_id: teacher/gan}\n")
-    assert loaded.ok
+    assert not loaded.ok
     assert "HF_TOKEN" in loaded.problems[0].help
+    assert load(tmp_path, "hub: {enabled: true, repo_id: teacher/gan, token: hf_x}\n").ok
+    assert load(tmp_path, "hub: {repo_id: teacher/gan}\n").ok, "nothing is uploaded"
+
+
+@pytest.mark.parametrize(
+    "name", ["''", "gan", "a/b/c", "a/", "/b", "a/b c", "a/b--c", "a/-b", "a/b.", "a/b..c", "a/b.git", "é/b", "a/" + "b" * 97]
+)
+def test_names_that_are_no_repository(tmp_path: Path, name: str) -> None:
+    loaded = load(tmp_path, f"hub: {{enabled: true, token: hf_x, repo_id: {name}}}\n")
+    assert [problem.code for problem in loaded.problems] == ["hub"]
+
+
+@pytest.mark.parametrize("name", ["a/b", "teacher/distributed-gan", "Some_One/model.v2-final", "a/" + "b" * 96])
+def test_names_of_repositories(tmp_path: Path, name: str) -> None:
+    assert load(tmp_path, f"hub: {{enabled: true, token: hf_x, repo_id: {name}}}\n").ok
 
 
 # --- derived values ----------------------------------------------------------------------------

@@ -435,5 +435,6 @@ def test_missing_images_come_from_a_data_set(tmp_path: Path, make_run: Make) -> 
 def test_missing_images_without_a_network(tmp_path: Path, make_run: Make) -> None:
     source = {"kind": "images", "path": str(tmp_path / "celeba"), "download": "nobody/such-a-data-set"}
     run = make_run(model={"kind": "dcgan", "image_size": 8}, data__source=source)
-    with pytest.raises(ShoalError, match=r"there are no images at .*celeba, and nobody/such-a-data-set cannot be downloaded: put a folder"):
+    what = r"no images at .*celeba, and nobody/such-a-data-set cannot be downloaded: put a folder of images there.*data\.source\.path"
+    with pytest.raises(ShoalError, match=what):
         load(run, cache_dir=tmp_path / "cache")

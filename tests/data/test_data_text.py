@@ -305,7 +305,9 @@ def test_snli_as_published(tmp_path: Path, make_run: Make) -> None:
 def test_missing_corpora_say_what_to_put_where(tmp_path: Path, make_run: Make, kind: str) -> None:
     with pytest.raises(ShoalError, match=r"there are no .* files in .*: put \w+"):
         load(make_run(model__kind="gpt", data__source={"kind": kind, "path": str(tmp_path)}))
-    with pytest.raises(ShoalError, match="the Hugging Face hub cannot be reached"):
+    with pytest.raises(
+        ShoalError, match=r"the Hugging Face hub cannot be reached: put \w+.* in a folder, and set data\.source\.path to it"
+    ):
         load(make_run(model__kind="gpt", data__source={"kind": kind}), cache_dir=tmp_path)
 
 

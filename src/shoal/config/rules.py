@@ -6,6 +6,7 @@ config, say) most rules only warn, because the later layer was chosen knowingly.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -260,14 +261,18 @@ def offload_fits_stage(settings: Settings, stage: int, nvme: bool, cpu: bool) ->
         settings.report("offload", "offload to CPU memory and to NVMe exclude each other", "engine.nvme_offload", "engine.cpu_offload")
 
 
+_NAME = r"(?!.*(?:--|\.\.))[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
+_REPOSITORY = re.compile(f"{_NAME}/{_NAME}")
+
+
 @rule("hub.enabled", "hub.repo_id", "hub.token")
 def hub_has_a_place(settings: Settings, enabled: bool, repo_id: str, token: Secret | None) -> None:
-    if enabled and repo_id.count("/") != 1:
+    if enabled and not (_REPOSITORY.fullmatch(repo_id) and not repo_id.endswith(".git")):
         message = f"uploads are on, and `{repo_id}` is not a repository" if repo_id else "uploads are on, and no repository is named"
-        settings.report("hub", message, "hub.repo_id", "hub.enabled", help="name it as user/name")
+        settings.report("hub", message, "hub.repo_id", "hub.enabled", help="name it as user/name, of letters, digits, `-`, `_` and `.`")
     if enabled and not (token and token.reveal()):
         message = "uploads are on, and there is no token"
-        settings.report("hub", message, "hub.enabled", help="export HF_TOKEN=hf_… before the run", severity="warning")
+        settings.report("hub", message, "hub.enabled", help="export HF_TOKEN=hf_… before the run")
 
 
 @rule("serving.num_nodes", "cluster.workers")

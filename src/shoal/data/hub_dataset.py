@@ -54,6 +54,8 @@ class Request(NamedTuple):
     cache_dir: str | None = None
     token: str | None = None
     progress: Progress | None = None
+    otherwise: str = ""
+    """What to do where there is no network; empty: save the data set elsewhere, and name the copy."""
 
 
 def open_dataset(source: HubDataset, request: Request) -> TextPart:
@@ -113,11 +115,11 @@ def _hub_splits(configuration: str | None, request: Request) -> Mapping[str, Any
                 name, configuration, streaming=request.streaming, cache_dir=request.cache_dir, token=request.token
             )
     except ConnectionError as error:
-        raise ShoalError(
-            f"the data set {name} is not at hand, and the Hugging Face hub cannot be reached. On a machine with a network run "
-            f"`python -c \"import datasets; datasets.load_dataset('{name}').save_to_disk('DIR')\"`, copy DIR here, "
-            "and set data.source.name to it"
-        ) from error
+        otherwise = request.otherwise or (
+            f"on a machine with a network run `python -c \"import datasets; datasets.load_dataset('{name}').save_to_disk('DIR')\"`, "
+            "copy DIR here, and set data.source.name to it"
+        )
+        raise ShoalError(f"the data set {name} is not at hand, and the Hugging Face hub cannot be reached: {otherwise}") from error
     if request.progress:
         size = next(iter(splits.values())).info.download_size or 0
         request.progress(f"{name} from the hub", size, size)

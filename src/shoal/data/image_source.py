@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from shoal.config import Run
 from shoal.config.schema.data import Images
 from shoal.data.hub_dataset import Request, load_splits
+from shoal.data.hub_files import copy_files
 from shoal.data.image_files import Folder, Zip, find_images, image_samples
 from shoal.data.images import Pixels, Target, from_pixels, image_data
 from shoal.data.interfaces import Data
+from shoal.data.optional import need
 from shoal.errors import ShoalError
 
 _ARRAYS = ("images", "image", "x", "data", "arr_0")
@@ -38,36 +40,58 @@ def load_images(source: Images, run: Run, request: Request) -> Data:
 
 def _find(source: Images, request: Request) -> Path:
     path = Path(source.path).expanduser()
-    for there in (path, path.with_name(path.name + ".zip"), path.with_name(path.name + ".npz")):
-        if there.is_file() or (there.is_dir() and any(there.iterdir())):
-            return there
+    there = _present(path)
+    if there is not None:
+        return there
     wanted = f"put a folder of images there, or {path.name}.zip beside it"
     if source.download is None:
         raise ShoalError(f"there are no images at {path}: {wanted}, or set data.source.path")
     try:
         return _download(request._replace(name=source.download, streaming=True), path)
-    except ShoalError as error:
-        raise ShoalError(f"there are no images at {path}, and {source.download} cannot be downloaded: {wanted}\n({error})") from error
+    except (ShoalError, OSError) as error:
+        raise ShoalError(
+            f"there are no images at {path}, and {source.download} cannot be downloaded: {wanted}, or set data.source.path\n({error})"
+        ) from error
+
+
+def _present(path: Path) -> Path | None:
+    for there in (path, path.with_name(path.name + ".zip"), path.with_name(path.name + ".npz")):
+        if there.is_file() or (there.is_dir() and any(there.iterdir())):
+            return there
+    return None
 
 
 def _download(request: Request, folder: Path) -> Path:
-    """Write the images of a data set of the hub as files. The folder appears when all are there."""
+    """The images of a data set as files. The folder appears when all are there; of several who want it, one downloads."""
+    unfinished = folder.with_name(folder.name + ".part")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with need("filelock").FileLock(unfinished / "lock"):
+        there = _present(folder)
+        if there is None:
+            local = Path(request.name).expanduser().exists()
+            files = request.name if local else str(copy_files(request.name, unfinished / "files", request.token, request.progress))
+            there = _unpack(request._replace(name=files), request.name, unfinished / "images").replace(folder)
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return there
+
+
+def _unpack(request: Request, name: str, folder: Path) -> Path:
+    """Write the images of a local copy of a data set."""
     splits = load_splits(request, None)
     dataset = splits.get("train", next(iter(splits.values())))
     column = next((name for name, kind in (dataset.features or {}).items() if type(kind).__name__ == "Image"), None)
     if column is None:
-        raise ShoalError(f"{request.name} has no column of images")
-    unfinished = folder.with_name(folder.name + ".part")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+        raise ShoalError(f"{name} has no column of images")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     total, done = dataset.info.dataset_size or dataset.info.download_size, 0
     for number, row in enumerate(dataset.cast_column(column, type(dataset.features[column])(decode=False)), 1):
         content = _content(row[column])
-        (unfinished / f"{number:06d}{_suffix(content)}").write_bytes(content)
+        (folder / f"{number:06d}{_suffix(content)}").write_bytes(content)
         done += len(content)
         if request.progress:
-            request.progress(request.name, done, total)
-    return unfinished.replace(folder)
+            request.progress(f"{name} (its images)", done, total)
+    return folder
 
 
 def _content(value: dict[str, Any]) -> bytes:

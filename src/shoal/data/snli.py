@@ -18,6 +18,7 @@ from shoal.errors import ShoalError
 
 HUB = "stanfordnlp/snli"
 LABELS = ("entailment", "neutral", "contradiction")
+_FILES = "snli_1.0_train.jsonl, snli_1.0_dev.jsonl and snli_1.0_test.jsonl (or .txt, or .tsv of premise, hypothesis, label; gzipped or not)"
 _SPLITS = {"train": "train", "dev": "dev", "valid": "dev", "validation": "dev", "test": "test"}
 _SUFFIXES = (".tsv", ".txt", ".jsonl")
 
@@ -30,7 +31,8 @@ def open_snli(source: Snli, request: Request) -> TextPart:
     if source.path:
         splits = {name: _texts(_read(file)) for name, file in _find(Path(source.path).expanduser()).items()}
     else:
-        rows = load_splits(request._replace(name=HUB, streaming=False), None)
+        otherwise = f"put {_FILES} in a folder, and set data.source.path to it"
+        rows = load_splits(request._replace(name=HUB, streaming=False, otherwise=otherwise), None)
         splits = {_SPLITS[name]: _texts(_hub_pairs(dataset)) for name, dataset in rows.items() if name in _SPLITS}
     train = next((name for name in ("train", "dev") if name in splits), None)
     if train is None:
@@ -55,8 +57,7 @@ def _find(folder: Path) -> dict[str, Path]:
             found.setdefault(split, file)
     if not found:
         raise ShoalError(
-            f"data.source.path: there are no SNLI files in {folder}: put snli_1.0_train.jsonl, snli_1.0_dev.jsonl and snli_1.0_test.jsonl "
-            "(or .txt, or .tsv of premise, hypothesis, label; gzipped or not) there, or set the path to null to get them from the hub"
+            f"data.source.path: there are no SNLI files in {folder}: put {_FILES} there, or set the path to null to get them from the hub"
         )
     return found
 

@@ -12,6 +12,7 @@ from shoal.data.text_files import TextFiles
 from shoal.errors import ShoalError
 
 HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+_FILES = "wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens (or .raw, gzipped or not)"
 _SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "test": "test"}
 
 
@@ -37,15 +38,16 @@ def _from_files(folder: Path, unit: Unit) -> dict[str, Documents]:
     files = max(variants.values(), key=lambda found: ("train" in found, len(found)))
     if not files:
         raise ShoalError(
-            f"data.source.path: there are no WikiText files in {folder}: put wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens "
-            "there (or .raw, gzipped or not), or set the path to null to get them from the hub"
+            f"data.source.path: there are no WikiText files in {folder}: put {_FILES} there, "
+            "or set the path to null to get them from the hub"
         )
     return {split: TextFiles([file], None, unit) for split, file in files.items()}
 
 
 def _from_hub(request: Request, unit: Unit) -> dict[str, Documents]:
     name, configuration = HUB
-    splits = load_splits(request._replace(name=name, streaming=False), configuration)
+    otherwise = f"put {_FILES} in a folder, and set data.source.path to it"
+    splits = load_splits(request._replace(name=name, streaming=False, otherwise=otherwise), configuration)
     return {_SPLITS[split]: _lines(dataset["text"], unit) for split, dataset in splits.items() if split in _SPLITS}
 
 

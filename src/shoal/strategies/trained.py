@@ -14,7 +14,7 @@ from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import config_of, write_text
 from shoal.worker import RunDirectory
-from shoal.worker.checkpoint import Checkpoint, find
+from shoal.worker.checkpoint import Checkpoint, find, read_weights
 
 
 class Shapes(NamedTuple):
@@ -26,7 +26,7 @@ class Shapes(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """A run's networks with the weights of its newest checkpoint."""
+    """A run's networks with the weights of its newest checkpoint, or of its copy on the hub."""
 
     run: Run
     task: tasks.Task
@@ -39,7 +39,8 @@ def open_run(path: str, warn: Callable[[str], None]) -> Trained:
     """The networks of a past run, without its data. Raises ShoalError."""
     folder = Path(path)
     root = folder.parent.parent if (folder / "state.json").exists() else folder
-    if not (root / "config.yaml").exists() or not (root / "provenance.json").exists():
+    pushed = root / "model.safetensors"  # a copy from the hub
+    if not (root / "config.yaml").exists() or not (pushed.exists() or (root / "provenance.json").exists()):
         raise ShoalError(f"there is no run at {path}: `shoal runs` lists those there are")
     run = config_of(RunDirectory(root))
     try:
@@ -50,7 +51,7 @@ def open_run(path: str, warn: Callable[[str], None]) -> Trained:
     shapes = Shapes(tuple(shape) if shape else None, raw["num_classes"], raw["vocab_size"])
     tokenizer = data.load_tokenizer(str(root / "tokenizer")) if (root / "tokenizer").is_dir() else None
     task = tasks.build(run, models.build(run, shapes), shapes, tokenizer.eos_id if tokenizer else None)
-    checkpoint = find(path, warn)
+    checkpoint = read_weights(pushed) if pushed.exists() else find(path, warn)
     SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
     for player in task.players.values():
         player.eval()

@@ -23,13 +23,15 @@ def grid(images_NCHW: Tensor, columns: int = 8, gap: int = 2) -> Tensor:
 
 
 def save_png(image_CHW: Tensor, path: Path) -> None:
-    """Write an image with values in 0..1."""
+    """Write an image with values in 0..1. The file appears whole."""
     from PIL import Image
 
     pixels = (image_CHW.clamp(0, 1) * 255).round().to(torch.uint8)
     array = pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy()
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(array).save(path)
+    partial = path.with_name(f".{path.name}")
+    Image.fromarray(array).save(partial, "PNG")
+    partial.replace(path)
 
 
 def as_text(image_HW: Tensor) -> list[str]:

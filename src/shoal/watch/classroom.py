@@ -38,13 +38,14 @@ def lines(view: Any) -> Iterator[tuple[str, str]]:
     plan = view.facts.get("plan", {})
     figures = view.figures
     epoch = f"epoch {figures['epoch']:.2f} of {plan.get('epochs', '?')}, " if "epoch" in figures else ""
+    images = max(figures.get("samples", 0), sum(_figure(worker, "samples") for worker in view.workers))
     yield "run", f"{plan.get('name', '?')}: {plan.get('strategy', '?')}, {plan.get('parameters', 0):,} parameters"
-    yield "progress", f"{epoch}iteration {view.iteration or 0} of {plan.get('steps', '?')}, {figures.get('samples', 0):,.0f} images"
+    yield "progress", f"{epoch}iteration {view.iteration or 0} of {plan.get('steps', '?')}, {images:,.0f} images"
     units = view.units
-    done, lost = units.get("completed", 0), units.get("cancelled", 0) + units.get("failed", 0)
-    rate = f"{100 * done / (done + lost):.0f} % of those settled" if done + lost else "none settled yet"
+    done, late = units.get("completed", 0), units.get("dropped", 0)
+    rate = f" ({100 * done / (done + late):.0f} % of those handed in)" if done + late else ""
     open_now = f"{units.get('pending', 0)} open, {units.get('claimed', 0)} in work"
-    yield "units", f"{done} completed ({rate}), {units.get('cancelled', 0)} cancelled, {units.get('failed', 0)} failed, {open_now}"
+    yield "units", f"{done} completed{rate}, {units.get('cancelled', 0)} cancelled, {units.get('failed', 0)} failed, {open_now}"
     losses = {name: value for name, value in figures.items() if name.endswith(("loss", "accuracy"))}
     yield "figures", "  ".join(f"{name} {value:.4g}" for name, value in losses.items()) or "none yet"
     seen = (view.now - view.coordinator_seen_at).total_seconds() if view.coordinator_seen_at else None

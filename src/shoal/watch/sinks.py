@@ -1,4 +1,4 @@
-"""Where metrics go besides the run's own folder: TensorBoard, W&B, a picture of the loss."""
+"""Where metrics go besides the run's own folder: TensorBoard, W&B, a picture of the loss, the hub."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.errors import ShoalError
+from shoal.watch.hub import HubUploads
 from shoal.watch.plot import save_curves
 from shoal.worker import Loop, Reporter
 
@@ -113,4 +114,5 @@ def sinks_for(run: Run) -> list[Reporter]:
         from shoal.watch.blackboard import Blackboard
 
         made.append(Blackboard())
+    made += [HubUploads(run)] if run.hub.enabled else []
     return made

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Protocol
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -130,6 +130,16 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise ShoalError(f"cannot read the weights in {path}: {error}") from None
+
+
+def read_weights(path: Path) -> Checkpoint:
+    """Weights alone as a checkpoint: the step is written in the file. Raises ShoalError."""
+    try:
+        with safe_open(path, "pt") as file:
+            step = int((file.metadata() or {}).get("step", 0))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ShoalError(f"cannot read the weights in {path}: {error}") from None
+    return Checkpoint(path, step, load_weights(path), {})
 
 
 def find(path: str, warn: Callable[[str], None]) -> Checkpoint:

@@ -20,7 +20,7 @@ try:
     from psycopg import conninfo as conninfos
     from psycopg import errors
 except ImportError:
-    raise ShoalError("PostgreSQL needs a package that is not installed: pip install 'shoal[postgres]'") from None
+    raise ShoalError("PostgreSQL needs a package that is not installed: pip install 'shoal[classroom]'") from None
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 LOST = (psycopg.OperationalError, psycopg.InterfaceError)

@@ -1,0 +1,115 @@
+"""The model card: what a pushed model is, how it was trained, how good it is, how to load it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.config import Run
+
+_PIPELINES = {
+    "gan": "unconditional-image-generation",
+    "classification": "image-classification",
+    "language-modelling": "text-generation",
+    "ppo": "text-generation",
+}
+_KINDS = {"gan": "draws images", "classification": "classifies images", "language-modelling": "writes text", "ppo": "writes text"}
+_NOT_METRICS = ("step", "split", "samples", "epoch", "wall_s", "samples_per_s")
+
+
+class Story(NamedTuple):
+    """What happened so far."""
+
+    run: Run
+    step: int
+    total_steps: int
+    samples: int
+    wall_s: float
+    size: int
+    data: str
+
+
+def write_card(story: Story, records: list[dict[str, Any]], sample: Path | None, config: str) -> str:
+    """The text of README.md."""
+    parts = [_header(story.run), _introduction(story), _sample(sample), _training(story), _metrics(records), _loading(story.run)]
+    settings = f"## Settings\n\n<details>\n<summary>config.yaml</summary>\n\n````yaml\n{config}````\n\n</details>"
+    return "\n\n".join([part for part in parts if part] + [settings]) + "\n"
+
+
+def _header(run: Run) -> str:
+    lines = ["---", "library_name: shoal", "tags:", "- shoal", f"- {run.model.kind}"]
+    lines += [f"pipeline_tag: {_PIPELINES[run.task]}"] if run.task in _PIPELINES else []
+    return "\n".join([*lines, "---"])
+
+
+def _introduction(story: Story) -> str:
+    run = story.run
+    base = getattr(run.model, "pretrained", None)
+    kind = f"{base}, fine-tuned" if base else f"a model of kind `{run.model.kind}`"
+    does = f" that {_KINDS[run.task]}" if run.task in _KINDS else ""
+    state = "at the end of its training" if story.step >= story.total_steps else "while it is still being trained"
+    title = run.name or run.hub.repo_id.partition("/")[2]
+    return f"# {title}\n\nThis is {kind}{does}, with {story.size:,} parameters, trained with Shoal; here {state}."
+
+
+def _sample(sample: Path | None) -> str:
+    if sample is None:
+        return ""
+    if sample.suffix == ".png":
+        return f"![Images it drew](samples/{sample.name})"
+    written = sample.read_text(encoding="utf-8", errors="replace")
+    return "What it writes:\n\n" + "\n".join(f"    {line}" for line in written.splitlines())
+
+
+def _training(story: Story) -> str:
+    run = story.run
+    rows = {
+        "data": story.data or "-",
+        "strategy": f"`{run.strategy.kind}`, engine `{run.engine.kind}`",
+        "steps": f"{story.step:,} of {story.total_steps:,}",
+        "samples seen": f"{story.samples:,}",
+        "batch size": run.training.batch_size,
+        "optimizer": f"{run.training.optimizer.name}, learning rate {run.training.optimizer.learning_rate:g}",
+        "seed": run.seed,
+        "time": f"{story.wall_s:,.1f} s",
+    }
+    return "## How it was trained\n\n| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+def _metrics(records: list[dict[str, Any]]) -> str:
+    newest = {record["split"]: record for record in records}
+    columns = [(title, newest[split]) for split, title in (("train", "training"), ("eval", "held-out data")) if split in newest]
+    names = [
+        name for _, record in columns for name, value in record.items() if name not in _NOT_METRICS and isinstance(value, (int, float))
+    ]
+    if not names:
+        return ""
+    head = "| | " + " | ".join(f"{title} (step {record['step']:,})" for title, record in columns) + " |"
+    rows = [f"| {name} | " + " | ".join(_figure(record.get(name)) for _, record in columns) + " |" for name in dict.fromkeys(names)]
+    return "\n".join(["## Metrics", "", head, "|---" * (len(columns) + 1) + "|", *rows, "", "All of them are in `metrics.jsonl`."])
+
+
+def _figure(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, (int, float)) else "-"
+
+
+def _loading(run: Run) -> str:
+    repo = run.hub.repo_id
+    name = repo.partition("/")[2]
+    use = {"gan": f"shoal generate {name} --grid grid.png", "classification": f"shoal eval {name}"}
+    use |= dict.fromkeys(("language-modelling", "ppo"), f'shoal generate {name} --prompt "Once"')
+    command = f"hf download {repo} --local-dir {name}\n{use.get(run.task or '', f'shoal eval {name}')}"
+    return f"""## How to load it
+
+```sh
+{command}
+```
+
+or its tensors alone, named `network.parameter`:
+
+```python
+from huggingface_hub import hf_hub_download
+from safetensors.torch import load_file
+
+tensors = load_file(hf_hub_download("{repo}", "model.safetensors"))
+```"""
