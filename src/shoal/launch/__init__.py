@@ -1,5 +1,5 @@
 """Starting processes: workers on this machine."""
 
-from shoal.launch.local import LocalWorkers
+from shoal.launch.local import LocalWorkers, wait_quietly
 
-__all__ = ["LocalWorkers"]
+__all__ = ["LocalWorkers", "wait_quietly"]
