@@ -54,7 +54,8 @@ class Helper:
 
     def __init__(self, script: str, role: str, threads: int | None = None, **given: Any) -> None:
         command = [sys.executable, script, role, json.dumps(given)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(threads))
+        env = environment(threads) | {"OMP_WAIT_POLICY": "PASSIVE"}  # as `shoal coordinate` sets it for itself
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def hear(self) -> Any:
         assert self.process.stdout is not None

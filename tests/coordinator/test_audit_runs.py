@@ -161,7 +161,7 @@ def test_a_journal_that_is_gone_or_cut(run: Path, capsys: pytest.CaptureFixture[
     content = journal.read_bytes()
     journal.write_bytes(content[: len(content) // 2])
     assert found(run, capsys), "the ledger knows more than the journal"
-    journal.write_bytes(content[:20] + bytes([content[20] ^ 1]) + content[21:])
+    journal.write_bytes(content[:28] + bytes([content[28] ^ 1]) + content[29:])
     assert "checksum" in found(run, capsys)
     journal.unlink()
     assert "missing" in found(run, capsys)

@@ -45,6 +45,35 @@ def test_a_cut_at_any_byte_costs_only_the_record_it_is_in(tmp_path: Path) -> Non
         assert whole(folder) == [*range(survived), 99], "what was cut off does not get in the way"
 
 
+def test_a_journal_written_over_an_old_one_never_takes_its_records_for_its_own(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "run")
+    journal.begin()
+    for number in range(20):
+        journal.append({"kind": "accepted", "seq": 100 + number}, (b"old" * number,))
+    journal.forget_before(journal.begin())
+    old = (tmp_path / "run" / "spare-journal").read_bytes()
+    journal.begin()
+    path, ends = path_of(tmp_path / "run", 3), [0]
+    for record, frames in RECORDS:
+        journal.append(record, frames)
+        ends.append(journal.bytes_since_snapshot)
+    new = path.read_bytes()
+    assert len(new) == len(old), "the file is used again"
+    journal.close()
+    assert path.stat().st_size == ends[-1], "one that is closed is cut to its length"
+    for length in range(8, ends[-1] + 1):
+        folder = tmp_path / "cut"
+        folder.mkdir(exist_ok=True)
+        left = new[:length] + old[length:]
+        path_of(folder, 3).write_bytes(left)
+        survived = sum(left[:end] == new[:end] for end in ends[1:])  # the byte that was cut off may be there by chance
+        again = Journal(folder)
+        assert list(again.recover(3)) == RECORDS[:survived]
+        again.append({"kind": "accepted", "seq": 99})
+        assert whole(folder, 3) == [*range(survived), 99]
+        again.close()
+
+
 def test_zeros_that_a_power_cut_left_are_no_records(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.begin()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from shoal.config import Run, load
 from shoal.config.schema.training import GradientHealth, Optimizer, OptimizerName, Schedule
 from shoal.engines import SingleEngine
 from shoal.engines.health import HealthMonitor
-from shoal.engines.optimizers import arguments
+from shoal.engines.optimizers import arguments, step
 from shoal.engines.schedule import learning_rate
 from shoal.errors import ShoalError
 from shoal.tasks.classification import Classification
@@ -282,3 +284,33 @@ def test_gradients_by_sample_are_clipped_one_by_one() -> None:
     result = engine.gradients_by_sample(data, 0.3)
     assert result.samples == 8
     assert torch.allclose(engine.gradient.double(), torch.stack(rows).mean(0), atol=1e-6)
+
+
+STEP = """
+import sys, torch
+from shoal.engines import optimizers
+parameter = torch.nn.Parameter(torch.ones(3, 3))
+parameter.grad = torch.ones(3, 3)
+for name in ("AdamW", "SGD", "Muon"):
+    optimizer = getattr(torch.optim, name)([parameter], lr=0.1)
+    optimizers.step(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+def test_a_step_does_not_import_the_compiler_which_takes_seconds() -> None:
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "Adagrad", "Muon"])
+def test_a_step_is_the_step_of_torch(name: str) -> None:
+    start, slope = torch.randn(4, 4), torch.randn(4, 4)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    first, second = (getattr(torch.optim, name)([one], lr=0.1) for one in (ours, theirs))
+    for _ in range(3):
+        ours.grad, theirs.grad = slope.clone(), slope.clone()
+        step(first)
+        second.step()
+    assert torch.equal(ours, theirs)

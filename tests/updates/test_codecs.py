@@ -17,6 +17,7 @@ from shoal.updates.blocks import BLOCK
 from shoal.updates.codecs import (
     UpdateError,
     apply_changes,
+    borrow,
     decode,
     decode_into,
     encode,
@@ -332,3 +333,20 @@ def test_long_vectors_take_the_same_way_in_all_threads() -> None:
         if not isinstance(codec, TopKCodec):
             parts = [decode(codec, len(part), encode(codec, part, None)) for part in values.split(BLOCK)]
             assert torch.equal(whole, torch.cat(parts))
+
+
+def test_numbers_that_lie_in_a_frame_are_borrowed_and_checked() -> None:
+    values = np.arange(5, dtype="<f4")
+    found = borrow(NoCodec(), 5, [memoryview(values).cast("B")])
+    assert found is not None
+    assert found.tolist() == [0, 1, 2, 3, 4]
+    values[2] = 7
+    assert found[2] == 7, "no copy"
+    assert borrow(NoCodec(), 5, [values.tobytes()]) is None, "what may not be written to is no tensor"
+    assert borrow(NoCodec(), 5, [memoryview(bytearray(22))[1:21]]) is None, "nor is what lies askew"
+    assert borrow(Fp16Codec(), 5, [memoryview(bytearray(10))]) is None
+    values[2] = np.nan
+    with pytest.raises(UpdateError, match="finite"):
+        borrow(NoCodec(), 5, [memoryview(values).cast("B")])
+    with pytest.raises(UpdateError, match="needed"):
+        borrow(NoCodec(), 6, [memoryview(values).cast("B")])

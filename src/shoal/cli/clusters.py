@@ -37,6 +37,9 @@ def coordinate(
     hosts: tuple[str, ...] = (),
 ) -> int:
     """Coordinate a run, with so many workers on this machine; `invite` lets others join."""
+    from shoal.launch import wait_quietly
+
+    wait_quietly()
     from shoal.strategies.coordinating import prepare
     from shoal.watch.progress import progress_for
     from shoal.watch.sinks import sinks_for

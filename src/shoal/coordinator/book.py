@@ -58,13 +58,18 @@ class Book:
         if not frames or (extra and len(frames) < 2):
             raise codecs.UpdateError("frames are missing")
         body, tail = (frames[:-1], frames[-1:]) if extra else (frames, ())
+        vector = codecs.borrow(self.plan.updates.codec, size, body)
+        if vector is None:
+            vector = self._decode(size, body)
+        return vector, codecs.decode(_PLAIN, extra, tail) if extra else torch.empty(0)
+
+    def _decode(self, size: int, frames: Frames) -> Tensor:
         room = self._spare.pop() if self._spare else torch.empty(size)
         try:
-            vector = codecs.decode(self.plan.updates.codec, size, body, out=room)
+            return codecs.decode(self.plan.updates.codec, size, frames, out=room)
         except codecs.UpdateError:
             self._spare.append(room)
             raise
-        return vector, codecs.decode(_PLAIN, extra, tail) if extra else torch.empty(0)
 
     def take(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> list[Effect]:
         """Move on by a record, new or taken again."""
@@ -107,7 +112,7 @@ class Book:
         there = self.rounds.open.pop(number).held
         held = [there[name] for name in names]
         records = [one.record for one in held]
-        rooms = [one.vector for one in held]
+        rooms = [] if self.plan.updates.codec.kind == "none" else [one.vector for one in held]
         figures = self.learner.apply(*self._combine(held), self.step)
         self._spare.extend(rooms[: max(0, _MOST_SPARE - len(self._spare))])
         state = self.state
@@ -127,7 +132,7 @@ class Book:
         updates, seed = self.plan.updates, self.plan.seed + self.state.version
         for one in held:
             if one.record["share"] != 1.0:
-                one.vector.mul_(one.record["share"])
+                one.vector = one.vector * one.record["share"]  # not in place: it may lie in a frame
             if updates.memory:
                 one.vector = self._remember(one.record["worker"], one.vector, updates.memory)
         if updates.aggregation.kind != "mean":
@@ -135,7 +140,7 @@ class Book:
         weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
         buffers = self._combine_buffers(held, weights)
         if len(held) == 1 and updates.aggregation.kind == "mean":
-            return held[0].vector.clone() if updates.memory else held[0].vector, buffers  # the update may be used up, a memory may not
+            return held[0].vector, buffers
         stack = torch.stack([one.vector for one in held])
         update, self.centre = rules.combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed)
         return update, buffers

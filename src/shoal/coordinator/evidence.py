@@ -148,16 +148,17 @@ def _journals(state: Path, snapshot: int, cut: list[str], violations: list[str])
 
 def _records(path: Path, records: list[Line], violations: list[str]) -> str:
     """Append what a journal holds; a word on its end if that is not whole."""
-    content, at, number = path.read_bytes(), 0, 0
+    content, at, number = path.read_bytes(), 8, 0
+    mark = content[:8]
     while at < len(content):
         prefix = content[at : at + 16]
         size, checksum, body = struct.unpack("<IIQ", prefix) if len(prefix) == 16 else (0, 0, 0)
-        header = content[at + 16 : at + 16 + size]
-        if not size or at + 16 + size + body > len(content):
-            return f"{path.name} ends in the middle of record {number + 1}"
+        header, end = content[at + 16 : at + 16 + size], at + 16 + size + body
+        if not size or content[end : end + 8] != mark:
+            return f"{path.name} ends after record {number}, its file does not"
         if zlib.crc32(header) != checksum:
             violations.append(f"{path.name}: record {number + 1} does not match its checksum")
             return ""
         records.append((f"{path.name}, record {number + 1}", dict(msgpack.unpackb(header)["record"])))
-        at, number = at + 16 + size + body, number + 1
+        at, number = end + 8, number + 1
     return ""

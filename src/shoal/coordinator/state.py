@@ -26,7 +26,7 @@ class Learner(Protocol):
         ...
 
     def apply(self, update: Tensor, buffers: Tensor, step: float) -> Mapping[str, float]:
-        """Move the weights, as at this step of the schedule. The update may be used up."""
+        """Move the weights, as at this step of the schedule. The update is for reading: it may lie in a frame."""
         ...
 
 

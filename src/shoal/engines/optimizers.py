@@ -15,6 +15,11 @@ from shoal.updates.layout import FlatNetwork
 # These look at the shape of a parameter, so they get the parameters one by one.
 SHAPED = ("Muon", "Adafactor")
 
+# torch hides these from its compiler, and imports the compiler for that at the first call: seconds, for what no optimizer here needs.
+for _method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict):
+    _hidden: Any = inspect.unwrap(_method)
+    _hidden.__dynamo_disable = _hidden
+
 
 def merged(settings: Optimizer, player: PlayerOptimizer | None) -> Optimizer:
     """The settings of one network: its own where it has them."""
@@ -34,6 +39,12 @@ def build(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
         whole.grad = network.gradient
         parameters = [whole]
     return _make(settings.name, arguments(settings), parameters)
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """One step, without what torch wraps around it for compiled ones: that would import the compiler, too."""
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 def _make(name: str, keywords: dict[str, Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -84,7 +95,7 @@ class Together(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self.parts:
-            part.step()
+            step(part)
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": {}, "param_groups": [], "parts": [part.state_dict() for part in self.parts]}

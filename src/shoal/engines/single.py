@@ -168,7 +168,7 @@ class SingleEngine:
         if scaled:
             self.scaler.unscale_(optimizer)
         if self._clip(name, network, metrics, scaled):
-            self.scaler.step(optimizer) if scaled else optimizer.step()
+            self.scaler.step(optimizer) if scaled else optimizers.step(optimizer)
 
     def _clip(self, name: str, network: FlatNetwork, metrics: dict[str, Tensor], scaled: bool) -> bool:
         """Limit the norm of a gradient. False if the step must not be taken."""

@@ -28,6 +28,11 @@ def fair_threads(workers: int) -> int:
     return max(1, (os.cpu_count() or 1) // max(1, workers))
 
 
+def wait_quietly() -> None:
+    """Let the threads of this process sleep while they wait for work, before torch starts them: others here could use the cores."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 class LocalWorker:
     """One worker process, and what became of it."""
 

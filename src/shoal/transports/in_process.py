@@ -111,7 +111,7 @@ class InProcessClient:
         except wire.Oversized as problem:
             raise Refused(str(problem), problem.reason) from None
         self.traffic.send(wire.size_of(parts))
-        return parts
+        return [bytes(part) for part in parts]  # the asker may write to its frames when it is answered, the other side may keep them
 
     def _answer(self, waiting: Waiting, deadline: float) -> Message:
         try:

@@ -25,6 +25,7 @@ __all__ = [
     "Frames",
     "UpdateError",
     "apply_changes",
+    "borrow",
     "decode",
     "decode_into",
     "encode",
@@ -69,6 +70,17 @@ def decode(codec: Codec, size: int, frames: Sequence[Frame], out: Tensor | None 
     packed = _DENSE[type(codec)].read(size, frames)
     in_blocks(size, lambda start, end: _unpack(packed, values[start:end], start, end))
     return vector
+
+
+def borrow(codec: Codec, size: int, frames: Sequence[Frame]) -> Tensor | None:
+    """The vector in the frames where it lies, for reading only; None where it does not lie there as it is needed. Raises UpdateError."""
+    if not isinstance(codec, NoCodec):
+        return None
+    values: Floats = Plain.read(size, frames).values
+    if not (values.flags.writeable and values.flags.aligned and values.dtype.isnative):  # torch takes no other
+        return None
+    in_blocks(size, lambda start, end: _expect_finite(values[start:end]))
+    return torch.from_numpy(values)
 
 
 def decode_into(codec: Codec, size: int, frames: Sequence[Frame], target: Tensor, scale: float) -> None:
@@ -137,7 +149,11 @@ def _pack(packed: Dense, values: Floats, lost: Floats | None, start: int, end: i
 
 def _unpack(packed: Dense, out: Floats, start: int, end: int) -> None:
     packed.unpack(start, end, out)
-    if not all_finite(out):
+    _expect_finite(out)
+
+
+def _expect_finite(block: Floats) -> None:
+    if not all_finite(block):
         raise UpdateError("values: a number that is not finite")
 
 
