@@ -24,6 +24,12 @@ BROKEN = [
         "model: {kind: gpt, max_seq_len: 64}\ndata: {sequence_length: 65}\n",
         ["data.sequence_length", "model.max_seq_len"],
     ),
+    ("transport", "strategy: {kind: workunits}\ntransport: {kind: zmq}\n", ["strategy.kind", "transport.kind"]),
+    (
+        "units",
+        "strategy: {kind: workunits, units_per_update: 9}\ntransport: {kind: postgres}\ncluster: {num_workers: 4}\n",
+        ["strategy.units_per_update", "cluster.num_workers"],
+    ),
     ("workers", HOSTS + "dialect: shoal\n", None),
     ("workers", "cluster: {num_workers: 3, workers: [a, b], hosts: {a: {}, b: {}}}\n", ["cluster.num_workers", "cluster.workers"]),
     ("workers", "cluster: {workers: [a, a], hosts: {a: {}}}\n", ["cluster.workers"]),

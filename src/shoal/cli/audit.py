@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.coordinator.evidence import Evidence
 
 _MOST_SHOWN = 20
 
@@ -22,20 +25,38 @@ def run(argv: list[str]) -> int:
     arguments = made.parse_args(argv)
     folder = Path(arguments.run)
     settings = _settings(folder)
-    state = Path(_at(settings, "coordinator", "state_path") or folder / "coordinator")
-    if not (state / "ledger.jsonl").exists():
-        raise ShoalError(f"there is no ledger in {state}: only a run that had workers, and has come to its first version, can be audited")
+    receipts = [*sorted((folder / "workers").glob("*.jsonl")), *(path for given in arguments.receipts for path in _receipts(Path(given)))]
     first = None if _at(settings, "checkpoint", "resume_from") else 0
+    violations: list[str] = []
+    in_database = _at(settings, "transport", "kind") == "postgres"
 
     from shoal.coordinator.audit import audit
-    from shoal.coordinator.evidence import gather
 
-    receipts = [*sorted((folder / "workers").glob("*.jsonl")), *(path for given in arguments.receipts for path in _receipts(Path(given)))]
-    violations: list[str] = []
-    report = audit(gather(state, receipts, violations), violations, first)
+    evidence = (_from_database if in_database else _from_files)(folder, settings, receipts, violations)
+    report = audit(evidence, violations, first, units=_at(settings, "strategy", "kind") == "workunits")
     for line in report.checked:
         print(line)
     return _verdict(report.violations)
+
+
+def _from_files(folder: Path, settings: Any, receipts: list[Path], violations: list[str]) -> Evidence:
+    from shoal.coordinator.evidence import gather
+
+    state = Path(_at(settings, "coordinator", "state_path") or folder / "coordinator")
+    if not (state / "ledger.jsonl").exists():
+        raise ShoalError(f"there is no ledger in {state}: only a run that had workers, and has come to its first version, can be audited")
+    return gather(state, receipts, violations)
+
+
+def _from_database(folder: Path, settings: Any, receipts: list[Path], violations: list[str]) -> Evidence:
+    from shoal.cli.db import connected, place_of
+    from shoal.cli.options import parse, parser
+
+    with place_of(*parse(parser("audit", ""), [str(folder)])) as place, connected(place.access) as connection:
+        from shoal.coordinator.evidence import gather_from
+        from shoal.transports.postgres.view import trail
+
+        return gather_from(*trail(connection), receipts, violations)
 
 
 def _verdict(violations: list[str]) -> int:

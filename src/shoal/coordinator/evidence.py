@@ -68,6 +68,20 @@ def gather(state: Path, receipts: Iterable[Path], violations: list[str]) -> Evid
     return evidence
 
 
+def gather_from(
+    ledger: Iterable[str], snapshot: dict[str, Any] | None, records: Iterable[bytes], receipts: Iterable[Path], violations: list[str]
+) -> Evidence:
+    """The same from a database, which has cut nothing off."""
+    evidence = Evidence()
+    evidence.ledger = [(f"ledger:{number}", json.loads(line)) for number, line in enumerate(ledger, 1)]
+    evidence.ledger_bytes = len(evidence.ledger)  # it counts lines
+    for path in receipts:
+        evidence.receipts += _receipts(path, evidence.cut, violations)
+    evidence.snapshot = _described(snapshot) if snapshot is not None else None
+    evidence.records = [(f"journal, record {number}", dict(msgpack.unpackb(record))) for number, record in enumerate(records, 1)]
+    return evidence
+
+
 def _json_lines(path: Path, cut: list[str], violations: list[str]) -> Iterator[tuple[str, Any]]:
     """Each line with its place. The last may be cut off; any other must be whole."""
     try:

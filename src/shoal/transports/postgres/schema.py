@@ -108,7 +108,9 @@ def describe(connection: Connection) -> dict[str, Any]:
         "SELECT c.relname, pg_total_relation_size(c.oid) FROM pg_class c"
         " WHERE c.relnamespace = 'shoal'::regnamespace AND c.relkind = 'r' ORDER BY 2 DESC"
     )
-    progress = connection.execute("SELECT begun_at, iteration, version, coordinator_seen_at FROM shoal.progress").fetchone()
+    progress = connection.execute(
+        "SELECT begun_at, iteration, version, nullif(coordinator_seen_at, '-infinity') FROM shoal.progress"
+    ).fetchone()
     return {
         "schema_version": latest(),
         "bytes": dict(tables.fetchall()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -31,7 +32,9 @@ def look(connection: Connection) -> View | None:
     """The run, if there is one. All of it is of the same moment."""
     with connection.transaction():
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-        progress = connection.execute("SELECT now(), begun_at, iteration, coordinator_seen_at FROM shoal.progress").fetchone()
+        progress = connection.execute(
+            "SELECT now(), begun_at, iteration, nullif(coordinator_seen_at, '-infinity') FROM shoal.progress"
+        ).fetchone()
         if progress is None:
             return None
         return View(
@@ -51,6 +54,28 @@ def picture(connection: Connection) -> bytes | None:
     """The newest grid of samples, as a PNG."""
     row = connection.execute("SELECT png FROM shoal.picture").fetchone()
     return bytes(row[0]) if row else None
+
+
+class Trail(NamedTuple):
+    """What a run has left behind in the database, for an audit."""
+
+    ledger: list[str]
+    snapshot: dict[str, Any] | None
+    """What the newest one says of itself."""
+    records: list[bytes]
+    """Of all journals since the snapshot, each as it was packed."""
+
+
+def trail(connection: Connection) -> Trail:
+    """All of the same moment; as somebody who may read the coordinator's tables."""
+    with connection.transaction():
+        connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+        ledger = [row[0] for row in connection.execute("SELECT entry FROM shoal.ledger ORDER BY line").fetchall()]
+        newest = connection.execute("SELECT number, header FROM shoal.snapshots ORDER BY number DESC LIMIT 1").fetchone()
+        if newest is None:
+            return Trail(ledger, None, [])
+        records = connection.execute("SELECT record FROM shoal.records WHERE journal >= %s ORDER BY journal, id", (newest[0],)).fetchall()
+        return Trail(ledger, json.loads(newest[1]), [bytes(row[0]) for row in records])
 
 
 def workers_in(rows: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:

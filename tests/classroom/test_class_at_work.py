@@ -1,0 +1,269 @@
+"""A class trains through a database: every sample counts once, whatever happens to whom."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import School
+from shoal.cli.main import main
+from shoal.coordinator.audit import audit
+from shoal.coordinator.evidence import gather_from
+from shoal.errors import ShoalError
+from shoal.strategies.coordinating import Coordinating
+from shoal.strategies.leasing import Leasing
+from shoal.transports.postgres.access import connect
+from shoal.transports.postgres.view import look, trail
+
+
+def train(coordinating: Coordinating) -> dict[str, Any]:
+    try:
+        return coordinating.loop.train()
+    finally:
+        coordinating.loop.server.close()
+
+
+def violations(school: School) -> list[str]:
+    with connect(school.access) as connection:
+        found = trail(connection)
+    problems: list[str] = []
+    receipts = sorted((school.folder / "run" / "workers").glob("*.jsonl"))
+    return audit(gather_from(*found, receipts, problems), problems, units=True).violations
+
+
+def covered(school: School) -> Counter[tuple[int, int]]:
+    """How often each (epoch, batch) is in the weights."""
+    lines = [json.loads(entry) for (entry,) in school.ask("SELECT entry FROM shoal.ledger ORDER BY line")]
+    counted: Counter[tuple[int, int]] = Counter()
+    for line in lines:
+        for one in line.get("from", ()):
+            counted.update((one[6], batch) for batch in range(one[7] - one[8], one[7]))
+    return counted
+
+
+def test_every_batch_of_every_epoch_is_learned_from_once(school: School) -> None:
+    coordinating = school.coordinate({"training": {"batch_size": 32, "epochs": 3, "optimizer": {"name": "Adam", "learning_rate": 0.01}}})
+    for number in range(3):
+        school.worker(f"w{number}")
+    summary = train(coordinating)
+    school.finish()
+    per_epoch = coordinating.loop.feed.batches_per_epoch
+    assert covered(school) == Counter({(epoch, batch): 1 for epoch in range(3) for batch in range(per_epoch or 0)})
+    assert summary["samples"] == 3 * 1437  # the last batch of an epoch is smaller, and is not left out
+    assert summary["status"] == "completed"
+    assert violations(school) == []
+    counts = school.balance()
+    assert counts["completed"] == summary["contributions"]["accepted"]
+    assert counts.get("pending", 0) == counts.get("claimed", 0) == 0
+
+
+def test_with_more_workers_than_a_round_needs_late_results_are_dropped_and_counted(school: School) -> None:
+    coordinating = school.coordinate({"strategy": {"kind": "workunits", "batches_per_unit": 1, "units_per_update": 3}})
+    seen: list[dict[str, int]] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.05):
+            seen.append(school.balance())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for number in range(8):
+        school.worker(f"w{number}")
+    try:
+        train(coordinating)
+    finally:
+        stop.set()
+        watcher.join()
+    school.finish()
+    assert len(seen) > 3
+    assert violations(school) == []
+    told = sum(worker.member.counts["rejected"] for worker in school.workers if worker.member)
+    assert school.balance()["dropped"] == told
+    assert set(covered(school).values()) == {1}
+
+
+def test_one_worker_with_one_unit_a_round_is_one_process_alone(school: School) -> None:
+    """The same batches in the same order, so the same weights; the gradient makes a detour through the database."""
+    from shoal.strategies.local import prepare as prepare_alone
+
+    settings = {"strategy": {"kind": "workunits", "batches_per_unit": 1, "units_per_update": 1}}
+    coordinating = school.coordinate(settings)
+    school.worker("only")
+    train(coordinating)
+    school.finish()
+    alone = prepare_alone(
+        school.loaded(
+            {"strategy": {"kind": "local"}, "data": {"source": {"kind": "builtin", "name": "digits"}, "loader": {"drop_last": False}}}
+        ),
+        run_dir=str(school.folder / "alone"),
+        resume=False,
+        reporters=[],
+    )
+    alone.train()
+    for name, value in alone.engine.weights().items():
+        assert torch.equal(value, coordinating.loop.engine.weights()[name]), name
+
+
+def test_a_coordinator_goes_on_from_the_database_alone(school: School) -> None:
+    epochs = {"training": {"batch_size": 32, "epochs": 4, "optimizer": {"name": "Adam", "learning_rate": 0.01}}}
+    first = school.coordinate(epochs)
+    loop = first.loop
+    loop.beside = lambda: setattr(loop, "stopping", "interrupted") if loop.step >= 5 else None
+    school.worker("w0")
+    school.worker("w1")
+    train(first)
+    assert 5 <= loop.step < loop.engine.total_steps
+    with pytest.raises(ShoalError, match="holds another run"):
+        school.coordinate(epochs, run_dir="second")
+    with pytest.raises(ShoalError, match="other settings"):
+        school.coordinate({"training": {"batch_size": 16, "epochs": 4}}, resume=True, run_dir="third")
+    again = school.coordinate(epochs, resume=True, run_dir="elsewhere")
+    assert again.loop.step == loop.step
+    for name, value in loop.engine.weights().items():
+        assert torch.equal(value, again.loop.engine.weights()[name]), name
+    assert train(again)["status"] == "completed"
+    school.finish()
+    assert violations(school) == []
+    assert len(covered(school)) == 4 * 45
+    school.balance()
+
+
+def test_a_worker_that_dies_is_missed_after_its_lease_and_somebody_else_does_its_unit(school: School) -> None:
+    strategy = {"kind": "workunits", "batches_per_unit": 2, "units_per_update": 3, "lease_timeout_s": 1.0}
+    coordinating = school.coordinate({"strategy": strategy})
+    taken = threading.Event()
+
+    def die(worker: Leasing) -> None:
+        assert worker.member is not None
+        worker.member._do = lambda unit: (taken.set(), worker.desk._line.close(), worker.pulse.close(), (_ for _ in ()).throw(SystemExit))[
+            0
+        ]  # type: ignore[method-assign, assignment]
+
+    dead = school.worker("dead", die)
+    assert taken.wait(30)
+    dead.join(30)
+    school.problems.clear()
+    school.worker("w0")
+    school.worker("w1")
+    train(coordinating)
+    school.finish()
+    assert set(covered(school).values()) == {1}
+    assert len(covered(school)) == 45
+    (failures,) = school.ask("SELECT sum(failed) FROM shoal.workers WHERE name = 'dead'")
+    assert failures[0] >= 1
+
+
+def test_a_unit_nobody_can_do_is_given_up_and_the_epoch_ends(school: School) -> None:
+    strategy = {"kind": "workunits", "batches_per_unit": 2, "units_per_update": 3, "max_retries": 1}
+    coordinating = school.coordinate({"strategy": strategy})
+
+    def break_one(worker: Leasing) -> None:
+        assert worker.member is not None
+        read = worker.member.read
+
+        def poisoned(epoch: int, start: int, batches: int) -> Any:
+            for batch in read(epoch, start, batches):
+                yield {name: value * float("nan") if name == "image" and start == 4 else value for name, value in batch.items()}
+
+        worker.member.read = poisoned
+
+    for number in range(2):
+        school.worker(f"w{number}", break_one)
+    summary = train(coordinating)
+    school.finish()
+    assert summary["status"] == "completed"
+    assert sorted(set(range(45)) - {batch for _, batch in covered(school)}) == [4, 5]
+    assert violations(school) == []
+    assert school.balance()["failed"] == 1
+
+
+def test_rubbish_from_a_student_spoils_nothing(school: School) -> None:
+    coordinating = school.coordinate()
+
+    def lie(worker: Leasing) -> None:
+        submit, lies = worker.desk.submit, iter([{"samples": -1}, {"extra": 1}, {"weight": "much"}, {"metrics": {"loss": [1]}}, None])
+
+        def lying(unit: Any, header: dict[str, Any], frames: Any) -> str:
+            change = next(lies, {})
+            return submit(unit, header | change, frames) if change is not None else submit(unit, header, [b"no update at all"])
+
+        worker.desk.submit = lying  # type: ignore[method-assign]
+
+    school.worker("liar", lie)
+    school.worker("honest")
+    train(coordinating)
+    school.finish()
+    assert set(covered(school).values()) == {1}
+    assert len(covered(school)) == 45
+    assert coordinating.loop.coordinator.state.contributions["malformed"] == 5
+    school.balance()
+
+
+def test_the_teacher_sees_the_class_from_the_database_alone(school: School, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from shoal.transports.postgres import schema
+    from shoal.watch.blackboard import Blackboard
+
+    with connect(school.access) as connection:
+        schema.grant(connection, "teacher", "secret", "reader")
+    gan = {"model": {"kind": "dcgan", "generator_features": 4, "discriminator_features": 4, "latent_dim": 8}, "task": "gan"}
+    coordinating = school.coordinate(gan, {"training": {"batch_size": 64, "epochs": 1}, "logging": {"every_steps": 1}})
+    coordinating.loop.reporters.append(Blackboard())
+    for number in range(2):
+        school.worker(f"w{number}")
+    train(coordinating)
+    school.finish()
+    teacher = school.access._replace(user="teacher", password="secret")
+    with connect(teacher) as connection:
+        view = look(connection)
+    assert view is not None
+    assert view.figures["samples"] == 1437
+    assert main(["status", teacher.address, "--grid", str(tmp_path / "grid.png")]) == 0
+    output = capsys.readouterr().out
+    assert "1,437 images" in output
+    assert "generator_loss" in output
+    assert {"w0", "w1"} <= set(output.split())
+    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_statistics_of_the_networks_reach_the_coordinator(school: School) -> None:
+    gan = {"model": {"kind": "dcgan", "generator_features": 4, "discriminator_features": 4, "latent_dim": 8}, "task": "gan"}
+    coordinating = school.coordinate(gan, {"training": {"batch_size": 64, "epochs": 1}})
+    before = {name: value.clone() for name, value in coordinating.loop.engine.weights().items() if "running_mean" in name}
+    school.worker("w0")
+    train(coordinating)
+    school.finish()
+    after = coordinating.loop.engine.weights()
+    assert before
+    assert all(not torch.equal(value, after[name]) for name, value in before.items())
+    assert all(float(after[name].abs().max()) > 1e-4 for name in before)
+
+
+@pytest.mark.parametrize("strategy", ["syncps", "async", "edp"])
+def test_other_strategies_go_through_the_database_too(school: School, strategy: str) -> None:
+    from shoal.strategies.joining import Joined, Way
+    from shoal.strategies.leasing import join
+
+    coordinating = school.coordinate({"strategy": {"kind": strategy}, "cluster": {"num_workers": 2}})
+    joined: list[Any] = []
+
+    def work(name: str) -> None:
+        worker = join(Way(school.student.address, "", None, name=name, patience_s=30.0), lambda text: None)
+        joined.append(worker)
+        worker.work()
+
+    threads = [threading.Thread(target=work, args=(f"w{number}",), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    summary = train(coordinating)
+    for thread in threads:
+        thread.join(30)
+    assert all(isinstance(worker, Joined) for worker in joined)
+    assert summary["status"] == "completed"
+    assert school.ask("SELECT * FROM shoal.orphans()") == []
