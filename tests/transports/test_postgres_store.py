@@ -128,7 +128,7 @@ def test_snapshots_hold_weights_and_state(database: Database, server: PostgresSe
     assert found.state["seats"] == {3: ("a", 1.5)}
     with database.connect() as connection:
         connection.execute(
-            "UPDATE shoal.parts SET data = overlay(data placing '\\xff' from 400000)"
+            "UPDATE shoal.parts SET data = overlay(data placing '\\xff' from 200000)"
             " FROM shoal.snapshots s WHERE s.number = 3 AND blob = frames[1] AND n = 0"
         )
     warnings: list[str] = []

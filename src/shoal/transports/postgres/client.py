@@ -6,7 +6,6 @@ import hashlib
 import threading
 import time
 import uuid
-from typing import Any
 
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
@@ -59,23 +58,22 @@ class PostgresClient:
     def _answer(self, deadline: float) -> Message:
         pause = _FIRST_PAUSE_S
         while True:
-            rows = self._line.run(self._look, deadline - time.monotonic())
-            if not rows:
+            told = self._line.run(self._look, deadline - time.monotonic())
+            if told is None:
                 raise Unreachable(f"{self._line.place} has lost the question: the coordinator stopped, or the server crashed")
-            if rows[0][0] >= 0:
-                return self._opened(rows)
+            if told.row[0] == 0:
+                return self._opened(told)
             if (left := deadline - time.monotonic()) <= 0:
                 raise Unreachable(f"no answer through {self._line.place} in time: is the coordinator running?")
             self._line.wait(min(pause, left))
             pause = min(2 * pause, self._poll_interval_s)
 
-    def _look(self, connection: Connection) -> list[tuple[Any, ...]]:
-        query = "SELECT frame, n, header, data FROM shoal.answer(%b, %b::int8)"
-        return connection.execute(query, (self._peer, self._number), binary=True).fetchall()
+    def _look(self, connection: Connection) -> frames.Told | None:
+        query = "SELECT frame, sizes, data, header FROM shoal.answer(%b, %b::int8) ORDER BY frame, n"
+        return frames.read(connection, query, (self._peer, self._number))
 
-    def _opened(self, rows: list[tuple[Any, ...]]) -> Message:
-        header, content = frames.told(rows)
-        parts = [header, *content]
+    def _opened(self, told: frames.Told) -> Message:
+        parts = [told.row[3], *told.frames]
         try:
             message = wire.decode(parts, self._limits)[1]
         except wire.Malformed as problem:

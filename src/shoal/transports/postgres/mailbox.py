@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from shoal.errors import ShoalError
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request, Traffic
 from shoal.transports.postgres import frames
@@ -25,6 +26,8 @@ with a smaller number than one that was there so long ago can still turn up."""
 _ABANDONED_S = 600.0
 """Answers that nobody fetched for so long are thrown away."""
 _TIDY_EVERY_S = 5.0
+_PRINTED_BYTES = 16 << 20
+"""So much handed out is worth tidying before the time."""
 _FLYERS_KEPT = 8
 
 
@@ -34,11 +37,9 @@ class KnownFrames:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[memoryview], uuid.UUID]] = {}
 
-    def view(self, data: bytes, blob: uuid.UUID) -> memoryview:
-        view = memoryview(data)
-        key = id(view)
-        self._known[key] = weakref.ref(view, lambda _: self._known.pop(key, None)), blob
-        return view
+    def add(self, frame: memoryview, blob: uuid.UUID) -> None:
+        key = id(frame)
+        self._known[key] = weakref.ref(frame, lambda _: self._known.pop(key, None)), blob
 
     def blob_of(self, frame: Frame) -> uuid.UUID | None:
         found = self._known.get(id(frame))
@@ -97,13 +98,15 @@ class Mailbox(Office):
         self._flyers_of = 0
         """Which connection they were sent over."""
         self._tidied_at = time.monotonic()
+        self._printed_bytes = 0
+        """Handed out since the last time things were tidied."""
 
     # --- what comes in -----------------------------------------------------------------------------
 
     def poll(self, timeout_s: float) -> list[Request]:
         """Questions, results of units (`delivered`) and units that failed for good, as soon as there are some."""
-        self._tidy()
         found = self._look()
+        self._tidy(idle=not found)
         if not found and timeout_s > 0:
             self.line.wait(min(timeout_s, self._poll_interval_s))
             found = self._look()
@@ -162,13 +165,20 @@ class Mailbox(Office):
         """Frames, known from then on as these blobs."""
         if not blobs:
             return ()
-        rows = self.fetch(
-            "SELECT f.position::int4, p.n, p.data FROM unnest(%s::uuid[]) WITH ORDINALITY f (id, position)"
-            " JOIN shoal.parts p ON p.blob = f.id",
-            (list(blobs),),
+        told = self.run(
+            lambda connection: frames.read(
+                connection,
+                "WITH f AS (SELECT * FROM unnest(%b::uuid[]) WITH ORDINALITY f (id, position))"
+                " SELECT 0, ARRAY(SELECT b.bytes FROM f JOIN shoal.blobs b USING (id) ORDER BY position), NULL::bytea, 0"
+                " UNION ALL SELECT f.position::int4, NULL, p.data, p.n FROM f JOIN shoal.parts p ON p.blob = f.id ORDER BY 1, 4",
+                (list(blobs),),
+            )
         )
-        joined = frames.joined(len(blobs), rows)
-        return tuple(self.known.view(data, blob) for data, blob in zip(joined, blobs, strict=True))
+        if told is None or len(told.frames) != len(blobs):
+            raise ShoalError(f"{self.line.place} has lost frames that it refers to: restore it from a backup")
+        for frame, blob in zip(told.frames, blobs, strict=True):
+            self.known.add(frame, blob)
+        return told.frames
 
     # --- what goes out -----------------------------------------------------------------------------
 
@@ -223,6 +233,7 @@ class Mailbox(Office):
         rows = list(zip(ids, frames.sizes(new), strict=True))
         connection.cursor().executemany("INSERT INTO shoal.flyers VALUES (%s, %s)", rows)
         frames.copy_in(connection, "flyer_parts", ids, new)
+        self._printed_bytes += sum(frames.sizes(new))
         for frame, flyer in zip(new, ids, strict=True):
             self._flyers[id(frame)] = frame, flyer
         self.on_rollback(self._flyers.clear)
@@ -235,11 +246,12 @@ class Mailbox(Office):
             )
             self.freed_bytes += freed[0][0]
 
-    def _tidy(self) -> None:
-        """Now and then: answers nobody fetched, and flyers nobody reads any more."""
-        if time.monotonic() - self._tidied_at < _TIDY_EVERY_S:
+    def _tidy(self, idle: bool) -> None:
+        """Throw away answers that nobody fetched, and flyers that nobody reads any more: when nobody waits, or much has gathered."""
+        late = time.monotonic() - self._tidied_at > _TIDY_EVERY_S
+        if not late and self._printed_bytes < (_PRINTED_BYTES if idle else 16 * _PRINTED_BYTES):
             return
-        self._tidied_at = time.monotonic()
+        self._tidied_at, self._printed_bytes = time.monotonic(), 0
         with self.transaction():
             self.fetch("DELETE FROM shoal.replies WHERE at < now() - make_interval(secs => %s) RETURNING 1", (_ABANDONED_S,))
             self.drop_flyers()

@@ -119,7 +119,7 @@ class Office:
                 with self.transaction():
                     return work()
             except Unreachable:
-                if self._open is not None or time.monotonic() > deadline:
+                if self._open is not None or time.monotonic() > deadline or self.line.hung_up.wait(0.05):
                     raise
 
     def on_rollback(self, undo: Callable[[], None]) -> None:
@@ -148,9 +148,11 @@ class Office:
 
     def fetch(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         """Rows, within the open transaction or on their own."""
-        if self._open is not None:
-            return self._open.execute(query.encode(), values, binary=True).fetchall()
-        return self.line.run(lambda connection: connection.execute(query.encode(), values, binary=True).fetchall(), self.patience_s)
+        return self.run(lambda connection: connection.execute(query.encode(), values, binary=True).fetchall())
+
+    def run(self, work: Callable[[Connection], Result]) -> Result:
+        """Something over the connection, within the open transaction or on its own."""
+        return self.line.run(work, self.patience_s) if self._open is None else work(self._open)
 
     def close_office(self) -> None:
         self._pulse.close()

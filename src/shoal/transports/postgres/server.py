@@ -169,7 +169,6 @@ class PostgresServer(Mailbox):
             )
             if kind == "full":
                 connection.execute("DELETE FROM shoal.weights WHERE version < %s", (version,))
-                self.drop_flyers()
             connection.execute("SELECT pg_notify('shoal_work', '')")
         self._remember(version, kind, header, tuple(frames))
 

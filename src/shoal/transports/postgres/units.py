@@ -45,7 +45,7 @@ class Weights(NamedTuple):
     version: int
     kind: str
     header: dict[str, Any]
-    frames: tuple[bytes, ...]
+    frames: tuple[memoryview, ...]
 
 
 class UnitDesk:
@@ -69,12 +69,11 @@ class UnitDesk:
         deadline = time.monotonic() + wait_s
         with self._working:
             self._line.run(schema.check, self.patience_s)
-            while not (rows := self._ask("SELECT frame, n, header, data FROM shoal.welcome()", ())):
+            while (told := self._read("SELECT frame, sizes, data, header FROM shoal.welcome() ORDER BY frame, n", ())) is None:
                 if (left := deadline - time.monotonic()) <= 0 or self._woken.is_set():
                     raise ShoalError(f"{self._line.place} holds no run yet: start the coordinator, then join again")
                 self._line.wait(min(left, self.poll_interval_s))
-        header, frames = blobs.told(rows)
-        return Message(_opened(header), frames)
+        return Message(_opened(told.row[3]), told.frames)
 
     def enter(self, name: str | None, about: Mapping[str, str]) -> str:
         """Take part; the name to go by. One whose owner left or died is taken over, one that is in use gets a number behind it."""
@@ -122,12 +121,9 @@ class UnitDesk:
 
     def weights(self, have: int) -> Weights | None:
         """What leads from the version `have` towards the newest: the difference to the next, else all of the newest; None: it has that."""
-        rows = self._ask("SELECT frame, n, header, data, version, kind FROM shoal.read_weights(%b::int8)", (have,))
-        if not rows:
-            return None
-        header, frames = blobs.told(rows)
-        version, kind = next((row[4], row[5]) for row in rows if row[0] == 0)
-        return Weights(version, kind, _opened(header), frames)
+        query = "SELECT frame, sizes, data, header, version, kind FROM shoal.read_weights(%b::int8) ORDER BY frame, n"
+        told = self._read(query, (have,))
+        return Weights(told.row[4], told.row[5], _opened(told.row[3]), told.frames) if told else None
 
     def submit(self, unit: Unit, header: dict[str, Any], frames: Sequence[Frame]) -> str:
         """Hand in a unit's result: `accepted`; or `cancelled`, `late`: dropped, and counted."""
@@ -179,6 +175,10 @@ class UnitDesk:
     def _ask(self, query: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         with self._working:
             return self._line.run(lambda connection: connection.execute(query.encode(), values, binary=True).fetchall(), self.patience_s)
+
+    def _read(self, query: str, values: tuple[Any, ...]) -> blobs.Told | None:
+        with self._working:
+            return self._line.run(lambda connection: blobs.read(connection, query, values), self.patience_s)
 
     def wake(self) -> None:
         """End a `claim` that waits, or the next one."""

@@ -57,6 +57,10 @@ LANGUAGE sql STABLE SET search_path = shoal, pg_temp AS $$
     UNION ALL SELECT 'flyer', s.flyer, NULL, NULL FROM shown s WHERE NOT EXISTS (SELECT FROM flyers f WHERE f.id = s.flyer)
 $$;
 
+CREATE FUNCTION shoal.flyer_sizes(p_flyers uuid[]) RETURNS bigint[]
+LANGUAGE sql STABLE SET search_path = shoal, pg_temp AS
+    'SELECT ARRAY(SELECT y.bytes FROM unnest(p_flyers) WITH ORDINALITY f (id, position) JOIN flyers y USING (id) ORDER BY position)';
+
 -- --- questions and answers --------------------------------------------------------------------------------
 
 CREATE FUNCTION shoal.hang_up(p_peer uuid, p_before bigint DEFAULT 9223372036854775807) RETURNS void
@@ -115,22 +119,27 @@ BEGIN
     PERFORM pg_notify('shoal_inbox', '');
 END $$;
 
--- The answer: a row with its header and the number of its frames, then a row for each part. One row with frame = -1: not yet. None: never.
-CREATE FUNCTION shoal.answer(p_peer uuid, p_number bigint) RETURNS TABLE (frame integer, n integer, header bytea, data bytea)
+-- The answer: a row (frame = 0) with its header and the sizes of its frames, then a row for each part, once they are sorted by frame and n. One
+-- row with frame = -1: not yet. None: never.
+CREATE FUNCTION shoal.answer(p_peer uuid, p_number bigint)
+RETURNS TABLE (frame integer, n integer, header bytea, sizes bigint[], data bytea)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
     WITH reply AS (SELECT r.header, r.frames FROM replies r WHERE r.peer = p_peer AND r.number = p_number)
-    SELECT 0, cardinality(frames), header, NULL::bytea FROM reply
-    UNION ALL SELECT f.position::integer, p.n, NULL, p.data FROM reply, unnest(frames) WITH ORDINALITY f (id, position) JOIN flyer_parts p ON p.flyer = f.id
-    UNION ALL SELECT -1, 0, NULL, NULL FROM requests WHERE peer = p_peer AND number = p_number
+    SELECT 0, 0, header, flyer_sizes(frames), NULL::bytea FROM reply
+    UNION ALL SELECT f.position::integer, p.n, NULL, NULL, p.data
+        FROM reply, unnest(frames) WITH ORDINALITY f (id, position) JOIN flyer_parts p ON p.flyer = f.id
+    UNION ALL SELECT -1, 0, NULL, NULL, NULL FROM requests WHERE peer = p_peer AND number = p_number
 $$;
 
 -- --- the board of units -----------------------------------------------------------------------------------
 
 -- The run's description, in rows as of `answer`.
-CREATE FUNCTION shoal.welcome() RETURNS TABLE (frame integer, n integer, header bytea, data bytea)
+CREATE FUNCTION shoal.welcome() RETURNS TABLE (frame integer, n integer, header bytea, sizes bigint[], data bytea)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
-    SELECT 0, cardinality(r.frames), r.header, NULL::bytea FROM run r
-    UNION ALL SELECT f.position::integer, p.n, NULL, p.data FROM run r, unnest(r.frames) WITH ORDINALITY f (id, position) JOIN parts p ON p.blob = f.id
+    SELECT 0, 0, r.header, ARRAY(SELECT b.bytes FROM unnest(r.frames) WITH ORDINALITY f (id, position) JOIN blobs b USING (id) ORDER BY position),
+        NULL::bytea FROM run r
+    UNION ALL SELECT f.position::integer, p.n, NULL, NULL, p.data
+        FROM run r, unnest(r.frames) WITH ORDINALITY f (id, position) JOIN parts p ON p.blob = f.id
 $$;
 
 -- Who calls. The row is not locked.
@@ -350,16 +359,15 @@ BEGIN
     UPDATE workers SET left_at = now(), seen_at = now(), state = 'left' WHERE secret = p_secret;
 END $$;
 
--- The difference from what the worker has, else the newest weights in full, where they are newer. In rows as of `answer`; the first has the version in
--- `version` and the kind in `kind`.
+-- The difference from what the worker has, else the newest weights in full, where they are newer. In rows as of `answer`, and version and kind.
 CREATE FUNCTION shoal.read_weights(p_have bigint)
-RETURNS TABLE (frame integer, n integer, header bytea, data bytea, version bigint, kind text)
+RETURNS TABLE (frame integer, n integer, header bytea, sizes bigint[], data bytea, version bigint, kind text)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = shoal, pg_temp AS $$
     WITH best AS (
         SELECT w.version, w.kind, w.header, w.frames FROM weights w
         WHERE w.version > p_have AND (w.kind = 'full' OR w.base = p_have) ORDER BY w.kind = 'difference' DESC, w.version DESC LIMIT 1
     )
-    SELECT 0, cardinality(frames), header, NULL::bytea, version, kind FROM best
-    UNION ALL SELECT f.position::integer, p.n, NULL, p.data, NULL, NULL
+    SELECT 0, 0, header, flyer_sizes(frames), NULL::bytea, version, kind FROM best
+    UNION ALL SELECT f.position::integer, p.n, NULL, NULL, p.data, NULL, NULL
         FROM best, unnest(frames) WITH ORDINALITY f (id, position) JOIN flyer_parts p ON p.flyer = f.id
 $$;
