@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from school import DIGITS, School
 
-from conftest import School
 from shoal.cli.main import main
+from shoal.config.load import resolve_data
 from shoal.coordinator.audit import audit
 from shoal.coordinator.evidence import gather_from
 from shoal.errors import ShoalError
@@ -98,14 +99,11 @@ def test_one_worker_with_one_unit_a_round_is_one_process_alone(school: School) -
     school.worker("only")
     train(coordinating)
     school.finish()
-    alone = prepare_alone(
-        school.loaded(
-            {"strategy": {"kind": "local"}, "data": {"source": {"kind": "builtin", "name": "digits"}, "loader": {"drop_last": False}}}
-        ),
-        run_dir=str(school.folder / "alone"),
-        resume=False,
-        reporters=[],
+    data = {"source": {"kind": "builtin", "name": "digits"}, "loader": {"drop_last": False}}
+    local = resolve_data(
+        {"model": DIGITS["model"], "training": DIGITS["training"], "data": data}, name="alone", dialect="shoal", environ={}
     )
+    alone = prepare_alone(local, run_dir=str(school.folder / "alone"), resume=False, reporters=[])
     alone.train()
     for name, value in alone.engine.weights().items():
         assert torch.equal(value, coordinating.loop.engine.weights()[name]), name
@@ -136,23 +134,29 @@ def test_a_coordinator_goes_on_from_the_database_alone(school: School) -> None:
 
 
 def test_a_worker_that_dies_is_missed_after_its_lease_and_somebody_else_does_its_unit(school: School) -> None:
-    strategy = {"kind": "workunits", "batches_per_unit": 2, "units_per_update": 3, "lease_timeout_s": 1.0}
+    strategy = {"kind": "workunits", "batches_per_unit": 15, "units_per_update": 3, "lease_timeout_s": 1.0}
     coordinating = school.coordinate({"strategy": strategy})
     taken = threading.Event()
 
     def die(worker: Leasing) -> None:
-        assert worker.member is not None
-        worker.member._do = lambda unit: (taken.set(), worker.desk._line.close(), worker.pulse.close(), (_ for _ in ()).throw(SystemExit))[
-            0
-        ]  # type: ignore[method-assign, assignment]
+        def vanish(unit: Any) -> None:
+            taken.set()
+            worker.pulse.close()
+            worker.desk.close()
+            raise SystemExit
 
+        assert worker.member is not None
+        worker.member._do = vanish  # type: ignore[method-assign]
+
+    training = threading.Thread(target=train, args=(coordinating,))
+    training.start()
     dead = school.worker("dead", die)
     assert taken.wait(30)
     dead.join(30)
     school.problems.clear()
     school.worker("w0")
     school.worker("w1")
-    train(coordinating)
+    training.join(60)
     school.finish()
     assert set(covered(school).values()) == {1}
     assert len(covered(school)) == 45
@@ -250,7 +254,7 @@ def test_other_strategies_go_through_the_database_too(school: School, strategy: 
     from shoal.strategies.joining import Joined, Way
     from shoal.strategies.leasing import join
 
-    coordinating = school.coordinate({"strategy": {"kind": strategy}, "cluster": {"num_workers": 2}})
+    coordinating = school.coordinate({"strategy": {"kind": strategy}}, workers=2)
     joined: list[Any] = []
 
     def work(name: str) -> None:

@@ -71,7 +71,8 @@ class Coordinator:
         else:
             self._evict_silent()
             self._reassure()
-        self._close_what_is_due()
+        if not (isinstance(event, Passed) and event.more):
+            self._close_what_is_due()
         self._watch_quorum()
         return self._effects
 

@@ -65,6 +65,8 @@ class Passed(NamedTuple):
 
     asked: FromLeases
     frames: Frames = ()
+    more: bool = False
+    """Whether others follow at once: then no round closes before they are in it."""
 
 
 class Tick(NamedTuple):

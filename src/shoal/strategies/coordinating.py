@@ -110,6 +110,9 @@ class ClusterLoop(Loop):
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
         self.beside: Callable[[], None] = lambda: None
         """Called now and then: who started worker processes looks after them here."""
+        self._unwritten: list[Effect] = []
+        self._unconsumed: list[Request] = []
+        """What was taken from the leases for a round that is open: the database has it until the round closes."""
         self.crowd: list[dict[str, Any]] = []
         """Who leases units, as it was a moment ago."""
         self._crowd_at = 0.0
@@ -132,8 +135,7 @@ class ClusterLoop(Loop):
             self._open_board(self.board)
         tick_at = 0.0
         while not (self.coordinator.finished or self.stopping):
-            for request in self.server.poll(_TICK_S):
-                self._serve(request)
+            self._serve_all(self.server.poll(_TICK_S))
             if time.monotonic() >= tick_at:
                 tick_at = time.monotonic() + _TICK_S
                 self._tick()
@@ -159,9 +161,15 @@ class ClusterLoop(Loop):
         long = max(_LEAST_JOURNAL_BYTES, _JOURNAL_STATES * self._state_bytes)
         return self.journal.bytes_since_snapshot > long or self.journal.records_since_snapshot > _MOST_RECORDS
 
+    def _serve_all(self, requests: list[Request]) -> None:
+        passed = [request for request in requests if self.board is not None and self.board.is_from_leases(request)]
+        for request in requests:
+            if request not in passed:
+                self._serve(request)
+        for request in passed:
+            self._take_from_leases(request, more=request is not passed[-1])
+
     def _serve(self, request: Request) -> None:
-        if self.board is not None and self.board.is_from_leases(request):
-            return self._take_from_leases(self.board, request)
         try:
             asked = parse(request.message.header)
         except BadMessage as error:
@@ -170,19 +178,36 @@ class ClusterLoop(Loop):
         event = Called(request, asked, request.message.frames, secrets.token_hex(16))
         return self._carry_out(self.coordinator.handle(event, time.monotonic()))
 
-    def _take_from_leases(self, board: Board, request: Request) -> None:
-        """It counts, and is not passed on again: both or neither."""
+    def _take_from_leases(self, request: Request, more: bool) -> None:
+        """It counts, and is not passed on again: both or neither. Until its round closes, the database holds it for us."""
         header = request.message.header
         fields = {name: value for name, value in header.items() if name not in ("unit", "seq")}
         if header["kind"] == "delivered":
             fields["seq"] = header["unit"]  # which is handed in once, so it serves as the number of the contribution
+        else:
+            del fields["base"]
         try:
-            event = Passed(parse_from_leases(fields), request.message.frames)
+            event = Passed(parse_from_leases(fields), request.message.frames, more)
         except BadMessage as error:  # the figures in it are a worker's
             effects = self.coordinator.spoil(header["epoch"], header["start"], f"what {header.get('worker')} sent cannot be used: {error}")
         else:
             effects = self.coordinator.handle(event, time.monotonic())
-        self._carry_out(effects, lambda: board.consume(request))
+        self._unwritten += effects
+        self._unconsumed.append(request)
+        if any(isinstance(effect, (Published, Issue)) for effect in effects):
+            self._settle_leases()
+
+    def _settle_leases(self) -> None:
+        """Write down what was taken from the leases, and let them go, all together."""
+        effects, requests = self._unwritten, self._unconsumed
+        self._unwritten, self._unconsumed = [], []
+
+        def consume() -> None:
+            assert self.board is not None
+            for request in requests:
+                self.board.consume(request)
+
+        self._carry_out(effects, consume)
 
     def _carry_out(self, effects: list[Effect], also: Callable[[], None] = lambda: None) -> None:
         """First what must survive and what others see, all together, and again where a database was gone for a moment. Then the rest."""
@@ -245,14 +270,15 @@ class ClusterLoop(Loop):
     def _issue(self, board: Board, effect: Issue) -> None:
         cut, rounds = self.coordinator.plan.cut, self.coordinator.policy.rounds
         if cut is not None and isinstance(rounds, Quorum) and not self._replaying:
-            board.issue(effect.version, [cut.unit(number) for number in effect.units], rounds.lease_s, rounds.max_retries)
+            units = [cut.unit(number) for number in effect.units]
+            quorum = rounds.contributions if self.coordinator.plan.needed <= 1 else None  # a rule may need results of more workers
+            board.issue(effect.version, units, rounds.lease_s, rounds.max_retries, quorum)
 
     def _say_goodbye(self) -> None:
         """Let every worker hear that it is over."""
         until = time.monotonic() + _GOODBYE_S
         while self.coordinator.members.by_name and time.monotonic() < until:
-            for request in self.server.poll(_TICK_S):
-                self._serve(request)
+            self._serve_all(self.server.poll(_TICK_S))
             self._carry_out(self.coordinator.handle(Tick(), time.monotonic()))
             self.beside()
 
@@ -315,6 +341,7 @@ class ClusterLoop(Loop):
 
     def snapshot(self) -> None:
         """All there is now; the journal starts over. The new journal is there first, so that no moment is without one."""
+        self._settle_leases()
         self.store.carry_out(self._snapshot)
 
     def _snapshot(self) -> None:

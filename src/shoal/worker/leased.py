@@ -7,7 +7,6 @@ dropped, at the latest where it is handed in.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -24,9 +23,6 @@ from shoal.worker.outgoing import Engine, Outgoing
 
 _PLAIN = NoCodec()
 _WAIT_S = 60.0
-_MOST_AHEAD = 8
-_CLAIM_SHARE = 0.02
-"""Of a worker's time, what claiming may take: for very small units, several are claimed at once."""
 
 
 class Unit(Protocol):
@@ -105,8 +101,6 @@ class Leased:
         self.samples = 0
         """Of the units that were taken."""
         self.worked_s = self.idle_s = 0.0
-        self._ahead: deque[Unit] = deque()
-        self._claim_s, self._unit_s = 0.0, 1.0
         self._total = torch.zeros(engine.vector.numel())
         self._most: int | None = None
         """Samples that fit into memory at once; None: whole batches do."""
@@ -122,8 +116,6 @@ class Leased:
                 self._refresh()
             else:
                 self._do(unit)
-        for unit in self._ahead:
-            self.desk.give_back(unit)
         self.state = "leaving"
         self.desk.leave()
         self.receipts.close()
@@ -146,16 +138,12 @@ class Leased:
         }
 
     def _next(self) -> Unit | None:
-        if self._ahead:
-            return self._ahead.popleft()
+        """One unit at a time: one that waits here would keep a round waiting."""
         self.state = "waiting"
-        count = min(_MOST_AHEAD, max(1, round(self._claim_s / (_CLAIM_SHARE * self._unit_s))))
         started = time.monotonic()
-        self._ahead.extend(self.desk.claim(count, _WAIT_S))
-        passed = time.monotonic() - started
-        self.idle_s += passed
-        self._claim_s = min(self._claim_s or passed, passed) if self._ahead else self._claim_s
-        return self._ahead.popleft() if self._ahead else None
+        units = self.desk.claim(1, _WAIT_S)
+        self.idle_s += time.monotonic() - started
+        return units[0] if units else None
 
     def _do(self, unit: Unit) -> None:
         """Learn from a unit, and hand in the result."""
@@ -176,8 +164,7 @@ class Leased:
         header = {"base": self.version, "weight": float(result.weight), "samples": result.samples, "metrics": metrics}
         self.state = "sending"
         status = self.desk.submit(unit, header, frames)
-        self._unit_s = time.monotonic() - started
-        self.worked_s += self._unit_s
+        self.worked_s += time.monotonic() - started
         self.receipts.write(self.name, unit.id, status, self.version)
         self.counts["accepted" if status == "accepted" else "rejected"] += 1
         if status == "accepted":
@@ -198,11 +185,10 @@ class Leased:
                 if not self.desk.wanted(unit):
                     self.counts["abandoned"] += 1
                     return None
-                self._total.add_(self.engine.gradient.float().cpu(), alpha=result.weight)
+                self._total.lerp_(self.engine.gradient.float().cpu(), result.weight / max(1, weight + result.weight))
                 for name, value in result.metrics.items():
                     metrics[name] = metrics.get(name, 0.0) + value * result.weight
                 weight, samples = weight + result.weight, samples + result.samples
-        self._total.div_(max(1, weight))
         return Learned({name: value / weight for name, value in metrics.items()}, weight, samples)
 
     def _in_parts(self, unit: Unit, batch: Batch) -> Iterator[StepResult]:

@@ -92,22 +92,34 @@ class PostgresServer(Mailbox):
 
     # --- units -------------------------------------------------------------------------------------
 
-    def issue(self, iteration: int, units: Sequence[tuple[int, int, int]], lease_timeout_s: float, max_retries: int) -> None:
+    def issue(
+        self,
+        iteration: int,
+        units: Sequence[tuple[int, int, int]],
+        lease_timeout_s: float,
+        max_retries: int,
+        quorum: int | None = None,
+    ) -> None:
         """Put units (epoch, start, batches) on the board for an iteration; what is left of older ones is cancelled. A unit whose result was
-        handed in and not consumed yet is done, and not put up again."""
+        handed in and not consumed yet is done, and not put up again. One that was tried in vain before remembers how often.
+        With `quorum` results that wait to be consumed, no more units are given out."""
         columns = [list(column) for column in zip(*units, strict=True)] or [[], [], []]
         with self.transaction() as connection:
+            tried = self._tried_before(iteration)
             self._clear_board(iteration)
             connection.execute(
-                "INSERT INTO shoal.iterations VALUES (%s, nextval('shoal.places'), %s, %s) ON CONFLICT (iteration)"
+                "INSERT INTO shoal.iterations VALUES (%s, nextval('shoal.places'), %s, %s, %s) ON CONFLICT (iteration)"
                 " DO UPDATE SET lease_timeout_s = excluded.lease_timeout_s, max_retries = excluded.max_retries",
-                (iteration, lease_timeout_s, max_retries),
+                (iteration, lease_timeout_s, max_retries, quorum),
             )
             issued = connection.execute(
-                "INSERT INTO shoal.units (iteration, epoch, start, batches) SELECT %s, u.* FROM unnest(%s::int8[], %s::int8[], %s::int8[])"
-                " AS u (epoch, start, batches) WHERE NOT EXISTS (SELECT FROM shoal.contributions c"
-                " WHERE c.kind = 'delivered' AND c.epoch = u.epoch AND c.start = u.start)",
-                (iteration, *columns),
+                "INSERT INTO shoal.units (iteration, epoch, start, batches, attempts)"
+                " SELECT %s, epoch, start, batches, coalesce(attempts, 0)"
+                " FROM unnest(%s::int8[], %s::int8[], %s::int8[]) WITH ORDINALITY AS u (epoch, start, batches, n)"
+                " LEFT JOIN unnest(%s::int8[], %s::int8[], %s::int4[]) AS tried (epoch, start, attempts) USING (epoch, start)"
+                " WHERE NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.epoch = u.epoch AND c.start = u.start)"
+                " ORDER BY n",
+                (iteration, *columns, *tried),
             )
             self._tally({"issued": issued.rowcount})
             connection.execute("SELECT pg_notify('shoal_work', '')")
@@ -127,6 +139,15 @@ class PostgresServer(Mailbox):
     def is_from_leases(self, request: Request) -> bool:
         """Whether a request is a unit's: those have no peer to answer."""
         return request.peer == b""
+
+    def _tried_before(self, iteration: int) -> list[list[int]]:
+        """Epochs, starts and attempts of units of older iterations that did not work."""
+        rows = self.fetch(
+            "SELECT epoch, start, max(attempts) FROM shoal.units"
+            " WHERE attempts > 0 AND iteration < %s AND state <> 'completed' GROUP BY 1, 2",
+            (iteration,),
+        )
+        return [list(column) for column in zip(*rows, strict=True)] or [[], [], []]
 
     def _clear_board(self, iteration: int) -> None:
         """Cancel what is left of older iterations. Rows that somebody may still ask for stay until the next time."""

@@ -87,16 +87,15 @@ class UnitDesk:
             self._pulse.once(lambda line: line.execute("SELECT shoal.beat(%b, %t, %t)", (self._secret, state, json.dumps(finite))))
 
     def claim(self, count: int, timeout_s: float) -> list[Unit]:
-        """Up to `count` units, as soon as there is one; none after the timeout, or when woken."""
-        deadline = time.monotonic() + timeout_s
+        """Up to `count` units, as soon as there is one. None after the timeout, when woken, or when there is other news: look at
+        the weights then, and claim again."""
         with self._working:
-            while True:
-                units, due_s = self._try_to_claim(count)
-                left = deadline - time.monotonic()
-                if units or left <= 0 or self._woken.is_set():
-                    self._woken.clear()
-                    return units
-                self._line.wait(min(left, self.poll_interval_s, max(0.01, due_s)))
+            units, due_s = self._try_to_claim(count)
+            if not units and timeout_s > 0 and not self._woken.is_set():
+                self._line.wait(min(timeout_s, self.poll_interval_s, max(0.01, due_s)))
+                units, _ = self._try_to_claim(count)
+            self._woken.clear()
+            return units
 
     def _try_to_claim(self, count: int) -> tuple[list[Unit], float]:
         lease, attempts = uuid.uuid4(), 0

@@ -110,7 +110,8 @@ CREATE TABLE shoal.iterations (
     iteration bigint PRIMARY KEY,
     floor bigint NOT NULL,
     lease_timeout_s double precision NOT NULL,
-    max_retries integer NOT NULL
+    max_retries integer NOT NULL,
+    quorum bigint
 );
 
 CREATE SEQUENCE shoal.places;
@@ -155,6 +156,7 @@ CREATE TABLE shoal.contributions (
     frames uuid[] NOT NULL DEFAULT '{}',
     at timestamptz NOT NULL DEFAULT now()
 );
+CREATE INDEX contributions_iteration ON shoal.contributions (iteration);
 
 CREATE UNLOGGED TABLE shoal.weights (
     version bigint NOT NULL,

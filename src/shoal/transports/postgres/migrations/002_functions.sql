@@ -244,6 +244,12 @@ BEGIN
     END LOOP;
 END $$;
 
+CREATE FUNCTION shoal.enough(p_present shoal.iterations) RETURNS boolean
+LANGUAGE sql STABLE SET search_path = shoal, pg_temp AS $$
+    SELECT p_present.quorum IS NOT NULL AND p_present.quorum <= (SELECT count(*) FROM (
+        SELECT FROM contributions c WHERE c.iteration = p_present.iteration AND c.kind = 'delivered' LIMIT p_present.quorum) waiting)
+$$;
+
 -- Lease up to p_count units, looking from the place p_after on. A lease that is asked for again, after a connection was lost, brings the same units.
 -- Where there is none, one row says in due_s when the next lease ends that somebody holds.
 CREATE FUNCTION shoal.claim(p_secret uuid, p_lease uuid, p_count integer, p_after bigint, p_reclaim boolean, p_again boolean)
@@ -267,7 +273,8 @@ BEGIN
             RETURN;
         END IF;
     END IF;
-    FOR look IN 1 .. 2 LOOP
+    -- With enough results for the coordinator to make a version of, more would come too late: there is work again when it has.
+    FOR look IN 1 .. CASE WHEN enough(present) THEN 0 ELSE 2 END LOOP
         ids := ARRAY(SELECT u.id FROM units u WHERE u.state = 'pending' AND u.place >= greatest(p_after, present.floor)
             ORDER BY u.place LIMIT least(p_count, 1000) FOR UPDATE SKIP LOCKED);
         EXIT WHEN cardinality(ids) > 0;
