@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.cli.train import conclude, download, stopping_on_signals
@@ -16,11 +17,12 @@ from shoal.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.config import Run
     from shoal.config.schema.cluster import Transport
-    from shoal.launch import LocalWorkers
+    from shoal.launch import EmbeddedPostgres, LocalWorkers
     from shoal.strategies.coordinating import Coordinating
     from shoal.strategies.inviting import Invitation
     from shoal.watch.progress import Progress
 
+_LOOK_S = 0.5
 _STUDENT = "student"
 """The role of all who join a run with a database of its own."""
 
@@ -80,12 +82,7 @@ def _run(
         _invite(coordinating, ground)
     names = _names(workers, (run.cluster.server or "here",) if invite else run.cluster.workers)
     started = _start_workers(coordinating, names, netem, slowdown)
-
-    def beside() -> None:
-        started.look_after(loop.message)
-        ground.look_after()
-
-    loop.beside = beside
+    loop.beside = lambda: started.look_after(loop.message)
     try:
         with stopping_on_signals(loop, progress):
             summary = loop.train()
@@ -104,7 +101,6 @@ class Ground(NamedTuple):
     """What to tell workers, where the coordinator's own way in is not for them."""
     role: str = ""
     """In a database that others look after: whom students connect as."""
-    look_after: Callable[[], object] = lambda: None
 
 
 @contextmanager
@@ -146,7 +142,27 @@ def _embedded(run: Run, run_dir: str | None, resume: bool, host: str) -> Iterato
             schema.grant(connection, _STUDENT, students, "student")
         theirs = access._replace(host=to_tell(host), user=_STUDENT, password=students)
         here = settings.replace(host=access.host, port=access.port, password=Secret(access.password or ""))
-        yield Ground(str(folder), here, Invitation(theirs.address, "", None), look_after=server.ensure)
+        with _kept_alive(server):
+            yield Ground(str(folder), here, Invitation(theirs.address, "", None))
+
+
+@contextmanager
+def _kept_alive(server: EmbeddedPostgres) -> Iterator[None]:
+    """Start the database again if somebody kills it: from a thread of its own, since everybody else waits for it then."""
+    closing = threading.Event()
+
+    def watch() -> None:
+        while not closing.wait(_LOOK_S):
+            with suppress(ShoalError):  # the run tells, when its patience is at an end
+                server.ensure()
+
+    thread = threading.Thread(target=watch, name="database", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closing.set()
+        thread.join()
 
 
 def _transport(settings: Transport, invite: bool, hosts: bool) -> Transport:

