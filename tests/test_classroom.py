@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,3 +109,13 @@ def test_who_joins_in_vain_is_told_why(processes: Processes, tmp_path: Path) -> 
         assert code == 2, output
         assert words in output
         assert "Traceback" not in output
+
+
+def test_the_notebook_runs_as_it_is(processes: Processes, tmp_path: Path) -> None:
+    notebook = json.loads((Path(__file__).parent.parent / "examples" / "classroom" / "worker.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    (tmp_path / "cells.py").write_text("\n".join(cells))
+    done = subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "units of work taken" in done.stdout
+    assert "completed after" in done.stdout
