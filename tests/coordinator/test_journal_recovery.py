@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,38 @@ def test_a_journal_written_over_an_old_one_never_takes_its_records_for_its_own(t
         again.append({"kind": "accepted", "seq": 99})
         assert whole(folder, 3) == [*range(survived), 99]
         again.close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from shoal.coordinator.journal import Journal
+journal = Journal(Path(sys.argv[1]))
+for seq in range(10_000):
+    if seq % 5 == 0:
+        journal.forget_before(journal.begin() - 1)
+    journal.append({"kind": "accepted", "seq": seq}, (bytes([seq % 251]) * (1 << 20),))
+    print(seq, flush=True)
+"""
+
+
+@pytest.mark.parametrize("after", [23, 41, 64])
+def test_what_was_written_over_old_journals_survives_a_kill(tmp_path: Path, after: int) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    written = [int(writer.stdout.readline()) for _ in range(after)]
+    writer.kill()
+    written += map(int, writer.stdout.read().split())
+    writer.wait()
+    writer.stdout.close()
+    journal = Journal(tmp_path)
+    found = list(journal.recover(min(journals(tmp_path))))
+    journal.close()
+    seqs = [record["seq"] for record, _ in found]
+    assert seqs == [*range(seqs[0], seqs[0] + len(seqs))]
+    assert seqs[-1] >= written[-1], "all that it told of"
+    assert all(frames == (bytes([record["seq"] % 251]) * (1 << 20),) for record, frames in found)
+    assert len(journals(tmp_path)) <= 3
 
 
 def test_zeros_that_a_power_cut_left_are_no_records(tmp_path: Path) -> None:
