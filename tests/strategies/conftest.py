@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from layered import loaded, merged
 
-from shoal.config.load import Loaded, resolve_data
 from shoal.config.schema.cluster import InProcess
 from shoal.strategies.coordinating import ClusterLoop, prepare
 from shoal.strategies.joining import Joined, Way
@@ -35,20 +35,6 @@ class Outcome(NamedTuple):
     @property
     def accuracy(self) -> float:
         return float(self.summary["metrics"]["eval"]["accuracy"])
-
-
-def loaded(settings: Mapping[str, Any]) -> Loaded:
-    found = resolve_data(settings, name="test", dialect="shoal", environ={})
-    assert found.ok, found.problems
-    return found
-
-
-def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for layer in layers:
-        for key, value in layer.items():
-            result[key] = merged(result.get(key, {}), value) if isinstance(value, Mapping) else value
-    return result
 
 
 @pytest.fixture

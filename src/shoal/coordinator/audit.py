@@ -182,11 +182,13 @@ class Follower:
             known = self.tally.known.get(one.key)
             if known is not None and known != one:
                 yield f"contribution {one.seq} of {one.worker} is not what the ledger says"
-            there = self.open.setdefault(record["round"], {})
-            before = there.get(one.worker, one)
+            there, name = self.open.setdefault(record["round"], {}), one.worker
+            if record.get("late"):  # beside the worker's own of this round
+                name = f"{one.worker} {one.seq}"
+            before = there.get(name, one)
             if before.key != one.key and before.key not in self.tally.known and not last:
                 yield f"contribution {before.seq} of {before.worker} was replaced, and the ledger does not say so"
-            there[one.worker] = one
+            there[name] = one
 
     def _close(self, version: int, workers: list[str]) -> Iterator[str]:
         there = self.open.pop(version - 1, {})

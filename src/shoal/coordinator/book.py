@@ -52,17 +52,18 @@ class Book:
         """Where the schedule stands: updates made, or what the batches so far are worth."""
         return self.state.version if self.plan.total_batches is None else self.state.batches / self.plan.batches_per_step
 
-    def decode(self, frames: Frames) -> tuple[Tensor, Tensor]:
-        """The update and the buffers in a contribution. Raises UpdateError."""
-        size, extra = self.learner.vector.numel(), self.learner.buffers.numel()
+    def decode(self, frames: Frames, number: int = 0) -> tuple[Tensor, Tensor]:
+        """The update and the buffers in a contribution to a round. Raises UpdateError."""
+        span, extra = self.plan.span(number), self.learner.buffers.numel()
+        size = self.learner.vector.numel() if span is None else span[1] - span[0]
         if not frames or (extra and len(frames) < 2):
             raise codecs.UpdateError("frames are missing")
         body, tail = (frames[:-1], frames[-1:]) if extra else (frames, ())
-        room = self._spare.pop() if self._spare else torch.empty(size)
+        room = self._spare.pop() if self._spare and span is None else torch.empty(size)
         try:
             vector = codecs.decode(self.plan.updates.codec, size, body, out=room)
         except codecs.UpdateError:
-            self._spare.append(room)
+            self._spare += [room] if span is None else []
             raise
         return vector, codecs.decode(_PLAIN, extra, tail) if extra else torch.empty(0)
 
@@ -80,7 +81,7 @@ class Book:
             return [Entry({"failed": [record[name] for name in ("epoch", "start", "batches", "reason")]})]
         if kind == "held" and self.rounds.holds(record):
             return []
-        held = Held(record, frames, *(decoded or self.decode(frames)))
+        held = Held(record, frames, *(decoded or self.decode(frames, record["round"])))
         if kind == "held":
             self.rounds.hold(record["round"], held)
             return []
@@ -107,7 +108,7 @@ class Book:
         there = self.rounds.open.pop(number).held
         held = [there[name] for name in names]
         records = [one.record for one in held]
-        rooms = [one.vector for one in held]
+        rooms = [one.vector for one in held] if self.plan.span(number) is None else []
         figures = self.learner.apply(*self._combine(held), self.step)
         self._spare.extend(rooms[: max(0, _MOST_SPARE - len(self._spare))])
         state = self.state

@@ -45,8 +45,8 @@ def refuse_unbuilt(loaded: Loaded) -> None:
     run = loaded.run
     if run.model.kind == "moe":
         raise ShoalError("models of kind moe are not built yet")
-    if run.strategy.kind in ("workunits", "diloco"):
-        raise ShoalError(f"the strategy {run.strategy.kind} is not built yet; local, syncps, edp and async are")
+    if run.strategy.kind == "workunits":
+        raise ShoalError("the strategy workunits is not built yet; local, syncps, edp, async and diloco are")
     if run.strategy.kind != "local" and run.transport.kind == "postgres":
         raise ShoalError("the transport postgres is not built yet; zmq and xmlrpc are")
     if run.engine.kind != "single":

@@ -5,27 +5,29 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from shoal import data
 from shoal.config import Run
 from shoal.config.load import Loaded
 from shoal.config.schema.cluster import Transport
+from shoal.config.schema.strategy import DiLoCo
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.journal import Journal, Ledger
 from shoal.coordinator.machine import Called, Plan, Tick
-from shoal.engines import SingleEngine, StepResult
+from shoal.engines import StepResult
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import Parts, Progress, assemble, continued, held_out, refuse_unbuilt, warner, write_info
-from shoal.strategies.cluster import Length, fingerprint, length_of, needed, policy_of
+from shoal.strategies.cluster import Length, fingerprint, fragments_of, length_of, needed, policy_of
+from shoal.strategies.diloco import averages
 from shoal.strategies.inviting import Invitation, Secrets, listen
 from shoal.strategies.judging import Judge
+from shoal.strategies.learners import EngineLearner, OuterLearner
 from shoal.transports import Message, Request, Server
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs, privacy
@@ -40,27 +42,6 @@ _LEAST_JOURNAL_BYTES = 256 << 20
 _JOURNAL_STATES = 8
 """A snapshot is taken when the journal is this many times as large as what a snapshot holds."""
 _MOST_RECORDS = 8000
-
-
-class EngineLearner:
-    """The coordinator's weights: an engine that is stepped along what workers send."""
-
-    def __init__(self, engine: SingleEngine) -> None:
-        self.engine = engine
-
-    @property
-    def vector(self) -> Tensor:
-        vector = self.engine.vector
-        return vector if vector.dtype == torch.float32 and vector.device.type == "cpu" else vector.float().cpu()
-
-    @property
-    def buffers(self) -> Tensor:
-        return self.engine.buffers
-
-    def apply(self, update: Tensor, buffers: Tensor, step: float) -> Mapping[str, float]:
-        if buffers.numel():
-            self.engine.load_buffers(buffers)
-        return {name: float(value) for name, value in self.engine.apply(update, step).items()}
 
 
 class SharedFeed:
@@ -212,6 +193,8 @@ class ClusterLoop(Loop):
     def _emit(self, split: str, metrics: dict[str, float], step: int | None = None) -> None:
         if split == "train" and self.run.updates.privacy.enabled:
             metrics["epsilon"] = self.epsilon()
+        if self.coordinator.policy.inner is not None and "learning_rate" in metrics:
+            metrics["outer_learning_rate"] = metrics.pop("learning_rate")
         super()._emit(split, metrics, step)
 
     def epsilon(self) -> float:
@@ -242,8 +225,15 @@ class ClusterLoop(Loop):
         self.batches += batches
         self.samples += result.samples
         self.window.add(result)
-        if self.step % self.run.logging.every_steps == 0:
+        if self.passed(self.run.logging.every_steps):
             self.window.take()
+
+    def passed(self, every: int) -> bool:
+        """Settings count the steps of a worker. Where it takes many for one of ours, ours is the first at or after each of theirs."""
+        inner = self.coordinator.policy.inner
+        if inner is None:
+            return super().passed(every)
+        return self.step * inner.steps // every > (self.step - 1) * inner.steps // every
 
     # --- what survives -----------------------------------------------------------------------------
 
@@ -328,7 +318,10 @@ def prepare(
         directory = RunDirectory.create(run, run_dir)
     directory.write_config(loaded)
     write_info(directory, parts.data.info)
+    spans = fragments_of(parts.engine, policy)
     learner = EngineLearner(parts.engine)
+    if isinstance(run.strategy, DiLoCo):
+        learner = OuterLearner(parts.engine, run.strategy, spans, averages=averages(run))
     plan = Plan(
         updates=run.updates,
         seed=run.seed,
@@ -339,6 +332,8 @@ def prepare(
         batches_per_step=lengths[0].batches_per_step,
         heartbeat_interval_s=run.coordinator.heartbeat_interval_s,
         telemetry_alpha=run.coordinator.telemetry_alpha,
+        worker_steps=lengths[0].worker_steps,
+        spans=spans,
     )
     folder = state_folder(run, directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -394,7 +389,7 @@ def _welcome(run: Run, directory: RunDirectory, parts: Parts, length: Length, ex
             "digest": hashlib.sha256(text.encode()).hexdigest(),
             "data": fingerprint(parts.data),
             "shards": expected,
-            "total_steps": length.steps,
+            "total_steps": length.worker_steps,
             "heartbeat_s": run.coordinator.heartbeat_interval_s,
             "tokenizer": [path.name for path in files],
             "size": parts.engine.vector.numel(),

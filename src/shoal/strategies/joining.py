@@ -18,11 +18,12 @@ from shoal.config.load import File, Override, resolve
 from shoal.config.problems import ConfigError
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import Progress, assemble, feed_of
-from shoal.strategies.cluster import fingerprint, policy_of
+from shoal.strategies.cluster import fingerprint, fragments_of, policy_of
 from shoal.transports import Client, Message, Unreachable
 from shoal.transports.connect import connect
 from shoal.updates.messages import PROTOCOL, Join
 from shoal.worker.courier import Answer, Courier, Frames, Lost, Pulse
+from shoal.worker.local_steps import LocalSteps
 from shoal.worker.member import Member, Receipts
 
 _WELCOME_BYTES = 64 << 20
@@ -110,23 +111,20 @@ class Joined:
             )
         if parts.engine.vector.numel() != header["size"]:
             raise ShoalError(f"the model here has {parts.engine.vector.numel()} parameters, the coordinator's {header['size']}")
-        torch.manual_seed(run.seed + 1 + header["seat"])
+        torch.manual_seed(run.seed + header["seat"])
 
         def feed_for(seat: int, epoch: int, position: int) -> data.Feed:
             feed = feed_of(run, parts.data, seat, header["shards"])
             _go_to(feed, epoch, position)
             return feed
 
-        return Member(
-            self.courier,
-            parts.engine,
-            feed_for,
-            policy,
-            run.updates,
-            accumulation=run.training.gradient_accumulation_steps,
-            receipts=Receipts(self.way.receipts),
-            slowdown=self.way.slowdown,
-        )
+        common: dict[str, Any] = {
+            "accumulation": run.training.gradient_accumulation_steps,
+            "receipts": Receipts(self.way.receipts),
+            "slowdown": self.way.slowdown,
+        }
+        told = (self.courier, parts.engine, feed_for, policy, run.updates)
+        return LocalSteps(*told, spans=fragments_of(parts.engine, policy), **common) if policy.inner else Member(*told, **common)
 
     def work(self) -> None:
         """Until the run is over, or `stop` is called."""
