@@ -42,6 +42,8 @@ _LEAST_JOURNAL_BYTES = 256 << 20
 _JOURNAL_STATES = 8
 """A snapshot is taken when the journal is this many times as large as what a snapshot holds."""
 _MOST_RECORDS = 8000
+_MOST_UNJUDGED = 4
+"""Evaluations that may wait for each other, where rounds are long and few and each is to be judged."""
 
 
 class SharedFeed:
@@ -176,7 +178,8 @@ class ClusterLoop(Loop):
     def evaluate(self) -> dict[str, float]:
         if self.judge is None or self._replaying:
             return {}
-        if self.judge.busy:
+        most = _MOST_UNJUDGED if self.coordinator.policy.inner is not None else 1
+        if self.judge.pending >= most:
             self.message(f"warning: no evaluation at step {self.step}: the one before is still under way")
             return {}
         self.judge.begin(self.step, {name: value.detach().clone() for name, value in self.engine.weights().items()})
