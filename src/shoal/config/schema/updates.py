@@ -27,6 +27,14 @@ class Int8Codec(Section):
     """What rounding lost is added to the next update."""
 
 
+class Int4Codec(Section):
+    """4-bit integers with a scale per chunk: an eighth of the bytes, near enough. For updates that many steps made."""
+
+    kind: Literal["int4"] = "int4"
+    error_feedback: bool = True
+    """What rounding lost is added to the next update."""
+
+
 class TopKCodec(Section):
     """Only the largest values."""
 
@@ -37,7 +45,7 @@ class TopKCodec(Section):
     """What was left out is added to the next update."""
 
 
-Codec = Union[NoCodec, Fp16Codec, Int8Codec, TopKCodec]
+Codec = Union[NoCodec, Fp16Codec, Int8Codec, Int4Codec, TopKCodec]
 
 
 class Mean(Section):
