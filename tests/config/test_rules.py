@@ -144,14 +144,15 @@ WARNED = [
     "strategy: {kind: edp}\ntraining: {polyak_alpha: 0.5}\n",
     "strategy: {kind: diloco, grace_s: 5.0}\n",
     "strategy: {kind: diloco, overlap_blend: 0.3}\n",
+    "strategy: {kind: diloco, quorum: 1, late: weigh}\n",
 ]
 
 
 @pytest.mark.parametrize("text", WARNED)
-def test_a_setting_without_effect_is_told(tmp_path: Path, text: str) -> None:
+def test_what_is_probably_not_meant_is_told(tmp_path: Path, text: str) -> None:
     loaded = load(tmp_path, text)
     assert loaded.ok
-    assert [problem.code for problem in loaded.problems] == ["no-effect"]
+    assert [problem.severity for problem in loaded.problems] == ["warning"]
 
 
 def test_rounds_and_steps_follow_from_each_other(tmp_path: Path) -> None:

@@ -182,6 +182,15 @@ def grace_follows_a_quorum(settings: Settings, quorum: int | None, grace: float)
         settings.report("no-effect", message, "strategy.grace_s", severity="warning", help="set strategy.quorum")
 
 
+@rule("strategy.late", "strategy.quorum", "strategy.outer.momentum")
+def momentum_runs_away_from_late_ones(settings: Settings, late: str, quorum: int | None, momentum: float) -> None:
+    """Momentum carries the weights on while contributions that know nothing of it are still under way."""
+    if late == "weigh" and quorum == 1 and momentum > 0.5:
+        message = f"every contribution is applied when it arrives, and an outer momentum of {momentum:g} overshoots with late ones"
+        paths = ("strategy.outer.momentum", "strategy.quorum")
+        settings.report("momentum", message, *paths, severity="warning", help="set strategy.outer.momentum to 0, or a larger quorum")
+
+
 @rule("strategy.overlap_blend", "strategy.overlap_steps")
 def blending_follows_an_overlap(settings: Settings, blend: float, overlap: int) -> None:
     if not overlap and _changed(settings, "strategy.overlap_blend"):
