@@ -50,8 +50,9 @@ def cluster(tmp_path: Path) -> Callable[..., Outcome]:
 
         def work(number: int) -> None:
             try:
-                receipts = folder / "workers" / f"w{number}.jsonl"
-                worker = Joined(Way(*invitation, name=f"w{number}", receipts=receipts), lambda text: None)
+                name, own = f"w{number}", folder / "workers"
+                way = Way(*invitation, name=name, receipts=own / f"{name}.jsonl", state=own / name)
+                worker = Joined(way, lambda text: None)
                 joined.append(worker)
                 change(worker)
                 worker.work()

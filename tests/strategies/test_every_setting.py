@@ -23,7 +23,7 @@ STRATEGIES = {
     "async": {"strategy": {"kind": "async", "contributions_per_update": 2}},
     "diloco": {"strategy": {"kind": "diloco", "inner_steps": 2, "round_timeout_s": 60.0}},
 }
-CODECS = [{"kind": "fp16"}, {"kind": "int8"}, {"kind": "int4"}, {"kind": "topk", "ratio": 0.05}]
+CODECS = [{"kind": "fp16"}, {"kind": "int8"}, {"kind": "int4"}, {"kind": "ternary"}, {"kind": "topk", "ratio": 0.05}]
 RULES = [
     {"kind": "trimmed-mean"},
     {"kind": "median"},

@@ -364,6 +364,13 @@ class Coordinator:
         self.members.known = self.state.seats
         self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers)
 
+    def go_on_from(self, version: int, earlier: Mapping[str, Any]) -> None:
+        """Continue another run at its version, with the data where that left it. What it counted and confirmed stays its own."""
+        self.state.version = version
+        state = earlier.get("state", {})
+        self.state.positions, self.state.seats = dict(state.get("positions", {})), dict(state.get("seats", {}))
+        self.members.known = self.state.seats
+
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
         """Records of contributions whose rounds are open: they belong to the journal that follows a snapshot."""
         return self.rounds.pending()

@@ -53,6 +53,10 @@ class Inner:
     overlap: int = 0
     """Steps that a worker goes on while its contribution is on its way."""
 
+    def passes(self, version: int, every: int) -> bool:
+        """Whether this version is the first at or after one of every so many steps of a worker."""
+        return version * self.steps // every > (version - 1) * self.steps // every
+
 
 @dataclass(frozen=True)
 class Policy:

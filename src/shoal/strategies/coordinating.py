@@ -234,9 +234,7 @@ class ClusterLoop(Loop):
     def passed(self, every: int) -> bool:
         """Settings count the steps of a worker. Where it takes many for one of ours, ours is the first at or after each of theirs."""
         inner = self.coordinator.policy.inner
-        if inner is None:
-            return super().passed(every)
-        return self.step * inner.steps // every > (self.step - 1) * inner.steps // every
+        return super().passed(every) if inner is None else inner.passes(self.step, every)
 
     # --- what survives -----------------------------------------------------------------------------
 
@@ -359,8 +357,9 @@ def prepare(
         coordinator.publisher.publish(0, learner.vector, learner.buffers)
         warn(f"going on with the weights in {run.coordinator.checkpoint_path}")
     elif run.checkpoint.resume_from:
-        loop.resume(find(run.checkpoint.resume_from, warn), same_run=False)
-        coordinator.state.version = loop.step
+        start = find(run.checkpoint.resume_from, warn)
+        loop.resume(start, same_run=False)
+        coordinator.go_on_from(loop.step, start.state.get("coordinator", {}))
         coordinator.publisher.publish(loop.step, learner.vector, learner.buffers)
     return Coordinating(loop, invitation)
 

@@ -112,13 +112,13 @@ class Scaled:
     def whole_numbers(self, block: Floats, start: int, end: int) -> Floats:
         """A block in units of its scales, rounded: room of this thread, until the next call. The scales are kept."""
         rounded = scratch(end - start)
-        parts = zip(_rows(block, self.chunk), _rows(rounded, self.chunk), self._scales(start, end), strict=True)
+        parts = zip(rows_of(block, self.chunk), rows_of(rounded, self.chunk), self._scales(start, end), strict=True)
         for rows, scaled, scales in parts:
             _round(rows, scaled, scales, self.levels, self.largest_scale)
         return rounded
 
     def scale_up(self, out: Floats, start: int, end: int) -> None:
-        for rows, scales in zip(_rows(out, self.chunk), self._scales(start, end), strict=True):
+        for rows, scales in zip(rows_of(out, self.chunk), self._scales(start, end), strict=True):
             rows *= scales[:, None]
 
     def frames(self) -> Frames:
@@ -199,7 +199,7 @@ def chunks(size: int, chunk: int) -> int:
     return -(-size // chunk)
 
 
-def _rows(block: NDArray[Any], chunk: int) -> Iterator[Floats]:
+def rows_of(block: NDArray[Any], chunk: int) -> Iterator[Floats]:
     """The whole chunks as rows of one matrix, and a last one that is shorter as another. They share the block's memory."""
     whole = len(block) // chunk * chunk
     if whole:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.updates.fragments import Span
 from shoal.worker.courier import Answer
+from shoal.worker.keepsake import Keepsakes
 from shoal.worker.loop import Feed, StepResult, Window
 from shoal.worker.member import Member
 
@@ -29,8 +30,9 @@ class Walk(NamedTuple):
 class LocalSteps(Member):
     """A member of a run whose workers mostly work alone."""
 
-    def __init__(self, *arguments: Any, spans: tuple[Span, ...] = (), **options: Any) -> None:
+    def __init__(self, *arguments: Any, keepsakes: Keepsakes, spans: tuple[Span, ...] = (), **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.keepsakes = keepsakes
         self.spans = spans
         """Fragments of the weights, which rounds take in turn; none: all at once."""
         self.wanted = self.ways.inner.steps
@@ -86,12 +88,22 @@ class LocalSteps(Member):
         vector.copy_(self.engine.vector[span])
         return vector if self.ways.inner.averages else torch.sub(base, vector, out=vector)
 
+    def _pull(self) -> None:
+        super()._pull()
+        if not self.steps:  # it has just come, or come back
+            self.keepsakes.restore(self.version, self.engine, self.outgoing.residual)
+            if not self.spans:
+                self._return()
+
     def _take(self, answer: Answer) -> None:
+        before = self.version
         super()._take(answer)
         self.wanted = answer.header.get("inner_steps", self.wanted)
         self.engine.step_count = round(self.server_step * self.ways.inner.steps) + self.walked
         if answer.header.get("status") != "accepted":
             self._return()
+        elif self.version != before:
+            self.keepsakes.save(self.version, self.engine, self.outgoing.residual)
 
     def _return(self) -> None:
         """Back to the coordinator's weights: what was learned since was not taken."""

@@ -37,6 +37,10 @@ class Engine(Protocol):
     def buffers(self) -> Tensor: ...
     def load_buffers(self, values: Tensor) -> None: ...
     def learning_rates(self) -> dict[str, float]: ...
+    def weights(self) -> dict[str, Tensor]: ...
+    def load_weights(self, tensors: dict[str, Tensor]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def forget_past(self) -> None: ...
 
 
@@ -47,7 +51,8 @@ class Outgoing:
         self.engine, self.updates = engine, updates
         self.poisoned = 0
         self._in_a_row = 0
-        self._residual = codecs.residual_for(updates.codec, engine.vector.numel())
+        self.residual = codecs.residual_for(updates.codec, engine.vector.numel())
+        """What the codec has not sent yet."""
         self._noise = torch.Generator()
         self._noise.seed()  # from the system: noise that somebody could guess would hide nothing
 
@@ -81,7 +86,7 @@ class Outgoing:
         """Noise, then the codec; statistics of the networks come last. `span`: which part of the weights the vector is of."""
         if self.updates.privacy.enabled:
             self._blur(vector, samples)
-        residual = None if self._residual is None else self._residual[span]
+        residual = None if self.residual is None else self.residual[span]
         frames: list[memoryview] = list(codecs.encode(self.updates.codec, vector, residual))
         buffers = self.engine.buffers
         return [*frames, frame_of(buffers.numpy())] if buffers.numel() else frames
