@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, Numbers
+from tiny_cluster import Cluster, FakeWorker, Numbers, policy_of
 
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec, Updates
 from shoal.coordinator import Coordinator, Policy
-from shoal.strategies import diloco
 from shoal.updates import codecs
 from shoal.updates.fragments import spans
 
 
-def policy_of(expected: int, **settings: Any) -> Policy:
-    run: Any = SimpleNamespace(strategy=DiLoCo(**{"inner_steps": 8, "rounds": 100} | settings), updates=Updates())
-    return diloco.policy(run, expected)
+def policy(expected: int, **settings: Any) -> Policy:
+    return policy_of(DiLoCo(**{"inner_steps": 8, "rounds": 100} | settings), expected)
 
 
 def cluster_of(count: int, **settings: Any) -> tuple[Cluster, list[FakeWorker]]:
-    cluster = Cluster(policy_of(count, **settings), count)
+    cluster = Cluster(policy(count, **settings), count)
     return cluster, [cluster.join(f"w{number}") for number in range(count)]
 
 
@@ -70,6 +67,22 @@ def test_the_quorum_is_no_more_than_the_workers_that_are_here() -> None:
     cluster.leave(three)
     assert cluster.step(one) == "accepted"
     assert cluster.coordinator.state.version == 2
+
+
+def test_who_joins_in_mid_run_is_told_where_the_run_is_and_is_waited_for_from_then_on() -> None:
+    cluster, (one,) = cluster_of(1)
+    for _ in range(3):
+        assert cluster.step(one) == "accepted"
+    call = cluster.contribute(one)
+    assert cluster.coordinator.state.version == 4
+    cluster.take(one, call)
+    two = cluster.join("late", pull=False)
+    answer = cluster.pull(two)
+    assert (answer["version"], answer["step"], answer["inner_steps"]) == (4, 4, 8)
+    waiting = cluster.contribute(one)
+    assert cluster.status(waiting) is None
+    assert cluster.step(two) == "accepted"
+    assert cluster.status(waiting) == "accepted"
 
 
 # --- late ones ------------------------------------------------------------------------------------------
@@ -190,7 +203,7 @@ class InTurn(Numbers):
 def test_only_a_fragment_travels_in_either_direction(codec: Codec) -> None:
     parts = spans([600, 300, 300], 2)
     updates = Updates(codec=codec)
-    cluster = Cluster(policy_of(1, fragments=2), 1, updates=updates, learner=InTurn(parts))
+    cluster = Cluster(policy(1, fragments=2), 1, updates=updates, learner=InTurn(parts))
     cluster.coordinator = Coordinator(cluster.plan._replace(spans=parts), cluster.policy, cluster.learner)
     worker = cluster.join("w")
     base = torch.zeros(1200)
@@ -216,7 +229,7 @@ def test_only_a_fragment_travels_in_either_direction(codec: Codec) -> None:
 
 def test_a_contribution_of_the_wrong_fragment_is_malformed() -> None:
     parts = spans([600, 300], 2)
-    cluster = Cluster(policy_of(1, fragments=2), 1, learner=InTurn(parts))
+    cluster = Cluster(policy(1, fragments=2), 1, learner=InTurn(parts))
     cluster.coordinator = Coordinator(cluster.plan._replace(spans=parts), cluster.policy, cluster.learner)
     worker = cluster.join("w")
     assert cluster.status(cluster.contribute(worker, frames=codecs.encode(NoCodec(), torch.ones(300), None))) == "malformed"
