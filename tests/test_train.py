@@ -247,7 +247,7 @@ UNBUILT = {
     "gpu/tiny": "moe",
     "dist-llm-train/lan": "scheduling",
     "classroom/small-class": "workunits",
-    "diloco/small-scale": "diloco",
+    "diloco/small-scale": "fsdp",
 }
 
 

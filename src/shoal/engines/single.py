@@ -152,6 +152,11 @@ class SingleEngine:
         self.step_count += 1
         return metrics
 
+    def forget_past(self) -> None:
+        """Start the optimizers' memories over: a number in them that is not finite would stay for ever."""
+        for optimizer in self.optimizers.values():
+            optimizer.state.clear()
+
     def unscale(self) -> None:
         """Before a gradient is sent: undo the scaling that keeps half precision from losing small ones."""
         if self.scaler.is_enabled():

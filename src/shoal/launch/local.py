@@ -58,7 +58,7 @@ class LocalWorkers:
 
     def _start(self, worker: LocalWorker) -> None:
         command = [sys.executable, "-m", "shoal", "join", "--stdin", "--name", worker.name]
-        command += ["--receipts", str(self.folder / f"{worker.name}.jsonl"), *worker.arguments]
+        command += ["--receipts", str(self.folder / f"{worker.name}.jsonl"), "--state", str(self.folder / worker.name), *worker.arguments]
         with self.log(worker).open("ab") as log:
             worker.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(os.environ) | self._threads()

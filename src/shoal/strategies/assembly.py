@@ -45,8 +45,6 @@ def refuse_unbuilt(loaded: Loaded) -> None:
     run = loaded.run
     if run.model.kind == "moe":
         raise ShoalError("models of kind moe are not built yet")
-    if run.strategy.kind == "diloco":
-        raise ShoalError("the strategy diloco is not built yet; local, workunits, syncps, edp and async are")
     if run.engine.kind != "single":
         raise ShoalError(f"the engine {run.engine.kind} is not built yet; single is")
     if run.data.source is not None and run.data.source.kind == "preferences":

@@ -5,29 +5,31 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
 
 from shoal import data
 from shoal.config import Run
 from shoal.config.load import Loaded
 from shoal.config.schema.cluster import Transport
+from shoal.config.schema.strategy import DiLoCo
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.machine import Called, Passed, Plan, Tick
 from shoal.coordinator.policies import Quorum
-from shoal.engines import SingleEngine, StepResult
+from shoal.engines import StepResult
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import Parts, Progress, assemble, held_out, refuse_unbuilt, warner, write_info
-from shoal.strategies.cluster import Length, fingerprint, length_of, needed, policy_of
+from shoal.strategies.cluster import Length, fingerprint, fragments_of, length_of, needed, policy_of
+from shoal.strategies.diloco import averages
 from shoal.strategies.homes import home_of
 from shoal.strategies.inviting import Invitation
 from shoal.strategies.judging import Judge
 from shoal.strategies.keeping import Board, Store
+from shoal.strategies.learners import EngineLearner, OuterLearner
 from shoal.transports import Message, Request, Server
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs, privacy
@@ -43,27 +45,8 @@ _LEAST_JOURNAL_BYTES = 256 << 20
 _JOURNAL_STATES = 8
 """A snapshot is taken when the journal is this many times as large as what a snapshot holds."""
 _MOST_RECORDS = 8000
-
-
-class EngineLearner:
-    """The coordinator's weights: an engine that is stepped along what workers send."""
-
-    def __init__(self, engine: SingleEngine) -> None:
-        self.engine = engine
-
-    @property
-    def vector(self) -> Tensor:
-        vector = self.engine.vector
-        return vector if vector.dtype == torch.float32 and vector.device.type == "cpu" else vector.float().cpu()
-
-    @property
-    def buffers(self) -> Tensor:
-        return self.engine.buffers
-
-    def apply(self, update: Tensor, buffers: Tensor, step: float) -> Mapping[str, float]:
-        if buffers.numel():
-            self.engine.load_buffers(buffers)
-        return {name: float(value) for name, value in self.engine.apply(update, step).items()}
+_MOST_UNJUDGED = 4
+"""Evaluations that may wait for each other, where rounds are long and few and each is to be judged."""
 
 
 class SharedFeed:
@@ -287,7 +270,8 @@ class ClusterLoop(Loop):
     def evaluate(self) -> dict[str, float]:
         if self.judge is None or self._replaying:
             return {}
-        if self.judge.busy:
+        most = _MOST_UNJUDGED if self.coordinator.policy.inner is not None else 1
+        if self.judge.pending >= most:
             self.message(f"warning: no evaluation at step {self.step}: the one before is still under way")
             return {}
         self.judge.begin(self.step, {name: value.detach().clone() for name, value in self.engine.weights().items()})
@@ -304,6 +288,8 @@ class ClusterLoop(Loop):
     def _emit(self, split: str, metrics: dict[str, float], step: int | None = None) -> None:
         if split == "train" and self.run.updates.privacy.enabled:
             metrics["epsilon"] = self.epsilon()
+        if self.coordinator.policy.inner is not None and "learning_rate" in metrics:
+            metrics["outer_learning_rate"] = metrics.pop("learning_rate")
         super()._emit(split, metrics, step)
 
     def epsilon(self) -> float:
@@ -334,8 +320,13 @@ class ClusterLoop(Loop):
         self.batches += batches
         self.samples += result.samples
         self.window.add(result)
-        if self.step % self.run.logging.every_steps == 0:
+        if self.passed(self.run.logging.every_steps):
             self.window.take()
+
+    def passed(self, every: int) -> bool:
+        """Settings count the steps of a worker. Where it takes many for one of ours, ours is the first at or after each of theirs."""
+        inner = self.coordinator.policy.inner
+        return super().passed(every) if inner is None else inner.passes(self.step, every)
 
     # --- what survives -----------------------------------------------------------------------------
 
@@ -420,7 +411,10 @@ def prepare(
     directory.write_config(loaded)
     write_info(directory, parts.data.info)
     welcome = _welcome(run, directory, parts, lengths[0], expected)
+    spans = fragments_of(parts.engine, policy)
     learner = EngineLearner(parts.engine)
+    if isinstance(run.strategy, DiLoCo):
+        learner = OuterLearner(parts.engine, run.strategy, spans, averages=averages(run))
     plan = Plan(
         updates=run.updates,
         seed=run.seed,
@@ -432,6 +426,8 @@ def prepare(
         heartbeat_interval_s=run.coordinator.heartbeat_interval_s,
         telemetry_alpha=run.coordinator.telemetry_alpha,
         cut=lengths[0].cut,
+        worker_steps=lengths[0].worker_steps,
+        spans=spans,
     )
     _tell_what_is_left_out(run, place, hosts, lengths[0], warn)
     opened = home.open(directory, welcome, _largest_frame(run, learner), expected)
@@ -447,8 +443,9 @@ def prepare(
         coordinator.publisher.publish(0, learner.vector, learner.buffers)
         warn(f"going on with the weights in {run.coordinator.checkpoint_path}")
     elif run.checkpoint.resume_from:
-        loop.resume(find(run.checkpoint.resume_from, warn), same_run=False)
-        coordinator.state.version = loop.step
+        start = find(run.checkpoint.resume_from, warn)
+        loop.resume(start, same_run=False)
+        coordinator.go_on_from(loop.step, start.state.get("coordinator", {}))
         coordinator.publisher.publish(loop.step, learner.vector, learner.buffers)
     return Coordinating(loop, opened.invitation)
 
@@ -480,7 +477,7 @@ def _welcome(run: Run, directory: RunDirectory, parts: Parts, length: Length, ex
             "digest": hashlib.sha256(text.encode()).hexdigest(),
             "data": fingerprint(parts.data),
             "shards": expected,
-            "total_steps": length.steps,
+            "total_steps": length.worker_steps,
             "heartbeat_s": run.coordinator.heartbeat_interval_s,
             "tokenizer": [path.name for path in files],
             "size": parts.engine.vector.numel(),

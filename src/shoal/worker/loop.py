@@ -181,7 +181,7 @@ class Loop:
         self.batches += batches
         self.samples += result.samples
         self.window.add(result)
-        if self.step % self.run.logging.every_steps == 0 or last:
+        if self.passed(self.run.logging.every_steps) or last:
             self._record()
         for reporter in self.reporters:
             reporter.step(self)
@@ -202,13 +202,17 @@ class Loop:
     def _due(self, settings: Any, before: int) -> bool:
         """Is it time, by steps or by epochs? `before`: batches until this step."""
         if settings.strategy == "steps":
-            return bool(self.step % settings.every_steps == 0)
+            return self.passed(settings.every_steps)
         if settings.strategy != "epoch":
             return False
         per_epoch = self.feed.batches_per_epoch
         if per_epoch is None:
             return self.feed.at_epoch_end
         return self.batches // per_epoch > before // per_epoch
+
+    def passed(self, every: int) -> bool:
+        """Whether this step is one of every so many."""
+        return self.step % every == 0
 
     # --- what is recorded --------------------------------------------------------------------------
 
