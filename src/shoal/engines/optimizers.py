@@ -33,7 +33,12 @@ def build(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
         whole = nn.Parameter(network.vector)
         whole.grad = network.gradient
         parameters = [whole]
-    return _make(settings.name, arguments(settings), parameters)
+    return make(settings, parameters)
+
+
+def make(settings: Optimizer, parameters: list[torch.Tensor] | list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer for these tensors."""
+    return _make(settings.name, arguments(settings), list(parameters))
 
 
 def _make(name: str, keywords: dict[str, Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer:

@@ -100,6 +100,22 @@ class RunDirectory:
             self._metrics = None
 
 
+class SilentDirectory(RunDirectory):
+    """The folder of a run that another process writes."""
+
+    def write_config(self, loaded: Loaded) -> None:
+        pass
+
+    def record(self, record: dict[str, Any]) -> None:
+        pass
+
+    def forget_after(self, step: int) -> None:
+        pass
+
+    def write(self, name: str, text: str) -> None:
+        pass
+
+
 def _step_of(line: str) -> int:
     """The step of a record; a line that a crash cut short counts as later than all."""
     try:

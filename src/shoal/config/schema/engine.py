@@ -23,6 +23,8 @@ class Fsdp(Section):
     kind: Literal["fsdp"] = "fsdp"
     cpu_offload: bool = False
     """Keep parameters in main memory when they are not in use."""
+    reshard_after_forward: bool = True
+    """Give a block's gathered parameters up after the forward pass, and gather them again for the backward pass: less memory, more traffic."""
 
 
 class DeepSpeed(Section):
