@@ -16,13 +16,15 @@ from shoal.errors import ShoalError
 
 
 def place_in(run: Run) -> Place | None:
-    """Which of the engine's processes this is. None: it is alone, or still has to start them. Raises ShoalError where the two do not fit."""
+    """Which of the engine's processes this is. None: it is alone, or has to start them. Raises ShoalError where the two do not fit."""
     here = place()
     if here is None:
         return None
     if run.engine.kind == "single":
         if here.size > 1:
-            raise ShoalError(f"torchrun started {here.size} processes, and the engine single is one: set engine.kind to ddp, fsdp or deepspeed")
+            raise ShoalError(
+                f"torchrun started {here.size} processes, and the engine single is one: set engine.kind to ddp, fsdp or deepspeed"
+            )
         return None
     for setting, wanted, found in (
         ("launch.devices_per_node", run.launch.devices_per_node, here.local_size),
@@ -43,7 +45,7 @@ def start_ranks(run: Run, argv: list[str]) -> int:
             f"launch.nodes is {nodes}: start on each machine with `torchrun --nnodes {nodes} --nproc-per-node {devices} "
             f"--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m shoal train …`"
         )
-    ranks = LocalRanks(_devices(run), ["train", *argv])
+    ranks = LocalRanks(_devices(run), ["train", *argv], on_cpu=run.training.device == "cpu")
 
     def stop(number: int, frame: FrameType | None) -> None:
         ranks.stop(signal.SIGTERM)

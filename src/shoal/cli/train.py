@@ -19,8 +19,8 @@ from shoal.config.problems import ConfigError
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.config.schema.cluster import Transport
     from shoal.config.ranks import Place
+    from shoal.config.schema.cluster import Transport
     from shoal.launch import LocalWorkers
     from shoal.strategies.coordinating import Coordinating
     from shoal.worker import Loop

@@ -47,7 +47,9 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
     file, address = there.get(RENDEZVOUS, ""), there.get("MASTER_ADDR", "")
     if not file and not (address and port):
         raise ShoalError("the environment has RANK and WORLD_SIZE, but no MASTER_ADDR and MASTER_PORT: start with torchrun")
-    return Place(*numbers, file, address, port, there.get("TORCHELASTIC_USE_AGENT_STORE") == "True", restart)
+    rank, size, local_rank, local_size = numbers
+    hosted = there.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(rank, size, local_rank, local_size, file, address, port, hosted, restart)
 
 
 def environment_of(here: Place) -> dict[str, str]:

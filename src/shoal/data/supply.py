@@ -13,7 +13,6 @@ from shoal.data.interfaces import Batch, Ordered, Reader, Samples, State, Stream
 from shoal.data.workers import IndexedBatches, Loaded, ShardedBatches, WorkerOptions
 from shoal.errors import ShoalError
 
-
 _Several = TypeVar("_Several", torch.Tensor, list[Any])
 
 

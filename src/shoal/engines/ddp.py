@@ -65,7 +65,7 @@ class Reducer:
         self._next = 0
         self._active = False
         for index, parameter in enumerate(network.parameters):
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._ready(index))
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._ready(index))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def reducing(self) -> Iterator[None]:

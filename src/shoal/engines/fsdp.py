@@ -52,7 +52,7 @@ class FsdpEngine(Engine):
         if run.training.compile:
             task.compile()
         self.parameters: dict[str, DTensor] = {name: _sharded(parameter) for name, parameter in model.named_parameters() if name in trained}
-        self.rows = {name: nn.Parameter(parameter.detach().to_local()) for name, parameter in self.parameters.items()}
+        self.rows = {name: nn.Parameter(_sharded(parameter.detach()).to_local()) for name, parameter in self.parameters.items()}
         self.optimizers = {"model": optimizers.make(self.chosen["model"], list(self.rows.values()))}
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
 
@@ -100,7 +100,7 @@ class FsdpEngine(Engine):
     # --- the flat view -----------------------------------------------------------------------------
 
     def _whole(self, shard: DTensor) -> Tensor:
-        whole: Tensor = shard.full_tensor()  # type: ignore[no-untyped-call]
+        whole: Tensor = shard.full_tensor()
         return whole
 
     @property

@@ -26,7 +26,7 @@ def of_flat(optimizer: torch.optim.Optimizer, network: FlatNetwork) -> State:
     state = optimizer.state.get(whole, {})
     long = {key: dict(network.layout.views(value)) for key, value in state.items() if _is_long(value)}
     moments = {slot.name: {key: views[slot.name] for key, views in long.items()} for slot in network.layout.slots}
-    return _packed({key: value for key, value in state.items() if key not in long}, moments, optimizer)
+    return packed({key: value for key, value in state.items() if key not in long}, moments, optimizer)
 
 
 def load_flat(optimizer: torch.optim.Optimizer, network: FlatNetwork, saved: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ def load_flat(optimizer: torch.optim.Optimizer, network: FlatNetwork, saved: Map
         load_parameters(optimizer, _named(network), saved)
         return
     moments = saved["moments"]
-    keys = next(iter(moments.values()), {})
+    keys: list[str] = list(next(iter(moments.values()), {}))
     state = dict(saved["shared"])
     for key in keys:
         state[key] = torch.empty_like(network.vector)
@@ -51,7 +51,7 @@ def of_parameters(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor])
     states = {name: known.get(parameter, {}) for name, parameter in named.items()}
     moments = {name: {key: value for key, value in state.items() if _is_long(value)} for name, state in states.items()}
     shared = {key: value for state in states.values() for key, value in state.items() if not _is_long(value)}
-    return _packed(shared, moments, optimizer)
+    return packed(shared, moments, optimizer)
 
 
 def load_parameters(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ def _load(optimizer: torch.optim.Optimizer, states: dict[Tensor, State]) -> None
         part.load_state_dict({"state": {i: states[one] for i, one in enumerate(order) if one in states}, "param_groups": groups})
 
 
-def _packed(shared: State, moments: dict[str, State], optimizer: torch.optim.Optimizer) -> State:
+def packed(shared: State, moments: dict[str, State], optimizer: torch.optim.Optimizer) -> State:
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"shared": shared, "moments": moments, "groups": groups}
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from shoal.config.ranks import Place
 from shoal.errors import ShoalError
@@ -122,13 +123,13 @@ def enter(here: Place | None, device: torch.device) -> World:
         raise ShoalError(f"process {here.rank} of {here.size} did not find the others: {error}") from None
 
 
-def _store(here: Place) -> dist.Store:
+def _store(here: Place) -> Store:
     """Where they find each other. Processes that are started again must not read what those before them left."""
     if here.file:
-        return dist.FileStore(here.file, here.size)
+        return FileStore(here.file, here.size)
     listening = here.rank == 0 and not here.hosted
-    store = dist.TCPStore(here.address, here.port, here.size, listening, timeout=timedelta(seconds=_MEET_S), wait_for_workers=False)
-    return dist.PrefixStore(f"start-{here.restart}", store)
+    store = TCPStore(here.address, here.port, here.size, listening, timeout=timedelta(seconds=_MEET_S), wait_for_workers=False)
+    return PrefixStore(f"start-{here.restart}", store)
 
 
 def lost(error: Exception) -> bool:

@@ -28,10 +28,9 @@ _PATIENCE_S = 5.0
 class LocalRanks:
     """So many processes of `shoal`, each with a rank."""
 
-    def __init__(self, count: int, arguments: Sequence[str]) -> None:
-        self.count, self.arguments = count, list(arguments)
+    def __init__(self, count: int, arguments: Sequence[str], on_cpu: bool) -> None:
+        self.count, self.arguments, self.on_cpu = count, list(arguments), on_cpu
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self) -> int:
         """Start them and wait for their end; the exit code of the first. Raises ShoalError when one fails that cannot tell itself."""
@@ -49,7 +48,7 @@ class LocalRanks:
 
     def _start(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
         here = Place(rank, self.count, rank, self.count, file=str(folder / "meeting"))
-        environ = dict(os.environ) | environment_of(here)
+        environ = dict(os.environ) | environment_of(here) | ({"DS_ACCELERATOR": "cpu"} if self.on_cpu else {})
         if "OMP_NUM_THREADS" not in environ:
             environ |= {"OMP_NUM_THREADS": str(fair_threads(self.count)), "OMP_WAIT_POLICY": "PASSIVE"}
         command = [sys.executable, "-m", "shoal", *self.arguments]

@@ -15,8 +15,8 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.layers import default_at
 from shoal.config.load import File, Loaded, resolve
-from shoal.config.text import data_of
 from shoal.config.ranks import Place
+from shoal.config.text import data_of
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
@@ -75,6 +75,12 @@ class Parts(NamedTuple):
     engine: Engine
     feed: data.Feed
 
+    @property
+    def single(self) -> SingleEngine:
+        """The engine of one process, which strategies between workers take."""
+        assert isinstance(self.engine, SingleEngine)
+        return self.engine
+
 
 def assemble(
     run: Run,
@@ -86,8 +92,8 @@ def assemble(
 ) -> Parts:
     """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder.
 
-    `length` tells how many steps the run has; None: as many as one worker alone takes. `here` and `world` are for a process that trains with
-    the engine that the run asks for; without them one process computes by itself, whatever the engine.
+    `length` tells how many steps the run has; None: as many as one worker alone takes. `here` and `world` are for a process that
+    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine.
     """
     saved = tokenizer_of / "tokenizer" if tokenizer_of else None
     source = run.replace(data=run.data.replace(tokenizer=str(saved))) if saved and saved.is_dir() else run
@@ -242,6 +248,8 @@ def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
 
     def text(step: int) -> None:
         assert tokenizer is not None
+        if run.engine.kind == "deepspeed" and run.engine.zero_stage == 3:
+            raise ShoalError("with ZeRO-3 no process has the whole model to write with; `shoal generate` writes from a checkpoint")
         model = task.players["model"]
         model.eval()
         written = "".join(write_text(model, tokenizer, "", 64, run.seed, run.serving.decoding))

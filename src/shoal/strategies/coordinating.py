@@ -307,7 +307,7 @@ class ClusterLoop(Loop):
         self.samples += result.samples
         self.window.add(result)
         if self.step % self.run.logging.every_steps == 0:
-            self.window.take()
+            self.window.take(self.engine.world)
 
     # --- what survives -----------------------------------------------------------------------------
 
@@ -400,7 +400,7 @@ def prepare(
         directory = RunDirectory.create(run, run_dir)
     directory.write_config(loaded)
     write_info(directory, parts.data.info)
-    learner = EngineLearner(parts.engine)
+    learner = EngineLearner(parts.single)
     plan = Plan(
         updates=run.updates,
         seed=run.seed,

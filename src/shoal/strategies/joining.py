@@ -119,7 +119,7 @@ class Joined:
 
         return Member(
             self.courier,
-            parts.engine,
+            parts.single,
             feed_for,
             policy,
             run.updates,

@@ -7,7 +7,8 @@ checkpoints/
     state.safetensors         the tensors of the state: optimizer moments, random numbers
     state.json                everything else, and the checksums of the files
 
-Several processes write `weights/` and `state/` instead, with a file of each process's parts in them (sharded.py); whoever reads sees no difference.
+Several processes write `weights/` and `state/` instead, with a file of each process's parts in them (sharded.py); whoever reads sees no
+difference.
 """
 
 from __future__ import annotations

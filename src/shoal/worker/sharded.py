@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from shoal.errors import ShoalError
 
@@ -25,12 +27,12 @@ _INFO = "DCP_SHARDING_INFO"
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Every process's part of these tensors. All must call. Raises ShoalError, in all of them."""
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, about torch's own
-            dcp.save(dict(tensors), storage_writer=writer, process_group=group)
-    except (dcp.CheckpointException, SafetensorError, OSError) as error:
+            save(dict(tensors), storage_writer=writer, process_group=group)
+    except (CheckpointException, SafetensorError, OSError) as error:
         raise ShoalError(f"cannot write {folder}: {_reason(error)}") from None
 
 
@@ -56,7 +58,8 @@ class Shards(Mapping[str, Tensor]):
         self._open: dict[Path, Any] = {}
         self._pieces: dict[str, list[Piece]] = {}
         for file in sorted(files):
-            self._open[file] = opened = safe_open(file, framework="pt")
+            opened: Any = safe_open(file, framework="pt")
+            self._open[file] = opened
             offsets = json.loads((opened.metadata() or {}).get(_INFO, "{}"))
             for name in opened.keys():  # noqa: SIM118
                 shape = tuple(opened.get_slice(name).get_shape())
