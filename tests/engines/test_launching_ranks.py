@@ -200,7 +200,8 @@ def test_torchrun_starts_a_killed_island_again_from_its_last_checkpoint(folder: 
         "def die():\n"
         "    while not Path('elastic/checkpoints/latest').exists(): time.sleep(0.01)\n"
         "    os.kill(os.getpid(), 9)\n"
-        "if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': threading.Thread(target=die, daemon=True).start()\n"
+        "if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    threading.Thread(target=die, daemon=True).start()\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d"]

@@ -70,6 +70,8 @@ def _load(optimizer: torch.optim.Optimizer, states: dict[Tensor, State]) -> None
         order = [parameter for group in part.param_groups for parameter in group["params"]]
         groups = part.state_dict()["param_groups"]
         part.load_state_dict({"state": {i: states[one] for i, one in enumerate(order) if one in states}, "param_groups": groups})
+    if isinstance(optimizer, Together):
+        optimizer.take_groups()
 
 
 def packed(shared: State, moments: dict[str, State], optimizer: torch.optim.Optimizer) -> State:

@@ -85,16 +85,12 @@ class Together(torch.optim.Optimizer):
     def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
         self.parts = (first, second)
         super().__init__([parameter for part in self.parts for group in part.param_groups for parameter in group["params"]], {})
+        self.take_groups()
+
+    def take_groups(self) -> None:
+        """Whoever sets a learning rate sets it in both. To be called again when one of the two has loaded a state."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self.parts:
             part.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": {}, "param_groups": [], "parts": [part.state_dict() for part in self.parts]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]

@@ -1,0 +1,170 @@
+"""Engines of two processes on this machine, over gloo.
+
+Speed: `shoal train` with the engine ddp, after start-up (feed, engine, records), against PyTorch's DistributedDataParallel as a careful
+person uses it: data as tensors in memory, gradients as views of the buckets, fused AdamW, clipping. Both in the same processes, turn by turn.
+
+Memory: the most that a process grows by from before the model is built until three steps are done, for a model of 27 M parameters whose
+activations are small. The peer is the engine ddp.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.config.load import File, Override, resolve
+from shoal.config.ranks import Place
+from shoal.engines import build, enter
+from shoal.models import build as build_models
+from shoal.strategies.local import prepare
+from shoal.tasks.language import LanguageModelling
+
+ROUNDS, STEPS, BATCH = 9, 10, 8
+MEMORY = {"deepspeed-1": "≤ 0.95", "deepspeed-2": "≤ 0.85", "deepspeed-3": "≤ 0.75", "fsdp": "≤ 0.75"}
+
+
+def loaded(settings: dict[str, str], preset: str = "demo-gpt") -> Any:
+    return resolve([File(preset)], [Override(path, value, path) for path, value in settings.items()], environ={})
+
+
+# --- in a rank -----------------------------------------------------------------------------------------
+
+
+def speed(here: Place, folder: str) -> list[list[float]]:
+    """Samples/s of ours and of the peer, round by round."""
+    quiet = {"evaluation.strategy": "never", "checkpoint.strategy": "never", "training.max_steps": "100000000"}
+    quiet |= {"engine.kind": "ddp", "launch.devices_per_node": "2", "training.batch_size": str(BATCH), "training.device": "cpu"}
+    loop = prepare(loaded(quiet), run_dir=os.path.join(folder, "run"), resume=False, reporters=[], here=here)
+    loop.save = lambda: None  # type: ignore[method-assign]
+    peer = Peer(here)
+
+    def ours(steps: int) -> None:
+        loop.engine.total_steps = loop.step + steps
+        loop._steps()
+
+    rates: list[list[float]] = [[], []]
+    for turn in range(ROUNDS + 1):
+        for side, work in enumerate((ours, peer.run)):
+            dist.barrier()
+            start = time.perf_counter()
+            work(STEPS)
+            dist.barrier()
+            if turn:
+                rates[side].append(STEPS * BATCH * here.size / (time.perf_counter() - start))
+    return rates
+
+
+class Peer:
+    """DistributedDataParallel and a plain loop, over the model and data of the preset."""
+
+    def __init__(self, here: Place) -> None:
+        from shoal.strategies.assembly import assemble
+
+        parts = assemble(loaded({"training.device": "cpu"}).run)
+        model = parts.engine.task.players["model"]
+        for parameter in model.parameters():
+            parameter.data, parameter.grad = parameter.data.clone(), None
+        self.model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+        samples = parts.data.train
+        everything = samples.batch(range(len(samples)))  # type: ignore[union-attr, arg-type]
+        self.inputs, self.labels = everything["input_ids"][here.rank :: here.size], everything["labels"][here.rank :: here.size]
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            index = torch.randint(len(self.inputs), (BATCH,))
+            self.optimizer.zero_grad(set_to_none=True)
+            F.cross_entropy(self.model(self.inputs[index]).flatten(0, 1), self.labels[index].flatten()).backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+
+
+def memory(here: Place, engine: str) -> float:
+    """Megabytes that this process grew by, at most."""
+    kind, _, stage = engine.partition("-")
+    model = {"kind": "gpt", "hidden_size": "512", "num_layers": "8", "num_heads": "8", "max_seq_len": "32"}
+    settings = {f"model.{name}": value for name, value in model.items()} | {"engine.kind": kind, "training.batch_size": "2"}
+    settings |= {"engine.zero_stage": stage, "engine.reduce_bucket_size": "2000000"} if stage else {}
+    settings |= {"engine.allgather_bucket_size": "2000000"} if stage else {}
+    run = loaded(settings | {"training.device": "cpu"}).run
+    world = enter(here, torch.device("cpu"))
+    if kind == "deepspeed":
+        from shoal.engines.zero_config import library
+
+        library(torch.device("cpu"))
+    before = _resident()
+    built = build(run, LanguageModelling(build_models(run, Shapes())), torch.device("cpu"), 10, world)
+    ids = torch.randint(256, (2, 33))
+    batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    built.step([batch])
+    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on: building has its own
+    for _ in range(3):
+        built.step([batch])
+    return (_peak() - before) / 1e6
+
+
+class Shapes:
+    image_shape, num_classes, vocab_size = None, None, 256
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def _resident() -> int:
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+# --- from outside ----------------------------------------------------------------------------------------
+
+
+def both(role: str, **given: Any) -> list[Any]:
+    """What two ranks found."""
+    from processes import Helper
+
+    with tempfile.TemporaryDirectory() as folder:
+        helpers = [Helper(__file__, role, threads=1, rank=rank, meeting=f"{folder}/meeting", **given) for rank in range(2)]
+        try:
+            return [helper.hear() for helper in helpers]
+        finally:
+            for helper in helpers:
+                helper.close()
+
+
+def measure() -> list[Any]:
+    from run import Row
+
+    with tempfile.TemporaryDirectory() as folder:
+        ours, peer = both("speed", folder=folder)[0]
+    ratio = statistics.median(a / b for a, b in zip(ours, peer, strict=True))
+    rows = [Row("ddp, small GPT, 2 processes", statistics.median(ours), statistics.median(peer), "samples/s", ratio, "≥ 0.98", "bare DDP")]
+    whole = max(both("memory", engine="ddp"))
+    for engine, target in MEMORY.items():
+        grown = max(both("memory", engine=engine))
+        rows.append(Row(f"memory of a rank, {engine}", grown, whole, "MB", grown / whole, target, "ddp"))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    role, given = sys.argv[1], json.loads(sys.argv[2])
+    place = Place(given.pop("rank"), 2, 0, 2, file=given.pop("meeting"))
+    found = globals()[role](place, **given)
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # nobody waits for anybody any more
