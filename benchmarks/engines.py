@@ -1,7 +1,7 @@
 """Engines of two processes on this machine, over gloo.
 
 Speed: `shoal train` with the engine ddp, after start-up (feed, engine, records), against PyTorch's DistributedDataParallel as a careful
-person uses it: data as tensors in memory, gradients as views of the buckets, fused AdamW, clipping. Both in the same processes, turn by turn.
+person uses it: data as tensors in memory, gradients as views of the buckets, fused AdamW, clipping. Both in the same processes, in turn.
 
 Memory: the most that a process grows by from before the model is built until three steps are done, for a model of 27 M parameters whose
 activations are small. The peer is the engine ddp.

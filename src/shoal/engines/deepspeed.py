@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -123,8 +124,7 @@ class DeepSpeedEngine(Engine):
     def _master(self, parameter: nn.Parameter) -> Tensor:
         """The whole parameter, gathered from all; every process must ask."""
         if parameter.requires_grad:
-            whole: Tensor = self.library.utils.safe_get_full_fp32_param(parameter)
-            return whole
+            return self._get(parameter, None)
         if self.stage < 3:
             return parameter.detach()
         with self.library.zero.GatheredParameters([parameter]):
@@ -157,6 +157,18 @@ class DeepSpeedEngine(Engine):
         if tensor.requires_grad:
             self._set(tensor, value, None)
 
+    def _get(self, parameter: Any, key: str | None) -> Tensor:
+        """A whole parameter (key None), or what the optimizer keeps for it. Parts of stage 3 are put together here, in full precision."""
+        utils = self.library.utils
+        if self.stage < 3:
+            whole: Tensor = utils.safe_get_full_optimizer_state(parameter, key) if key else utils.safe_get_full_fp32_param(parameter)
+            return whole
+        part = utils.safe_get_local_optimizer_state(parameter, key) if key else utils.safe_get_local_fp32_param(parameter)
+        part = part.to(self.device).contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.world.size)]
+        dist.all_gather(parts, part)
+        return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
+
     def _set(self, parameter: Tensor, value: Tensor, key: str | None) -> None:
         """Take over this process's part of a whole parameter (key None), or of what the optimizer keeps for it."""
         utils = self.library.utils
@@ -173,8 +185,7 @@ class DeepSpeedEngine(Engine):
         optimizer = self.optimizers[player]
         first: dict[str, Any] = next(iter(optimizer.state.values()), {})
         long = [key for key, value in first.items() if isinstance(value, Tensor) and value.dim()]
-        get = self.library.utils.safe_get_full_optimizer_state
-        found = {name: {key: self._part(get(parameter, key)) for key in long} for name, parameter in self.trained.items()}
+        found = {name: {key: self._part(self._get(parameter, key)) for key in long} for name, parameter in self.trained.items()}
         return moments.packed({key: value for key, value in first.items() if key not in long}, found, optimizer)
 
     def _load_moments(self, player: str, state: Mapping[str, Any]) -> None:
@@ -191,8 +202,7 @@ class DeepSpeedEngine(Engine):
         inner = self.zero.optimizer
         for part in inner.single_partition_of_fp32_groups if self.stage < 3 else inner.fp32_partitioned_groups_flat:
             room: dict[str, Any] = {key: torch.zeros_like(part) for key in keys}
-            same = {key: value.clone() if isinstance(value, Tensor) else value for key, value in shared.items()}
-            inner.optimizer.state[part] = room | same
+            inner.optimizer.state[part] = room | moments.copied(shared)
         if self.stage < 3:
             inner._lazy_init_hp_params_optimizer_state()
 

@@ -36,7 +36,7 @@ def load_flat(optimizer: torch.optim.Optimizer, network: FlatNetwork, saved: Map
         return
     moments = saved["moments"]
     keys: list[str] = list(next(iter(moments.values()), {}))
-    state = dict(saved["shared"])
+    state = copied(saved["shared"])
     for key in keys:
         state[key] = torch.empty_like(network.vector)
         for name, view in network.layout.views(state[key]):
@@ -55,12 +55,7 @@ def of_parameters(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor])
 
 
 def load_parameters(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    shared = saved["shared"]
-    states = {
-        parameter: {key: value.clone() if isinstance(value, Tensor) else value for key, value in shared.items()}
-        | dict(saved["moments"][name])
-        for name, parameter in named.items()
-    }
+    states = {parameter: copied(saved["shared"]) | dict(saved["moments"][name]) for name, parameter in named.items()}
     _load(optimizer, {parameter: state for parameter, state in states.items() if state})
 
 
@@ -87,6 +82,11 @@ def _whole(optimizer: torch.optim.Optimizer, network: FlatNetwork) -> Tensor | N
 
 def _named(network: FlatNetwork) -> dict[str, Tensor]:
     return {slot.name: parameter for slot, parameter in zip(network.layout.slots, network.parameters, strict=True)}
+
+
+def copied(shared: Mapping[str, Any]) -> State:
+    """Optimizers count in place, so each has numbers of its own."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in shared.items()}
 
 
 def _is_long(value: Any) -> bool:
