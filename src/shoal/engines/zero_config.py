@@ -20,13 +20,15 @@ def library(device: torch.device) -> Any:
     if find_spec("deepspeed") is None:
         raise ShoalError("engine.kind deepspeed needs DeepSpeed: pip install 'shoal[deepspeed]'")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of calls that DeepSpeed makes
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # it talks while it is imported
     import deepspeed
 
     backend: Any = import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None  # it would be compiled at the first use, for minutes; gloo does without
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     found = deepspeed.accelerator.get_accelerator().device_name()
+    logging.disable(disabled)
     if found.split(":")[0] != device.type:
         raise ShoalError(
             f"training.device is {device.type}, and DeepSpeed takes {found}: set DS_ACCELERATOR={device.type} in the environment"
