@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds"]
-DEFAULT += ["rejection", "byzantine", "private"]  # by name only: stragglers and diloco (half an hour each), gpu-dense
+DEFAULT += ["rejection", "byzantine", "private", "engines"]  # by name only: stragglers and diloco (half an hour each), gpu-dense
 
 
 class Row(NamedTuple):

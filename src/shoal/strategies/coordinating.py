@@ -85,6 +85,7 @@ class ClusterLoop(Loop):
     ) -> None:
         super().__init__(parts.run, parts.engine, SharedFeed(length.batches_per_epoch), None, directory, reporters)
         self.coordinator, self.server, self.welcome = coordinator, server, welcome
+        self.learner = cast(EngineLearner, coordinator.learner)
         self.store, self.journal, self.ledger, self.snapshots = store, store.journal, store.ledger, store.snapshots
         self.board: Board | None = cast(Board, server) if length.cut is not None else None
         """Where units are leased, if they are."""
@@ -321,7 +322,7 @@ class ClusterLoop(Loop):
         self.samples += result.samples
         self.window.add(result)
         if self.passed(self.run.logging.every_steps):
-            self.window.take()
+            self.window.take(self.engine.world)
 
     def passed(self, every: int) -> bool:
         """Settings count the steps of a worker. Where it takes many for one of ours, ours is the first at or after each of theirs."""
@@ -347,7 +348,15 @@ class ClusterLoop(Loop):
             save_weights(Path(path), self.engine.weights())
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"coordinator": self.coordinator.state_dict(), "ledger": self.ledger.length}
+        return super().state_dict() | {
+            "coordinator": self.coordinator.state_dict(),
+            "ledger": self.ledger.length,
+            "learner": self.learner.state_dict(),
+        }
+
+    def restore(self, checkpoint: Saved) -> None:
+        super().restore(checkpoint)
+        self.learner.load_state_dict(checkpoint.state.get("learner", {}))
 
     def recover(self, snapshot: Saved) -> None:
         """Become what the coordinator was when it ended, however it ended."""
@@ -411,10 +420,10 @@ def prepare(
     directory.write_config(loaded)
     write_info(directory, parts.data.info)
     welcome = _welcome(run, directory, parts, lengths[0], expected)
-    spans = fragments_of(parts.engine, policy)
-    learner = EngineLearner(parts.engine)
+    spans = fragments_of(parts.single, policy)
+    learner = EngineLearner(parts.single)
     if isinstance(run.strategy, DiLoCo):
-        learner = OuterLearner(parts.engine, run.strategy, spans, averages=averages(run))
+        learner = OuterLearner(parts.single, run.strategy, spans, averages=averages(run))
     plan = Plan(
         updates=run.updates,
         seed=run.seed,

@@ -119,11 +119,11 @@ class Joined:
             "receipts": Receipts(self.way.receipts),
             "slowdown": self.way.slowdown,
         }
-        told = (self.courier, parts.engine, feed_for, policy, run.updates)
+        told = (self.courier, parts.single, feed_for, policy, run.updates)
         if policy.inner is None:
             return Member(*told, **common)
         keepsakes = self._keepsakes(run, policy.inner)
-        return LocalSteps(*told, spans=fragments_of(parts.engine, policy), keepsakes=keepsakes, **common)
+        return LocalSteps(*told, spans=fragments_of(parts.single, policy), keepsakes=keepsakes, **common)
 
     def _keepsakes(self, run: Run, inner: Inner) -> Keepsakes:
         """A worker keeps its own state when the coordinator saves a checkpoint."""

@@ -38,12 +38,19 @@ class EngineLearner:
             self.engine.load_buffers(buffers)
         return self._step(update, step)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What moves the weights and is not the engine's."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None
+
     def _step(self, update: Tensor, step: float) -> Mapping[str, float]:
         return {name: float(value) for name, value in self.engine.apply(update, step).items()}
 
 
 class OuterLearner(EngineLearner):
-    """Weights that an outer optimizer moves, once a round. It takes the place of the engine's own, so checkpoints hold its state."""
+    """Weights that an outer optimizer moves, once a round. The engine's own stay where they are, unused."""
 
     def __init__(self, engine: SingleEngine, settings: DiLoCo, spans: tuple[Span, ...], averages: bool) -> None:
         super().__init__(engine)
@@ -53,12 +60,13 @@ class OuterLearner(EngineLearner):
         self.shaped = settings.outer.name in optimizers.SHAPED
         self.parts = [nn.Parameter(engine.vector[start:end]) for start, end in self.spans]
         keywords = outer_keywords(settings.outer)
+        self.outer: dict[str, torch.optim.Optimizer]
         if self.shaped:
             chosen = Optimizer(name=settings.outer.name, learning_rate=settings.outer.learning_rate, kwargs=keywords)
-            engine.optimizers = {name: optimizers.build(chosen, network) for name, network in engine.networks.items()}
+            self.outer = {name: optimizers.build(chosen, network) for name, network in engine.networks.items()}
         else:
             kind: Any = getattr(torch.optim, settings.outer.name)
-            engine.optimizers = {"outer": kind(self.parts, lr=settings.outer.learning_rate, **keywords)}
+            self.outer = {"outer": kind(self.parts, lr=settings.outer.learning_rate, **keywords)}
 
     def _step(self, update: Tensor, step: float) -> Mapping[str, float]:
         engine, number = self.engine, self.engine.step_count % len(self.spans)
@@ -70,11 +78,20 @@ class OuterLearner(EngineLearner):
         limit = self.settings.outer_clip_norm
         norm = clipping.norm(update) if limit is None else clipping.clip_(update, limit)
         self._point(update, number)
-        for optimizer in engine.optimizers.values():
+        rate = learning_rate(self.schedule, self.settings.outer.learning_rate, step, engine.total_steps)
+        for optimizer in self.outer.values():
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self.schedule, self.settings.outer.learning_rate, step, engine.total_steps)
+                group["lr"] = rate
             optimizers.step(optimizer)
-        return {"outer_gradient_norm": norm}
+        return {"outer_gradient_norm": norm, "outer_learning_rate": rate}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: optimizer.state_dict() for name, optimizer in self.outer.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, optimizer in self.outer.items():
+            if name in state:
+                optimizer.load_state_dict(state[name])
 
     def _point(self, update: Tensor, number: int) -> None:
         """Give the round's fragment its gradient, and all others none: an optimizer leaves those alone, with what it remembers of them."""

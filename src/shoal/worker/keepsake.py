@@ -5,7 +5,7 @@ A folder of the worker's own, with a checkpoint for each of the coordinator's. W
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ class Kept(Protocol):
     device: torch.device
 
     def weights(self) -> dict[str, Tensor]: ...
-    def load_weights(self, tensors: dict[str, Tensor]) -> None: ...
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 

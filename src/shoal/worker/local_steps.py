@@ -76,7 +76,7 @@ class LocalSteps(Member):
             samples += result.samples
             self.walked += 1
         weight = window.weight
-        metrics = {name: torch.tensor(value) for name, value in window.take().items()}
+        metrics = {name: torch.tensor(value) for name, value in window.take(self.engine.world).items()}
         metrics |= {f"inner_{name}": torch.tensor(value) for name, value in self.engine.learning_rates().items()}
         metrics["inner_steps"] = torch.tensor(float(self.walked))
         return Walk(metrics, weight, samples)
