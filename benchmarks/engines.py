@@ -4,8 +4,8 @@ Speed: `shoal train` with the engine ddp, after start-up (feed, engine, records)
 person uses it: data as tensors in memory, gradients as views of the buckets, fused AdamW, clipping. Both in the same processes, in turn.
 
 Memory: the most bytes in tensors that a process holds for each parameter after the backward passes of a step of two batches: weights,
-gradients, optimizer state, and what an engine adds. The peer is the engine ddp, which holds 20: while it accumulates, gradients stand beside
-the vector that they are sent in.
+gradients, optimizer state, and what an engine adds. The peer is the engine ddp, which holds 20: while it accumulates, gradients stand
+beside the vector that they are sent in.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Shapes:
 
 
 class Pictures:
-    image_shape, num_classes, vocab_size = (1, 32, 32), None, None
+    image_shape, num_classes, vocab_size = (1, 64, 64), None, None
 
 
 def run_of(engine: dict[str, Any], **training: Any) -> Run:
@@ -132,7 +132,7 @@ def statistics(world: World) -> dict[str, Any]:
     engine = build(run, Gan(build_models(run, Pictures()), 4, 0), torch.device("cpu"), 10, world)
     torch.manual_seed(world.rank)
     for _ in range(2):
-        engine.step([{"image": torch.rand(4, 1, 32, 32)}])
+        engine.step([{"image": torch.rand(4, 1, 64, 64)}])
     assert isinstance(engine, SingleEngine)
     return {"vector": float(engine.vector.double().sum()), "buffers": engine.buffers.tolist()}
 

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.config import Run
+from shoal.engines.base import StepResult
 from shoal.engines.single import SingleEngine
 from shoal.engines.world import World
-from shoal.tasks import Task
+from shoal.tasks import Batch, Task
 from shoal.updates.layout import FlatNetwork
 
 _FIRST_BYTES, _PIECE_BYTES = 1 << 20, 25 << 20
@@ -35,10 +36,19 @@ class DdpEngine(SingleEngine):
 
     def _gather(self, player: str) -> None:
         """The gradients are in the vector already."""
+
+    def step(self, batches: list[Batch]) -> StepResult:
+        result = super().step(batches)
         self._agree_on_statistics()
+        return result
+
+    def gradients(self, batches: list[Batch]) -> StepResult:
+        result = super().gradients(batches)
+        self._agree_on_statistics()
+        return result
 
     def _agree_on_statistics(self) -> None:
-        """BatchNorm's running figures: the mean over the processes."""
+        """BatchNorm's running figures: the mean over the processes. Not before all backward passes are done, which still need them."""
         if not self.statistics:
             return
         flat = torch.cat([buffer.detach().float().flatten() for buffer in self.statistics])
