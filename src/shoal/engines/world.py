@@ -89,11 +89,11 @@ class World:
 
     def close(self) -> None:
         """Leave together. Without this order processes abort at their end now and then, after all went well."""
-        if self.size > 1:
+        if self.talk is not None:
             gc.collect()
             self.wait()
             dist.destroy_process_group()
-            self.size = 1
+            self.size, self.talk = 1, None
 
 
 class Sum:
@@ -115,7 +115,7 @@ def enter(here: Place | None, device: torch.device) -> World:
     try:
         on_gpu = device.type == "cuda"
         backend = "nccl" if on_gpu else "gloo"
-        own = device if on_gpu else None
+        own = torch.device("cuda", device.index or 0) if on_gpu else None
         dist.init_process_group(backend, store=_store(here), rank=here.rank, world_size=here.size, device_id=own)
         talk = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
         return World(here.rank, here.size, talk)

@@ -320,7 +320,7 @@ class Loop:
         if not self.engine.finite():
             raise ShoalError(f"the weights are not finite at step {self.step}; the checkpoints before it are untouched")
         weights, state, world = self.engine.weights(), self.state_dict(), self.engine.world
-        if world.size == 1:
+        if world.talk is None:
             self.checkpoints.save(self.step, weights, state)
         else:
             self.checkpoints.save_together(self.step, weights, state, world)
