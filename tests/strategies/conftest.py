@@ -12,7 +12,8 @@ import torch
 from layered import loaded, merged
 
 from shoal.config.schema.cluster import InProcess
-from shoal.strategies.coordinating import ClusterLoop, prepare
+from shoal.strategies.cluster_loop import ClusterLoop
+from shoal.strategies.coordinating import prepare
 from shoal.strategies.joining import Joined, Way
 from shoal.worker import Loop
 
