@@ -33,8 +33,8 @@ INSTALL = ["pgqueuer==1.6.0", "procrastinate==3.10.0", "asyncpg==0.32.0", "uvloo
 peers.INSTALL.setdefault(PEERS, [INSTALL])
 CLAIMERS = 4
 JOBS = 8_000
-ONE_BY_ONE_JOBS = 4_000
-BATCHES = (10, 100)
+
+
 LEASE_S = 600.0
 
 

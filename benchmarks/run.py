@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds"]
-DEFAULT += ["rejection", "byzantine", "private"]  # by name only: stragglers (half an hour), gpu-dense
+DEFAULT += ["rejection", "byzantine", "private", "classroom"]  # by name only: stragglers (half an hour), gpu-dense, classroom-quality
 
 
 class Row(NamedTuple):

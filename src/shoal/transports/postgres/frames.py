@@ -66,7 +66,7 @@ class Told(NamedTuple):
 def read(connection: Connection, query: str, values: Sequence[Any]) -> Told | None:
     """Rows of (frame, sizes, data, …): the first with the frames' sizes, the others with their parts in order. None: no row.
 
-    Rows are taken as they come, so that each part is copied once, into its place, while the next is under way: half the time of fetching all.
+    Rows are taken as they come, and each part is copied once, into its place, while others are under way: half the time of fetching all.
     """
     with connection.cursor() as cursor:
         rows = cursor.stream(query.encode(), values, binary=True, size=_AT_ONCE)
