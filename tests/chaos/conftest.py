@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "coordinator"))
+for room in ("coordinator", "classroom"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / room))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

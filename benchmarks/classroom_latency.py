@@ -1,0 +1,206 @@
+"""How soon a class sees what it has learned: from the quorum's last result to new weights at a worker, for a DCGAN of 6.3M parameters.
+
+The coordinator is the real one, in a process of its own; three workers in theirs lease units through real desks and hand in a gradient
+that was prepared before. What counts starts when the last `submit` of a round has returned, and ends when `weights` has returned the new
+version: read what was handed in, aggregate, an Adam step for each network, journal, publish, be told, claim, read 25 MB. Nobody polls:
+the interval is a minute. `python benchmarks/classroom_latency.py` tells where the coordinator's time goes, too.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from processes import Helper
+
+from shoal.launch import EmbeddedPostgres
+from shoal.transports.databases import Access
+from shoal.transports.postgres import UnitDesk, schema
+from shoal.transports.postgres.access import connect
+
+WORKERS = 3
+WARM_UP, ROUNDS = 5, 30
+DCGAN = {
+    "model": {"kind": "dcgan", "image_size": 64, "latent_dim": 100, "generator_features": 64, "discriminator_features": 64, "channels": 1},
+    "task": "gan",
+    "data": {"source": {"kind": "builtin", "name": "digits"}},
+    "training": {"batch_size": 16, "epochs": 1000, "optimizer": {"name": "Adam", "learning_rate": 0.0002}},
+    "strategy": {"kind": "workunits", "batches_per_unit": 1, "units_per_update": WORKERS},
+    "evaluation": {"strategy": "never"},
+    "checkpoint": {"strategy": "never"},
+}
+
+
+class Seen(NamedTuple):
+    """What became of rounds, by the clock on the wall, which all processes share."""
+
+    first_s: list[float]
+    """Until one worker had the new version."""
+    all_s: list[float]
+    """Until each of them had: a figure for every worker and round."""
+    wal_bytes: float
+    """Per round, what was written to the database's log."""
+    grown_bytes: float
+    """Per round, what the database became larger by."""
+    gradient_bytes: int
+    where: dict[str, float]
+    """Milliseconds of the coordinator per round."""
+
+
+def measure() -> Seen:
+    with tempfile.TemporaryDirectory() as folder, EmbeddedPostgres(Path(folder)) as server:
+        with connect(server.access) as connection:
+            schema.init(connection)
+            schema.grant(connection, "pupil", "secret", "student")
+        where = {name: value for name, value in server.access._asdict().items() if name != "options"}
+        helpers = [Helper(__file__, "coordinate", 1, folder=folder, **where)]
+        try:
+            helpers[0].hear()
+            student = server.access._replace(user="pupil", password="secret").address
+            helpers += [Helper(__file__, "work", 1, address=student) for _ in range(WORKERS)]
+            size, *_ = [worker.hear() for worker in helpers[1:]]
+            for worker in helpers[1:]:
+                worker.say("go")
+            return _watch(helpers, server.access, size)
+        finally:
+            for helper in helpers:
+                helper.close()
+
+
+def _watch(helpers: list[Helper], access: Access, size: int) -> Seen:
+    for worker in helpers[1:]:
+        worker.hear()  # warm
+    with connect(access) as connection:
+        before = _sizes(connection)
+        started = time.time()
+        told = [worker.hear() for worker in helpers[1:]]
+        after = _sizes(connection)
+    rounds = min(len(versions) for _, versions in told)
+    submitted: dict[int, float] = {}
+    for submits, _ in told:
+        for version, at in submits:
+            submitted[version] = max(submitted.get(version, 0.0), at)
+    waits: dict[int, list[float]] = {}
+    for _, versions in told:
+        for version, at in versions:
+            if version - 1 in submitted:
+                waits.setdefault(version, []).append(at - submitted[version - 1])
+    whole = [found for found in waits.values() if len(found) == WORKERS]
+    helpers[0].say([started, time.time()])
+    where = helpers[0].hear()
+    return Seen(
+        [min(found) for found in whole],
+        [wait for found in whole for wait in found],
+        (after[0] - before[0]) / rounds,
+        (after[1] - before[1]) / rounds,
+        size,
+        {name: 1000 * seconds / rounds for name, seconds in where.items()},
+    )
+
+
+def _sizes(connection: Any) -> tuple[int, int]:
+    row = connection.execute("SELECT (pg_current_wal_lsn() - '0/0')::int8, pg_database_size(current_database())").fetchone()
+    return row[0], row[1]
+
+
+# --- the coordinator -------------------------------------------------------------------------------------
+
+
+def coordinate(given: dict[str, Any]) -> None:
+    from ingest import Clock, Span
+
+    from shoal.config.fields import Secret
+    from shoal.config.load import resolve_data
+    from shoal.config.schema.cluster import Postgres
+    from shoal.strategies.coordinating import prepare
+    from shoal.updates import codecs
+
+    folder = given.pop("folder")
+    settings = DCGAN | {"transport": {"kind": "postgres", "host": given["host"], "port": given["port"]}}
+    loaded = resolve_data(settings, name="class", dialect="shoal", environ={})
+    given["password"] = Secret(given["password"])
+    transport = Postgres(poll_interval_s=60.0, **given)
+    loop = prepare(loaded, run_dir=f"{folder}/run", resume=False, reporters=[], workers=WORKERS, transport=transport).loop
+    clock, server = Clock(), loop.server
+    clock.around(server.line, "wait", "waiting")
+    clock.around(server, "_look", "looking for results")
+    clock.around(server, "read", "reading gradients")
+    clock.around(server, "_tidy", "tidying")
+    clock.around(codecs, "decode", "decoding")
+    clock.around(loop.coordinator.learner, "apply", "Adam")
+    clock.around(loop.coordinator, "handle", "the state machine and aggregation")
+    clock.around(loop.coordinator.publisher, "everything", "copying weights")
+    clock.around(server, "publish", "publishing")
+    clock.around(server, "issue", "issuing units")
+    clock.around(server, "consume", "consuming")
+    clock.around(loop.journal, "append", "journal")
+    clock.around(loop.ledger, "append", "ledger")
+    clock.around(loop, "snapshot", "snapshots")
+    clock.around(loop.store, "carry_out", "transactions")
+    clock.around(loop, "advance", "records")
+    print(json.dumps("there"), flush=True)
+
+    def tell() -> None:
+        span = Span(*json.loads(sys.stdin.readline()))
+        shares = clock.shares(span)
+        print(json.dumps({name: share * (span.end - span.start) for name, share in shares.items()}), flush=True)
+
+    threading.Thread(target=tell, daemon=True).start()
+    loop.train()
+
+
+# --- a worker that has its gradient ready ----------------------------------------------------------------
+
+
+def work(given: dict[str, Any]) -> None:
+    import numpy as np
+
+    desk = UnitDesk(given["address"], poll_interval_s=60.0)
+    welcome = desk.welcome(30.0)
+    desk.enter(None, {})
+    weights = desk.weights(-1)
+    while weights is None:
+        desk.claim(1, 1.0)
+        weights = desk.weights(-1)
+    random = np.random.default_rng()
+    frames = [memoryview((1e-4 * random.standard_normal(len(frame) // 4)).astype(np.float32)).cast("B") for frame in weights.frames]
+    frames[-1] = memoryview(weights.frames[-1])  # statistics of the networks
+    print(json.dumps(4 * welcome.header["size"]), flush=True)
+    sys.stdin.readline()
+    have, begun = weights.version, weights.version
+    submits: list[tuple[int, float]] = []
+    versions: list[tuple[int, float]] = []
+    while have < begun + WARM_UP + ROUNDS:
+        units = desk.claim(1, 60.0)
+        newer = desk.weights(have)
+        if newer is not None:
+            have = newer.version
+            versions.append((have, time.time()))
+            if have == begun + WARM_UP:
+                submits.clear(), versions.clear()
+                print(json.dumps("warm"), flush=True)
+        if units and units[0].iteration == have:
+            header = {"base": have, "weight": 16.0, "samples": 16, "metrics": {"generator_loss": 1.0}}
+            if desk.submit(units[0], header, frames) == "accepted":
+                submits.append((have, time.time()))
+    desk.leave()
+    print(json.dumps([submits, versions]), flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        {"coordinate": coordinate, "work": work}[sys.argv[1]](json.loads(sys.argv[2]))
+        sys.exit()
+    seen = measure()
+    for title, waits in (("first", seen.first_s), ("all", seen.all_s)):
+        print(f"{title}: median {1000 * statistics.median(waits):.0f} ms, {1000 * min(waits):.0f} to {1000 * max(waits):.0f} ms")
+    log, grown = seen.wal_bytes / 1e6, seen.grown_bytes / 1e6
+    print(f"{seen.gradient_bytes / 1e6:.1f} MB a gradient; a round: {log:.1f} MB of log, {grown:.1f} MB larger")
+    for name, milliseconds in sorted(seen.where.items(), key=lambda item: -item[1]):
+        print(f"{milliseconds:7.1f} ms  {name}")
