@@ -280,8 +280,8 @@ class ClusterLoop(Loop):
     def _emit(self, split: str, metrics: dict[str, float], step: int | None = None) -> None:
         if split == "train" and self.run.updates.privacy.enabled:
             metrics["epsilon"] = self.epsilon()
-        if self.coordinator.policy.inner is not None and "learning_rate" in metrics:
-            metrics["outer_learning_rate"] = metrics.pop("learning_rate")
+        if self.coordinator.policy.inner is not None:
+            metrics.pop("learning_rate", None)  # of an optimizer that nobody uses here: the workers tell theirs, the outer one its own
         super()._emit(split, metrics, step)
 
     def epsilon(self) -> float:
