@@ -54,6 +54,7 @@ def cluster(tmp_path: Path) -> Callable[..., Outcome]:
                 name, own = f"w{number}", folder / "workers"
                 way = Way(*invitation, name=name, receipts=own / f"{name}.jsonl", state=own / name)
                 worker = Joined(way, lambda text: None)
+                worker.prepare()
                 joined.append(worker)
                 change(worker)
                 worker.work()

@@ -179,13 +179,16 @@ def _names(count: int, listed: tuple[str, ...]) -> list[str]:
 
 
 def _start_workers(coordinating: Coordinating, names: list[str], netem: str | None, slowdown: list[str]) -> LocalWorkers:
-    from shoal.launch import LocalWorkers
+    from shoal.launch import Crew, LocalWorkers
+    from shoal.launch.local import gpus_of
 
     loop, invitation = coordinating.loop, coordinating.invitation
     factors = _factors(slowdown, names)
     common = ["--netem", netem] if netem else []
     arguments = {name: [*common, *(["--slowdown", factors[name]] if name in factors else [])] for name in names}
-    workers = LocalWorkers(loop.directory.path / "workers", invitation._asdict(), arguments)
+    crew = Crew.of(loop.run, "join", loop.message, max(1, len(names)))
+    told = invitation._asdict() | ({"crew": crew} if crew is not None else {})
+    workers = LocalWorkers(loop.directory.path / "workers", told, arguments, gpus_of(loop.run))
     workers.start()
     return workers
 

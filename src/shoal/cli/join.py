@@ -11,11 +11,13 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from shoal.cli.ranks import as_rank, island, place_in
 from shoal.cli.train import download
 from shoal.config.environment import database_password
 from shoal.config.load import File, parse_override, resolve
+from shoal.config.ranks import place
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.transports.addresses import bracketed
@@ -24,14 +26,23 @@ from shoal.transports.databases import access_of, is_address
 from shoal.transports.databases import parse as parse_address
 
 if TYPE_CHECKING:
-    from shoal.strategies.joining import Joined
-    from shoal.strategies.leasing import Leasing
+    from shoal.config.ranks import Place
+    from shoal.launch import Crew
+    from shoal.strategies.joining import Way
     from shoal.transports.weather import Proxy
 
 EPILOG = """\
 The coordinator sends everything else: the configuration, what the data must be, the tokenizer.
 Where this machine differs, say so: --set data.source.path=/my/mnist --set training.device=cpu
 """
+
+
+class Invitation(NamedTuple):
+    """How to reach a coordinator."""
+
+    address: str
+    token: str
+    key: str | None
 
 
 def run(argv: list[str]) -> int:
@@ -54,54 +65,101 @@ def run(argv: list[str]) -> int:
     made.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for a coordinator that is gone")
     made.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
     arguments = made.parse_args(argv)
-    address, token, key = _invitation(arguments)
-    in_database = is_address(address)
-    overrides = [parse_override(text) for text in arguments.settings]
+    here = place()
+    if here is None:
+        return _take_part(arguments, argv)
+    work = (lambda: _follow(arguments, here)) if here.rank else (lambda: _take_part(arguments, argv))
+    return as_rank(here, work, watch=here.rank > 0)
 
-    from shoal.strategies.joining import Joined, Way
 
-    weather = None
+def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
+    """Join and work, alone or as the first of several processes; where several are needed and none are there, start them."""
+    from shoal.launch import Crew
+    from shoal.strategies.joining import Joined
+    from shoal.strategies.leasing import join
+
+    invitation, crew = _invitation(arguments)
+    working: list[Leaver] = []
+    _leave_when_asked(arguments.stdin, working)
+    if crew is not None:
+        return _lead(crew, arguments.name, argv, invitation, working)
+    in_database = is_address(invitation.address)
+    weather, reached = None, invitation
     if arguments.netem:
-        weather, address = _through_weather(address, arguments.netem)
-    receipts = Path(arguments.receipts) if arguments.receipts else None
-    state = Path(arguments.state) if arguments.state else None
-    way = Way(address, token, key, arguments.name, overrides, receipts, arguments.slowdown, arguments.patience, state)
-    here: list[Joined | Leasing] = []
-    if arguments.stdin:
-        threading.Thread(target=_leave_with_parent, args=(here,), daemon=True).start()
-    if in_database:
-        from shoal.strategies.leasing import join
-
-        joined = join(way, _tell, download)
-    else:
-        joined = Joined(way, _tell, download)
-    here.append(joined)
-    _tell(f"joined as {joined.name}")
-    _leave_on_signals(joined)
+        weather, address = _through_weather(invitation.address, arguments.netem)
+        reached = invitation._replace(address=address)
     try:
+        joined = join(_way(arguments, reached), _tell) if in_database else Joined(_way(arguments, reached), _tell)
+        here = place_in(joined.run)
+        if isinstance(joined, Joined) and here is None and (crew := Crew.of(joined.run, "join", _tell)) is not None:
+            joined.leave()
+            return _lead(crew, joined.name, argv, invitation, working)
+        working.append(joined)
+        _tell(f"joined as {joined.name}")
+        joined.prepare(download, here)
         joined.work()
+        print(f"{joined.name}: {joined.summary()}", flush=True)
+        joined.part()
     finally:
         if weather is not None:
             weather.close()
-    print(f"{joined.name}: {joined.summary()}")
     return 0
 
 
-def _invitation(arguments: argparse.Namespace) -> tuple[str, str, str | None]:
-    if arguments.stdin:
-        given = json.loads(sys.stdin.readline() or "{}")
-        if "address" not in given:
-            raise ShoalError("--stdin: no invitation came")
-        return given["address"], given["token"], given["key"]
+def _lead(crew: Crew, name: str, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:
+    """Start the processes of a worker and look after them."""
+    started = island(crew, name, argv, invitation._asdict(), _tell)
+    working.append(started)
+    return started.run()
+
+
+def _follow(arguments: argparse.Namespace, here: Place) -> int:
+    """Work as one of several processes, of which the first has joined and decides when to stop."""
+    from shoal.strategies.joining import follow
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    follow(here, _way(arguments, Invitation("", "", None)))
+    return 0
+
+
+def _way(arguments: argparse.Namespace, invitation: Invitation) -> Way:
+    from shoal.strategies.joining import Way
+
+    return Way(
+        *invitation,
+        name=arguments.name,
+        overrides=[parse_override(text) for text in arguments.settings],
+        receipts=Path(arguments.receipts) if arguments.receipts else None,
+        slowdown=arguments.slowdown,
+        patience_s=arguments.patience,
+        state=Path(arguments.state) if arguments.state else None,
+    )
+
+
+def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, Crew | None]:
+    """How to reach the coordinator; and how many processes to start, where the one who started this one knows."""
+    if not arguments.stdin:
+        return _typed(arguments), None
+    given = json.loads(sys.stdin.readline() or "{}")
+    if "address" not in given:
+        raise ShoalError("--stdin: no invitation came")
+    from shoal.launch import Crew
+
+    crew = given.get("crew")
+    return Invitation(given["address"], given["token"], given["key"]), Crew(*crew) if crew else None
+
+
+def _typed(arguments: argparse.Namespace) -> Invitation:
     if arguments.address and is_address(arguments.address):
-        return parse_address(arguments.address, database_password()).address, "", None
+        return Invitation(parse_address(arguments.address, database_password()).address, "", None)
     if arguments.address and Path(arguments.address).is_file():
-        return _configured(arguments.address), "", None
+        return Invitation(_configured(arguments.address), "", None)
     if not arguments.address or not arguments.token:
         raise ShoalError("to join takes an address and a token: `shoal coordinate` prints the whole command")
     from shoal.transports.keys import key_from_text
 
-    return arguments.address, arguments.token, key_from_text(arguments.key) if arguments.key else None
+    return Invitation(arguments.address, arguments.token, key_from_text(arguments.key) if arguments.key else None)
 
 
 def _configured(file: str) -> str:
@@ -128,24 +186,32 @@ def _tell(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def _leave_with_parent(here: list[Joined | Leasing]) -> None:
-    """Whoever started this worker is gone: so is its work."""
-    sys.stdin.read()
-    for joined in here:
-        joined.stop()
-        time.sleep(5.0)
-    os._exit(0)
+class Leaver(Protocol):
+    """Who works here, and can be asked to stop."""
+
+    def stop(self) -> None: ...
 
 
-def _leave_on_signals(joined: Joined | Leasing) -> None:
+def _leave_when_asked(with_parent: bool, working: list[Leaver]) -> None:
+    """Stop on a signal, at once on a second one; `with_parent`: also when whoever started this worker is gone."""
     asked = [0]
 
     def stop(number: int, frame: FrameType | None) -> None:
         asked[0] += 1
-        if asked[0] > 1:
+        if asked[0] > 1 or not working:
             os._exit(130)
         _tell("leaving after this step; once more to leave at once")
-        joined.stop()
+        for one in working:
+            one.stop()
+
+    def watch() -> None:
+        sys.stdin.read()
+        for one in working:
+            one.stop()
+            time.sleep(5.0)
+        os._exit(0)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    if with_parent:
+        threading.Thread(target=watch, name="standard-input", daemon=True).start()

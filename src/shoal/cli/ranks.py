@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli.main import report
 from shoal.config import Run
 from shoal.config.ranks import Place, place
 from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.launch import Crew, LocalIsland
 
 
 def place_in(run: Run) -> Place | None:
@@ -37,15 +42,11 @@ def place_in(run: Run) -> Place | None:
 
 def start_ranks(run: Run, argv: list[str]) -> int:
     """Start the engine's processes on this machine and wait for them."""
-    from shoal.launch import LocalRanks
+    from shoal.launch import Crew, LocalRanks, RankLost
 
-    if (run.launch.nodes or 1) > 1:
-        nodes, devices = run.launch.nodes, run.launch.devices_per_node or "gpu"
-        raise ShoalError(
-            f"launch.nodes is {nodes}: start on each machine with `torchrun --nnodes {nodes} --nproc-per-node {devices} "
-            f"--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m shoal train …`"
-        )
-    ranks = LocalRanks(_devices(run), ["train", *argv], on_cpu=run.training.device == "cpu")
+    crew = Crew.of(run, "train", _tell)
+    assert crew is not None
+    ranks = LocalRanks(crew, ["train", *argv])
 
     def stop(number: int, frame: FrameType | None) -> None:
         ranks.stop(signal.SIGTERM)
@@ -53,29 +54,47 @@ def start_ranks(run: Run, argv: list[str]) -> int:
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return ranks.run()
+    except RankLost as error:
+        raise ShoalError(f"{error}. --resume goes on from the last checkpoint") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _devices(run: Run) -> int:
+def _devices(run: Run, workers: int = 1) -> int:
+    """Processes for each of so many workers: as many as the settings say, else the GPUs that are there, shared."""
     import torch
 
     there = torch.cuda.device_count() if run.training.device in ("auto", "cuda") else 0
     wanted = run.launch.devices_per_node
-    if wanted is None and not there:
-        raise ShoalError("launch.devices_per_node: there are no GPUs here to count; say how many processes there shall be")
     if wanted is not None and there and wanted > there:
         raise ShoalError(f"launch.devices_per_node is {wanted}, and there are {there} GPUs here")
-    return wanted or there
+    if wanted is None and not there:
+        sys.stderr.write(f"{run.engine.kind} with one process, on the CPU: there is no GPU (launch.devices_per_node=2 makes it two)\n")
+    return wanted or max(1, there // workers)
 
 
-def as_rank(here: Place, work: Callable[[], int]) -> int:
-    """Do the work of one process among several. One that fails ends at once: cleaning up would wait for others that are gone."""
+def island(crew: Crew, name: str, argv: list[str], invitation: Mapping[str, Any], tell: Callable[[str], None]) -> LocalIsland:
+    """The processes of a worker, each of which runs `shoal join`; the first of them joins under the worker's name."""
+    from shoal.launch import LocalIsland, LocalRanks
+
+    arguments, secret = ["join", *argv, "--stdin", "--name", name], json.dumps(dict(invitation))
+    return LocalIsland(lambda: LocalRanks(crew, arguments, secret), tell)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def as_rank(here: Place, work: Callable[[], int], watch: bool = True) -> int:
+    """Do the work of one process among several. One that fails ends at once: cleaning up would wait for others that are gone.
+
+    `watch`: end with the process that started this one.
+    """
     from shoal.engines.world import lost
     from shoal.launch import LOST
 
-    if here.file:
+    if here.file and watch:
         _leave_with_standard_input()
     try:
         return work()

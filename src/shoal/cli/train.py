@@ -16,6 +16,7 @@ from shoal.cli.options import load, parse, parser, require
 from shoal.cli.ranks import as_rank, place_in, start_ranks
 from shoal.config.load import Loaded, Override
 from shoal.config.problems import ConfigError
+from shoal.config.ranks import place
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ def run(argv: list[str]) -> int:
             refuse_unbuilt(loaded)
             return start_ranks(loaded.run, argv)
         return train(loaded, arguments.run_dir, arguments.resume)
+    here = place()
+    if here is not None and here.size > 1:
+        raise ShoalError(
+            "torchrun starts the processes of one worker: run `shoal coordinate` once, and each worker with `torchrun … -m shoal join …`"
+        )
     count = arguments.workers or loaded.run.cluster.num_workers or 0
     if not count and not arguments.resume:
         raise ShoalError(

@@ -27,6 +27,8 @@ __all__ = ["Called", "Coordinator", "Learner", "Passed", "Plan", "State", "Tick"
 
 LONGEST_WAIT_S = 5.0
 """An answer is never held back longer: a worker that hears nothing may then take the connection for lost."""
+_MOST_RANKS = 64
+"""Processes that a worker may be made of. Each takes batches of its own."""
 _MOST_DATA = 2**31
 """No data has so many epochs, and no epoch so many batches."""
 _NONE_WANTED = -2
@@ -51,8 +53,8 @@ class Coordinator:
         self.now = 0.0
         """Time as the coordinator sees it: it never goes back."""
         contributions = plan.expected if isinstance(policy.rounds, Barrier) else policy.rounds.contributions
-        self.most_batches = max(1, plan.batches_per_step // max(1, contributions))
-        """Batches that one contribution may be made of."""
+        self.most_batches = _MOST_RANKS * max(1, plan.batches_per_step // max(1, contributions))
+        """Batches that one contribution may be made of: a worker may have more devices than the others."""
         self._offered: list[int] = []
         self._spoiled: dict[int, int] = {}
         self._clock: float | None = None

@@ -3,6 +3,6 @@
 from shoal.engines.base import Engine, StepResult
 from shoal.engines.build import OF_SEVERAL, build
 from shoal.engines.single import SingleEngine, choose_device
-from shoal.engines.world import World, enter
+from shoal.engines.world import Meeting, World, enter
 
-__all__ = ["OF_SEVERAL", "Engine", "SingleEngine", "StepResult", "World", "build", "choose_device", "enter"]
+__all__ = ["OF_SEVERAL", "Engine", "Meeting", "SingleEngine", "StepResult", "World", "build", "choose_device", "enter"]

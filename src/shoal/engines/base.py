@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -80,15 +80,13 @@ class Engine(ABC):
     def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
         """The whole gradient of every parameter, by name."""
 
-    @property
     @abstractmethod
-    def vector(self) -> Tensor:
-        """All networks' weights end to end. Where they are sharded, every process must ask, and all get the whole."""
+    def wholes(self) -> Iterator[Tensor]:
+        """Every trained parameter, whole, in the order of `vector`. Where they are sharded, every process must go through all of them."""
 
-    @property
     @abstractmethod
-    def gradient(self) -> Tensor:
-        """Their gradients, likewise."""
+    def take(self, wholes: Iterable[Tensor]) -> None:
+        """Take over what `wholes` gives, wherever it came from."""
 
     @abstractmethod
     def apply(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
@@ -108,6 +106,24 @@ class Engine(ABC):
 
     @abstractmethod
     def _load_moments(self, player: str, state: Mapping[str, Any]) -> None: ...
+
+    # --- the flat view -----------------------------------------------------------------------------
+
+    @property
+    def vector(self) -> Tensor:
+        """All networks' weights end to end. Where they are sharded, every process must ask, and all get the whole."""
+        return torch.cat([whole.flatten() for whole in self.wholes()])
+
+    @property
+    def gradient(self) -> Tensor:
+        """Their gradients, likewise."""
+        return torch.cat([slope.flatten() for slope in self.slopes()])
+
+    def slopes(self) -> Iterator[Tensor]:
+        """The gradients, as `wholes` gives the weights."""
+        for player in self.layouts:
+            for _, slope in self._slopes(player):
+                yield slope
 
     # --- gradients ---------------------------------------------------------------------------------
 

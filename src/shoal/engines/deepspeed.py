@@ -6,7 +6,7 @@ state by the parameters' names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -108,13 +108,14 @@ class DeepSpeedEngine(Engine):
 
     # --- the flat view -----------------------------------------------------------------------------
 
-    @property
-    def vector(self) -> Tensor:
-        return torch.cat([self._master(parameter).flatten() for parameter in self.trained.values()])
+    def wholes(self) -> Iterator[Tensor]:
+        for parameter in self.trained.values():
+            yield self._master(parameter)
 
-    @property
-    def gradient(self) -> Tensor:
-        return torch.cat([slope.flatten() for _, slope in self._slopes("model")])
+    def take(self, wholes: Iterable[Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self.trained.values(), wholes, strict=True):
+                self._replace(parameter, value)
 
     def apply(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
         for name, whole in self.layouts["model"].views(gradient):
@@ -148,7 +149,9 @@ class DeepSpeedEngine(Engine):
         }
 
     def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
-        tensor = dict(tensors_of(self.model))[name.removeprefix("model.")]
+        self._replace(dict(tensors_of(self.model))[name.removeprefix("model.")], value)
+
+    def _replace(self, tensor: Tensor, value: Tensor) -> None:
         if self.stage < 3 or not isinstance(tensor, nn.Parameter):
             tensor.copy_(value)
         else:

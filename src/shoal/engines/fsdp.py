@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from shoal.config.schema.engine import Fsdp
 from shoal.engines import moments, optimizers
 from shoal.engines.base import Engine, tensors_of
 from shoal.engines.shards import as_shard, part_of
+from shoal.engines.single import statistics
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.tasks import Task
@@ -103,14 +104,14 @@ class FsdpEngine(Engine):
         whole: Tensor = shard.full_tensor()
         return whole
 
-    @property
-    def vector(self) -> Tensor:
-        shards = (as_shard(row.detach().to(self.device), self.parameters[name].shape, self.mesh) for name, row in self.rows.items())
-        return torch.cat([self._whole(shard).flatten() for shard in shards])
+    def wholes(self) -> Iterator[Tensor]:
+        for name, row in self.rows.items():
+            yield self._whole(as_shard(row.detach().to(self.device), self.parameters[name].shape, self.mesh))
 
-    @property
-    def gradient(self) -> Tensor:
-        return torch.cat([slope.flatten() for _, slope in self._slopes("model")])
+    def take(self, wholes: Iterable[Tensor]) -> None:
+        with torch.no_grad():
+            for row, value in zip(self.rows.values(), wholes, strict=True):
+                row.copy_(part_of(value, self.mesh))
 
     def apply(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
         for name, whole in self.layouts["model"].views(gradient):
@@ -159,6 +160,8 @@ def refuse_several(run: Run, task: Task) -> None:
     """Engines that shard see one network, and no statistics: a GAN is trained whole."""
     if list(task.players) != ["model"]:
         raise ShoalError(f"engine.kind: {run.engine.kind} shards one network, and the task {run.task} has {len(task.players)}: take ddp")
+    if any(True for _ in statistics(task.players["model"])):
+        raise ShoalError(f"engine.kind: {run.engine.kind} does not keep the figures of BatchNorm the same in all processes: take ddp")
 
 
 def _shard(model: nn.Module, run: Run, mesh: Any) -> None:

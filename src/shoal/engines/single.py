@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class SingleEngine(Engine):
             task.players[name] = player.to(device).train()
         self._vector, self._gradient, self.networks = lay_out(task.players)
         self.layouts = {name: network.layout for name, network in self.networks.items()}
-        self.statistics = [buffer for player in task.players.values() for buffer in _statistics(player)]
+        self.statistics = [buffer for player in task.players.values() for buffer in statistics(player)]
         if run.training.compile:
             task.compile()
         self.optimizers = {name: optimizers.build(self.chosen[name], network) for name, network in self.networks.items()}
@@ -43,6 +43,18 @@ class SingleEngine(Engine):
     @property
     def gradient(self) -> Tensor:
         return self._gradient
+
+    def changed(self) -> None:
+        """Somebody wrote into `vector`: the networks see it already."""
+
+    def wholes(self) -> Iterator[Tensor]:
+        for network in self.networks.values():
+            for _, value in network.layout.views(network.vector):
+                yield value
+
+    def take(self, wholes: Iterable[Tensor]) -> None:
+        for own, value in zip(self.wholes(), wholes, strict=True):
+            own.copy_(value)
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -122,7 +134,7 @@ class SingleEngine(Engine):
         moments.load_flat(self.optimizers[player], self.networks[player], state)
 
 
-def _statistics(module: nn.Module) -> Iterator[Tensor]:
+def statistics(module: nn.Module) -> Iterator[Tensor]:
     persistent = set(module.state_dict())
     yield from (buffer for name, buffer in module.named_buffers() if name in persistent and buffer.is_floating_point())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,9 @@ from shoal.errors import ShoalError
 
 _MEET_S = 120.0
 """How long to wait for all to be there."""
+_SILENCE = timedelta(days=2)
+"""How long one may wait for word from another: an island waits for its coordinator. That another is gone is noticed at once."""
+Result = TypeVar("Result")
 
 
 class World:
@@ -74,6 +79,12 @@ class World:
         dist.broadcast(letters, 0, group=self.talk)
         return bytes(letters[:-1].tolist()).decode()
 
+    def share(self, values: Tensor) -> Tensor:
+        """The first process's tensor; the others give one of its size, which is filled."""
+        if self.size > 1:
+            dist.broadcast(values, 0, group=self.talk)
+        return values
+
     def each(self, own: Tensor) -> list[Tensor]:
         """Everybody's tensor of the same size, in the order of the ranks."""
         if self.size == 1:
@@ -108,19 +119,46 @@ class Sum:
         return self._values.tolist() if isinstance(self._values, Tensor) else self._values
 
 
-def enter(here: Place | None, device: torch.device) -> World:
-    """Meet the others. Raises ShoalError."""
-    if here is None:
-        return World()
-    try:
+class Meeting:
+    """Where the processes of an engine find each other, before they are a world: the first may leave word there for the others."""
+
+    def __init__(self, here: Place) -> None:
+        self.here = here
+        self.store = self._found(lambda: _store(here))
+
+    def say(self, words: list[bytes]) -> None:
+        self.store.set_timeout(timedelta(seconds=_MEET_S))
+        self.store.set("words", str(len(words)))
+        for number, word in enumerate(words):
+            self.store.set(f"word {number}", word)  # type: ignore[arg-type]
+
+    def hear(self, patience_s: float) -> list[bytes]:
+        """What the first has to say, as soon as it does. Raises ShoalError."""
+        self.store.set_timeout(timedelta(seconds=patience_s))
+        return self._found(lambda: [self.store.get(f"word {number}") for number in range(int(self.store.get("words")))])
+
+    def enter(self, device: torch.device) -> World:
+        """Begin to work together. Raises ShoalError."""
+        return self._found(lambda: self._enter(device))
+
+    def _enter(self, device: torch.device) -> World:
         on_gpu = device.type == "cuda"
-        backend = "nccl" if on_gpu else "gloo"
         own = torch.device("cuda", device.index or 0) if on_gpu else None
-        dist.init_process_group(backend, store=_store(here), rank=here.rank, world_size=here.size, device_id=own)
-        talk = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
-        return World(here.rank, here.size, talk)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise ShoalError(f"process {here.rank} of {here.size} did not find the others: {error}") from None
+        backend, patience = ("nccl", None) if on_gpu else ("gloo", _SILENCE)
+        dist.init_process_group(backend, store=self.store, rank=self.here.rank, world_size=self.here.size, timeout=patience, device_id=own)
+        talk = dist.new_group(backend="gloo", timeout=_SILENCE) if on_gpu else dist.group.WORLD
+        return World(self.here.rank, self.here.size, talk)
+
+    def _found(self, look: Callable[[], Result]) -> Result:
+        try:
+            return look()
+        except (RuntimeError, ValueError, OSError) as error:
+            raise ShoalError(f"process {self.here.rank} of {self.here.size} did not find the others: {error}") from None
+
+
+def enter(here: Place | None, device: torch.device) -> World:
+    """Meet the others, and begin to work together. Raises ShoalError."""
+    return Meeting(here).enter(device) if here is not None else World()
 
 
 def _store(here: Place) -> Store:

@@ -2,6 +2,6 @@
 
 from shoal.launch.local import LocalWorkers, wait_quietly
 from shoal.launch.postgres import EmbeddedPostgres
-from shoal.launch.ranks import LOST, LocalRanks
+from shoal.launch.ranks import LOST, Crew, LocalIsland, LocalRanks, RankLost
 
-__all__ = ["LOST", "EmbeddedPostgres", "LocalRanks", "LocalWorkers", "wait_quietly"]
+__all__ = ["LOST", "Crew", "EmbeddedPostgres", "LocalIsland", "LocalRanks", "LocalWorkers", "RankLost", "wait_quietly"]

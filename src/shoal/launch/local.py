@@ -13,8 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from shoal.config import Run
 from shoal.errors import ShoalError
 
 MOST_FAILURES = 3
@@ -33,6 +34,16 @@ def wait_quietly() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def gpus_of(run: Run) -> list[str]:
+    """The GPUs that workers of this machine share, by the names under which CUDA is asked for them; none where the run is not for them."""
+    import torch
+
+    if run.training.device not in ("auto", "cuda"):
+        return []
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named or [str(number) for number in range(torch.cuda.device_count())]
+
+
 class LocalWorker:
     """One worker process, and what became of it."""
 
@@ -47,8 +58,8 @@ class LocalWorker:
 class LocalWorkers:
     """The workers of a run on this machine."""
 
-    def __init__(self, folder: Path, invitation: Mapping[str, str | None], workers: Mapping[str, Sequence[str]]) -> None:
-        self.folder, self.invitation = folder, dict(invitation)
+    def __init__(self, folder: Path, invitation: Mapping[str, Any], workers: Mapping[str, Sequence[str]], gpus: Sequence[str] = ()) -> None:
+        self.folder, self.invitation, self.gpus = folder, dict(invitation), gpus
         self.workers = [LocalWorker(name, arguments) for name, arguments in workers.items()]
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -61,7 +72,7 @@ class LocalWorkers:
         command += ["--receipts", str(self.folder / f"{worker.name}.jsonl"), "--state", str(self.folder / worker.name), *worker.arguments]
         with self.log(worker).open("ab") as log:
             worker.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(os.environ) | self._threads()
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(os.environ) | self._threads() | self._devices(worker)
             )
         stdin: IO[bytes] | None = worker.process.stdin
         assert stdin is not None
@@ -76,6 +87,14 @@ class LocalWorkers:
         if "OMP_NUM_THREADS" in os.environ:
             return {}
         return {"OMP_NUM_THREADS": str(fair_threads(len(self.workers))), "OMP_WAIT_POLICY": "PASSIVE"}
+
+    def _devices(self, worker: LocalWorker) -> dict[str, str]:
+        """GPUs of its own, or one that it shares where there are fewer than workers."""
+        if not self.gpus:
+            return {}
+        number, each = self.workers.index(worker), len(self.gpus) // len(self.workers)
+        own = self.gpus[number * each : (number + 1) * each] or [self.gpus[number % len(self.gpus)]]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
     def log(self, worker: LocalWorker) -> Path:
         return self.folder / f"{worker.name}.log"

@@ -6,30 +6,75 @@ leaves when its standard input is closed, so none is left behind whatever happen
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from shoal.config import Run
 from shoal.config.ranks import Place, environment_of
 from shoal.errors import ShoalError
-from shoal.launch.local import fair_threads, last_line
+from shoal.launch.local import MOST_FAILURES, fair_threads, last_line
 
 LOST = 75
 """The exit code of a process that ended since another one had."""
 _LOOK_S = 0.05
 _PATIENCE_S = 5.0
+_PAUSE_S = 1.0
+_ENDED = (0, 2, 130)
+"""Exit codes of processes that did what they were asked to, or have said what is wrong with that."""
+
+
+class RankLost(ShoalError):
+    """One of the processes was killed, or ended in a way that it could not explain."""
+
+    def __init__(self, what: str, killed: bool) -> None:
+        super().__init__(what)
+        self.killed = killed
+
+
+class Crew(NamedTuple):
+    """The processes that a worker on this machine is made of."""
+
+    size: int
+    on_cpu: bool
+
+    @classmethod
+    def of(cls, run: Run, command: str, tell: Callable[[str], None], workers: int = 1) -> Crew | None:
+        """For one of so many workers; None: it is one process. As many as the settings say, else the GPUs that are there, shared.
+
+        Raises ShoalError; `command` is what to start where this machine is not enough.
+        """
+        import torch
+
+        if run.engine.kind == "single":
+            return None
+        nodes, wanted, device = run.launch.nodes or 1, run.launch.devices_per_node, run.training.device
+        if nodes > 1:
+            raise ShoalError(
+                f"launch.nodes is {nodes}: start on each machine with `torchrun --nnodes {nodes} --nproc-per-node {wanted or 'gpu'} "
+                f"--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m shoal {command} …`"
+            )
+        there = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+        if wanted is not None and there and wanted > there:
+            raise ShoalError(f"launch.devices_per_node is {wanted}, and there are {there} GPUs here")
+        if wanted is None and not there:
+            tell(f"{run.engine.kind} with one process, on the CPU: there is no GPU here (launch.devices_per_node says how many)")
+        return cls(wanted or max(1, there // workers), device == "cpu")
 
 
 class LocalRanks:
     """So many processes of `shoal`, each with a rank."""
 
-    def __init__(self, count: int, arguments: Sequence[str], on_cpu: bool) -> None:
-        self.count, self.arguments, self.on_cpu = count, list(arguments), on_cpu
+    def __init__(self, crew: Crew, arguments: Sequence[str], secret: str = "") -> None:
+        """`secret`: a line for the first process alone, on its standard input."""
+        (self.count, self.on_cpu), self.arguments, self.secret = crew, list(arguments), secret
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
@@ -55,7 +100,13 @@ class LocalRanks:
         with (folder / f"{rank}.log").open("wb") as log:
             output = None if rank == 0 else log
             # Ctrl-C reaches this process alone, which passes it on
-            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environ, start_new_session=True)
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environ, start_new_session=True)
+        if rank == 0 and self.secret:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):  # it has ended already, and the others will be told
+                process.stdin.write(self.secret.encode() + b"\n")
+                process.stdin.flush()
+        return process
 
     def stop(self, number: int) -> None:
         """Pass a signal on. One process is told; it tells the others, and all stop after the same step."""
@@ -75,7 +126,7 @@ class LocalRanks:
         if code == 2:
             raise ShoalError(said)
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}: {said}"
-        raise ShoalError(f"process {rank} of {self.count} {how}; the others were ended. --resume goes on from the last checkpoint")
+        raise RankLost(f"process {rank} of {self.count} {how}; the others were ended", killed=code < 0)
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -91,3 +142,36 @@ class LocalRanks:
             if process.poll() is None:
                 process.kill()
             process.wait()
+
+
+class LocalIsland:
+    """The processes of one worker. When one of them dies the others end, and all are started again: the run has gone on meanwhile."""
+
+    def __init__(self, make: Callable[[], LocalRanks], tell: Callable[[str], None]) -> None:
+        self.make, self.tell = make, tell
+        self.ranks: LocalRanks | None = None
+        self.stopping = False
+
+    def run(self) -> int:
+        """Until the work is done; the exit code. Raises ShoalError when it fails again and again."""
+        failures = 0
+        while True:
+            self.ranks = self.make()
+            try:
+                if (code := self.ranks.run()) in _ENDED or self.stopping:
+                    return code
+                problem, failures = f"ended with code {code}", failures + 1
+            except RankLost as error:
+                if self.stopping:
+                    return 1
+                problem, failures = str(error), 0 if error.killed else failures + 1
+            if failures >= MOST_FAILURES:
+                raise ShoalError(f"the processes of this worker failed {failures} times in a row: {problem}")
+            self.tell(f"warning: {problem}; starting all again")
+            time.sleep(_PAUSE_S)
+
+    def stop(self) -> None:
+        """Leave soon; from any thread."""
+        self.stopping = True
+        if self.ranks is not None:
+            self.ranks.stop(signal.SIGTERM)

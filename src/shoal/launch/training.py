@@ -8,8 +8,11 @@ from typing import Any
 
 from shoal.config.load import File, Loaded, parse_override, resolve
 from shoal.config.problems import ConfigError
+from shoal.config.ranks import place
 from shoal.config.trainer_config import TrainerConfig
-from shoal.launch.local import LocalWorkers
+from shoal.errors import ShoalError
+from shoal.launch.local import LocalWorkers, gpus_of
+from shoal.launch.ranks import Crew
 from shoal.strategies import coordinating, local
 from shoal.worker import Reporter
 
@@ -32,12 +35,19 @@ def train(
         raise ConfigError(loaded.problems)
     common: dict[str, Any] = {"run_dir": str(run_dir) if run_dir else None, "resume": resume, "reporters": [*reporters]}
     if loaded.run.strategy.kind == "local":
-        return local.prepare(loaded, **common).train()
-    here = loaded.run.transport.replace(host=None, port=0)
-    made = coordinating.prepare(loaded, **common, workers=workers, hosts=("127.0.0.1",), transport=here)
+        here = place()
+        if loaded.run.engine.kind != "single" and here is None:
+            raise ShoalError(
+                f"the engine {loaded.run.engine.kind} is several processes: start this program with torchrun, or use `shoal train`"
+            )
+        return local.prepare(loaded, **common, here=here).train()
+    near = loaded.run.transport.replace(host=None, port=0)
+    made = coordinating.prepare(loaded, **common, workers=workers, hosts=("127.0.0.1",), transport=near)
     loop = made.loop
     names = [f"w{number}" for number in range(1, loop.coordinator.plan.expected + 1)]
-    started = LocalWorkers(loop.directory.path / "workers", made.invitation._asdict(), dict.fromkeys(names, ()))
+    crew = Crew.of(loop.run, "join", loop.message, len(names))
+    told = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
+    started = LocalWorkers(loop.directory.path / "workers", told, dict.fromkeys(names, ()), gpus_of(loop.run))
     loop.beside = lambda: started.look_after(loop.message)
     try:
         started.start()

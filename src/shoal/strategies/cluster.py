@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from shoal import data
@@ -11,11 +12,11 @@ from shoal.config.derive import quorum
 from shoal.config.schema.strategy import DiLoCo, WorkUnits
 from shoal.coordinator import Barrier, Policy
 from shoal.coordinator.units import Cut
-from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.strategies import asynchronous, diloco, edp, syncps, workunits
 from shoal.strategies.assembly import feed_of, total_steps
 from shoal.updates.fragments import Span, spans
+from shoal.updates.layout import Layout
 
 POLICIES = {
     "workunits": workunits.policy,
@@ -34,6 +35,11 @@ def needed(run: Run) -> int:
     """Contributions without which the aggregation rule cannot work."""
     rule = run.updates.aggregation
     return quorum(rule.kind, getattr(rule, "byzantine", None) or 0)
+
+
+def ranks_of(run: Run) -> int:
+    """Processes of a worker, as far as the settings say; each takes batches of its own. A worker may have others, and counts its own."""
+    return 1 if run.engine.kind == "single" else (run.launch.devices_per_node or 1) * (run.launch.nodes or 1)
 
 
 class Length(NamedTuple):
@@ -58,12 +64,14 @@ def length_of(run: Run, samples: data.Data, policy: Policy, expected: int) -> Le
     contributions = expected if isinstance(policy.rounds, Barrier) else policy.rounds.contributions
     units = isinstance(run.strategy, WorkUnits)
     each = run.strategy.batches_per_unit if isinstance(run.strategy, WorkUnits) else run.training.gradient_accumulation_steps
-    per_step = each * contributions
+    ranks = ranks_of(run)
+    per_step = each * contributions * ranks
     whole, size = run.training.global_batch_size, (run.training.batch_size or 0) * per_step
     if whole is not None and whole != size:
+        devices = f" × {ranks} devices" if ranks > 1 else ""
         raise ShoalError(
             f"training.global_batch_size is {whole}, and an update is made of {size} samples: training.batch_size × "
-            f"training.gradient_accumulation_steps × {contributions} contributions"
+            f"training.gradient_accumulation_steps × {contributions} contributions{devices}"
         )
     if isinstance(run.strategy, DiLoCo):
         return _length_in_rounds(run, samples, policy, expected)
@@ -78,9 +86,9 @@ def length_of(run: Run, samples: data.Data, policy: Policy, expected: int) -> Le
         raise ShoalError("a stream has no end: set training.max_steps")
     if by_epochs is None or (most is not None and most < by_epochs):
         assert most is not None
-        return Length(most, None, each, per_step, shard, per_epoch, most)
+        return Length(most, None, each * ranks, per_step, shard, per_epoch, most)
     assert batches is not None
-    return Length(by_epochs, by_epochs * per_step, each, per_step, shard, per_epoch, by_epochs)
+    return Length(by_epochs, by_epochs * per_step, each * ranks, per_step, shard, per_epoch, by_epochs)
 
 
 def _length_in_units(run: Run, samples: data.Data, each: int, contributions: int) -> Length:
@@ -106,18 +114,19 @@ def _length_in_rounds(run: Run, samples: data.Data, policy: Policy, expected: in
     assert isinstance(settings, DiLoCo)
     assert inner is not None
     shard = feed_of(run, samples, 0, expected).batches_per_epoch
-    steps = total_steps(run, shard)
-    rounds, each = -(-steps // inner.steps), inner.steps * run.training.gradient_accumulation_steps
+    ranks = ranks_of(run)
+    steps = total_steps(run.replace(training=run.training.replace(global_batch_size=None)), shard and max(1, shard // ranks))
+    rounds, each = -(-steps // inner.steps), inner.steps * run.training.gradient_accumulation_steps * ranks
     by_data = settings.quorum is not None or settings.balance_speeds
-    batches = steps * run.training.gradient_accumulation_steps * expected if by_data else None
+    batches = steps * run.training.gradient_accumulation_steps * ranks * expected if by_data else None
     return Length(rounds, batches, each, each * expected, shard, shard * expected if shard else None, steps)
 
 
-def fragments_of(engine: SingleEngine, policy: Policy) -> tuple[Span, ...]:
+def fragments_of(layouts: Mapping[str, Layout], policy: Policy) -> tuple[Span, ...]:
     """The parts of the weights that rounds take in turn; none: each round moves all of them."""
     if policy.inner is None or policy.inner.fragments == 1:
         return ()
-    return spans((slot.size for network in engine.networks.values() for slot in network.layout.slots), policy.inner.fragments)
+    return spans((slot.size for layout in layouts.values() for slot in layout.slots), policy.inner.fragments)
 
 
 def fingerprint(samples: data.Data) -> str:

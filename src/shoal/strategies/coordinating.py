@@ -66,7 +66,7 @@ def prepare(
     directory.write_config(loaded)
     write_info(directory, parts.data.info)
     welcome = _welcome(run, directory, parts, lengths[0], expected)
-    spans = fragments_of(parts.single, policy)
+    spans = fragments_of(parts.single.layouts, policy)
     learner = EngineLearner(parts.single)
     if isinstance(run.strategy, DiLoCo):
         learner = OuterLearner(parts.single, run.strategy, spans, averages=averages(run))

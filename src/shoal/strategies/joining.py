@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import re
 import tempfile
@@ -16,13 +17,16 @@ from shoal import data
 from shoal.config import Run
 from shoal.config.load import File, Override, resolve
 from shoal.config.problems import ConfigError
-from shoal.coordinator import Inner
+from shoal.config.ranks import Place
+from shoal.coordinator import Policy
+from shoal.engines import Meeting, World, choose_device
+from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import Parts, Progress, assemble, feed_of
 from shoal.strategies.cluster import fingerprint, fragments_of, policy_of
 from shoal.transports import Client, Message, Unreachable
 from shoal.transports.connect import connect
-from shoal.updates.messages import PROTOCOL, Join
+from shoal.updates.messages import PROTOCOL, Join, Leave
 from shoal.worker.courier import Answer, Courier, Frames, Lost, Pulse
 from shoal.worker.keepsake import Keepsakes
 from shoal.worker.local_steps import LocalSteps
@@ -30,8 +34,8 @@ from shoal.worker.member import Member, Receipts
 
 _WELCOME_BYTES = 64 << 20
 """The largest frame before the size of the model is known: a tokenizer's file."""
-OWN_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile")
-"""What a worker may set for itself: where its data lies, and how it computes. Everything else is the run's."""
+OWN_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile", "engine", "launch")
+"""What a worker may set for itself: where its data lies, and how and on how many devices it computes. Everything else is the run's."""
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
@@ -80,20 +84,29 @@ class Way(NamedTuple):
 class Joined:
     """A worker that takes part, from its joining to its end."""
 
-    def __init__(self, way: Way, tell: Callable[[str], None], progress: Progress | None = None) -> None:
+    def __init__(self, way: Way, tell: Callable[[str], None]) -> None:
         self.way, self.tell = way, tell
         line = ClientLine(way.address, way.token, way.key)
         self.courier = Courier(line, Join(way.name, PROTOCOL, about_here()), way.patience_s, tell)
         self.member: Member | None = None
         self.stopping = False
-        answer = self.courier.join()
+        self.island: Island | None = None
+        answer = self.welcome = self.courier.join()
         self.name: str = answer.header["name"]
         line.expect(4 * answer.header["size"] + (1 << 20))
         pulse_line = ClientLine(way.address, way.token, way.key)
         self.pulse = Pulse(lambda: self.courier.beat(pulse_line, self.state), answer.header["heartbeat_s"])
         self.lines = (line, pulse_line)
         try:
-            self.member = self._prepare(answer, progress)
+            self.run = configuration(answer.header, way.overrides)
+        except BaseException:
+            self.close()
+            raise
+
+    def prepare(self, progress: Progress | None = None, here: Place | None = None) -> None:
+        """Put together what the work takes. `here`: as the first of several processes, which all get ready with it."""
+        try:
+            self.member = self._member(progress, here)
         except BaseException:
             self.close()
             raise
@@ -102,43 +115,27 @@ class Joined:
     def state(self) -> str:
         return self.member.state if self.member else "preparing"
 
-    def _prepare(self, answer: Answer, progress: Progress | None) -> Member:
-        header = answer.header
-        parts = parts_for(header, answer.frames, self.way.overrides, progress)
-        run = parts.run
-        policy = policy_of(run, header["shards"])
-        torch.manual_seed(run.seed + header["seat"])
-
-        def feed_for(seat: int, epoch: int, position: int) -> data.Feed:
-            feed = feed_of(run, parts.data, seat, header["shards"])
-            _go_to(feed, epoch, position)
-            return feed
-
+    def _member(self, progress: Progress | None, here: Place | None) -> Member:
+        header = self.welcome.header
+        meeting = Meeting(here) if here is not None else None
+        if meeting is not None:
+            meeting.say([json.dumps(header).encode(), *(bytes(frame) for frame in self.welcome.frames)])
+        share = Share.of(header, self.welcome.frames, self.way, meeting, self.tell, progress)
         common: dict[str, Any] = {
-            "accumulation": run.training.gradient_accumulation_steps,
+            "accumulation": self.run.training.gradient_accumulation_steps,
             "receipts": Receipts(self.way.receipts),
             "slowdown": self.way.slowdown,
         }
-        told = (self.courier, parts.single, feed_for, policy, run.updates)
-        if policy.inner is None:
+        engine: Any = share.parts.engine
+        feed_for: Callable[[int, int, int], Any] = share.feed_for
+        keeper: Any = share.keepsakes
+        if meeting is not None:
+            engine = keeper = self.island = Island(share.parts.engine, share.feed_for, share.keepsakes)
+            feed_for, common["ranks"] = self.island.sit, meeting.here.size
+        told = (self.courier, engine, feed_for, share.policy, self.run.updates)
+        if share.policy.inner is None:
             return Member(*told, **common)
-        keepsakes = self._keepsakes(run, policy.inner)
-        return LocalSteps(*told, spans=fragments_of(parts.single, policy), keepsakes=keepsakes, **common)
-
-    def _keepsakes(self, run: Run, inner: Inner) -> Keepsakes:
-        """A worker keeps its own state when the coordinator saves a checkpoint."""
-        settings = run.checkpoint
-        every = settings.every_steps if settings.strategy == "steps" else None
-        earlier = Path(settings.resume_from) if settings.resume_from else None
-        if earlier is not None and (earlier / "state.json").exists():
-            earlier = earlier.parent.parent
-        return Keepsakes(
-            self.way.state,
-            earlier / "workers" / self.name if earlier else None,
-            lambda version: bool(every) and inner.passes(version, every or 1),
-            settings.keep_last,
-            self.tell,
-        )
+        return LocalSteps(*told, spans=fragments_of(engine.layouts, share.policy), keepsakes=keeper, **common)
 
     def work(self) -> None:
         """Until the run is over, or `stop` is called."""
@@ -146,8 +143,22 @@ class Joined:
         try:
             if not self.stopping:
                 self.member.work()
+            if self.island is not None:
+                self.island.leave()
         finally:
             self.close()
+
+    def leave(self) -> None:
+        """Go again, without having begun."""
+        self.courier.ask(Leave("", 0)).result()
+        self.close()
+
+    def part(self) -> None:
+        """After the work, and when nobody asks about it any more: let go of the other processes."""
+        if self.island is not None:
+            crew = self.island.crew
+            self.island = self.member = None
+            crew.close()
 
     def stop(self) -> None:
         """Leave after this step."""
@@ -170,24 +181,92 @@ class Joined:
         return f"{counts['accepted']} contributions taken{rejected}{kept}; {sent / 1e6:.1f} MB sent"
 
 
+class Share(NamedTuple):
+    """What one process of a worker needs for the work. A worker of one process has all of it."""
+
+    parts: Parts
+    policy: Policy
+    shards: int
+    keepsakes: Keepsakes
+
+    @classmethod
+    def of(
+        cls,
+        header: dict[str, Any],
+        frames: Frames,
+        way: Way,
+        meeting: Meeting | None,
+        tell: Callable[[str], None],
+        progress: Progress | None = None,
+    ) -> Share:
+        parts = parts_for(header, frames, way.overrides, progress, meeting)
+        policy = policy_of(parts.run, header["shards"])
+        torch.manual_seed(parts.run.seed + header["seat"] + 1_000_003 * parts.engine.world.rank)
+        return cls(parts, policy, header["shards"], _keepsakes(parts, policy, way, header["name"], tell))
+
+    def feed_for(self, seat: int, epoch: int, position: int) -> data.Feed:
+        """The batches of a seat, from a position that counts batches of one process."""
+        world = self.parts.engine.world
+        feed = feed_of(self.parts.run, self.parts.data, seat, self.shards, (world.rank, world.size))
+        _go_to(feed, epoch, -(-position // world.size))
+        return feed
+
+
+def _keepsakes(parts: Parts, policy: Policy, way: Way, name: str, tell: Callable[[str], None]) -> Keepsakes:
+    """A worker keeps its own state when the coordinator saves a checkpoint."""
+    settings, inner = parts.run.checkpoint, policy.inner
+    every = settings.every_steps if settings.strategy == "steps" else None
+    earlier = Path(settings.resume_from) if settings.resume_from else None
+    if earlier is not None and (earlier / "state.json").exists():
+        earlier = earlier.parent.parent
+    return Keepsakes(
+        parts.engine,
+        way.state,
+        earlier / "workers" / name if earlier else None,
+        lambda version: bool(every) and inner is not None and inner.passes(version, every or 1),
+        settings.keep_last,
+        tell,
+    )
+
+
+def follow(here: Place, way: Way) -> None:
+    """Work as one of several processes, of which the first speaks with the coordinator."""
+    _follow(Meeting(here), way).close()  # when nothing of the model is left
+
+
+def _follow(meeting: Meeting, way: Way) -> World:
+    header, *frames = meeting.hear(way.patience_s)
+    share = Share.of(json.loads(header), frames, way, meeting, lambda text: None)
+    Follower(share.parts.engine, share.feed_for, share.keepsakes).work()
+    return share.parts.engine.world
+
+
 def about_here() -> dict[str, str]:
     """What a worker tells of itself."""
     return {"host": platform.node()[:100] or "?", "system": platform.system() or "?", "python": platform.python_version()}
 
 
-def parts_for(header: dict[str, Any], frames: Frames, overrides: Sequence[Override], progress: Progress | None) -> Parts:
+def parts_for(
+    header: dict[str, Any],
+    frames: Frames,
+    overrides: Sequence[Override],
+    progress: Progress | None,
+    meeting: Meeting | None = None,
+) -> Parts:
     """What the run is made of, on this machine; the same as at the coordinator's, or an error."""
     run = configuration(header, overrides)
+    here = meeting.here if meeting is not None else None
+    world = meeting.enter(choose_device(run.training.device, meeting.here.local_rank)) if meeting is not None else None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
-        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]))
+        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world)
     if fingerprint(parts.data) != header["data"]:
         raise ShoalError(
             f"the data here ({parts.data.info.name}) is not what the coordinator has: put the same files in place, "
             "or name them with --set data.source.path=…"
         )
-    if parts.engine.vector.numel() != header["size"]:
-        raise ShoalError(f"the model here has {parts.engine.vector.numel()} parameters, the coordinator's {header['size']}")
+    if parts.engine.size != header["size"]:
+        raise ShoalError(f"the model here has {parts.engine.size} parameters, the coordinator's {header['size']}")
     return parts
 
 

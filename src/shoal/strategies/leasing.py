@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from shoal import data
+from shoal.config.ranks import Place
 from shoal.config.schema.cluster import Postgres
 from shoal.config.schema.strategy import WorkUnits
 from shoal.errors import ShoalError
@@ -20,7 +21,7 @@ from shoal.worker.leased import Leased
 from shoal.worker.member import Receipts
 
 
-def join(way: Way, tell: Callable[[str], None], progress: Progress | None = None) -> Joined | Leasing:
+def join(way: Way, tell: Callable[[str], None]) -> Joined | Leasing:
     """Join the run in a database, in the way it is run."""
     desk = UnitDesk(way.address, poll_interval_s=1.0, patience_s=way.patience_s)
     try:
@@ -29,25 +30,32 @@ def join(way: Way, tell: Callable[[str], None], progress: Progress | None = None
         if isinstance(run.strategy, WorkUnits):
             assert isinstance(run.transport, Postgres)
             desk.poll_interval_s = run.transport.poll_interval_s
-            return Leasing(way, desk, welcome, tell, progress)
+            return Leasing(way, desk, welcome, tell)
     except BaseException:
         desk.close()
         raise
     desk.close()
-    return Joined(way, tell, progress)
+    return Joined(way, tell)
 
 
 class Leasing:
     """A worker that takes part, from its joining to its end."""
 
-    def __init__(self, way: Way, desk: UnitDesk, welcome: Message, tell: Callable[[str], None], progress: Progress | None = None) -> None:
-        self.way, self.desk, self.tell = way, desk, tell
+    def __init__(self, way: Way, desk: UnitDesk, welcome: Message, tell: Callable[[str], None]) -> None:
+        self.way, self.desk, self.welcome, self.tell = way, desk, welcome, tell
+        self.run = configuration(welcome.header, way.overrides)
+        if self.run.engine.kind != "single":
+            raise ShoalError("engine.kind: a unit of work is for one process: leave it at single")
         self.member: Leased | None = None
         self.stopping = False
         self.name: str = desk.enter(way.name, about_here())
         self.pulse = Pulse(self._beat, welcome.header["heartbeat_s"])
+
+    def prepare(self, progress: Progress | None = None, here: Place | None = None) -> None:
+        """Put together what the work takes."""
+        assert here is None  # several processes were refused
         try:
-            self._work_on(parts_for(welcome.header, welcome.frames, way.overrides, progress))
+            self._work_on(parts_for(self.welcome.header, self.welcome.frames, self.way.overrides, progress))
         except BaseException:
             self.close()
             raise
@@ -94,6 +102,9 @@ class Leasing:
         self.stopping = True
         if self.member is not None:
             self.member.stop()
+
+    def part(self) -> None:
+        """There are no other processes to let go of."""
 
     def close(self) -> None:
         self.pulse.close()

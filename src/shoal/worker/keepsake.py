@@ -1,6 +1,7 @@
 """What only a worker knows, and a run that goes on needs: its optimizer, its random numbers, what its codec still owes.
 
-A folder of the worker's own, with a checkpoint for each of the coordinator's. Who comes back without it starts its optimizer over.
+A folder of the worker's own, with a checkpoint for each of the coordinator's. Who comes back without it starts its optimizer over. Of a
+worker of several processes all save, and all restore.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.worker.checkpoint import Checkpoint, Checkpoints, read
+from shoal.worker.loop import World
 
 
 class Kept(Protocol):
@@ -21,6 +23,8 @@ class Kept(Protocol):
 
     device: torch.device
 
+    @property
+    def world(self) -> World: ...
     def weights(self) -> dict[str, Tensor]: ...
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -31,36 +35,57 @@ class Keepsakes:
     """One worker's, in `folder`; those of a run that this one continues, in `earlier`."""
 
     def __init__(
-        self, folder: Path | None, earlier: Path | None, due: Callable[[int], bool], keep_last: int, tell: Callable[[str], None]
+        self,
+        engine: Kept,
+        folder: Path | None,
+        earlier: Path | None,
+        due: Callable[[int], bool],
+        keep_last: int,
+        tell: Callable[[str], None],
     ) -> None:
+        self.engine = engine
         self.own = Checkpoints(folder, keep_last) if folder is not None else None
         self.places = [Checkpoints(place, keep_last) for place in (folder, earlier) if place is not None]
-        self.due, self.tell = due, tell
+        self._due, self.tell = due, tell
 
-    def save(self, version: int, engine: Kept, residual: Tensor | None) -> None:
+    def due(self, version: int) -> bool:
+        """Is it time to save?"""
+        return self.own is not None and self._due(version)
+
+    def save(self, version: int, residual: Tensor | None) -> None:
         """Keep how things stand with this version's weights in hand. A full disk is told, and stops nobody."""
-        if self.own is None or not self.due(version):
+        if not self.due(version):
             return
-        cuda = torch.cuda.get_rng_state_all() if engine.device.type == "cuda" else []
-        state = {"engine": engine.state_dict(), "random": {"torch": torch.get_rng_state(), "cuda": cuda}, "residual": residual}
+        assert self.own is not None
+        engine, world, on_gpu = self.engine, self.engine.world, self.engine.device.type == "cuda"
+        random = {
+            "torch": world.each(torch.get_rng_state()),
+            "cuda": world.each(torch.cuda.get_rng_state(engine.device)) if on_gpu else [],
+        }
+        state = {"engine": engine.state_dict(), "random": random, "residual": residual}
         try:
-            self.own.save(version, engine.weights(), state)
+            if world.talk is None:
+                self.own.save(version, engine.weights(), state)
+            else:
+                self.own.save_together(version, engine.weights(), state, world)
         except ShoalError as error:
             self.tell(f"warning: {error}")
 
-    def restore(self, version: int, engine: Kept, residual: Tensor | None) -> None:
+    def restore(self, version: int, residual: Tensor | None) -> None:
         """Go on as one who was there. What is kept of an older version is better than nothing, of a newer one it is not."""
         found = self._newest_until(version)
         if found is None:
             if version > 0:
                 self.tell(f"nothing is kept of this worker up to round {version}: its optimizer starts over")
             return
+        engine, random, rank = self.engine, found.state["random"], self.engine.world.rank
         engine.load_state_dict(found.state["engine"])
         if found.step == version:
             engine.load_weights(found.weights)
-        torch.set_rng_state(found.state["random"]["torch"])
-        if found.state["random"]["cuda"] and engine.device.type == "cuda":
-            torch.cuda.set_rng_state_all(found.state["random"]["cuda"])
+        if rank < len(random["torch"]):
+            torch.set_rng_state(random["torch"][rank])
+        if rank < len(random["cuda"]) and engine.device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"][rank], engine.device)
         if residual is not None and found.state["residual"] is not None:
             residual.copy_(found.state["residual"])
 

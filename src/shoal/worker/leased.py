@@ -230,6 +230,7 @@ class Leased:
             codecs.decode(_PLAIN, vector.numel(), body, out=vector)
         else:
             vector.copy_(codecs.decode(_PLAIN, vector.numel(), body))
+        self.engine.changed()
         if extra:
             self.engine.load_buffers(codecs.decode(_PLAIN, extra, newer.frames[-1:]))
         self.version, self.done = newer.version, bool(newer.header["done"])

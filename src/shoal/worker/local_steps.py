@@ -7,14 +7,13 @@ its learning rate are never started over. Where weights are exchanged in fragmen
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.updates.fragments import Span
 from shoal.worker.courier import Answer
-from shoal.worker.keepsake import Keepsakes
 from shoal.worker.loop import Feed, StepResult, Window
 from shoal.worker.member import Member
 
@@ -27,10 +26,17 @@ class Walk(NamedTuple):
     samples: int
 
 
+class Keeper(Protocol):
+    """What a worker keeps of itself, to go on after a break."""
+
+    def save(self, version: int, residual: Tensor | None) -> None: ...
+    def restore(self, version: int, residual: Tensor | None) -> None: ...
+
+
 class LocalSteps(Member):
     """A member of a run whose workers mostly work alone."""
 
-    def __init__(self, *arguments: Any, keepsakes: Keepsakes, spans: tuple[Span, ...] = (), **options: Any) -> None:
+    def __init__(self, *arguments: Any, keepsakes: Keeper, spans: tuple[Span, ...] = (), **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.keepsakes = keepsakes
         self.spans = spans
@@ -57,7 +63,7 @@ class LocalSteps(Member):
             time.sleep((self.slowdown - 1) * (time.monotonic() - started))
         self._step_s = time.monotonic() - started
         self.steps += 1
-        self.batches = self.walked * self.accumulation
+        self.batches = self.walked * self.accumulation * self.ranks
         self._send(result, self.version, frames)
         self.walked = 0
         if not self.ways.inner.overlap:
@@ -91,7 +97,7 @@ class LocalSteps(Member):
     def _pull(self) -> None:
         super()._pull()
         if not self.steps:  # it has just come, or come back
-            self.keepsakes.restore(self.version, self.engine, self.outgoing.residual)
+            self.keepsakes.restore(self.version, self.outgoing.residual)
             if not self.spans:
                 self._return()
 
@@ -103,8 +109,9 @@ class LocalSteps(Member):
         if answer.header.get("status") != "accepted":
             self._return()
         elif self.version != before:
-            self.keepsakes.save(self.version, self.engine, self.outgoing.residual)
+            self.keepsakes.save(self.version, self.outgoing.residual)
 
     def _return(self) -> None:
         """Back to the coordinator's weights: what was learned since was not taken."""
         self.engine.vector.copy_(self.base)
+        self.engine.changed()

@@ -77,12 +77,13 @@ class Member:
         updates: Updates,
         *,
         accumulation: int = 1,
+        ranks: int = 1,
         receipts: Receipts | None = None,
         slowdown: float = 1.0,
     ) -> None:
         self.courier, self.engine, self.ways, self.updates = courier, engine, ways, updates
-        self.feed_for, self.accumulation, self.slowdown = feed_for, accumulation, slowdown
-        self.batches = accumulation
+        self.feed_for, self.accumulation, self.ranks, self.slowdown = feed_for, accumulation, ranks, slowdown
+        self.batches = accumulation * ranks
         """Batches that the next contribution is made of."""
         self.receipts = receipts or Receipts(None)
         self.stopping = False
@@ -97,7 +98,7 @@ class Member:
         self.extra = engine.buffers.numel()
         size = engine.vector.numel()
         moved_by_others = not ways.worker_steps and ways.inner is None and ways.blend == 1
-        in_place = engine.device.type == "cpu" and engine.vector.dtype == torch.float32 and moved_by_others
+        in_place = engine.vector.device.type == "cpu" and engine.vector.dtype == torch.float32 and moved_by_others
         self.base = engine.vector if in_place else torch.empty(size)
         """The weights as the coordinator sent them; the engine's own vector where nothing else moves that."""
         self._vectors = [torch.empty(size), torch.empty(size)]
@@ -264,8 +265,9 @@ class Member:
 
     def _blend(self, share: float, span: slice) -> None:
         """The worker's weights become the coordinator's, or a mixture of both."""
-        if self.engine.vector is self.base:
-            return
-        vector = self.engine.vector[span]
-        pulled = self.base[span].to(vector)
-        vector.copy_(pulled) if share == 1 else vector.lerp_(pulled, share)
+        vector = self.engine.vector
+        if vector is not self.base:
+            own = vector[span]
+            pulled = self.base[span].to(own)
+            own.copy_(pulled) if share == 1 else own.lerp_(pulled, share)
+        self.engine.changed()

@@ -1,0 +1,282 @@
+"""An engine of several processes as one worker among many: the first process speaks for all, and the others do as it says.
+
+What it says is an order and three numbers, and where weights come with it, those. Nobody but the first knows of a coordinator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum, auto
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.engines.base import Engine, StepResult
+from shoal.engines.single import SingleEngine
+from shoal.engines.world import World
+from shoal.errors import ShoalError
+from shoal.tasks import Batch
+
+
+class Feed(Protocol):
+    """A process's part of the batches of a seat."""
+
+    batches_per_epoch: int | None
+
+    @property
+    def at_epoch_end(self) -> bool: ...
+    def __next__(self) -> Batch: ...
+    def close(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Keepsakes(Protocol):
+    """What the processes keep of themselves, together."""
+
+    def due(self, version: int) -> bool: ...
+    def save(self, version: int, residual: Tensor | None) -> None: ...
+    def restore(self, version: int, residual: Tensor | None) -> None: ...
+
+
+class Order(IntEnum):
+    """What the first process asks of all."""
+
+    LEAVE = auto()
+    SIT = auto()
+    STEP = auto()
+    GRADIENTS = auto()
+    UNSCALE = auto()
+    APPLY = auto()
+    FORGET = auto()
+    GATHER = auto()
+    GATHER_GRADIENT = auto()
+    LOAD = auto()
+    LOAD_BUFFERS = auto()
+    SAVE = auto()
+    RESTORE = auto()
+
+
+class Rank:
+    """What every process of an island does."""
+
+    def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: Keepsakes) -> None:
+        self.engine, self.crew = engine, engine.world
+        self.feed_for, self.keepsakes = feed_for, keepsakes
+
+    def counted(self, result: StepResult) -> StepResult:
+        """The figures of all processes together."""
+        return StepResult(self.crew.total(result.metrics), result.weight, result.samples)
+
+    def load(self, vector: Tensor | None) -> None:
+        """All networks' weights, which the first process has."""
+        self.engine.take(self._shared(vector))
+
+    def _shared(self, vector: Tensor | None) -> Iterator[Tensor]:
+        """Parameter by parameter, so that nobody but the first needs room for all."""
+        at = 0
+        for layout in self.engine.layouts.values():
+            for slot in layout.slots:
+                there = torch.empty(slot.size) if vector is None else vector[at : at + slot.size]
+                yield self.crew.share(there).view(slot.shape)
+                at += slot.size
+
+    def load_buffers(self, values: Tensor) -> None:
+        assert isinstance(self.engine, SingleEngine)
+        self.engine.load_buffers(self.crew.share(values))
+
+
+class Follower(Rank):
+    """Every process but the first."""
+
+    feed: Feed | None = None
+
+    def work(self) -> None:
+        """Do as the first says, until it says leave."""
+        while (order := self._hear())[0] != Order.LEAVE:
+            self._obey(*order)
+        if self.feed is not None:
+            self.feed.close()
+
+    def _hear(self) -> tuple[int, float, float, float]:
+        order, first, second, third = self.crew.of_first([0.0] * 4)
+        return int(order), first, second, third
+
+    def _obey(self, order: int, first: float, second: float, third: float) -> None:
+        engine = self.engine
+        match Order(order):
+            case Order.SIT:
+                if self.feed is not None:
+                    self.feed.close()
+                self.feed = self.feed_for(int(first), int(second), int(third))
+            case Order.STEP:
+                engine.step_count = int(second)
+                self.counted(engine.step(self._batches(int(first))))
+            case Order.GRADIENTS:
+                self.counted(engine.gradients(self._batches(int(first))))
+            case Order.UNSCALE:
+                engine.unscale()
+            case Order.APPLY:
+                engine.apply_own(first)
+            case Order.FORGET:
+                engine.forget_past()
+            case Order.GATHER:
+                _go_through(engine.wholes())
+            case Order.GATHER_GRADIENT:
+                _go_through(engine.slopes())
+            case Order.LOAD:
+                self.load(None)
+            case Order.LOAD_BUFFERS:
+                self.load_buffers(torch.empty(int(first)))
+            case Order.SAVE:
+                self.keepsakes.save(int(first), None)
+            case Order.RESTORE:
+                self.keepsakes.restore(int(first), None)
+
+    def _batches(self, count: int) -> list[Batch]:
+        assert self.feed is not None
+        return [next(self.feed) for _ in range(count)]
+
+
+class Island(Rank):
+    """The first process: to the worker's loop it is an engine of one process, with all weights in one vector."""
+
+    def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: Keepsakes) -> None:
+        super().__init__(engine, feed_for, keepsakes)
+        self.world = World()
+        """Towards the loop: one process."""
+        self.device, self.layouts = engine.device, engine.layouts
+        self._vector, self._gradient = torch.empty(engine.size), torch.empty(engine.size)
+        self._moved = True
+        """The weights have moved since they were gathered."""
+
+    def _say(self, order: Order, *numbers: float) -> None:
+        self.crew.of_first([float(order), *numbers, *[0.0] * (3 - len(numbers))])
+
+    def leave(self) -> None:
+        """Nothing more to do, for all of them."""
+        self._say(Order.LEAVE)
+
+    # --- the data ----------------------------------------------------------------------------------
+
+    def sit(self, seat: int, epoch: int, position: int) -> Shared:
+        """Take a place at the data, all of them."""
+        self._say(Order.SIT, seat, epoch, position)
+        return Shared(self.feed_for(seat, epoch, position), self.crew.size)
+
+    # --- computing ---------------------------------------------------------------------------------
+
+    @property
+    def step_count(self) -> int:
+        return self.engine.step_count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self.engine.step_count = count
+
+    def step(self, batches: list[Batch]) -> StepResult:
+        self._say(Order.STEP, len(batches), self.step_count)
+        self._moved = True
+        return self.counted(self.engine.step(batches))
+
+    def gradients(self, batches: list[Batch]) -> StepResult:
+        self._say(Order.GRADIENTS, len(batches))
+        return self.counted(self.engine.gradients(batches))
+
+    def gradients_by_sample(self, batches: list[Batch], limit: float) -> StepResult:
+        raise ShoalError("updates.privacy.unit: samples are clipped one by one in a single process: set engine.kind=single")
+
+    def unscale(self) -> None:
+        self._say(Order.UNSCALE)
+        self.engine.unscale()
+
+    def apply_own(self, step: float) -> dict[str, Tensor]:
+        self._say(Order.APPLY, step)
+        self._moved = True
+        return self.engine.apply_own(step)
+
+    def forget_past(self) -> None:
+        self._say(Order.FORGET)
+        self.engine.forget_past()
+
+    def learning_rates(self) -> dict[str, float]:
+        return self.engine.learning_rates()
+
+    # --- the flat view -----------------------------------------------------------------------------
+
+    @property
+    def vector(self) -> Tensor:
+        """In main memory. Who writes into it says so with `changed`."""
+        if self._moved:
+            self._say(Order.GATHER)
+            _fill(self._vector, self.engine.wholes())
+            self._moved = False
+        return self._vector
+
+    def changed(self) -> None:
+        self._say(Order.LOAD)
+        self.load(self._vector)
+
+    @property
+    def gradient(self) -> Tensor:
+        self._say(Order.GATHER_GRADIENT)
+        return _fill(self._gradient, self.engine.slopes())
+
+    @property
+    def buffers(self) -> Tensor:
+        return self.engine.buffers if isinstance(self.engine, SingleEngine) else torch.empty(0)
+
+    def load_buffers(self, values: Tensor) -> None:
+        self._say(Order.LOAD_BUFFERS, values.numel())
+        super().load_buffers(values)
+
+    # --- what is kept ------------------------------------------------------------------------------
+
+    def save(self, version: int, residual: Tensor | None) -> None:
+        if self.keepsakes.due(version):
+            self._say(Order.SAVE, version)
+            self.keepsakes.save(version, residual)
+
+    def restore(self, version: int, residual: Tensor | None) -> None:
+        self._say(Order.RESTORE, version)
+        self._moved = True
+        self.keepsakes.restore(version, residual)
+
+
+class Shared:
+    """The first process's part of the data. It counts batches as a worker of one process does: one for each process at a time."""
+
+    def __init__(self, feed: Feed, ranks: int) -> None:
+        self._feed, self._ranks = feed, ranks
+        self.batches_per_epoch = feed.batches_per_epoch and feed.batches_per_epoch * ranks
+
+    @property
+    def at_epoch_end(self) -> bool:
+        return self._feed.at_epoch_end
+
+    def __next__(self) -> Batch:
+        return next(self._feed)
+
+    def close(self) -> None:
+        self._feed.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._feed.state_dict()
+        return state | {"position": state["position"] * self._ranks}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._feed.load_state_dict(state | {"position": -(-state["position"] // self._ranks)})
+
+
+def _fill(vector: Tensor, wholes: Iterable[Tensor]) -> Tensor:
+    at = 0
+    for whole in wholes:
+        vector[at : at + whole.numel()].copy_(whole.detach().flatten())
+        at += whole.numel()
+    return vector
+
+
+def _go_through(wholes: Iterable[Tensor]) -> None:
+    for _ in wholes:
+        pass

@@ -1,0 +1,137 @@
+"""Islands: workers of several processes, under a strategy between workers. Real processes, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from commands import Processes, processes_in, wait_for
+from shoal.worker.checkpoint import Checkpoints
+
+CONFIG = """\
+dialect: shoal
+model: {kind: gpt, hidden_size: 16, num_layers: 2, num_heads: 2, max_seq_len: 16, dropout: 0.0}
+data: {source: {kind: text, path: text.txt}, tokenizer: characters}
+training: {max_steps: 12, batch_size: 6, device: cpu, clipping: {max_norm: 1.0}}
+evaluation: {strategy: never}
+checkpoint: {strategy: steps, every_steps: 4, keep_last: 9}
+logging: {every_steps: 1}
+transport: {port: 0}
+launch: {devices_per_node: 2}
+coordinator: {heartbeat_interval_s: 1.0}
+"""
+PLAIN = ["--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4"]
+"""With one worker this is plain training: the outer step is the inner ones."""
+PLAIN += ["--set", "strategy.outer.learning_rate=1.0", "--set", "strategy.outer.momentum=0.0"]
+SYNCPS = ["--set", "strategy.kind=syncps", "--set", "training.clipping.max_norm=null"]
+FOR_EVER = ["--set", "training.max_steps=1000000", "--set", "training.epochs=100000"]
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    with processes_in(tmp_path) as made:
+        yield made
+
+
+def trained(processes: Processes, run: str, *settings: str) -> dict[str, Tensor]:
+    """The weights at the end of a run."""
+    code, output = processes.run("train", "config.yaml", "--run-dir", run, *settings)
+    assert code == 0, output
+    found = Checkpoints(processes.folder / run / "checkpoints", 1).newest(lambda text: None)
+    assert found is not None
+    return dict(found.weights)
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=tolerance, atol=tolerance)
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """Processes of islands, those that do not speak for theirs, in the order they were started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (path / "environ").read_bytes().split(b"\0")
+            if b"RANK=1" in environ and (path / "cwd").resolve() == folder.resolve():
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_one_island_that_is_its_own_mean_is_plain_training(processes: Processes, engine: str) -> None:
+    settings = ["--set", f"engine.kind={engine}"]
+    alone = trained(processes, "alone", *settings)
+    island = trained(processes, "island", *settings, *PLAIN, "--workers", "1")
+    assert_same(alone, island, 0.0)
+    summary = json.loads((processes.folder / "island" / "summary.json").read_text())
+    assert (summary["steps"], summary["samples"]) == (3, 12 * 6 * 2)
+
+
+def test_one_island_under_syncps_is_plain_training(processes: Processes) -> None:
+    """The gradient is gathered from where it is sharded, and the weights go back there."""
+    alone = trained(processes, "alone", "--set", "engine.kind=fsdp", *SYNCPS, "--set", "strategy.kind=local")
+    island = trained(processes, "island", "--set", "engine.kind=fsdp", *SYNCPS, "--workers", "1")
+    assert_same(alone, island, 1e-6)
+
+
+def test_a_worker_may_bring_more_devices_than_others(processes: Processes) -> None:
+    """A run of single processes, and a volunteer with two devices and an engine of its own."""
+    pytest.importorskip("deepspeed")
+    coordinator, command = processes.coordinate("--set", "launch.devices_per_node=null", "--set", "strategy.kind=async")
+    volunteer = processes.start(*command, "--name", "mia", "--set", "engine.kind=deepspeed", "--set", "launch.devices_per_node=2")
+    output, _ = coordinator.communicate(timeout=100)
+    assert coordinator.returncode == 0, output
+    said, _ = volunteer.communicate(timeout=30)
+    assert volunteer.returncode == 0, said
+    assert "mia: 12 contributions taken" in said
+    summary = json.loads((processes.folder / "run" / "summary.json").read_text())
+    assert summary["samples"] == 12 * 6 * 2
+
+
+def test_an_island_that_loses_a_process_comes_back_and_the_others_never_stop(processes: Processes) -> None:
+    settings = ["--set", "engine.kind=ddp", *PLAIN, *FOR_EVER, "--set", "strategy.round_timeout_s=2"]
+    run = processes.start("train", "config.yaml", "--run-dir", "run", "--workers", "2", *settings)
+    wait_for(run, r"w2 +(computing|waiting).* [1-9]\d* accepted")
+    first, _ = ranks_in(processes.folder)
+    os.kill(first, signal.SIGKILL)
+    died = int(wait_for(run, r"step (\d+)/"))
+    wait_for(run, r"w\d joined")  # the island, again
+    back = int(wait_for(run, r"step (\d+)/"))
+    assert back > died, "the other one went on"
+    run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, output
+    logs = [path.read_text() for path in (processes.folder / "run" / "workers").glob("*.log")]
+    assert sum("starting all again" in log for log in logs) == 1
+    assert not ranks_in(processes.folder), "none is left behind"
+    code, output = processes.run("audit", "run")
+    assert code == 0, output
+
+
+def test_torchrun_starts_the_processes_of_an_island(processes: Processes) -> None:
+    coordinator, command = processes.coordinate("--set", "engine.kind=fsdp", *PLAIN)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shoal", *command]
+    with (processes.folder / "torchrun.log").open("w") as log:
+        worker = subprocess.Popen(torchrun, cwd=processes.folder, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        output, _ = coordinator.communicate(timeout=100)
+        assert coordinator.returncode == 0, output
+        assert worker.wait(30) == 0, (processes.folder / "torchrun.log").read_text()
+    finally:
+        worker.kill()
+        worker.wait()
