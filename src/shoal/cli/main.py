@@ -18,6 +18,7 @@ COMMANDS = {
     "audit": "check that nothing a coordinator confirmed was lost, or counted twice",
     "eval": "judge a run on its held-out data",
     "generate": "let a run write text or draw images",
+    "export": "write a run's model into a folder, for other programs",
     "runs": "list past runs",
     "demo": "two small trainings on built-in data",
     "config": "check, show, explain, compare and migrate configurations",

@@ -124,11 +124,14 @@ def stopping_on_signals(loop: Loop) -> Iterator[None]:
 
 def conclude(loop: Loop, summary: dict[str, Any]) -> int:
     """Tell how it ended; the exit code."""
+    from shoal.strategies.trained import save_final
     from shoal.watch.progress import figures
 
-    final = summary["metrics"]["eval"] or summary["metrics"]["train"]
-    print(f"{summary['status']} after {summary['steps']} steps, {summary['samples']} samples, {summary['wall_s']:.1f} s: {figures(final)}")
+    last = summary["metrics"]["eval"] or summary["metrics"]["train"]
+    print(f"{summary['status']} after {summary['steps']} steps, {summary['samples']} samples, {summary['wall_s']:.1f} s: {figures(last)}")
     print(f"run: {loop.directory.path}")
+    if final := save_final(loop.run, loop.directory.path, summary):
+        print(f"model: {final}")
     return 130 if summary["status"] == "interrupted" else 0
 
 

@@ -14,7 +14,8 @@ from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorkers, gpus_of
 from shoal.launch.ranks import Crew
 from shoal.strategies import coordinating, local
-from shoal.worker import Reporter
+from shoal.strategies.trained import save_final
+from shoal.worker import Loop, Reporter
 
 
 def train(
@@ -40,7 +41,8 @@ def train(
             raise ShoalError(
                 f"the engine {loaded.run.engine.kind} is several processes: start this program with torchrun, or use `shoal train`"
             )
-        return local.prepare(loaded, **common, here=here).train()
+        alone = local.prepare(loaded, **common, here=here)
+        return _finished(alone, alone.train())
     near = loaded.run.transport.replace(host=None, port=0)
     made = coordinating.prepare(loaded, **common, workers=workers, hosts=("127.0.0.1",), transport=near)
     loop = made.loop
@@ -51,10 +53,16 @@ def train(
     loop.beside = lambda: started.look_after(loop.message)
     try:
         started.start()
-        return loop.train()
+        return _finished(loop, loop.train())
     finally:
         started.close()
         loop.server.close()
+
+
+def _finished(loop: Loop, summary: dict[str, Any]) -> dict[str, Any]:
+    if loop.engine.world.first:
+        save_final(loop.run, loop.directory.path, summary)
+    return summary
 
 
 def _loaded(config: TrainerConfig | str | Path, overrides: Iterable[str]) -> Loaded:

@@ -6,6 +6,7 @@ Shapes: B batch, L tokens, S tokens seen (L and those in the cache), V vocabular
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -88,6 +89,12 @@ class HuggingFace(nn.Module):
     def add_lora(self, lora: schema.Lora) -> None:
         """Freeze the weights and put small matrices beside them."""
         self.inner = with_lora(self.inner, lora)
+
+    def save(self, folder: Path) -> None:
+        """As `AutoModelForCausalLM.from_pretrained` loads it; LoRA's matrices are added to what they stand beside. The model is used up."""
+        merge = getattr(self.inner, "merge_and_unload", None)
+        whole = merge() if merge is not None else self.inner
+        whole.save_pretrained(str(folder), safe_serialization=True)
 
 
 def players(model: schema.HuggingFace, run: Run, shapes: Shapes) -> dict[str, nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import config_of, write_text
 from shoal.worker import RunDirectory
-from shoal.worker.checkpoint import Checkpoint, find, read_weights
+from shoal.worker.checkpoint import Checkpoint, find, read_weights, save_weights
 
 
 class Shapes(NamedTuple):
@@ -56,6 +57,51 @@ def open_run(path: str, warn: Callable[[str], None]) -> Trained:
     for player in task.players.values():
         player.eval()
     return Trained(run, task, checkpoint, tokenizer, root)
+
+
+def export(path: str, folder: Path, warn: Callable[[str], None]) -> None:
+    """A run's networks in a folder of their own, which appears whole or not at all. Raises ShoalError.
+
+    A model of Hugging Face as transformers loads it; one of Shoal's own as `shoal generate` does.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ShoalError(f"{folder} is there already, and not empty: choose another folder")
+    trained = open_run(path, warn)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        _write(trained, partial)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ShoalError(f"cannot write {folder}: {error.strerror or error}") from None
+
+
+def save_final(run: Run, folder: Path, summary: dict[str, Any]) -> Path | None:
+    """The model of a completed run beside its checkpoints, where others than Shoal can read it; None: nobody else could."""
+    if run.model.kind != "huggingface" or summary["status"] != "completed":
+        return None
+    final = folder / "model"
+    shutil.rmtree(final, ignore_errors=True)  # of a run that was shorter then
+    export(str(folder), final, lambda text: None)
+    return final
+
+
+def _write(trained: Trained, folder: Path) -> None:
+    if trained.run.model.kind == "huggingface":
+        model: Any = trained.task.players["model"]
+        model.save(folder)
+        if trained.tokenizer is not None:
+            trained.tokenizer.save(folder)
+        return
+    save_weights(folder / "model.safetensors", trained.checkpoint.weights)
+    for name in ("config.yaml", "data.json"):
+        shutil.copy(trained.root / name, folder / name)
+    if trained.tokenizer is not None:
+        trained.tokenizer.save(folder / "tokenizer")
 
 
 def generate_text(trained: Trained, prompt: str, *, max_new_tokens: int, seed: int, decoding: Any = None) -> Iterator[str]:

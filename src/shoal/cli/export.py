@@ -1,0 +1,27 @@
+"""`shoal export RUN FOLDER`: a run's model, for other programs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+EPILOG = """\
+A Hugging Face model becomes what AutoModelForCausalLM.from_pretrained loads, with its tokenizer, and with LoRA's matrices added in; one of
+Shoal's own becomes a folder that `shoal generate` reads. Checkpoints of several processes are put together.
+"""
+
+
+def run(argv: list[str]) -> int:
+    made = argparse.ArgumentParser(
+        "shoal export", description="Write a run's model into a folder, for other programs.", epilog=EPILOG, allow_abbrev=False
+    )
+    made.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
+    made.add_argument("folder", metavar="FOLDER", help="where to: a new folder")
+    arguments = made.parse_args(argv)
+
+    from shoal.strategies.trained import export
+
+    export(arguments.run, Path(arguments.folder), lambda text: print(f"warning: {text}", file=sys.stderr))
+    print(f"written: {arguments.folder}")
+    return 0

@@ -1,0 +1,77 @@
+"""`shoal export`: what is written loads elsewhere, to the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoal.cli.main import main
+from shoal.strategies.trained import open_run
+
+transformers = pytest.importorskip("transformers")
+TEXT = ["--set", "data.source.kind=text", "--set", "data.source.path=text.txt", "--set", "data.tokenizer=bytes"]
+SHORT = [
+    "--set",
+    "training.max_steps=3",
+    "--set",
+    "training.batch_size=2",
+    "--set",
+    "data.sequence_length=16",
+    "--set",
+    "training.device=cpu",
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    (tmp_path / "config.yaml").write_text("dialect: shoal\n")
+    return tmp_path
+
+
+def train(*settings: str) -> None:
+    assert main(["train", "config.yaml", "--run-dir", "run", *TEXT, *SHORT, *settings]) == 0
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+def test_transformers_loads_what_was_trained_to_identical_logits(lora: bool) -> None:
+    shape = transformers.GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    start = transformers.AutoModelForCausalLM.from_config(shape)
+    start.save_pretrained("start")
+    if lora:
+        pytest.importorskip("peft")
+    train("--set", "model.kind=huggingface", "--set", "model.pretrained=start", *(["--set", "model.lora.rank=2"] if lora else []))
+    assert main(["export", "run", "model"]) == 0
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        found = transformers.AutoModelForCausalLM.from_pretrained("model").eval()(ids).logits
+        expected = open_run("run", lambda text: None).task.players["model"](ids)
+        before = start.eval()(ids).logits
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-6 if lora else 0.0)  # LoRA: (W + AB)x for Wx + ABx
+    assert not torch.allclose(found, before), "it is the trained one"
+    assert not list(Path("model").glob("*.bin"))
+
+
+def test_a_model_of_our_own_writes_from_where_it_was_exported_to(capsys: pytest.CaptureFixture[str]) -> None:
+    train("--set", "model.kind=gpt", "--set", "model.hidden_size=16", "--set", "model.num_layers=1", "--set", "model.num_heads=2")
+    assert main(["export", "run", "model"]) == 0
+    assert load_file("model/model.safetensors").keys() == open_run("run", lambda text: None).checkpoint.weights.keys()
+    capsys.readouterr()
+    for place in ("run", "model"):
+        assert main(["generate", place, "--prompt", "the ", "--max-new-tokens", "8", "--seed", "1"]) == 0
+    first, second = capsys.readouterr().out.split("the ")[1:]
+    assert first.strip() == second.strip()
+
+
+def test_what_is_there_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:
+    train("--set", "model.kind=gpt", "--set", "model.hidden_size=16", "--set", "model.num_layers=1", "--set", "model.num_heads=2")
+    Path("model").mkdir()
+    (Path("model") / "mine").touch()
+    assert main(["export", "run", "model"]) == 2
+    assert "model is there already" in capsys.readouterr().err
+    assert main(["export", "nothing", "other"]) == 2
+    assert not list(Path().glob("*other*"))
