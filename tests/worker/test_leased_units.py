@@ -83,6 +83,9 @@ class MeanEngine:
     def unscale(self) -> None:
         return None
 
+    def changed(self) -> None:
+        return None
+
 
 def read(epoch: int, start: int, batches: int) -> Iterator[dict[str, torch.Tensor]]:
     for number in range(start, start + batches):
