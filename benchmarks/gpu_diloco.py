@@ -1,4 +1,4 @@
-"""DiLoCo on one GPU: a GPT of 22M parameters, eight workers as processes that share it, equal tokens; validation loss and bytes.
+"""DiLoCo on one GPU: a GPT of 29M parameters, eight workers as processes that share it, equal tokens; validation loss and bytes.
 
 The peer is synchronous data parallelism: one process that takes the eight workers' batches at once, with the numbers of DDP, and the
 bytes that eight DDP workers would send and receive (each its gradient and the mean of all, in float32, at every step).

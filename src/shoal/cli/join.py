@@ -28,7 +28,8 @@ from shoal.transports.databases import parse as parse_address
 if TYPE_CHECKING:
     from shoal.config.ranks import Place
     from shoal.launch import Crew
-    from shoal.strategies.joining import Way
+    from shoal.strategies.joining import Joined, Way
+    from shoal.strategies.leasing import Leasing
     from shoal.transports.weather import Proxy
 
 EPILOG = """\
@@ -76,7 +77,6 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; where several are needed and none are there, start them."""
     from shoal.launch import Crew
     from shoal.strategies.joining import Joined
-    from shoal.strategies.leasing import join
 
     invitation, crew = _invitation(arguments)
     working: list[Leaver] = []
@@ -89,7 +89,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         weather, address = _through_weather(invitation.address, arguments.netem)
         reached = invitation._replace(address=address)
     try:
-        joined = join(_way(arguments, reached), _tell) if in_database else Joined(_way(arguments, reached), _tell)
+        joined = _join_in_database(_way(arguments, reached)) if in_database else Joined(_way(arguments, reached), _tell)
         here = place_in(joined.run)
         if isinstance(joined, Joined) and here is None and (crew := Crew.of(joined.run, "join", _tell)) is not None:
             joined.leave()
@@ -104,6 +104,12 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         if weather is not None:
             weather.close()
     return 0
+
+
+def _join_in_database(way: Way) -> Joined | Leasing:
+    from shoal.strategies.leasing import join  # asks for a driver that others do without
+
+    return join(way, _tell)
 
 
 def _lead(crew: Crew, name: str, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:
