@@ -61,7 +61,9 @@ def run(argv: list[str]) -> int:
     made.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     made.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
     made.add_argument("--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: its optimizer)")
-    made.add_argument("--netem", metavar="WEATHER", help="as if the network were: good, cellular, satellite, degraded, brownout")
+    made.add_argument(
+        "--netem", metavar="WEATHER", help="as if the network were: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
+    )
     made.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
     made.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for a coordinator that is gone")
     made.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)

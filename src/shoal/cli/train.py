@@ -30,7 +30,9 @@ def run(argv: list[str]) -> int:
     made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
     made.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, or the newest with these settings")
     made.add_argument("--workers", type=int, metavar="N", help="start a coordinator and N workers on this machine")
-    made.add_argument("--netem", metavar="WEATHER", help="put a network between them: good, cellular, satellite, degraded, brownout")
+    made.add_argument(
+        "--netem", metavar="WEATHER", help="put a network between them: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
+    )
     made.add_argument("--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)")
     arguments, overrides = parse(made, argv)
     resolved = continued_from(arguments)

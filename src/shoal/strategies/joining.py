@@ -177,8 +177,8 @@ class Joined:
         counts, poisoned = self.member.counts, self.member.outgoing.poisoned
         rejected = f", {counts['rejected']} came too late" if counts["rejected"] else ""
         kept = f", {poisoned} were not finite and stayed here" if poisoned else ""
-        sent = sum(line.client.traffic.sent_bytes for line in self.lines)
-        return f"{counts['accepted']} contributions taken{rejected}{kept}; {sent / 1e6:.1f} MB sent"
+        sent, busy = sum(line.client.traffic.sent_bytes for line in self.lines), self.member.busy
+        return f"{counts['accepted']} contributions taken{rejected}{kept}; {sent / 1e6:.1f} MB sent, computing {busy:.0%} of the time"
 
 
 class Share(NamedTuple):

@@ -88,6 +88,8 @@ class Member:
         self.receipts = receipts or Receipts(None)
         self.stopping = False
         self.done = False
+        self.busy = 1.0
+        """At the end: the share of the time in which it did not wait for an answer."""
         self.state = "starting"
         self.counts = {"sent": 0, "accepted": 0, "rejected": 0}
         self.version, self.round, self.server_step, self.most_lag = -1, 0, 0.0, math.inf
@@ -105,6 +107,7 @@ class Member:
         """One is on its way while the other is filled."""
         self.outgoing = Outgoing(engine, updates)
         self._under_way: tuple[Future[Answer], Contribute, Any] | None = None
+        self._waited_s = 0.0
         self._step_s = 0.0
         self._versions_per_step = 1.0
 
@@ -113,9 +116,11 @@ class Member:
     def work(self) -> None:
         """Until the run is over, or somebody says stop."""
         self._pull()
+        began = time.monotonic()
         while not (self.done or self.stopping):
             self._step()
         self._settle()
+        self.busy = 1.0 - self._waited_s / max(1e-9, time.monotonic() - began)
         self.state = "leaving"
         self.courier.ask(Leave("", 0)).result()
         self.receipts.close()
@@ -182,8 +187,9 @@ class Member:
         """Take the answer to what is under way, and do as it says."""
         while self._under_way is not None:
             future, contribution, frames = self._under_way
-            self.state = "waiting"
+            self.state, asked_at = "waiting", time.monotonic()
             answer = future.result()
+            self._waited_s += time.monotonic() - asked_at
             self._under_way = None
             if answer.header["kind"] == "rejoined":
                 self._rejoined(contribution, frames, answer.header["taken"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from shoal.errors import ShoalError
@@ -48,7 +49,11 @@ PROFILES = {
 
 
 def profile(name: str) -> Profile:
-    """The weather of this name."""
+    """The weather of this name, or a quiet link of so many Mbit/s: `50mbit`."""
+    if rate := re.fullmatch(r"(\d+(?:\.\d+)?)mbit", name):
+        if float(rate[1]) <= 0:
+            raise ShoalError("a link of 0mbit carries nothing")
+        return Profile(20, 0, 0.0, float(rate[1]))
     if name not in PROFILES:
-        raise ShoalError(f"`{name}` is no weather we know: {', '.join(PROFILES)}")
+        raise ShoalError(f"`{name}` is no weather we know: {', '.join(PROFILES)}, or a rate such as 50mbit")
     return PROFILES[name]
