@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds"]
-DEFAULT += ["rejection", "byzantine", "private", "engines", "classroom"]
+DEFAULT += ["same-answer", "rejection", "byzantine", "private", "engines", "classroom"]
 # By name only: stragglers, diloco and slow-link (half an hour each), goodput, gpu-dense, gpu-diloco, classroom-quality
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     for name in sys.argv[1:] or DEFAULT:
         print(f"measuring {name} …", file=sys.stderr)
         rows += importlib.import_module(name.replace("-", "_")).measure()
-    width = max(len(row.name) for row in rows)
+    width = max((len(row.name) for row in rows), default=0)
     print(f"{'':<{width}}  {'ours':>10}  {'peer':>10}  {'ratio':>7}  target")
     for row in rows:
         figures = f"{row.ours:>10.4g}  {row.peer:>10.4g}  {row.ratio:>7.3g}"
