@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -84,7 +85,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     working: list[Leaver] = []
     _leave_when_asked(arguments.stdin, working)
     if crew is not None:
-        return _lead(crew, arguments.name, argv, invitation, working)
+        return _lead(crew, arguments, argv, invitation, working)
     in_database = is_address(invitation.address)
     weather, reached = None, invitation
     if arguments.netem:
@@ -95,7 +96,8 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         here = place_in(joined.run)
         if isinstance(joined, Joined) and here is None and (crew := Crew.of(joined.run, "join", _tell)) is not None:
             joined.leave()
-            return _lead(crew, joined.name, argv, invitation, working)
+            arguments.name = joined.name
+            return _lead(crew, arguments, argv, invitation, working)
         working.append(joined)
         _tell(f"joined as {joined.name}")
         joined.prepare(download, here)
@@ -114,11 +116,13 @@ def _join_in_database(way: Way) -> Joined | Leasing:
     return join(way, _tell)
 
 
-def _lead(crew: Crew, name: str, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:
-    """Start the processes of a worker and look after them."""
-    started = island(crew, name, argv, invitation._asdict(), _tell)
-    working.append(started)
-    return started.run()
+def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:
+    """Start the processes of a worker and look after them. What they keep of themselves outlives them, here or where it was told to."""
+    with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
+        kept = [] if arguments.state else ["--state", folder]
+        started = island(crew, arguments.name, [*argv, *kept], invitation._asdict(), _tell)
+        working.append(started)
+        return started.run()
 
 
 def _follow(arguments: argparse.Namespace, here: Place) -> int:

@@ -36,6 +36,8 @@ _WELCOME_BYTES = 64 << 20
 """The largest frame before the size of the model is known: a tokenizer's file."""
 OWN_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile", "engine", "launch")
 """What a worker may set for itself: where its data lies, and how and on how many devices it computes. Everything else is the run's."""
+_LONGER_S = 60.0
+"""A process waits so much longer for the first one's word than that one does for the coordinator."""
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
@@ -235,7 +237,7 @@ def follow(here: Place, way: Way) -> None:
 
 
 def _follow(meeting: Meeting, way: Way) -> World:
-    header, *frames = meeting.hear(way.patience_s)
+    header, *frames = meeting.hear(way.patience_s + _LONGER_S)
     share = Share.of(json.loads(header), frames, way, meeting, lambda text: None)
     Follower(share.parts.engine, share.feed_for, share.keepsakes).work()
     return share.parts.engine.world
