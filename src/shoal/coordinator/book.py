@@ -113,9 +113,9 @@ class Book:
         there = self.rounds.open.pop(number).held
         held = [there[name] for name in names]
         records = [one.record for one in held]
-        kept = self.plan.updates.codec.kind != "none" and self.plan.span(number) is None
-        rooms = [one.vector for one in held] if kept else []
-        figures = self.learner.apply(*self._combine(held), self.step)
+        decoded = self.plan.updates.codec.kind != "none" and self.plan.span(number) is None
+        rooms = [one.vector for one in held] if decoded else []
+        figures = self.learner.apply(*self._combine(held, rooms), self.step)
         self._spare.extend(rooms[: max(0, _MOST_SPARE - len(self._spare))])
         state = self.state
         state.version += 1
@@ -130,11 +130,12 @@ class Book:
             Published(state.version, mean_metrics(records) | dict(figures), weight, samples, batches),
         ]
 
-    def _combine(self, held: list[Held]) -> tuple[Tensor, Tensor]:
+    def _combine(self, held: list[Held], rooms: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The update and the buffers that contributions make together. `rooms` grows by what may be written over afterwards."""
         updates, seed = self.plan.updates, self.plan.seed + self.state.version
         for one in held:
             if one.record["share"] != 1.0:
-                one.vector = one.vector * one.record["share"]  # not in place: it may lie in a frame
+                one.vector = self._scaled(one.vector, one.record["share"], rooms)
             if updates.memory:
                 one.vector = self._remember(one.record["worker"], one.vector, updates.memory)
         if updates.aggregation.kind != "mean":
@@ -146,6 +147,14 @@ class Book:
         stack = torch.stack([one.vector for one in held])
         update, self.centre = rules.combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed)
         return update, buffers
+
+    def _scaled(self, vector: Tensor, share: float, rooms: list[Tensor]) -> Tensor:
+        """Not in place: it may lie in a frame."""
+        if vector.numel() != self.learner.vector.numel():
+            return vector * share
+        room = self._spare.pop() if self._spare else torch.empty_like(vector)
+        rooms.append(room)
+        return torch.mul(vector, share, out=room)
 
     def _remember(self, worker: str, vector: Tensor, share: float) -> Tensor:
         """The worker's running mean with this one in it. The longest silent are forgotten, so that many names do not fill the memory."""
@@ -191,7 +200,7 @@ def _one_of_each_worker(held: list[Held]) -> list[Held]:
             merged[name] = one
             continue
         share = weight / (weight + before.record["weight"])
-        before.vector.lerp_(one.vector, share)
+        before.vector = torch.lerp(before.vector, one.vector, share)  # not in place: it may lie in a frame
         before.buffers = torch.lerp(before.buffers, one.buffers, share)
         before.record = before.record | {"weight": weight + before.record["weight"]}
     return list(merged.values())
