@@ -36,8 +36,8 @@ _GOODBYE_S = 15.0
 """How long a coordinator that is done waits for its workers to hear of it."""
 _LEAST_JOURNAL_BYTES = 256 << 20
 _JOURNAL_STATES = 4
-"""A snapshot is taken when the journal is this many times as large as what a snapshot holds. Up to three journals are there at a time, and to
-write over one is cheap only while the system has it in memory."""
+"""A snapshot is taken when the journal is this many times as large as what a snapshot holds. Up to three journals are there at a time, and
+to write over one is cheap only while the system has it in memory."""
 _MOST_RECORDS = 8000
 _MOST_UNJUDGED = 4
 """Evaluations that may wait for each other, where rounds are long and few and each is to be judged."""
