@@ -115,7 +115,8 @@ class Book:
         records = [one.record for one in held]
         decoded = self.plan.updates.codec.kind != "none" and self.plan.span(number) is None
         rooms = [one.vector for one in held] if decoded else []
-        figures = self.learner.apply(*self._combine(held, rooms), self.step)
+        update, buffers, share = self._combine(held)
+        figures = self.learner.apply(update, buffers, self.step, share)
         self._spare.extend(rooms[: max(0, _MOST_SPARE - len(self._spare))])
         state = self.state
         state.version += 1
@@ -130,12 +131,14 @@ class Book:
             Published(state.version, mean_metrics(records) | dict(figures), weight, samples, batches),
         ]
 
-    def _combine(self, held: list[Held], rooms: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The update and the buffers that contributions make together. `rooms` grows by what may be written over afterwards."""
+    def _combine(self, held: list[Held]) -> tuple[Tensor, Tensor, float]:
+        """The update that contributions make together, the buffers, and the share of the update that counts."""
         updates, seed = self.plan.updates, self.plan.seed + self.state.version
+        if len(held) == 1 and updates.aggregation.kind == "mean" and not updates.memory:
+            return held[0].vector, held[0].buffers, held[0].record["share"]
         for one in held:
             if one.record["share"] != 1.0:
-                one.vector = self._scaled(one.vector, one.record["share"], rooms)
+                one.vector = one.vector * one.record["share"]  # not in place: it may lie in a frame
             if updates.memory:
                 one.vector = self._remember(one.record["worker"], one.vector, updates.memory)
         if updates.aggregation.kind != "mean":
@@ -143,18 +146,10 @@ class Book:
         weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
         buffers = self._combine_buffers(held, weights)
         if len(held) == 1 and updates.aggregation.kind == "mean":
-            return held[0].vector, buffers
+            return held[0].vector, buffers, 1.0
         stack = torch.stack([one.vector for one in held])
         update, self.centre = rules.combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed)
-        return update, buffers
-
-    def _scaled(self, vector: Tensor, share: float, rooms: list[Tensor]) -> Tensor:
-        """Not in place: it may lie in a frame."""
-        if vector.numel() != self.learner.vector.numel():
-            return vector * share
-        room = self._spare.pop() if self._spare else torch.empty_like(vector)
-        rooms.append(room)
-        return torch.mul(vector, share, out=room)
+        return update, buffers, 1.0
 
     def _remember(self, worker: str, vector: Tensor, share: float) -> Tensor:
         """The worker's running mean with this one in it. The longest silent are forgotten, so that many names do not fill the memory."""

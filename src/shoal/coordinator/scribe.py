@@ -28,8 +28,8 @@ class Scribe:
         self._line: deque[Effect] = deque()
         """What is not carried out yet; it begins with a record that is being written, or is empty."""
         self._ahead = 0
-        self._given: queue.Queue[Persist | None] = queue.Queue()
-        self._written: queue.Queue[BaseException | None] = queue.Queue()
+        self._given: queue.SimpleQueue[Persist | None] = queue.SimpleQueue()
+        self._written: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def take(self, effects: list[Effect]) -> None:

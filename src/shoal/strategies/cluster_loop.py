@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from shoal import data
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published, Reply, Stop
@@ -34,7 +32,7 @@ _TICK_S = 0.1
 _CROWD_S = 1.0
 _GOODBYE_S = 15.0
 """How long a coordinator that is done waits for its workers to hear of it."""
-_LEAST_JOURNAL_BYTES = 256 << 20
+_LEAST_JOURNAL_BYTES = 128 << 20
 _JOURNAL_STATES = 4
 """A snapshot is taken when the journal is this many times as large as what a snapshot holds. Up to three journals are there at a time, and
 to write over one is cheap only while the system has it in memory."""
@@ -237,8 +235,8 @@ class ClusterLoop(Loop):
         self.server.reply(effect.caller, Message(header, frames))
 
     def _published(self, effect: Published) -> None:
-        metrics = {name: torch.tensor(value) for name, value in effect.metrics.items()}
-        self.advance(StepResult(metrics, max(1, round(effect.weight)), effect.samples), effect.batches, self.coordinator.finished)
+        figures: dict[str, Any] = dict(effect.metrics)  # plain numbers serve as well as tensors, and cost less
+        self.advance(StepResult(figures, max(1, round(effect.weight)), effect.samples), effect.batches, self.coordinator.finished)
 
     # --- units that are leased -----------------------------------------------------------------------
 
