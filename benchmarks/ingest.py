@@ -132,24 +132,27 @@ def where() -> None:
 
 
 class Clock:
-    """Shares of the time that counts, by what was done in it. What is done within something else counts for the inner one."""
+    """Shares of the time that counts, by what was done in it. What is done within something else counts for the inner one.
+
+    Large records and snapshots are written by threads of their own, beside the rest, so the shares may add up to more than all.
+    """
 
     def __init__(self) -> None:
         self.spent: list[tuple[str, float, float]] = []
-        self._inner = 0.0
+        self._own = threading.local()
 
     def around(self, owner: Any, method: str, name: str) -> None:
         whole: Callable[..., Any] = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            before, self._inner = self._inner, 0.0
+            before, self._own.inner = getattr(self._own, "inner", 0.0), 0.0
             started = time.perf_counter()
             try:
                 return whole(*args, **kwargs)
             finally:
                 passed = time.perf_counter() - started
-                self.spent.append((name, time.time(), passed - self._inner))
-                self._inner = before + passed
+                self.spent.append((name, time.time(), passed - self._own.inner))
+                self._own.inner = before + passed
 
         setattr(owner, method, timed)
 

@@ -192,9 +192,9 @@ class InTurn(Numbers):
         super().__init__(parts[-1][1])
         self.parts, self.steps = parts, 0
 
-    def apply(self, update: torch.Tensor, buffers: torch.Tensor, step: float) -> dict[str, float]:
+    def apply(self, update: torch.Tensor, buffers: torch.Tensor, step: float, share: float) -> dict[str, float]:
         start, end = self.parts[self.steps % len(self.parts)]
-        self.vector[start:end] -= update
+        self.vector[start:end] -= update * share
         self.steps += 1
         return {}
 

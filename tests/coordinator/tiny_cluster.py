@@ -29,8 +29,8 @@ class Numbers:
         self.vector = torch.zeros(size)
         self.buffers = torch.empty(0)
 
-    def apply(self, update: Tensor, buffers: Tensor, step: float) -> Mapping[str, float]:
-        self.vector.sub_(RATE * update)
+    def apply(self, update: Tensor, buffers: Tensor, step: float, share: float) -> Mapping[str, float]:
+        self.vector.sub_(RATE * (update * share))
         return {}
 
 

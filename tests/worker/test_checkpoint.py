@@ -38,6 +38,20 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     assert (found.state["b"]["x"], found.state["c"]) == ("y", 0.5)
 
 
+def test_a_copied_checkpoint_holds_what_there_was_whenever_it_is_written(tmp_path: Path) -> None:
+    checkpoints, weights, counts = Checkpoints(tmp_path / "checkpoints", 9), torch.ones(2), {"x": 1}
+    moment = torch.ones(2)
+    write = checkpoints.copied(7, {"model.w": weights}, {"moment": moment, "counts": counts})
+    weights.zero_()
+    moment.zero_()
+    counts["x"] = 2
+    assert checkpoints.all() == []
+    found = read(write())
+    assert torch.equal(found.weights["model.w"], torch.ones(2))
+    assert torch.equal(found.state["moment"], torch.ones(2))
+    assert found.state["counts"] == {"x": 1}
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.integers() | st.text(max_size=3), inner, max_size=3) | st.tuples(inner),

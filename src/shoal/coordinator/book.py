@@ -113,9 +113,10 @@ class Book:
         there = self.rounds.open.pop(number).held
         held = [there[name] for name in names]
         records = [one.record for one in held]
-        kept = self.plan.updates.codec.kind != "none" and self.plan.span(number) is None
-        rooms = [one.vector for one in held] if kept else []
-        figures = self.learner.apply(*self._combine(held), self.step)
+        decoded = self.plan.updates.codec.kind != "none" and self.plan.span(number) is None
+        rooms = [one.vector for one in held] if decoded else []
+        update, buffers, share = self._combine(held)
+        figures = self.learner.apply(update, buffers, self.step, share)
         self._spare.extend(rooms[: max(0, _MOST_SPARE - len(self._spare))])
         state = self.state
         state.version += 1
@@ -130,8 +131,11 @@ class Book:
             Published(state.version, mean_metrics(records) | dict(figures), weight, samples, batches),
         ]
 
-    def _combine(self, held: list[Held]) -> tuple[Tensor, Tensor]:
+    def _combine(self, held: list[Held]) -> tuple[Tensor, Tensor, float]:
+        """The update that contributions make together, the buffers, and the share of the update that counts."""
         updates, seed = self.plan.updates, self.plan.seed + self.state.version
+        if len(held) == 1 and updates.aggregation.kind == "mean" and not updates.memory:
+            return held[0].vector, held[0].buffers, held[0].record["share"]
         for one in held:
             if one.record["share"] != 1.0:
                 one.vector = one.vector * one.record["share"]  # not in place: it may lie in a frame
@@ -142,10 +146,10 @@ class Book:
         weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
         buffers = self._combine_buffers(held, weights)
         if len(held) == 1 and updates.aggregation.kind == "mean":
-            return held[0].vector, buffers
+            return held[0].vector, buffers, 1.0
         stack = torch.stack([one.vector for one in held])
         update, self.centre = rules.combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed)
-        return update, buffers
+        return update, buffers, 1.0
 
     def _remember(self, worker: str, vector: Tensor, share: float) -> Tensor:
         """The worker's running mean with this one in it. The longest silent are forgotten, so that many names do not fill the memory."""
@@ -191,7 +195,7 @@ def _one_of_each_worker(held: list[Held]) -> list[Held]:
             merged[name] = one
             continue
         share = weight / (weight + before.record["weight"])
-        before.vector.lerp_(one.vector, share)
+        before.vector = torch.lerp(before.vector, one.vector, share)  # not in place: it may lie in a frame
         before.buffers = torch.lerp(before.buffers, one.buffers, share)
         before.record = before.record | {"weight": weight + before.record["weight"]}
     return list(merged.values())

@@ -26,8 +26,8 @@ class Learner(Protocol):
         """Statistics that travel beside the weights."""
         ...
 
-    def apply(self, update: Tensor, buffers: Tensor, step: float) -> Mapping[str, float]:
-        """Move the weights, as at this step of the schedule. The update is for reading: it may lie in a frame."""
+    def apply(self, update: Tensor, buffers: Tensor, step: float, share: float) -> Mapping[str, float]:
+        """Move the weights by a share of the update, as at this step of the schedule. It is for reading: it may lie in a frame."""
         ...
 
 

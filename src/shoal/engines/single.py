@@ -98,8 +98,8 @@ class SingleEngine(Engine):
 
     # --- steps -------------------------------------------------------------------------------------
 
-    def apply(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
-        self.gradient.copy_(gradient)
+    def apply(self, gradient: Tensor, step: float, share: float = 1.0) -> dict[str, Tensor]:
+        self.gradient.copy_(gradient) if share == 1 else torch.mul(gradient, share, out=self.gradient)
         for network in self.networks.values():
             network.attach_gradients()
         return self.apply_own(step)

@@ -8,20 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from shoal import data
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.machine import Called, Passed, Tick
 from shoal.coordinator.policies import Quorum
+from shoal.coordinator.scribe import Scribe
 from shoal.engines import StepResult
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import Parts, held_out
 from shoal.strategies.cluster import Length
 from shoal.strategies.judging import Judge
-from shoal.strategies.keeping import Board, Store
+from shoal.strategies.keeping import Board, Files, Store
 from shoal.strategies.learners import EngineLearner
+from shoal.strategies.photographs import Photographs
 from shoal.transports import Message, Request, Server
 from shoal.updates import privacy
 from shoal.updates.messages import BadMessage, parse, parse_from_leases
@@ -32,9 +32,10 @@ _TICK_S = 0.1
 _CROWD_S = 1.0
 _GOODBYE_S = 15.0
 """How long a coordinator that is done waits for its workers to hear of it."""
-_LEAST_JOURNAL_BYTES = 256 << 20
-_JOURNAL_STATES = 8
-"""A snapshot is taken when the journal is this many times as large as what a snapshot holds."""
+_LEAST_JOURNAL_BYTES = 128 << 20
+_JOURNAL_STATES = 4
+"""A snapshot is taken when the journal is this many times as large as what a snapshot holds. Up to three journals are there at a time, and
+to write over one is cheap only while the system has it in memory."""
 _MOST_RECORDS = 8000
 _MOST_UNJUDGED = 4
 """Evaluations that may wait for each other, where rounds are long and few and each is to be judged."""
@@ -83,6 +84,9 @@ class ClusterLoop(Loop):
         batches = held_out(parts.run, parts.data.eval)
         self.judge = Judge(parts, batches, directory) if batches is not None and parts.run.evaluation.batches != 0 else None
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
+        self.scribe = Scribe(self._write, self._keep, server.wake) if isinstance(store, Files) else None
+        self.photographs = Photographs(store) if isinstance(store, Files) else None
+        """Files can be written beside the work; in a database what belongs together is one transaction."""
         self.beside: Callable[[], None] = lambda: None
         """Called now and then: who started worker processes looks after them here."""
         self._unwritten: list[Effect] = []
@@ -100,6 +104,10 @@ class ClusterLoop(Loop):
         try:
             self._coordinate()
         finally:
+            if self.scribe is not None:
+                self.scribe.close()
+            if self.photographs is not None:
+                self.photographs.close()
             self.journal.close()
             self.ledger.close()
 
@@ -128,8 +136,8 @@ class ClusterLoop(Loop):
         self.beside()
         if self.board is not None and time.monotonic() >= self._crowd_at:
             self.crowd, self._crowd_at = self.board.workers(), time.monotonic() + _CROWD_S
-        if self._journal_is_long():
-            self.snapshot()
+        if self._journal_is_long() and not (self.photographs is not None and self.photographs.under_way):
+            self.snapshot(wait=False)
 
     def _journal_is_long(self) -> bool:
         """Long enough to be worth a snapshot, and short enough to be taken again in a second or two."""
@@ -137,6 +145,8 @@ class ClusterLoop(Loop):
         return self.journal.bytes_since_snapshot > long or self.journal.records_since_snapshot > _MOST_RECORDS
 
     def _serve_all(self, requests: list[Request]) -> None:
+        if self.scribe is not None:
+            self.scribe.go_on()
         passed = [request for request in requests if self.board is not None and self.board.is_from_leases(request)]
         for request in requests:
             if request not in passed:
@@ -195,7 +205,9 @@ class ClusterLoop(Loop):
                 if isinstance(effect, Issue) and self.board is not None:
                     self._issue(self.board, effect)
 
-        if effects or self.board is not None:
+        if self.scribe is not None:
+            self.scribe.take([effect for effect in effects if not isinstance(effect, (Published, Note, Stop))])
+        elif effects or self.board is not None:
             self.store.carry_out(keep)
         for effect in effects:
             if isinstance(effect, Published):
@@ -207,11 +219,14 @@ class ClusterLoop(Loop):
         if isinstance(effect, Reply):
             self._reply(effect)
         elif isinstance(effect, Persist):
-            self.journal.append(effect.record, effect.frames)
+            self._write(effect)
         elif isinstance(effect, Entry):
             self.ledger.append(effect.line)
         elif isinstance(effect, Published) and self.board is not None:
             self._publish(self.board)
+
+    def _write(self, effect: Persist) -> None:
+        self.journal.append(effect.record, effect.frames)
 
     def _reply(self, effect: Reply) -> None:
         header, frames = effect.header, tuple(effect.frames)
@@ -220,8 +235,8 @@ class ClusterLoop(Loop):
         self.server.reply(effect.caller, Message(header, frames))
 
     def _published(self, effect: Published) -> None:
-        metrics = {name: torch.tensor(value) for name, value in effect.metrics.items()}
-        self.advance(StepResult(metrics, max(1, round(effect.weight)), effect.samples), effect.batches, self.coordinator.finished)
+        figures: dict[str, Any] = dict(effect.metrics)  # plain numbers serve as well as tensors, and cost less
+        self.advance(StepResult(figures, max(1, round(effect.weight)), effect.samples), effect.batches, self.coordinator.finished)
 
     # --- units that are leased -----------------------------------------------------------------------
 
@@ -322,17 +337,26 @@ class ClusterLoop(Loop):
 
     # --- what survives -----------------------------------------------------------------------------
 
-    def snapshot(self) -> None:
+    def snapshot(self, wait: bool = True) -> None:
         """All there is now; the journal starts over. The new journal is there first, so that no moment is without one."""
         self._settle_leases()
-        self.store.carry_out(self._snapshot)
+        self._drain()
+        if self.photographs is None:
+            return self.store.carry_out(self._snapshot)
+        self.photographs.take(self.coordinator.pending(), self.engine.weights(), self.state_dict())
+        return self.photographs.finish() if wait else None
 
     def _snapshot(self) -> None:
         number = self.journal.begin(self.coordinator.pending())
         self.snapshots.save(number, self.engine.weights(), self.state_dict())
         self.journal.forget_before(self.store.oldest_snapshot())
 
+    def _drain(self) -> None:
+        if self.scribe is not None:
+            self.scribe.drain()
+
     def save(self) -> None:
+        self._drain()  # a checkpoint holds nothing that a crash could undo
         super().save()
         path = self.run.coordinator.checkpoint_path
         if path is not None:

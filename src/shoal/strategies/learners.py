@@ -33,10 +33,10 @@ class EngineLearner:
     def buffers(self) -> Tensor:
         return self.engine.buffers
 
-    def apply(self, update: Tensor, buffers: Tensor, step: float) -> Mapping[str, float]:
+    def apply(self, update: Tensor, buffers: Tensor, step: float, share: float) -> Mapping[str, float]:
         if buffers.numel():
             self.engine.load_buffers(buffers)
-        return self._step(update, step)
+        return self._step(update, step, share)
 
     def state_dict(self) -> dict[str, Any]:
         """What moves the weights and is not the engine's."""
@@ -45,8 +45,8 @@ class EngineLearner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         return None
 
-    def _step(self, update: Tensor, step: float) -> Mapping[str, float]:
-        return {name: float(value) for name, value in self.engine.apply(update, step).items()}
+    def _step(self, update: Tensor, step: float, share: float) -> Mapping[str, float]:
+        return {name: float(value) for name, value in self.engine.apply(update, step, share).items()}
 
 
 class OuterLearner(EngineLearner):
@@ -68,13 +68,13 @@ class OuterLearner(EngineLearner):
             kind: Any = getattr(torch.optim, settings.outer.name)
             self.outer = {"outer": kind(self.parts, lr=settings.outer.learning_rate, **keywords)}
 
-    def _step(self, update: Tensor, step: float) -> Mapping[str, float]:
+    def _step(self, update: Tensor, step: float, share: float) -> Mapping[str, float]:
         engine, number = self.engine, self.engine.step_count % len(self.spans)
         engine.step_count += 1
         if self.averages:
-            self.parts[number].data.copy_(update)
+            torch.mul(update, share, out=self.parts[number].data)
             return {}
-        update = update.clone()  # what came may lie in a frame that is yet to be written down
+        update = update * share  # what came may lie in a frame that is yet to be written down
         limit = self.settings.outer_clip_norm
         norm = clipping.norm(update) if limit is None else clipping.clip_(update, limit)
         self._point(update, number)

@@ -161,32 +161,44 @@ _SPELLED_OUT = {
 _CODES = tuple(_code(byte) for byte in range(256))
 
 
-class _Open(NamedTuple):
-    """A list or map whose members are still to come."""
-
-    keyed: bool
-    missing: int
+_PLAIN_CODES = frozenset(byte for byte, code in enumerate(_CODES) if code.kind == "plain" and not code.length_bytes)
+_TEXT_CODES = frozenset(byte for byte, code in enumerate(_CODES) if code.kind == "text" and not code.length_bytes)
 
 
 def survey(data: bytes, limits: Limits) -> None:
     """Refuse a header by its structure alone: too deep, too many values, keys that are no text, lengths that reach beyond its end."""
-    position, items, outer = 0, 0, [_Open(False, 1)]
-    while outer:
-        keyed, missing = outer.pop()
-        if missing == 0:
-            continue
-        outer.append(_Open(keyed, missing - 1))
-        kind, length, position = _step(data, position)
-        if keyed and missing % 2 == 0 and kind != "text":
-            raise Malformed("a key that is not text")
-        if kind in ("list", "map"):
-            members = length * 2 if kind == "map" else length
-            items += members
-            outer.append(_Open(kind == "map", members))
-        if items > limits.items or len(outer) > limits.depth + 2:
-            raise Malformed("a header with too many values, or nested too deep")
-    if position != len(data):
-        raise Malformed("bytes after the header")
+    position, items, size = 0, 0, len(data)
+    keyed, missing = False, 1
+    """Of the list or map that is being read: whether it is a map, and how many members are still to come."""
+    outer: list[tuple[bool, int]] = []
+    while True:
+        while not missing:
+            if not outer:
+                if position != size:
+                    raise Malformed("bytes after the header")
+                return
+            keyed, missing = outer.pop()
+        missing -= 1
+        byte = data[position] if position < size else -1
+        if byte in _TEXT_CODES:  # short text and short numbers, of which nearly all headers are made
+            position += 1 + (byte & 0x1F)
+        elif keyed and missing & 1:
+            kind, length, position = _step(data, position)
+            if kind != "text":
+                raise Malformed("a key that is not text")
+        elif byte in _PLAIN_CODES:
+            position += 1 + _CODES[byte].fixed
+        else:
+            kind, length, position = _step(data, position)
+            if kind in ("list", "map"):
+                members = length * 2 if kind == "map" else length
+                items += members
+                outer.append((keyed, missing))
+                keyed, missing = kind == "map", members
+                if items > limits.items or len(outer) > limits.depth + 1:
+                    raise Malformed("a header with too many values, or nested too deep")
+        if position > size:
+            raise Malformed("a header that ends too early")
 
 
 def _step(data: bytes, position: int) -> tuple[str, int, int]:

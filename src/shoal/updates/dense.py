@@ -19,6 +19,8 @@ _LARGEST_HALF = 65504.0
 _SMALLEST_PEAK = np.float32(1e-36)
 """Below this levels / peak is no 32-bit float any more; such a chunk is sent as zeros."""
 
+_ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
+
 
 class Dense(Protocol):
     """An encoded vector that can be written and read block by block."""
@@ -188,7 +190,8 @@ class Nibbles(Scaled):
 
 def _round(rows: Floats, scaled: Floats, scales: Floats, levels: int, largest: np.float32) -> None:
     """Whole numbers up to `levels` into `scaled`, for each row with its scale. A peak that is not finite becomes the scale: refused."""
-    peaks: Floats = np.abs(rows, out=scaled).max(1)
+    bits = np.bitwise_and(rows.view(np.int32), _ALL_BUT_SIGN, out=scaled.view(np.int32))
+    peaks: Floats = bits.max(1).view(np.float32)  # of floats without a sign the bits are in the same order, and integers compare faster
     scales[:] = np.where(peaks < _SMALLEST_PEAK, 0, np.where(peaks < np.inf, np.minimum(peaks / levels, largest), peaks))
     factors = np.divide(np.float32(levels), peaks, out=np.zeros_like(peaks), where=peaks >= _SMALLEST_PEAK)
     np.multiply(rows, factors[:, None], out=scaled)

@@ -78,8 +78,17 @@ class Checkpoints:
 
     def save(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any]) -> Path:
         """Write a checkpoint, then point `latest` at it, then forget the oldest. Raises ShoalError; older ones survive."""
-        partial, tensors = self._partial(step), dict[str, Tensor]()
+        tensors = dict[str, Tensor]()
+        return self._save(step, weights, tensors, packed(state, "", tensors))
+
+    def copied(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any]) -> Callable[[], Path]:
+        """A checkpoint of what there is now, for any thread to write: all tensors are copied, and may change meanwhile."""
+        copies, tensors = {name: value.detach().clone() for name, value in weights.items()}, dict[str, Tensor]()
         plain = packed(state, "", tensors)
+        return lambda: self._save(step, copies, tensors, plain)
+
+    def _save(self, step: int, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], plain: Any) -> Path:
+        partial = self._partial(step)
         try:
             self._begin(partial)
             for name, there in zip(_FILES, (weights, tensors), strict=True):

@@ -64,7 +64,7 @@ class Courier:
         self.round_trip_s = 0.0
         self._numbers = {False: 0, True: 0}
         self._closing = threading.Event()
-        self._jobs: queue.Queue[tuple[Future[Answer], Asked, Frames] | None] = queue.Queue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Answer], Asked, Frames] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="courier", daemon=True)
 
     def join(self) -> Answer:

@@ -375,7 +375,7 @@ class Loop:
         self.feed.load_state_dict(state["feed"])
         self._restore_random(state["random"])
         device, own = self.engine.device, float(self.engine.world.first)  # the sums of all are in the first one's hands
-        self.window.sums = {name: value.to(device) * own for name, value in state["window"]["sums"].items()}
+        self.window.sums = {name: torch.as_tensor(value, device=device) * own for name, value in state["window"]["sums"].items()}
         self.window.weight = state["window"]["weight"]
         loop = state["loop"]
         self.samples, self.batches = loop["samples"], loop["batches"]

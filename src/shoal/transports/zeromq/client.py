@@ -33,16 +33,16 @@ class _Line:
         self.connected = False
         self.broken_since: float | None = None
         self.unanswered_since: float | None = None
-        self._bell = bell
+        self._pollers = {wanted: zmq.Poller() for wanted in (zmq.POLLIN, zmq.POLLOUT)}
+        for wanted, poller in self._pollers.items():
+            poller.register(self.socket, wanted)
+            poller.register(self.events, zmq.POLLIN)
+            poller.register(bell, zmq.POLLIN)
 
     def wait(self, writing: bool, timeout_s: float) -> tuple[bool, bool]:
         """Until the socket is ready, something happened to the connection, or somebody rang; whether the first two."""
         wanted = zmq.POLLOUT if writing else zmq.POLLIN
-        poller = zmq.Poller()
-        poller.register(self.socket, wanted)
-        poller.register(self.events, zmq.POLLIN)
-        poller.register(self._bell, zmq.POLLIN)
-        ready = dict(poller.poll(max(0, int(timeout_s * 1000) + 1)))
+        ready = dict(self._pollers[wanted].poll(max(0, int(timeout_s * 1000) + 1)))
         happened = self.events in ready
         return self.socket in ready or (happened and bool(self.socket.poll(0, wanted))), happened  # an answer may come with the loss
 

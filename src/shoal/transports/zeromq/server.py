@@ -70,8 +70,8 @@ class ZmqServer:
         self.address = self.addresses[0]
 
     def poll(self, timeout_s: float) -> list[Request]:
-        self._poller.poll(max(0, math.ceil(timeout_s * 1000)))
-        self._bell.silence()
+        if self._bell.fileno() in dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000)))):
+            self._bell.silence()
         requests: list[Request] = []
         enough = self.traffic.received_bytes + BATCH_BYTES
         with contextlib.suppress(zmq.Again):

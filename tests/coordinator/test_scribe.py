@@ -1,0 +1,100 @@
+"""Records that are written beside the work: what follows them waits, and nothing overtakes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from shoal.coordinator.effects import Effect, Entry, Persist, Reply
+from shoal.coordinator.scribe import WORTH_BYTES, Scribe
+from shoal.errors import ShoalError
+
+LARGE = bytes(WORTH_BYTES)
+
+
+class Desk:
+    """A journal that writes when it is let, and everything that was done, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.may_write, self.wrote = threading.Event(), threading.Semaphore(0)
+        self.problem: Exception | None = None
+        self.scribe = Scribe(self.append, self.carry_out, self.wrote.release)
+
+    def append(self, record: Persist) -> None:
+        if len(record.frames) and not self.may_write.wait(10.0):
+            raise TimeoutError
+        if self.problem is not None:
+            raise self.problem
+        self.done.append(f"wrote {record.record['n']}")
+
+    def carry_out(self, effect: Effect) -> None:
+        self.done.append(f"answered {effect.caller}" if isinstance(effect, Reply) else "entered")
+
+
+def event(number: int, frames: tuple[bytes, ...] = (LARGE,)) -> list[Effect]:
+    return [Persist({"n": number}, frames), Entry({}), Reply(number, {})]
+
+
+def test_small_records_are_written_at_once() -> None:
+    desk = Desk()
+    desk.scribe.take(event(1, ()))
+    assert desk.done == ["wrote 1", "entered", "answered 1"]
+
+
+def test_an_answer_waits_until_its_record_is_written() -> None:
+    desk = Desk()
+    desk.scribe.take(event(1))
+    desk.scribe.go_on()
+    assert desk.done == []
+    desk.may_write.set()
+    assert desk.wrote.acquire(timeout=10.0)
+    desk.scribe.go_on()
+    assert desk.done == ["wrote 1", "entered", "answered 1"]
+    desk.scribe.close()
+
+
+def test_nothing_overtakes_a_record_that_is_being_written() -> None:
+    desk = Desk()
+    desk.scribe.take(event(1))
+    desk.scribe.take(event(2, ()))
+    desk.scribe.take([Reply(3, {})])
+    assert desk.done == []
+    desk.may_write.set()
+    desk.scribe.drain()
+    answers = [line for line in desk.done if line.startswith("answered")]
+    assert answers == ["answered 1", "answered 2", "answered 3"]
+    assert desk.done.index("wrote 2") < desk.done.index("answered 2")
+    desk.scribe.close()
+
+
+def test_a_record_that_cannot_be_written_is_never_answered() -> None:
+    desk = Desk()
+    desk.problem = ShoalError("the disk is full")
+    desk.scribe.take(event(1))
+    desk.scribe.take(event(2))
+    desk.may_write.set()
+    with pytest.raises(ShoalError, match="disk is full"):
+        desk.scribe.drain()
+    desk.scribe.drain()
+    assert desk.done == []
+    desk.scribe.close()
+
+
+def test_records_do_not_pile_up_without_end() -> None:
+    desk = Desk()
+    desk.may_write.set()
+    for number in range(100):
+        desk.scribe.take(event(number))
+        assert desk.scribe._ahead <= 16
+    desk.scribe.close()
+    assert desk.done.count("entered") >= 80
+
+
+def test_what_was_handed_over_is_written_before_the_end() -> None:
+    desk = Desk()
+    desk.scribe.take(event(1))
+    desk.may_write.set()
+    desk.scribe.close()
+    assert desk.done[0] == "wrote 1"
