@@ -26,7 +26,7 @@ _PLAIN = NoCodec()
 _WORTH_OVERLAPPING = 0.1
 """Share of a step's time that an answer must take before computing goes on without it: fresh weights are worth a short wait."""
 _LAG_TO_SPEND = 0.5
-"""Share of the lag that is allowed which may be given away for speed. On MNIST five versions of lag cost a point of accuracy, two a quarter."""
+"""Share of the allowed lag that may be given away for speed. On MNIST five versions of lag cost a point of accuracy, two a quarter."""
 
 
 class Ways(Protocol):
