@@ -21,7 +21,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.machine import Called, Plan
 from shoal.strategies.assembly import assemble, feed_of, held_out
 from shoal.strategies.cluster import length_of, needed, policy_of
-from shoal.strategies.coordinating import EngineLearner
+from shoal.strategies.learners import EngineLearner
 from shoal.updates import codecs
 from shoal.updates.messages import PROTOCOL, Contribute, Join, Pull
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds"]
-DEFAULT += ["rejection", "byzantine", "private", "classroom"]  # by name only: stragglers (half an hour), gpu-dense, classroom-quality
+DEFAULT += ["rejection", "byzantine", "private", "engines", "classroom"]
+# By name only: stragglers and diloco (half an hour each), gpu-dense, classroom-quality
 
 
 class Row(NamedTuple):

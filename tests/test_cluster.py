@@ -197,3 +197,47 @@ def test_what_cannot_be_is_told(processes: Processes, tmp_path: Path) -> None:
         assert code == 2, (arguments, output)
         assert words in output, (arguments, output)
         assert "Traceback" not in output
+
+
+DILOCO = [
+    "--set",
+    "strategy.kind=diloco",
+    "--set",
+    "strategy.inner_steps=10",
+    "--set",
+    "strategy.rounds=6",
+    "--set",
+    "training.epochs=null",
+]
+
+
+def test_diloco_with_workers_started_here(processes: Processes, tmp_path: Path) -> None:
+    code, output = processes.run("train", "config.yaml", "--workers", "2", "--run-dir", "run", *DILOCO)
+    assert code == 0, output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert summary["samples"] == 6 * 10 * 2 * 16
+    assert summary["contributions"] == {"accepted": 12}
+    code, output = processes.run("audit", "run")
+    assert code == 0, output
+
+
+def test_a_diloco_coordinator_that_is_killed_repeats_no_round(processes: Processes, tmp_path: Path) -> None:
+    several = [*DILOCO, "--set", "strategy.rounds=100000", "--set", "strategy.fragments=2", "--set", "updates.codec.kind=int8"]
+    coordinator, command = processes.coordinate(*several)
+    worker = processes.start(*command, "--name", "anna")
+    wait_for(coordinator, "anna +(computing|waiting)")
+    coordinator.kill()
+    coordinator.communicate()
+    again = processes.start("coordinate", "--run-dir", "run", "--resume")
+    before = int(wait_for(again, "resumed from .* at step ([0-9]+)"))
+    wait_for(again, "anna +(computing|waiting)")
+    again.send_signal(signal.SIGINT)
+    again.communicate(timeout=60)
+    assert worker.wait(30) == 0
+    ledger = (tmp_path / "run" / "coordinator" / "ledger.jsonl").read_text().splitlines()
+    versions = [json.loads(line)["version"] for line in ledger if "version" in line]
+    assert versions == list(range(1, len(versions) + 1))
+    assert before < len(versions)
+    code, output = processes.run("audit", "run")
+    assert code == 0, output

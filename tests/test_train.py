@@ -246,8 +246,6 @@ def test_a_full_disk_is_told_and_training_goes_on(
 UNBUILT = {
     "gpu/tiny": "moe",
     "dist-llm-train/lan": "scheduling",
-    "classroom/small-class": "workunits",
-    "diloco/small-scale": "diloco",
 }
 
 
@@ -263,7 +261,7 @@ def test_what_is_not_built_is_refused_by_name(folder: Path, capsys: pytest.Captu
     [
         "serving.api_port=1",
         "scheduler.kind=priority",
-        "engine.kind=ddp",
+        "engine.kind=pipeline",
     ],
 )
 def test_a_setting_of_an_unbuilt_part_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], setting: str) -> None:

@@ -9,9 +9,10 @@ from shoal.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.config import ConfigError, Run, load
     from shoal.config.trainer_config import TrainerConfig
+    from shoal.launch.training import train
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "Run", "ShoalError", "TrainerConfig", "__version__", "load"]
+__all__ = ["ConfigError", "Run", "ShoalError", "TrainerConfig", "__version__", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +20,10 @@ def __getattr__(name: str) -> Any:
         from shoal.config.trainer_config import TrainerConfig
 
         return TrainerConfig
+    if name == "train":
+        from shoal.launch.training import train
+
+        return train
     if name in ("ConfigError", "Run", "load"):
         import shoal.config
 

@@ -26,9 +26,26 @@ BROKEN = [
     ),
     ("transport", "strategy: {kind: workunits}\ntransport: {kind: zmq}\n", ["strategy.kind", "transport.kind"]),
     (
-        "units",
-        "strategy: {kind: workunits, units_per_update: 9}\ntransport: {kind: postgres}\ncluster: {num_workers: 4}\n",
-        ["strategy.units_per_update", "cluster.num_workers"],
+        "rounds",
+        "strategy: {kind: diloco, inner_steps: 10, rounds: 3}\ntraining: {max_steps: 40}\n",
+        ["strategy.rounds", "training.max_steps"],
+    ),
+    ("fragments", "strategy: {kind: diloco, inner_steps: 10, fragments: 3}\n", ["strategy.fragments", "strategy.inner_steps"]),
+    ("fragments", "strategy: {kind: diloco, inner_steps: 10, fragments: 2, late: weigh}\n", ["strategy.late", "strategy.fragments"]),
+    (
+        "fragments",
+        "strategy: {kind: diloco, inner_steps: 10, fragments: 2}\nupdates: {aggregation: {kind: centered-clipping}}\n",
+        ["updates.aggregation.kind", "strategy.fragments"],
+    ),
+    (
+        "overlap",
+        "strategy: {kind: diloco, inner_steps: 10, fragments: 2, overlap_steps: 5}\n",
+        ["strategy.overlap_steps", "strategy.inner_steps"],
+    ),
+    (
+        "privacy",
+        "strategy: {kind: diloco}\nupdates: {clip_norm: 1.0, privacy: {enabled: true, unit: sample}}\n",
+        ["updates.privacy.unit", "strategy.kind"],
     ),
     ("workers", HOSTS + "dialect: shoal\n", None),
     ("workers", "cluster: {num_workers: 3, workers: [a, b], hosts: {a: {}, b: {}}}\n", ["cluster.num_workers", "cluster.workers"]),
@@ -124,6 +141,33 @@ def test_rules_run_though_other_settings_are_wrong(tmp_path: Path) -> None:
     assert {problem.code for problem in loaded.problems} == {"wrong-type", "out-of-range", "heads"}
 
 
+WARNED = [
+    "strategy: {kind: workunits, units_per_update: 9}\ntransport: {kind: postgres}\ncluster: {num_workers: 4}\n",
+    "strategy: {kind: edp}\ntraining: {polyak_alpha: 0.5}\n",
+    "strategy: {kind: diloco, grace_s: 5.0}\n",
+    "strategy: {kind: diloco, overlap_blend: 0.3}\n",
+    "strategy: {kind: diloco, quorum: 1, late: weigh}\n",
+]
+
+
+@pytest.mark.parametrize("text", WARNED)
+def test_what_is_probably_not_meant_is_told(tmp_path: Path, text: str) -> None:
+    loaded = load(tmp_path, text)
+    assert loaded.ok
+    assert [problem.severity for problem in loaded.problems] == ["warning"]
+
+
+def test_rounds_and_steps_follow_from_each_other(tmp_path: Path) -> None:
+    def lengths(text: str) -> tuple[int | None, int | None]:
+        run = load(tmp_path, text).run
+        return run.strategy.rounds, run.training.max_steps  # type: ignore[union-attr]
+
+    assert lengths("strategy: {kind: diloco, inner_steps: 10}\n") == (10, 100)
+    assert lengths("strategy: {kind: diloco, inner_steps: 10, rounds: 3}\n") == (3, 30)
+    assert lengths("strategy: {kind: diloco, inner_steps: 10}\ntraining: {max_steps: 25}\n") == (3, 25)
+    assert lengths("strategy: {kind: diloco, inner_steps: 10}\ntraining: {epochs: 2}\n") == (None, None)
+
+
 def test_every_rule_is_exercised(tmp_path: Path) -> None:
     """Each registered rule reports something for some case above, or is one of the warnings tested below."""
     import shoal.config.rules as module
@@ -132,7 +176,7 @@ def test_every_rule_is_exercised(tmp_path: Path) -> None:
     originals = list(RULES)
     for position, rule in enumerate(originals):
         module.RULES[:] = [rule]
-        texts = [text for _, text, _ in BROKEN] + ["strategy: {kind: edp}\ntraining: {polyak_alpha: 0.5}\n"]
+        texts = [text for _, text, _ in BROKEN] + WARNED
         if any(load(tmp_path, text).problems for text in texts):
             reported.add(rule.check.__name__)
         assert position >= 0

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_cluster import policy_of
 
-from shoal.config.schema.strategy import Async, Edp, SyncPs
+from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs
 from shoal.config.schema.updates import Updates
 from shoal.coordinator import Policy
 from shoal.coordinator.machine import Plan
@@ -24,6 +24,10 @@ POLICIES: dict[str, Policy] = {
     "async": policy_of(Async(max_staleness=3, max_staleness_multiplier=2.0)),
     "async, k = 2": policy_of(Async(max_staleness=5, contributions_per_update=2)),
     "async, k = 3": policy_of(Async(max_staleness=50, contributions_per_update=3)),
+    "diloco": policy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0)),
+    "diloco, quorum": policy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=2, grace_s=2.0), 4),
+    "diloco, late ones weighed": policy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=2, late="weigh"), 4),
+    "diloco, asynchronous": policy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=1, late="weigh"), 4),
 }
 LIKELY = ["go"] * 8 + ["act"] * 5 + ["deliver"] * 5 + ["time"] * 3
 WRONG = ["double", "lose", "again", "again", "die", "leave", "crash", "crash", "snapshot"]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.config.schema.updates import Codec, Fp16Codec, Int8Codec, NoCodec, TopKCodec
+from shoal.config.schema.updates import Codec, Fp16Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec
 from shoal.coordinator import publisher as publishing
 from shoal.coordinator.publisher import Publisher
 from shoal.updates import codecs
 
-CODECS = (NoCodec(), Fp16Codec(), Int8Codec(), TopKCodec(ratio=0.05))
+CODECS = (NoCodec(), Fp16Codec(), Int8Codec(), Int4Codec(), TopKCodec(ratio=0.05))
 SIZE = 5000
 
 

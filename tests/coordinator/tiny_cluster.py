@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.config.schema.strategy import Async, Edp, SyncPs
+from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs
 from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator import Coordinator, Policy
 from shoal.coordinator.effects import Effect, Entry, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.machine import Called, Plan, Tick
-from shoal.strategies import asynchronous, edp, syncps
+from shoal.strategies import asynchronous, diloco, edp, syncps
 from shoal.updates import codecs
 from shoal.updates.messages import PROTOCOL, Asked, Contribute, Heartbeat, Join, Leave, Pull, header_of, parse
 
@@ -34,9 +34,9 @@ class Numbers:
         return {}
 
 
-def policy_of(settings: SyncPs | Edp | Async, expected: int = 1, *, polyak_alpha: float | None = None) -> Policy:
+def policy_of(settings: SyncPs | Edp | Async | DiLoCo, expected: int = 1, *, polyak_alpha: float | None = None) -> Policy:
     """The policies of a strategy, as the strategies' own files pick them."""
-    made = {"syncps": syncps.policy, "edp": edp.policy, "async": asynchronous.policy}[settings.kind]
+    made = {"syncps": syncps.policy, "edp": edp.policy, "async": asynchronous.policy, "diloco": diloco.policy}[settings.kind]
     run: Any = SimpleNamespace(strategy=settings, updates=Updates(), training=SimpleNamespace(polyak_alpha=polyak_alpha))
     return made(run, expected)
 

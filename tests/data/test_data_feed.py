@@ -175,3 +175,22 @@ def test_more_processes_than_cores_are_no_warning() -> None:
 @given(seed=st.integers(0, 2**32))
 def test_any_seed_works(seed: int) -> None:
     assert sorted(epoch_of(Feed(Numbers(6), batch_size=2, seed=seed))) == list(range(6))
+
+
+@given(count=st.integers(2, 40), parts=st.integers(1, 5), batch=st.integers(1, 4), drop=st.booleans())
+def test_parts_make_the_whole_batch_and_step_together(count: int, parts: int, batch: int, drop: bool) -> None:
+    size = min(batch * parts, count)
+    whole = Feed(Numbers(count), batch_size=size, seed=3, drop_last=drop)
+    cut = [Feed(Numbers(count), batch_size=size, seed=3, part=(i, parts), drop_last=drop) for i in range(parts)]
+    assert {feed.batches_per_epoch for feed in cut} == {whole.batches_per_epoch}
+    for batch_of_all in numbers(whole, 2 * (whole.batches_per_epoch or 0)):
+        assert [numbers(feed, 1)[0] for feed in cut] == [batch_of_all[i::parts] for i in range(parts)]
+    assert {json.dumps(feed.state_dict()) for feed in cut} == {json.dumps(whole.state_dict())}
+
+
+def test_parts_are_the_same_from_processes_that_load_ahead() -> None:
+    plain = Feed(Numbers(9), batch_size=4, seed=1, part=(1, 2), drop_last=False)
+    ahead = Feed(Numbers(9), batch_size=4, seed=1, part=(1, 2), drop_last=False, loader=Loader(num_workers=1), start_method="fork")
+    assert numbers(ahead, 4) == numbers(plain, 4)
+    assert numbers(plain, 2)[-1] == [], "the last batch has one sample, and it is the other's"
+    ahead.close()

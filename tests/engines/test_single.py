@@ -241,7 +241,7 @@ def test_unknown_networks_and_unbuilt_precisions_are_refused() -> None:
 def test_per_player_settings_are_honoured() -> None:
     engine = engine_for(run_with("training.players.model.learning_rate=0.5", "training.players.model.name=SGD"))
     assert isinstance(engine.optimizers["model"], torch.optim.SGD)
-    assert engine.peaks == {"model": 0.5}
+    assert engine.chosen["model"].learning_rate == 0.5
 
 
 # --- state -------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from layered import loaded, merged
 
-from shoal.config.load import Loaded, resolve_data
 from shoal.config.schema.cluster import InProcess
-from shoal.strategies.coordinating import ClusterLoop, prepare
+from shoal.strategies.cluster_loop import ClusterLoop
+from shoal.strategies.coordinating import prepare
 from shoal.strategies.joining import Joined, Way
 from shoal.worker import Loop
 
@@ -37,20 +38,6 @@ class Outcome(NamedTuple):
         return float(self.summary["metrics"]["eval"]["accuracy"])
 
 
-def loaded(settings: Mapping[str, Any]) -> Loaded:
-    found = resolve_data(settings, name="test", dialect="shoal", environ={})
-    assert found.ok, found.problems
-    return found
-
-
-def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for layer in layers:
-        for key, value in layer.items():
-            result[key] = merged(result.get(key, {}), value) if isinstance(value, Mapping) else value
-    return result
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Callable[..., Outcome]:
     """Train with so many workers; each is a thread with a model and data of its own."""
@@ -64,8 +51,9 @@ def cluster(tmp_path: Path) -> Callable[..., Outcome]:
 
         def work(number: int) -> None:
             try:
-                receipts = folder / "workers" / f"w{number}.jsonl"
-                worker = Joined(Way(*invitation, name=f"w{number}", receipts=receipts), lambda text: None)
+                name, own = f"w{number}", folder / "workers"
+                way = Way(*invitation, name=name, receipts=own / f"{name}.jsonl", state=own / name)
+                worker = Joined(way, lambda text: None)
                 joined.append(worker)
                 change(worker)
                 worker.work()

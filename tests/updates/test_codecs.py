@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.config.schema.updates import Codec, Fp16Codec, Int8Codec, NoCodec, TopKCodec
+from shoal.config.schema.updates import Codec, Fp16Codec, Int4Codec, Int8Codec, NoCodec, TernaryCodec, TopKCodec
 from shoal.updates import sparse
 from shoal.updates.blocks import BLOCK
 from shoal.updates.codecs import (
@@ -26,7 +26,8 @@ from shoal.updates.codecs import (
     residual_for,
 )
 
-CODECS: list[Codec] = [NoCodec(), Fp16Codec(), Int8Codec(), TopKCodec(), TopKCodec(ratio=0.5), TopKCodec(ratio=0.0004)]
+SPARSE = [TopKCodec(), TopKCodec(ratio=0.5), TopKCodec(ratio=0.0004)]
+CODECS: list[Codec] = [NoCodec(), Fp16Codec(), Int8Codec(), Int4Codec(), TernaryCodec(), *SPARSE]
 LOSSY = [codec for codec in CODECS if not isinstance(codec, NoCodec)]
 sizes = st.one_of(st.integers(1, 40), st.integers(1, 5000), st.sampled_from([BLOCK - 1, BLOCK, 2 * BLOCK + 1025]))
 
@@ -56,10 +57,17 @@ def test_a_vector_comes_back_as_near_as_the_codec_promises(codec: Codec, size: i
         assert torch.equal(back, values)
     elif isinstance(codec, Fp16Codec):
         assert torch.equal(back, values.clamp(-65504, 65504).half().float())
-    elif isinstance(codec, Int8Codec):
-        peaks = torch.stack([chunk.abs().max() for chunk in values.split(1024)])
-        steps = (peaks / 127).repeat_interleave(1024)[:size]
+    elif isinstance(codec, Int8Codec | Int4Codec):
+        chunk, levels = (1024, 127) if isinstance(codec, Int8Codec) else (256, 7)
+        peaks = torch.stack([part.abs().max() for part in values.split(chunk)])
+        steps = (peaks / levels).repeat_interleave(chunk)[:size]
         assert ((back - values).abs() <= 0.501 * steps).all()
+    elif isinstance(codec, TernaryCodec):
+        for sent, came in zip(values.double().split(1024), back.double().split(1024), strict=True):
+            scale = 1.22 * float(sent.square().mean().sqrt())
+            expected = torch.where(sent.abs() > 0.5 * scale, sent.sign() * scale, 0.0)
+            clear = (sent.abs() - 0.5 * scale).abs() > 1e-5 * scale  # rounding decides about the others
+            assert torch.allclose(came[clear], expected[clear], rtol=1e-5, atol=0)
     else:
         kept = max(1, round(codec.ratio * size))
         assert int((back != 0).sum()) == kept
@@ -126,7 +134,9 @@ def test_no_codec_copies_nothing() -> None:
     assert np.frombuffer(frame, np.float32)[3] == 42.0
 
 
-@pytest.mark.parametrize(("codec", "times"), [(Fp16Codec(), 2.0), (Int8Codec(), 3.9), (TopKCodec(ratio=0.01), 60.0)])
+@pytest.mark.parametrize(
+    ("codec", "times"), [(Fp16Codec(), 2.0), (Int8Codec(), 3.9), (Int4Codec(), 7.7), (TernaryCodec(), 19.0), (TopKCodec(ratio=0.01), 60.0)]
+)
 def test_the_bytes_sent_are_the_bytes_claimed(codec: Codec, times: float) -> None:
     size = 1_000_000
     frames = encode(codec, vector(size), None)
@@ -184,7 +194,7 @@ def test_top_k_of_a_long_vector_is_the_true_one_whatever_the_sample_says(shape: 
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("codec", [NoCodec(), Int8Codec(), TopKCodec()], ids=named)
+@pytest.mark.parametrize("codec", [NoCodec(), Int8Codec(), Int4Codec(), TernaryCodec(), TopKCodec()], ids=named)
 def test_a_number_that_is_not_finite_is_refused_on_arrival(codec: Codec, bad: float) -> None:
     values = vector(3000)
     values[1234] = bad
@@ -210,6 +220,10 @@ def test_a_scale_that_is_none_is_refused(scale: float) -> None:
     scales = np.array([1.0, scale], np.float32)
     with pytest.raises(UpdateError, match="scale"):
         decode(Int8Codec(), 1500, [scales.tobytes(), bytes(1500)])
+    with pytest.raises(UpdateError, match="scale"):
+        decode(Int4Codec(), 500, [scales.tobytes(), bytes(250)])
+    with pytest.raises(UpdateError, match="scale"):
+        decode(TernaryCodec(), 1500, [scales.tobytes(), bytes(205 + 96)])
 
 
 def hostile(data: st.DataObject, frames: list[bytes]) -> list[bytes]:

@@ -84,7 +84,7 @@ def _run(
     started = _start_workers(coordinating, names, netem, slowdown)
     loop.beside = lambda: started.look_after(loop.message)
     try:
-        with stopping_on_signals(loop, progress):
+        with stopping_on_signals(loop):
             summary = loop.train()
     finally:
         started.close()

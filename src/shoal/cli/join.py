@@ -48,6 +48,7 @@ def run(argv: list[str]) -> int:
     made.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
     made.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
     made.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
+    made.add_argument("--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: its optimizer)")
     made.add_argument("--netem", metavar="WEATHER", help="as if the network were: good, cellular, satellite, degraded, brownout")
     made.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
     made.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for a coordinator that is gone")
@@ -63,7 +64,8 @@ def run(argv: list[str]) -> int:
     if arguments.netem:
         weather, address = _through_weather(address, arguments.netem)
     receipts = Path(arguments.receipts) if arguments.receipts else None
-    way = Way(address, token, key, arguments.name, overrides, receipts, arguments.slowdown, arguments.patience)
+    state = Path(arguments.state) if arguments.state else None
+    way = Way(address, token, key, arguments.name, overrides, receipts, arguments.slowdown, arguments.patience, state)
     here: list[Joined | Leasing] = []
     if arguments.stdin:
         threading.Thread(target=_leave_with_parent, args=(here,), daemon=True).start()

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.main import report
 from shoal.cli.options import load, parse, parser, require
+from shoal.cli.ranks import as_rank, place_in, start_ranks
 from shoal.config.load import Loaded, Override
 from shoal.config.problems import ConfigError
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.watch.progress import Progress
+    from shoal.config.ranks import Place
     from shoal.worker import Loop
+    from shoal.worker.loop import World
 
 
 def run(argv: list[str]) -> int:
@@ -41,6 +43,14 @@ def run(argv: list[str]) -> int:
         for option in ("netem", "slowdown"):
             if getattr(arguments, option):
                 raise ShoalError(f"--{option} needs workers: add --workers N")
+        here = place_in(loaded.run)
+        if here is not None:
+            return as_rank(here, lambda: train(loaded, arguments.run_dir, arguments.resume, here))
+        if loaded.run.engine.kind in ("ddp", "fsdp", "deepspeed"):
+            from shoal.strategies.assembly import refuse_unbuilt
+
+            refuse_unbuilt(loaded)
+            return start_ranks(loaded.run, argv)
         return train(loaded, arguments.run_dir, arguments.resume)
     count = arguments.workers or loaded.run.cluster.num_workers or 0
     if not count and not arguments.resume:
@@ -62,24 +72,31 @@ def continued_from(arguments: argparse.Namespace) -> bool:
     return alone
 
 
-def train(loaded: Loaded, run_dir: str | None = None, resume: bool = False) -> int:
-    """Train alone, with progress on standard error and the outcome on standard output."""
+def train(loaded: Loaded, run_dir: str | None = None, resume: bool = False, here: Place | None = None) -> int:
+    """Train alone, with progress on standard error and the outcome on standard output. `here`: as one of several processes."""
+    code, world = _train(loaded, run_dir, resume, here)
+    world.close()  # when nothing of the model is left
+    return code
+
+
+def _train(loaded: Loaded, run_dir: str | None, resume: bool, here: Place | None) -> tuple[int, World]:
     from shoal.strategies.local import prepare
     from shoal.watch.progress import progress_for
     from shoal.watch.sinks import sinks_for
 
+    speaks = here is None or here.rank == 0
     progress = progress_for(sys.stderr, loaded.run.log_level)
-    loop = prepare(loaded, run_dir=run_dir, resume=resume, reporters=[progress, *sinks_for(loaded.run)], progress=download)
-    progress.message(
-        f"{loop.engine.task.__class__.__name__} on {loop.engine.device}, {loop.engine.size:,} parameters, in {loop.directory.path}"
-    )
-    with stopping_on_signals(loop, progress):
+    reporters = [progress, *sinks_for(loaded.run)] if speaks else []
+    loop = prepare(loaded, run_dir=run_dir, resume=resume, reporters=reporters, progress=download if speaks else None, here=here)
+    where = loop.engine.device if here is None else f"{here.size} × {loop.engine.device.type} ({loaded.run.engine.kind})"
+    loop.message(f"{loop.engine.task.__class__.__name__} on {where}, {loop.engine.size:,} parameters, in {loop.directory.path}")
+    with stopping_on_signals(loop):
         summary = loop.train()
-    return conclude(loop, summary)
+    return conclude(loop, summary) if speaks else 0, loop.engine.world
 
 
 @contextmanager
-def stopping_on_signals(loop: Loop, progress: Progress) -> Iterator[None]:
+def stopping_on_signals(loop: Loop) -> Iterator[None]:
     """Stop after a step when asked to, and at once when asked again."""
     own = os.getpid()
 
@@ -89,7 +106,7 @@ def stopping_on_signals(loop: Loop, progress: Progress) -> Iterator[None]:
         if loop.stopping == "interrupted":
             os._exit(130)
         loop.stopping = "interrupted"
-        progress.message("stopping after this step and saving; once more to stop at once")
+        loop.message("stopping after this step and saving; once more to stop at once")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -95,13 +95,14 @@ def source(settings: Settings) -> None:
 
 @_step
 def cadence(settings: Settings) -> None:
+    inner = settings.get("strategy.inner_steps") if settings.get("strategy.kind") == "diloco" else None
     for section, steps in (("evaluation", 500), ("checkpoint", 1000)):
+        given = settings.get(f"{section}.every_steps") is not None
         if settings.get(f"{section}.strategy") is None:
-            given = settings.get(f"{section}.every_steps") is not None
-            why = f"{section}.every_steps is given" if given else f"{section}.every_steps is not given"
-            settings.derive(f"{section}.strategy", "steps" if given else "epoch", why)
-        if settings.get(f"{section}.every_steps") is None:
-            settings.derive(f"{section}.every_steps", steps, "not given")
+            why = f"{section}.every_steps is given" if given else "once a round" if inner else f"{section}.every_steps is not given"
+            settings.derive(f"{section}.strategy", "steps" if given or inner else "epoch", why)
+        if not given:
+            settings.derive(f"{section}.every_steps", inner or steps, "once a round" if inner else "not given")
 
 
 @_step
@@ -129,13 +130,23 @@ def batch_size(settings: Settings) -> None:
 
 @_step
 def length_of_run(settings: Settings) -> None:
-    if settings.get("strategy.kind") == "diloco" and settings.get("training.max_steps") is None:
-        steps = settings.get("strategy.rounds") * settings.get("strategy.inner_steps")
-        settings.derive("training.max_steps", steps, "strategy.rounds × strategy.inner_steps")
+    if settings.get("strategy.kind") == "diloco":
+        _rounds(settings)
     if settings.get("training.epochs") is None and settings.get("training.max_steps") is None:
         kind = settings.get("data.source.kind")
         epochs = {"wikitext": 30, "snli": 20}.get(kind, 1)
         settings.derive("training.epochs", epochs, f"{kind} data, and no max_steps")
+
+
+def _rounds(settings: Settings) -> None:
+    """Rounds and steps follow from each other. The epochs of the data, where they are given, say how many when the data is there."""
+    inner, steps = settings.get("strategy.inner_steps"), settings.get("training.max_steps")
+    if settings.get("strategy.rounds") is None and steps is not None:
+        settings.derive("strategy.rounds", -(-steps // inner), "training.max_steps / strategy.inner_steps")
+    elif settings.get("strategy.rounds") is None and settings.get("training.epochs") is None:
+        settings.derive("strategy.rounds", 10, "neither training.max_steps nor training.epochs is given")
+    if steps is None and settings.get("strategy.rounds") is not None:
+        settings.derive("training.max_steps", settings.get("strategy.rounds") * inner, "strategy.rounds × strategy.inner_steps")
 
 
 @_step

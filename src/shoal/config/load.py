@@ -97,12 +97,14 @@ def resolve(
     return _Loader(os.environ if environ is None else environ, dialect, resolved=resolved).load(files, list(overrides))
 
 
-def resolve_data(data: Mapping[str, Any], *, name: str, dialect: str, environ: Mapping[str, str] | None = None) -> Loaded:
+def resolve_data(
+    data: Mapping[str, Any], *, name: str, dialect: str, environ: Mapping[str, str] | None = None, overrides: Iterable[Override] = ()
+) -> Loaded:
     """The same for settings given in Python."""
     loader = _Loader(os.environ if environ is None else environ, dialect)
     source = Source(name, kind="python")
     root = node_of(data, source.whole())
-    return loader.finish([_Parsed(root, Layer(name, 10, dialect))], [])
+    return loader.finish([_Parsed(root, Layer(name, 10, dialect))], list(overrides))
 
 
 class _Loader:

@@ -142,6 +142,70 @@ def units_fit_the_class(settings: Settings, units: int, workers: int | None) -> 
     settings.report("units", message, "strategy.units_per_update", "cluster.num_workers", severity="warning")
 
 
+@rule("strategy.rounds", "strategy.inner_steps", "training.max_steps")
+def rounds_make_the_steps(settings: Settings, rounds: int | None, inner: int, steps: int | None) -> None:
+    if rounds is not None and steps is not None and rounds != -(-steps // inner):
+        message = f"{rounds} rounds of {inner} steps are {rounds * inner} steps, and training.max_steps is {steps}"
+        settings.report("rounds", message, "strategy.rounds", "training.max_steps", help="give one of the two")
+
+
+@rule("strategy.fragments", "strategy.inner_steps")
+def fragments_take_equal_turns(settings: Settings, fragments: int, inner: int) -> None:
+    if inner % fragments:
+        message = f"{inner} inner steps cannot be shared evenly by {fragments} fragments"
+        settings.report("fragments", message, "strategy.fragments", "strategy.inner_steps")
+
+
+@rule("strategy.fragments", "strategy.late", "updates.aggregation.kind", "updates.memory")
+def fragments_have_no_past(settings: Settings, fragments: int, late: str, rule: str, memory: float | None) -> None:
+    """What is left of an earlier round is of another fragment."""
+    for wrong, path in (
+        (late == "weigh", "strategy.late"),
+        (rule == "centered-clipping", "updates.aggregation.kind"),
+        (bool(memory), "updates.memory"),
+    ):
+        if fragments > 1 and wrong:
+            message = f"`{settings.spelling(path)}` looks back at other rounds, and with {fragments} fragments those are of other weights"
+            settings.report("fragments", message, path, "strategy.fragments")
+
+
+@rule("strategy.overlap_steps", "strategy.inner_steps", "strategy.fragments")
+def overlap_ends_within_the_round(settings: Settings, overlap: int, inner: int, fragments: int) -> None:
+    if overlap and overlap >= inner // fragments:
+        message = f"an answer is waited for {overlap} steps after it was asked for, and the next is due after {inner // fragments}"
+        settings.report("overlap", message, "strategy.overlap_steps", "strategy.inner_steps")
+
+
+@rule("strategy.quorum", "strategy.grace_s")
+def grace_follows_a_quorum(settings: Settings, quorum: int | None, grace: float) -> None:
+    if grace and quorum is None:
+        message = f"`{settings.spelling('strategy.grace_s')}` has no effect: a round waits for all, since there is no quorum"
+        settings.report("no-effect", message, "strategy.grace_s", severity="warning", help="set strategy.quorum")
+
+
+@rule("strategy.late", "strategy.quorum", "strategy.outer.momentum")
+def momentum_runs_away_from_late_ones(settings: Settings, late: str, quorum: int | None, momentum: float) -> None:
+    """Momentum carries the weights on while contributions that know nothing of it are still under way."""
+    if late == "weigh" and quorum == 1 and momentum > 0.5:
+        message = f"every contribution is applied when it arrives, and an outer momentum of {momentum:g} overshoots with late ones"
+        paths = ("strategy.outer.momentum", "strategy.quorum")
+        settings.report("momentum", message, *paths, severity="warning", help="set strategy.outer.momentum to 0, or a larger quorum")
+
+
+@rule("strategy.overlap_blend", "strategy.overlap_steps")
+def blending_follows_an_overlap(settings: Settings, blend: float, overlap: int) -> None:
+    if not overlap and _changed(settings, "strategy.overlap_blend"):
+        message = f"`{settings.spelling('strategy.overlap_blend')}` has no effect: a worker waits for the new weights, and takes them"
+        settings.report("no-effect", message, "strategy.overlap_blend", severity="warning", help="set strategy.overlap_steps")
+
+
+@rule("strategy.inner_steps", "updates.privacy.enabled", "updates.privacy.unit")
+def steps_alone_have_no_single_samples(settings: Settings, inner: int, private: bool, unit: str) -> None:
+    if private and unit == "sample":
+        message = "a worker of diloco sends where many steps led it: there is no gradient of a sample to clip"
+        settings.report("privacy", message, "updates.privacy.unit", "strategy.kind", help="set updates.privacy.unit to contribution")
+
+
 @rule("updates.mixing.kind", "updates.mixing.byzantine")
 def mixing_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
     _quorum(settings, "updates.mixing.byzantine", kind, byzantine, 1, ("updates.mixing.kind",))

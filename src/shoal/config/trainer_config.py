@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from shoal.config.load import Loaded, resolve_data
+from shoal.config.load import Loaded, Override, resolve_data
 from shoal.config.schema import Run
 
 
@@ -43,11 +43,11 @@ class TrainerConfig:
     seed: int = 42
     shuffle_buffer: int = 10_000
 
-    def resolve(self, environ: Mapping[str, str] | None = None) -> Loaded:
+    def resolve(self, environ: Mapping[str, str] | None = None, overrides: Iterable[Override] = ()) -> Loaded:
         """Check the fields, as a file with the same keys would be checked. A field left at None is left to Shoal."""
         given = {item.name: getattr(self, item.name) for item in fields(self)}
         given = {name: value for name, value in given.items() if value is not None}
-        return resolve_data(given, name="TrainerConfig", dialect="diloco", environ=environ)
+        return resolve_data(given, name="TrainerConfig", dialect="diloco", environ=environ, overrides=overrides)
 
     def to_run(self) -> Run:
         """The run these fields describe. Raises ConfigError."""

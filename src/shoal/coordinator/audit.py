@@ -204,8 +204,11 @@ class Follower:
             known = self.tally.known.get(one.key)
             if known is not None and known != one:
                 yield f"contribution {one.seq} of {one.worker} is not what the ledger says"
-            there = self.open.setdefault(record["round"], {})
-            place = f"{one.worker} {record['unit']}" if "unit" in record else one.worker
+            there, place = self.open.setdefault(record["round"], {}), one.worker
+            if record.get("late"):  # beside the worker's own of this round
+                place = f"{one.worker} {one.seq}"
+            elif "unit" in record:
+                place = f"{one.worker} {record['unit']}"
             before = there.get(place, one)
             if before.key != one.key and before.key not in self.tally.known and not last:
                 yield f"contribution {before.seq} of {before.worker} was replaced, and the ledger does not say so"

@@ -52,23 +52,24 @@ class Book:
         """Where the schedule stands: updates made, or what the batches so far are worth."""
         return self.state.version if self.plan.total_batches is None else self.state.batches / self.plan.batches_per_step
 
-    def decode(self, frames: Frames) -> tuple[Tensor, Tensor]:
-        """The update and the buffers in a contribution. Raises UpdateError."""
-        size, extra = self.learner.vector.numel(), self.learner.buffers.numel()
+    def decode(self, frames: Frames, number: int = 0) -> tuple[Tensor, Tensor]:
+        """The update and the buffers in a contribution to a round. Raises UpdateError."""
+        span, extra = self.plan.span(number), self.learner.buffers.numel()
+        size = self.learner.vector.numel() if span is None else span[1] - span[0]
         if not frames or (extra and len(frames) < 2):
             raise codecs.UpdateError("frames are missing")
         body, tail = (frames[:-1], frames[-1:]) if extra else (frames, ())
         vector = codecs.borrow(self.plan.updates.codec, size, body)
         if vector is None:
-            vector = self._decode(size, body)
+            vector = self._decode(size, body, whole=span is None)
         return vector, codecs.decode(_PLAIN, extra, tail) if extra else torch.empty(0)
 
-    def _decode(self, size: int, frames: Frames) -> Tensor:
-        room = self._spare.pop() if self._spare else torch.empty(size)
+    def _decode(self, size: int, frames: Frames, whole: bool) -> Tensor:
+        room = self._spare.pop() if self._spare and whole else torch.empty(size)
         try:
             return codecs.decode(self.plan.updates.codec, size, frames, out=room)
         except codecs.UpdateError:
-            self._spare.append(room)
+            self._spare += [room] if whole else []
             raise
 
     def take(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> list[Effect]:
@@ -85,7 +86,7 @@ class Book:
             return [Entry({"failed": [record[name] for name in ("epoch", "start", "batches", "reason")]})]
         if kind == "held" and self.rounds.holds(record):
             return []
-        held = Held(record, frames, *(decoded or self.decode(frames)))
+        held = Held(record, frames, *(decoded or self.decode(frames, record["round"])))
         if kind == "held":
             self.rounds.hold(record["round"], held)
             return []
@@ -112,7 +113,8 @@ class Book:
         there = self.rounds.open.pop(number).held
         held = [there[name] for name in names]
         records = [one.record for one in held]
-        rooms = [] if self.plan.updates.codec.kind == "none" else [one.vector for one in held]
+        kept = self.plan.updates.codec.kind != "none" and self.plan.span(number) is None
+        rooms = [one.vector for one in held] if kept else []
         figures = self.learner.apply(*self._combine(held), self.step)
         self._spare.extend(rooms[: max(0, _MOST_SPARE - len(self._spare))])
         state = self.state

@@ -6,7 +6,7 @@ from shoal.coordinator.book import Book
 from shoal.coordinator.effects import Note, Stop
 from shoal.coordinator.membership import MISSED_HEARTBEATS
 from shoal.coordinator.policies import Barrier, Policy, Quorum
-from shoal.coordinator.rounds import Rounds
+from shoal.coordinator.rounds import Round, Rounds
 from shoal.coordinator.state import Plan
 
 GATHERING_S = 30.0
@@ -19,6 +19,8 @@ class Closing:
         self.plan, self.policy, self.book = plan, policy, book
         self.rounds: Rounds = book.rounds
         several = plan.expected if isinstance(policy.rounds, Barrier) else policy.rounds.contributions
+        if isinstance(policy.rounds, Barrier) and policy.rounds.quorum is not None:
+            several = policy.rounds.quorum
         self.wanted = min(plan.expected, several) if not isinstance(policy.rounds, Quorum) else 1
         self.gathering = self.wanted > 1
         """Until the expected workers have come: at the start, and when a coordinator comes back. Who needs one alone waits for nobody."""
@@ -41,13 +43,22 @@ class Closing:
         if self.gathering or len(there.held) < self.plan.needed:
             return False
         if isinstance(self.policy.rounds, Barrier):
-            return late or self.rounds.complete(number)
+            if self.policy.rounds.late_count and self.plan.needed > 1 and self.rounds.workers(number) < self.plan.needed:
+                return False  # a worker's late contribution and its own of this round do not make two workers
+            return late or self.rounds.complete(number) or self._has_quorum(there, self.policy.rounds, now)
         return len(there.held) >= min(self.policy.rounds.contributions, max(1, len(self.rounds.active)))
 
     @property
     def all_settled(self) -> bool:
         """Whether no unit is left to do."""
         return self.plan.cut is not None and self.book.settled.all_of(self.plan.cut.total)
+
+    def _has_quorum(self, there: Round, rounds: Barrier, now: float) -> bool:
+        """Are enough there, and have the others had their time?"""
+        if rounds.quorum is None or len(there.held) < min(rounds.quorum, max(1, len(self.rounds.active))):
+            return False
+        there.quorum_at = now if there.quorum_at is None else there.quorum_at
+        return now >= there.quorum_at + rounds.grace_s
 
     def _late(self, opened_at: float, now: float) -> bool:
         """Has the round been open for too long?"""

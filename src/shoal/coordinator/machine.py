@@ -15,6 +15,7 @@ from shoal.coordinator.book import Book
 from shoal.coordinator.closing import Closing
 from shoal.coordinator.effects import Effect, Frames, Issue, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.membership import Membership, Worker
+from shoal.coordinator.pacing import inner_steps
 from shoal.coordinator.policies import Barrier, Policy, Quorum
 from shoal.coordinator.publisher import Publisher
 from shoal.coordinator.state import Called, Learner, Passed, Plan, State, Tick, Waiting, accepted, delivered
@@ -144,6 +145,9 @@ class Coordinator:
         fields, frames = self.publisher.since(worker.session, have) if have > _NONE_WANTED else ({}, ())
         most_lag = self.policy.most_lag(self.members.speed(worker))
         common = {"version": self.state.version, "step": self.step, "done": self.finished, "most_lag": most_lag}
+        if self.policy.inner is not None and have > _NONE_WANTED:
+            worker.began_at = self.now
+            common["inner_steps"] = inner_steps(self.policy.inner, self.plan, self.state.version, worker, self.members)
         self._effects.append(Reply(caller, header | common | fields, frames))
 
     # --- members -----------------------------------------------------------------------------------
@@ -195,6 +199,7 @@ class Coordinator:
         if asked.batches > self.most_batches or max(asked.epoch, asked.position) >= _MOST_DATA:
             return self._refuse(event.caller, "impossible", "more data than the run has for one contribution")
         self.members.arrive(worker, self.now, self.plan.telemetry_alpha)
+        self.members.time(worker, asked.batches, self.now, self.plan.telemetry_alpha)
         worker.lag = self._lag(worker, asked.base)
         share = self.policy.admission(worker.lag, self.members.speed(worker))
         problem = self._problem(worker, asked) or ("stale" if share <= 0 else "")
@@ -205,14 +210,15 @@ class Coordinator:
         return self._accept(event, asked, worker, share)
 
     def _accept(self, event: Called, asked: Contribute, worker: Worker, share: float) -> None:
+        number = max(asked.round, self.state.version) if isinstance(self.policy.rounds, Barrier) else self.state.version
+        late = isinstance(self.policy.rounds, Barrier) and asked.round < number
         try:
-            decoded = self.book.decode(event.frames)
+            decoded = self.book.decode(event.frames, number)
         except codecs.UpdateError as error:
             worker.rejected += 1
             return self._refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
-        number = asked.round if isinstance(self.policy.rounds, Barrier) else self.state.version
-        self._take(accepted(worker.name, worker.seat, asked, share, number), event.frames, decoded)
+        self._take(accepted(worker.name, worker.seat, asked, share, number, late), event.frames, decoded)
         self._close_what_is_due()  # the answer then brings the weights that this contribution moved
         return self._receipt(event.caller, worker, asked, "accepted")
 
@@ -230,7 +236,7 @@ class Coordinator:
         rounds = self.policy.rounds
         if not isinstance(rounds, Barrier):
             return ""
-        if asked.round < self.state.version:
+        if asked.round < self.state.version and not rounds.late_count:
             return "late"
         return "ahead" if asked.round >= self.state.version + rounds.window else ""
 
@@ -342,7 +348,8 @@ class Coordinator:
     def _close_what_is_due(self) -> None:
         while not self.finished and self.closing.due(self.state.version, self.now):
             number = self.state.version
-            self._take({"kind": "closed", "round": number, "workers": sorted(self.rounds.open[number].held)})
+            held = sorted(self.rounds.open[number].held.values(), key=lambda one: (one.record["worker"], one.record["seq"]))
+            self._take({"kind": "closed", "round": number, "workers": [one.key for one in held]})
             if self.plan.cut is not None:
                 self._effects.append(self.offer())
             self._release()
@@ -363,7 +370,8 @@ class Coordinator:
 
     def _taken(self, effects: list[Effect]) -> list[Effect]:
         if any(isinstance(effect, Published) for effect in effects):
-            self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers)
+            span = self.plan.span(self.state.version - 1)
+            self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers, span)
         return effects
 
     def replay(self, record: dict[str, Any], frames: Frames) -> list[Effect]:
@@ -378,6 +386,13 @@ class Coordinator:
         self.book.load_state_dict(dict(saved))
         self.members.known = self.state.seats
         self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers)
+
+    def go_on_from(self, version: int, earlier: Mapping[str, Any]) -> None:
+        """Continue another run at its version, with the data where that left it. What it counted and confirmed stays its own."""
+        self.state.version = version
+        state = earlier.get("state", {})
+        self.state.positions, self.state.seats = dict(state.get("positions", {})), dict(state.get("seats", {}))
+        self.members.known = self.state.seats
 
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
         """Records of contributions whose rounds are open: they belong to the journal that follows a snapshot."""

@@ -31,6 +31,10 @@ class Worker:
     arrived_at: float | None = None
     interval_s: float | None = None
     """Smoothed time between its contributions."""
+    began_at: float | None = None
+    """When it was given the weights that it works on now."""
+    pace: float | None = None
+    """Smoothed batches a second, from weights to contribution: what it waited for others is not in it."""
     lag: int = 0
     accepted: int = 0
     rejected: int = 0
@@ -144,6 +148,13 @@ class Membership:
             worker.interval_s = passed if worker.interval_s is None else alpha * passed + (1 - alpha) * worker.interval_s
             self.rates.move(before, worker.rate)
         worker.arrived_at = now
+
+    def time(self, worker: Worker, batches: int, now: float, alpha: float) -> None:
+        """A contribution came: measure how fast it was made."""
+        if worker.began_at is not None and now > worker.began_at:
+            pace = batches / (now - worker.began_at)
+            worker.pace = pace if worker.pace is None else alpha * pace + (1 - alpha) * worker.pace
+        worker.began_at = None
 
     def free_name(self) -> str:
         while True:

@@ -13,6 +13,12 @@ class Barrier:
     deadline_s: float
     window: int = 1
     """Rounds that may be open at once; 1 is a strict barrier."""
+    quorum: int | None = None
+    """Contributions with which it may close earlier; None: all are waited for."""
+    grace_s: float = 0.0
+    """How long it stays open with its quorum."""
+    late_count: bool = False
+    """Whether a contribution whose round has closed goes into the one that is open."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,26 @@ class Quorum:
 
 
 @dataclass(frozen=True)
+class Inner:
+    """A worker takes many steps alone before it sends how far they led it."""
+
+    steps: int
+    """Steps between two contributions."""
+    averages: bool = False
+    """Whether the new weights are the mean of the workers' own: then those are sent, not how far they moved."""
+    balanced: bool = False
+    """Whether slower workers take fewer steps."""
+    fragments: int = 1
+    """Parts of the weights that take turns."""
+    overlap: int = 0
+    """Steps that a worker goes on while its contribution is on its way."""
+
+    def passes(self, version: int, every: int) -> bool:
+        """Whether this version is the first at or after one of every so many steps of a worker."""
+        return version * self.steps // every > (version - 1) * self.steps // every
+
+
+@dataclass(frozen=True)
 class Policy:
     """How updates become new weights."""
 
@@ -47,6 +73,8 @@ class Policy:
     """Whether a worker also steps its own weights, between pulls, with its own optimizer."""
     most_lag: Callable[[float], float] = lambda speed: float("inf")
     """speed → versions that a worker may lag. It tells workers whether they may compute while they send."""
+    inner: Inner | None = None
+    """What workers do between two contributions; None: each is one gradient."""
 
     @property
     def window(self) -> int:

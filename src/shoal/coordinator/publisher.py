@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.config.schema.updates import Codec
 from shoal.updates import codecs
+from shoal.updates.fragments import Span
 from shoal.updates.frames import frame_of
 
 MOST_REPLICA_BYTES = 2 << 30
@@ -26,43 +27,56 @@ class Publisher:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.version = -1
+        self.span: Span | None = None
+        """What changed with the newest version; None: everything may have."""
         self.vector = torch.empty(0)
         self.buffers = torch.empty(0)
         self._full: tuple[memoryview, ...] | None = None
         self._replicas: dict[str, tuple[int, Tensor]] = {}
         self._dense = 0
 
-    def publish(self, version: int, vector: Tensor, buffers: Tensor) -> None:
-        """From now on these are the weights. They may change in place with the next version."""
+    def publish(self, version: int, vector: Tensor, buffers: Tensor, span: Span | None = None) -> None:
+        """From now on these are the weights; since the version before only those in `span` have changed. They may change in place."""
         self.version, self.vector, self.buffers, self._full = version, vector, buffers, None
+        self.span = span
 
     def since(self, session: str, have: int) -> tuple[dict[str, Any], tuple[memoryview, ...]]:
         """What a worker with version `have` needs to have this one."""
         if have == self.version:
             return {"weights": "same"}, ()
-        known, replica = self._replicas.get(session, (-1, None))
-        if replica is not None and known == have and (difference := self._difference(replica)) is not None:
+        known, replica = self._replicas.get(session, (have, None))
+        if known != have:
+            replica = None  # an answer was lost: what the worker has is not what is kept here
+        span = self.span if have == self.version - 1 and known == have else None
+        start, end = span or (0, self.vector.numel())
+        fields = {} if span is None else {"span": [start, end]}
+        if replica is not None and (difference := self._difference(replica[start:end], self.vector[start:end])) is not None:
             self._replicas[session] = (self.version, replica)
             kind, frames = difference
-            return {"weights": kind}, (*frames, *self._buffer_frame())
-        self._remember(session)
-        return {"weights": "full"}, self.everything()
+            return {"weights": kind} | fields, (*frames, *self._buffer_frame())
+        if span is None:
+            self._remember(session)
+            return {"weights": "full"}, self.everything()
+        if replica is not None:
+            replica[start:end].copy_(self.vector[start:end])
+            self._replicas[session] = (self.version, replica)
+        return {"weights": "full"} | fields, (frame_of(self.vector[start:end].clone().numpy()), *self._buffer_frame())
 
     def forget(self, session: str) -> None:
         self._replicas.pop(session, None)
 
-    def _difference(self, replica: Tensor) -> tuple[str, tuple[memoryview, ...]] | None:
+    def _difference(self, replica: Tensor, vector: Tensor) -> tuple[str, tuple[memoryview, ...]] | None:
         """The way from the replica to the weights, if it is shorter than all of them; the replica goes along."""
         if self.codec.kind == "topk":
             self._dense = max(0, self._dense - 1)
-            changes = None if self._dense else codecs.encode_changes(replica, self.vector)
+            changes = None if self._dense else codecs.encode_changes(replica, vector)
             if changes is None:
                 self._dense = self._dense or _RETRY
                 return None
             codecs.apply_changes(replica, changes)
             return "changes", changes
-        frames = codecs.encode(self.codec, self.vector - replica, None)
-        codecs.decode_into(self.codec, self.vector.numel(), frames, replica, 1.0)
+        frames = codecs.encode(self.codec, vector - replica, None)
+        codecs.decode_into(self.codec, vector.numel(), frames, replica, 1.0)
         return "difference", frames
 
     def _remember(self, session: str) -> None:

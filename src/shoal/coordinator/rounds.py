@@ -18,6 +18,8 @@ class Round:
     """When the first one came, or the round before it closed; not known before the clock has been read."""
     present: int = 0
     """Workers that are active now and have sent."""
+    quorum_at: float | None = None
+    """When it had enough contributions to close without the others."""
 
 
 class Rounds:

@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.config.schema.updates import Updates
 from shoal.coordinator.effects import Frames
 from shoal.coordinator.units import Cut
+from shoal.updates.fragments import Span
 from shoal.updates.messages import Asked, Contribute, Delivered, FromLeases
 
 
@@ -48,6 +49,14 @@ class Plan(NamedTuple):
     telemetry_alpha: float
     cut: Cut | None = None
     """How the data is cut into units, where they are leased."""
+    worker_steps: int = 0
+    """Steps of one worker in the whole run, where it takes many alone between contributions."""
+    spans: tuple[Span, ...] = ()
+    """The parts of the weights that rounds take in turn; none: every round moves all of them."""
+
+    def span(self, number: int) -> Span | None:
+        """The part of the weights that a round moves; None: all of them."""
+        return self.spans[number % len(self.spans)] if self.spans else None
 
 
 class Called(NamedTuple):
@@ -119,8 +128,10 @@ class Held:
 
 
 def key_of(record: Mapping[str, Any]) -> str:
-    """What a round knows a contribution by: its worker, who has one in it; or the unit it was made of."""
+    """What a round knows a contribution by: its worker, who has one in it, and those that came late; or the unit it was made of."""
     name: str = record["worker"]
+    if record.get("late"):
+        return f"{name} {record['seq']}"
     return f"{name} {record['unit']}" if "unit" in record else name
 
 
@@ -138,7 +149,7 @@ def delivered(asked: Delivered, unit: int, share: float, number: int) -> dict[st
     }
 
 
-def accepted(worker: str, seat: int, asked: Contribute, share: float, number: int) -> dict[str, Any]:
+def accepted(worker: str, seat: int, asked: Contribute, share: float, number: int, late: bool = False) -> dict[str, Any]:
     """The record of a contribution. A figure that is not finite is nobody's to average, so it is left out."""
     return {
         "kind": "accepted",
@@ -146,6 +157,7 @@ def accepted(worker: str, seat: int, asked: Contribute, share: float, number: in
         "seat": seat,
         "share": share,
         "round": number,
+        **({"late": True} if late else {}),
         **{name: getattr(asked, name) for name in ("seq", "base", "weight", "samples", "epoch", "position", "batches")},
         "metrics": {name: value for name, value in asked.metrics.items() if math.isfinite(value)},
     }

@@ -14,6 +14,8 @@ from shoal.errors import ShoalError
 class Feed:
     """Batches of one shard. Each epoch is a fresh order by seed, the same for all shards; shard i takes every count-th of it.
 
+    `part` (index, count) is for processes that step together: each gets its part of every batch, which is empty where a last batch is too
+    small. The position counts whole batches, so any number of processes can go on from it.
     `loader` says how many processes load ahead; None or 0 loads in this one. `start_method` is how they are started (`fork`, `spawn`,
     `forkserver`; None: as Python does on this system).
     """
@@ -25,6 +27,7 @@ class Feed:
         batch_size: int,
         seed: int,
         shard: tuple[int, int] = (0, 1),
+        part: tuple[int, int] = (0, 1),
         drop_last: bool = True,
         reshuffle: bool = True,
         loader: Loader | None = None,
@@ -37,7 +40,7 @@ class Feed:
         self._reshuffle = reshuffle
         options = WorkerOptions.of(loader, start_method)
         kind: Any = StreamSupply if isinstance(samples, Stream) else SampleSupply
-        self._supply: SampleSupply | StreamSupply = kind(samples, batch_size, seed, shard, drop_last, options)
+        self._supply: SampleSupply | StreamSupply = kind(samples, batch_size, seed, shard, part, drop_last, options)
         self.batches_per_epoch: int | None = self._supply.batches_per_epoch
         self.epoch = 0
         self.position = 0

@@ -64,15 +64,20 @@ def _present(path: Path) -> Path | None:
 def _download(request: Request, folder: Path) -> Path:
     """The images of a data set as files. The folder appears when all are there; of several who want it, one downloads."""
     unfinished = folder.with_name(folder.name + ".part")
-    unfinished.mkdir(parents=True, exist_ok=True)
-    with need("filelock").FileLock(unfinished / "lock"):
-        there = _present(folder)
-        if there is None:
-            local = Path(request.name).expanduser().exists()
-            files = request.name if local else str(copy_files(request.name, unfinished / "files", request.token, request.progress))
-            there = _unpack(request._replace(name=files), request.name, unfinished / "images").replace(folder)
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return there
+    while True:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = need("filelock").FileLock(unfinished / "lock").acquire()
+        except FileNotFoundError:  # whoever held it has finished, and tidied up
+            continue
+        with lock:
+            there = _present(folder)
+            if there is None:
+                local = Path(request.name).expanduser().exists()
+                files = request.name if local else str(copy_files(request.name, unfinished / "files", request.token, request.progress))
+                there = _unpack(request._replace(name=files), request.name, unfinished / "images").replace(folder)
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return there
 
 
 def _unpack(request: Request, name: str, folder: Path) -> Path:

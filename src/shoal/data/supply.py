@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +12,18 @@ import torch
 from shoal.data.interfaces import Batch, Ordered, Reader, Samples, State, Stream
 from shoal.data.workers import IndexedBatches, Loaded, ShardedBatches, WorkerOptions
 from shoal.errors import ShoalError
+
+_Several = TypeVar("_Several", torch.Tensor, list[Any])
+
+
+def _part_of(whole: _Several, part: tuple[int, int]) -> _Several:
+    """Every count-th of a batch's samples. A part with none gets the first, to be emptied when it is loaded."""
+    index, count = part
+    return whole[index::count] if len(whole) > index else whole[:1]
+
+
+def _emptied(batch: Batch) -> Batch:
+    return {name: value[:0] for name, value in batch.items()}
 
 
 def shuffled(samples: Samples, seed: int, epoch: int) -> torch.Tensor:
@@ -24,11 +37,19 @@ class SampleSupply:
     """Batches of one shard of numbered samples."""
 
     def __init__(
-        self, samples: Samples, batch_size: int, seed: int, shard: tuple[int, int], drop_last: bool, options: WorkerOptions
+        self,
+        samples: Samples,
+        batch_size: int,
+        seed: int,
+        shard: tuple[int, int],
+        part: tuple[int, int],
+        drop_last: bool,
+        options: WorkerOptions,
     ) -> None:
         self._samples, self._batch_size, self._seed, self._shard, self._options = samples, batch_size, seed, shard, options
+        self._part = part
         index, count = shard
-        size = len(range(index, len(samples), count))
+        self._size = size = len(range(index, len(samples), count))
         self.batches_per_epoch = size // batch_size if drop_last else -(-size // batch_size)
         self.workers = options.num_workers
         if not self.batches_per_epoch:
@@ -54,8 +75,9 @@ class SampleSupply:
             batch = self._from_workers()
         else:
             batch = self._options.pinned(self._samples.batch(self._indices(self._epoch, self._next)))
+        nothing = min(self._batch_size, self._size - self._next * self._batch_size) <= self._part[0]
         self._next += 1
-        return batch, None
+        return _emptied(batch) if nothing else batch, None
 
     def _from_workers(self) -> Batch:
         if self._loaded is None:
@@ -74,7 +96,8 @@ class SampleSupply:
     def _indices(self, epoch: int, number: int) -> torch.Tensor:
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, self._shuffled(epoch if self._reshuffle else 0)
-        return self._order[1][number * self._batch_size : (number + 1) * self._batch_size]
+        whole = self._order[1][number * self._batch_size : (number + 1) * self._batch_size]
+        return _part_of(whole, self._part)
 
     def _shuffled(self, epoch: int) -> torch.Tensor:
         return shuffled(self._samples, self._seed, epoch)[self._shard[0] :: self._shard[1]].contiguous()
@@ -88,9 +111,18 @@ class StreamSupply:
 
     batches_per_epoch = None
 
-    def __init__(self, stream: Stream, batch_size: int, seed: int, shard: tuple[int, int], drop_last: bool, options: WorkerOptions) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        batch_size: int,
+        seed: int,
+        shard: tuple[int, int],
+        part: tuple[int, int],
+        drop_last: bool,
+        options: WorkerOptions,
+    ) -> None:
         self._stream, self._batch_size, self._seed, self._shard = stream, batch_size, seed, shard
-        self._drop_last, self._options = drop_last, options
+        self._part, self._drop_last, self._options = part, drop_last, options
         self.workers = options.num_workers
         self._reader: Reader | None = None
         self._batches: ShardedBatches | None = None
@@ -117,7 +149,8 @@ class StreamSupply:
         samples = list(islice(self._reader, self._batch_size))
         if not samples or (self._drop_last and len(samples) < self._batch_size):
             return None
-        return self._options.pinned(self._stream.collate(samples)), self._reader.state_dict()
+        batch = self._stream.collate(_part_of(samples, self._part))
+        return self._options.pinned(_emptied(batch) if len(samples) <= self._part[0] else batch), self._reader.state_dict()
 
     def _from_workers(self) -> tuple[Batch, State] | None:
         assert self._loaded is not None
@@ -128,7 +161,8 @@ class StreamSupply:
         states = list(self._turns["states"])
         states[loaded.worker] = loaded.state
         self._turns = {"turn": (loaded.worker + 1) % self.workers, "states": states}
-        return loaded.batch(), self._turns
+        index, count = self._part
+        return {name: value[index::count] for name, value in loaded.batch().items()}, self._turns
 
     def close(self) -> None:
         if self._batches is not None:

@@ -1,5 +1,8 @@
 """Inside a worker: how batches become an update on its own devices."""
 
-from shoal.engines.single import SingleEngine, StepResult
+from shoal.engines.base import Engine, StepResult
+from shoal.engines.build import OF_SEVERAL, build
+from shoal.engines.single import SingleEngine, choose_device
+from shoal.engines.world import World, enter
 
-__all__ = ["SingleEngine", "StepResult"]
+__all__ = ["OF_SEVERAL", "Engine", "SingleEngine", "StepResult", "World", "build", "choose_device", "enter"]

@@ -38,7 +38,12 @@ def build(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
         whole = nn.Parameter(network.vector)
         whole.grad = network.gradient
         parameters = [whole]
-    return _make(settings.name, arguments(settings), parameters)
+    return make(settings, parameters)
+
+
+def make(settings: Optimizer, parameters: list[torch.Tensor] | list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer for these tensors."""
+    return _make(settings.name, arguments(settings), list(parameters))
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
@@ -91,6 +96,10 @@ class Together(torch.optim.Optimizer):
     def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
         self.parts = (first, second)
         super().__init__([parameter for part in self.parts for group in part.param_groups for parameter in group["params"]], {})
+        self.take_groups()
+
+    def take_groups(self) -> None:
+        """Whoever sets a learning rate sets it in both. To be called again when one of the two has loaded a state."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -58,7 +58,7 @@ class LocalWorkers:
 
     def _start(self, worker: LocalWorker) -> None:
         command = [sys.executable, "-m", "shoal", "join", "--stdin", "--name", worker.name]
-        command += ["--receipts", str(self.folder / f"{worker.name}.jsonl"), *worker.arguments]
+        command += ["--receipts", str(self.folder / f"{worker.name}.jsonl"), "--state", str(self.folder / worker.name), *worker.arguments]
         with self.log(worker).open("ab") as log:
             worker.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(os.environ) | self._threads()
@@ -94,7 +94,7 @@ class LocalWorkers:
             raise ShoalError(f"no worker is left: {self.workers[0].failed}")
 
     def _ended(self, worker: LocalWorker, code: int, tell: Callable[[str], None]) -> None:
-        last = _last_line(self.log(worker))
+        last = last_line(self.log(worker))
         worker.failures = worker.failures + 1 if code > 0 else 0
         if code == _USER_ERROR or worker.failures >= MOST_FAILURES:
             worker.failed = f"{worker.name}: {last.removeprefix('error: ')}"
@@ -120,6 +120,7 @@ class LocalWorkers:
                 worker.process.wait()
 
 
-def _last_line(path: Path) -> str:
+def last_line(path: Path) -> str:
+    """What a process said last."""
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
     return lines[-1] if lines else "it said nothing"

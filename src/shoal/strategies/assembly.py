@@ -15,9 +15,10 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.layers import default_at
 from shoal.config.load import File, Loaded, resolve
+from shoal.config.ranks import Place
 from shoal.config.text import data_of
-from shoal.engines import SingleEngine
-from shoal.engines.single import choose_device
+from shoal.engines import Engine, SingleEngine, World, choose_device
+from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
 from shoal.tasks.images import grid, save_png
 from shoal.worker import Reporter, RunDirectory
@@ -36,7 +37,6 @@ _UNBUILT = {
     "serving.page_port": "serving",
     "serving.request_timeout_s": "serving",
     "rlhf": "reinforcement learning from feedback",
-    "launch.": "engines of several processes",
 }
 
 
@@ -45,10 +45,10 @@ def refuse_unbuilt(loaded: Loaded) -> None:
     run = loaded.run
     if run.model.kind == "moe":
         raise ShoalError("models of kind moe are not built yet")
-    if run.strategy.kind == "diloco":
-        raise ShoalError("the strategy diloco is not built yet; local, workunits, syncps, edp and async are")
-    if run.engine.kind != "single":
-        raise ShoalError(f"the engine {run.engine.kind} is not built yet; single is")
+    if run.engine.kind == "pipeline":
+        raise ShoalError("the engine pipeline is not built yet; single, ddp, fsdp and deepspeed are")
+    if run.engine.kind != "single" and run.strategy.kind != "local":
+        raise ShoalError(f"the strategy {run.strategy.kind} does not take the engine {run.engine.kind} yet; local does")
     if run.data.source is not None and run.data.source.kind == "preferences":
         raise ShoalError("data.source: learning from preferences is not built yet")
     for path, history in loaded.settings.history.items():
@@ -66,14 +66,28 @@ class Parts(NamedTuple):
 
     run: Run
     data: data.Data
-    engine: SingleEngine
+    engine: Engine
     feed: data.Feed
 
+    @property
+    def single(self) -> SingleEngine:
+        """The engine of one process, which strategies between workers take."""
+        assert isinstance(self.engine, SingleEngine)
+        return self.engine
 
-def assemble(run: Run, progress: Progress | None = None, tokenizer_of: Path | None = None, length: Length | None = None) -> Parts:
+
+def assemble(
+    run: Run,
+    progress: Progress | None = None,
+    tokenizer_of: Path | None = None,
+    length: Length | None = None,
+    here: Place | None = None,
+    world: World | None = None,
+) -> Parts:
     """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder.
 
-    `length` tells how many steps the run has; None: as many as one worker alone takes.
+    `length` tells how many steps the run has; None: as many as one worker alone takes. `here` and `world` are for a process that
+    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine.
     """
     saved = tokenizer_of / "tokenizer" if tokenizer_of else None
     source = run.replace(data=run.data.replace(tokenizer=str(saved))) if saved and saved.is_dir() else run
@@ -81,36 +95,47 @@ def assemble(run: Run, progress: Progress | None = None, tokenizer_of: Path | No
     players: dict[str, nn.Module] = models.build(run, samples.info)
     tokenizer = samples.info.tokenizer
     task = tasks.build(run, players, samples.info, tokenizer.eos_id if tokenizer else None)
-    torch.manual_seed(run.seed)
-    feed = feed_of(run, samples)
-    steps = total_steps(run, feed.batches_per_epoch) if length is None else length(samples)
-    engine = SingleEngine(run, task, choose_device(run.training.device), steps)
+    rank, ranks = (world.rank, world.size) if world else (0, 1)
+    torch.manual_seed(run.seed + 1_000_003 * rank)
+    feed = feed_of(run, samples, part=(rank, ranks))
+    steps = total_steps(run, feed.batches_per_epoch, ranks) if length is None else length(samples)
+    device = choose_device(run.training.device, here.local_rank if here else 0)
+    engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps)
     return Parts(run, samples, engine, feed)
 
 
-def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1) -> data.Feed:
-    """The batches of a seat. Seats beyond the number of shards go through a shard that another has, too, in an order of their own."""
+def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: tuple[int, int] = (0, 1)) -> data.Feed:
+    """The batches of a seat. Seats beyond the number of shards go through a shard that another has, too, in an order of their own.
+
+    `part`: which of the seat's processes this is, and of how many; together they take `batch_size` samples each.
+    """
     batch_size, seed = run.training.batch_size, run.data.shuffle_seed
     assert batch_size is not None  # derived with the configuration, like the seed
     assert seed is not None
     return data.Feed(
         samples.train,
-        batch_size=batch_size,
+        batch_size=batch_size * part[1],
         seed=seed + 1_000_003 * (seat // shards),
         shard=(seat % shards, shards),
+        part=part,
         drop_last=run.data.loader.drop_last and run.strategy.kind != "workunits",  # units cover every sample
         reshuffle=run.data.reshuffle_each_epoch,
         loader=run.data.loader,
     )
 
 
-def total_steps(run: Run, batches_per_epoch: int | None) -> int:
+def total_steps(run: Run, batches_per_epoch: int | None, ranks: int = 1) -> int:
     """The length of the run: max_steps or the epochs, whichever comes first."""
     accumulation, batch_size, whole = run.training.gradient_accumulation_steps, run.training.batch_size or 0, run.training.global_batch_size
-    if whole is not None and whole != batch_size * accumulation:
+    if whole is not None and whole != batch_size * accumulation * ranks:
+        devices = (
+            f"{ranks} devices take {batch_size} × {accumulation} × {ranks}"
+            if ranks > 1
+            else f"one device takes {batch_size} × {accumulation}"
+        )
         raise ShoalError(
-            f"training.global_batch_size is {whole}, and one device takes {batch_size} × {accumulation} samples a step "
-            f"(training.batch_size × training.gradient_accumulation_steps)"
+            f"training.global_batch_size is {whole}, and {devices} samples a step "
+            f"(training.batch_size × training.gradient_accumulation_steps{' × devices' if ranks > 1 else ''})"
         )
     if batches_per_epoch and accumulation > batches_per_epoch * (run.training.epochs or accumulation):
         raise ShoalError(f"training.gradient_accumulation_steps: the run has fewer than {accumulation} batches")
@@ -209,17 +234,23 @@ def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
     task, run, tokenizer = parts.engine.task, parts.run, parts.data.info.tokenizer
     folder = directory.path / "samples"
 
+    first = parts.engine.world.first
+
     def images(step: int) -> None:
-        save_png(grid(task.images()), folder / f"step-{step:08d}.png")  # type: ignore[attr-defined]
+        if first:
+            save_png(grid(task.images()), folder / f"step-{step:08d}.png")  # type: ignore[attr-defined]
 
     def text(step: int) -> None:
         assert tokenizer is not None
+        if run.engine.kind == "deepspeed" and run.engine.zero_stage == 3:
+            raise ShoalError("with ZeRO-3 no process has the whole model to write with; `shoal generate` writes from a checkpoint")
         model = task.players["model"]
         model.eval()
-        folder.mkdir(exist_ok=True)
         written = "".join(write_text(model, tokenizer, "", 64, run.seed, run.serving.decoding))
-        (folder / f"step-{step:08d}.txt").write_text(written, encoding="utf-8")
         model.train()
+        if first:
+            folder.mkdir(exist_ok=True)
+            (folder / f"step-{step:08d}.txt").write_text(written, encoding="utf-8")
 
     if run.task == "gan":
         return images

@@ -8,14 +8,22 @@ from typing import NamedTuple
 from shoal import data
 from shoal.config import Run
 from shoal.config.derive import quorum
-from shoal.config.schema.strategy import WorkUnits
+from shoal.config.schema.strategy import DiLoCo, WorkUnits
 from shoal.coordinator import Barrier, Policy
 from shoal.coordinator.units import Cut
+from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
-from shoal.strategies import asynchronous, edp, syncps, workunits
-from shoal.strategies.assembly import feed_of
+from shoal.strategies import asynchronous, diloco, edp, syncps, workunits
+from shoal.strategies.assembly import feed_of, total_steps
+from shoal.updates.fragments import Span, spans
 
-POLICIES = {"workunits": workunits.policy, "syncps": syncps.policy, "edp": edp.policy, "async": asynchronous.policy}
+POLICIES = {
+    "workunits": workunits.policy,
+    "syncps": syncps.policy,
+    "edp": edp.policy,
+    "async": asynchronous.policy,
+    "diloco": diloco.policy,
+}
 
 
 def policy_of(run: Run, expected: int) -> Policy:
@@ -39,6 +47,8 @@ class Length(NamedTuple):
     batches_per_shard: int | None
     """Batches of an epoch that one worker has."""
     batches_per_epoch: int | None
+    worker_steps: int
+    """Steps of a worker, by which its schedule goes."""
     cut: Cut | None = None
     """How the data is cut into units, where they are leased."""
 
@@ -55,6 +65,8 @@ def length_of(run: Run, samples: data.Data, policy: Policy, expected: int) -> Le
             f"training.global_batch_size is {whole}, and an update is made of {size} samples: training.batch_size × "
             f"training.gradient_accumulation_steps × {contributions} contributions"
         )
+    if isinstance(run.strategy, DiLoCo):
+        return _length_in_rounds(run, samples, policy, expected)
     if units:
         return _length_in_units(run, samples, each, contributions)
     shard = feed_of(run, samples, 0, expected).batches_per_epoch
@@ -66,9 +78,9 @@ def length_of(run: Run, samples: data.Data, policy: Policy, expected: int) -> Le
         raise ShoalError("a stream has no end: set training.max_steps")
     if by_epochs is None or (most is not None and most < by_epochs):
         assert most is not None
-        return Length(most, None, each, per_step, shard, per_epoch)
+        return Length(most, None, each, per_step, shard, per_epoch, most)
     assert batches is not None
-    return Length(by_epochs, by_epochs * per_step, each, per_step, shard, per_epoch)
+    return Length(by_epochs, by_epochs * per_step, each, per_step, shard, per_epoch, by_epochs)
 
 
 def _length_in_units(run: Run, samples: data.Data, each: int, contributions: int) -> Length:
@@ -81,7 +93,31 @@ def _length_in_units(run: Run, samples: data.Data, each: int, contributions: int
     cut = Cut(per_epoch, each, run.training.epochs or -(-(most or 1) * contributions // per_unit))
     by_epochs = -(-cut.total // contributions)
     batches = None if most is not None and most < by_epochs else per_epoch * cut.total_epochs
-    return Length(min(most or by_epochs, by_epochs), batches, each, each * contributions, per_epoch, per_epoch, cut)
+    steps = min(most or by_epochs, by_epochs)
+    return Length(steps, batches, each, each * contributions, per_epoch, per_epoch, steps, cut)
+
+
+def _length_in_rounds(run: Run, samples: data.Data, policy: Policy, expected: int) -> Length:
+    """Every worker takes the steps of a run alone; each round has some of them, and the last what is left.
+
+    Where rounds differ in what they are made of, because some workers are late or slow, the data counts, not the rounds.
+    """
+    settings, inner = run.strategy, policy.inner
+    assert isinstance(settings, DiLoCo)
+    assert inner is not None
+    shard = feed_of(run, samples, 0, expected).batches_per_epoch
+    steps = total_steps(run, shard)
+    rounds, each = -(-steps // inner.steps), inner.steps * run.training.gradient_accumulation_steps
+    by_data = settings.quorum is not None or settings.balance_speeds
+    batches = steps * run.training.gradient_accumulation_steps * expected if by_data else None
+    return Length(rounds, batches, each, each * expected, shard, shard * expected if shard else None, steps)
+
+
+def fragments_of(engine: SingleEngine, policy: Policy) -> tuple[Span, ...]:
+    """The parts of the weights that rounds take in turn; none: each round moves all of them."""
+    if policy.inner is None or policy.inner.fragments == 1:
+        return ()
+    return spans((slot.size for network in engine.networks.values() for slot in network.layout.slots), policy.inner.fragments)
 
 
 def fingerprint(samples: data.Data) -> str:

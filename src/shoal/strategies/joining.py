@@ -16,13 +16,16 @@ from shoal import data
 from shoal.config import Run
 from shoal.config.load import File, Override, resolve
 from shoal.config.problems import ConfigError
+from shoal.coordinator import Inner
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import Parts, Progress, assemble, feed_of
-from shoal.strategies.cluster import fingerprint, policy_of
+from shoal.strategies.cluster import fingerprint, fragments_of, policy_of
 from shoal.transports import Client, Message, Unreachable
 from shoal.transports.connect import connect
 from shoal.updates.messages import PROTOCOL, Join
 from shoal.worker.courier import Answer, Courier, Frames, Lost, Pulse
+from shoal.worker.keepsake import Keepsakes
+from shoal.worker.local_steps import LocalSteps
 from shoal.worker.member import Member, Receipts
 
 _WELCOME_BYTES = 64 << 20
@@ -70,13 +73,15 @@ class Way(NamedTuple):
     receipts: Path | None = None
     slowdown: float = 1.0
     patience_s: float = 600.0
+    state: Path | None = None
+    """Where the worker keeps what it needs to go on after a break; None: nowhere."""
 
 
 class Joined:
     """A worker that takes part, from its joining to its end."""
 
     def __init__(self, way: Way, tell: Callable[[str], None], progress: Progress | None = None) -> None:
-        self.way = way
+        self.way, self.tell = way, tell
         line = ClientLine(way.address, way.token, way.key)
         self.courier = Courier(line, Join(way.name, PROTOCOL, about_here()), way.patience_s, tell)
         self.member: Member | None = None
@@ -102,22 +107,37 @@ class Joined:
         parts = parts_for(header, answer.frames, self.way.overrides, progress)
         run = parts.run
         policy = policy_of(run, header["shards"])
-        torch.manual_seed(run.seed + 1 + header["seat"])
+        torch.manual_seed(run.seed + header["seat"])
 
         def feed_for(seat: int, epoch: int, position: int) -> data.Feed:
             feed = feed_of(run, parts.data, seat, header["shards"])
             _go_to(feed, epoch, position)
             return feed
 
-        return Member(
-            self.courier,
-            parts.engine,
-            feed_for,
-            policy,
-            run.updates,
-            accumulation=run.training.gradient_accumulation_steps,
-            receipts=Receipts(self.way.receipts),
-            slowdown=self.way.slowdown,
+        common: dict[str, Any] = {
+            "accumulation": run.training.gradient_accumulation_steps,
+            "receipts": Receipts(self.way.receipts),
+            "slowdown": self.way.slowdown,
+        }
+        told = (self.courier, parts.single, feed_for, policy, run.updates)
+        if policy.inner is None:
+            return Member(*told, **common)
+        keepsakes = self._keepsakes(run, policy.inner)
+        return LocalSteps(*told, spans=fragments_of(parts.single, policy), keepsakes=keepsakes, **common)
+
+    def _keepsakes(self, run: Run, inner: Inner) -> Keepsakes:
+        """A worker keeps its own state when the coordinator saves a checkpoint."""
+        settings = run.checkpoint
+        every = settings.every_steps if settings.strategy == "steps" else None
+        earlier = Path(settings.resume_from) if settings.resume_from else None
+        if earlier is not None and (earlier / "state.json").exists():
+            earlier = earlier.parent.parent
+        return Keepsakes(
+            self.way.state,
+            earlier / "workers" / self.name if earlier else None,
+            lambda version: bool(every) and inner.passes(version, every or 1),
+            settings.keep_last,
+            self.tell,
         )
 
     def work(self) -> None:

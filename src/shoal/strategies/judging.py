@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,17 +26,33 @@ class Judge:
         self.batches = batches
         self.draw = sampler(Parts(parts.run, parts.data, self.engine, parts.feed), directory)
         self.verdicts: queue.Queue[tuple[int, dict[str, float], str]] = queue.Queue()
+        self._waiting: deque[tuple[int, dict[str, Tensor]]] = deque()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
 
     @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+    def pending(self) -> int:
+        """Evaluations that are not done yet."""
+        with self._lock:
+            return len(self._waiting) + (self._thread is not None)
 
     def begin(self, step: int, weights: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            self.engine.load_weights(weights)
-        self._thread = threading.Thread(target=self._judge, args=(step,), name="judge", daemon=True)
-        self._thread.start()
+        with self._lock:
+            self._waiting.append((step, weights))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="judge", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                step, weights = self._waiting.popleft()
+            with torch.no_grad():
+                self.engine.load_weights(weights)
+            self._judge(step)
 
     def _judge(self, step: int) -> None:
         problem = ""
@@ -48,5 +65,7 @@ class Judge:
         self.verdicts.put((step, metrics, problem))
 
     def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        """Until all are done."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()

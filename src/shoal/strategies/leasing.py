@@ -67,7 +67,7 @@ class Leasing:
         self.member = Leased(
             self.name,
             self.desk,
-            parts.engine,
+            parts.single,
             self.pieces.read,
             run.updates,
             tell=self.tell,

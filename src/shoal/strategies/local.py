@@ -1,32 +1,86 @@
-"""Nobody else: one worker, one loop."""
+"""Nobody else: one worker, one loop. Its engine may be made of several processes, each of which is here."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.config import Run
 from shoal.config.load import Loaded
+from shoal.config.ranks import Place
+from shoal.engines import World, choose_device, enter
+from shoal.errors import ShoalError
 from shoal.strategies.assembly import Progress, assemble, continued, held_out, refuse_unbuilt, sampler, warner, write_info
 from shoal.worker import Loop, Reporter, RunDirectory
-from shoal.worker.checkpoint import find
+from shoal.worker.checkpoint import Checkpoint, find, read
+from shoal.worker.run_directory import SilentDirectory
 
 
-def prepare(loaded: Loaded, *, run_dir: str | None, resume: bool, reporters: list[Reporter], progress: Progress | None = None) -> Loop:
-    """A loop that is ready to train, new or continued."""
+def prepare(
+    loaded: Loaded,
+    *,
+    run_dir: str | None,
+    resume: bool,
+    reporters: list[Reporter],
+    progress: Progress | None = None,
+    here: Place | None = None,
+) -> Loop:
+    """A loop that is ready to train, new or continued. `here`: as one of several processes, which all must get here."""
     refuse_unbuilt(loaded)
     run = loaded.run
     warn = warner(reporters)
-    directory, checkpoint = continued(run, run_dir, warn) if resume else (None, None)
-    start = find(run.checkpoint.resume_from, warn) if run.checkpoint.resume_from and checkpoint is None else None
-    parts = assemble(run, progress, directory.path if directory else None)
+    world = enter(here, choose_device(run.training.device, here.local_rank)) if here else None
+    directory, checkpoint, start = _first_decides(world, lambda: _begin_with(run, run_dir, resume, here, warn))
+    parts = assemble(run, progress, directory.path if directory else None, here=here, world=world)
     if directory is None:
-        directory = RunDirectory.create(run, run_dir)
+        directory = _made_by_first(world, lambda: RunDirectory.create(run, run_dir))
     if checkpoint is None:
         directory.forget_after(-1)
     if run.training.schedule.warmup_steps >= parts.engine.total_steps:
         warn(f"the warm-up of {run.training.schedule.warmup_steps} steps does not end within the run of {parts.engine.total_steps}")
     directory.write_config(loaded)
-    write_info(directory, parts.data.info)
+    if parts.engine.world.first:
+        write_info(directory, parts.data.info)
     loop = Loop(run, parts.engine, parts.feed, held_out(run, parts.data.eval), directory, reporters, sampler(parts, directory))
     if checkpoint is not None:
         loop.resume(checkpoint, same_run=True)
     elif start is not None:
         loop.resume(start, same_run=False)
     return loop
+
+
+Beginning = tuple[RunDirectory | None, Checkpoint | None, Checkpoint | None]
+
+
+def _begin_with(run: Run, run_dir: str | None, resume: bool, here: Place | None, warn: Callable[[str], None]) -> Beginning:
+    """The run to go on with, its checkpoint, and another run's checkpoint to start from, where there are such."""
+    directory, checkpoint = None, None
+    if resume or (here is not None and here.restart):
+        try:
+            directory, checkpoint = continued(run, run_dir, warn)
+        except ShoalError:
+            if resume:
+                raise  # else torchrun has started processes again that had not got as far as a folder
+    start = find(run.checkpoint.resume_from, warn) if run.checkpoint.resume_from and checkpoint is None else None
+    return directory, checkpoint, start
+
+
+def _first_decides(world: World | None, decide: Callable[[], Beginning]) -> Beginning:
+    """One process looks and verifies; the others read what it chose."""
+    if world is None:
+        return decide()
+    found = decide() if world.first else (None, None, None)
+    paths = ["" if one is None else str(one.path) for one in found]
+    directory, *checkpoints = [Path(path) if path else None for path in world.told("\n".join(paths)).split("\n")]
+    if world.first:
+        return found
+    checkpoint, start = [read(path, verify=False) if path else None for path in checkpoints]
+    return SilentDirectory(directory) if directory else None, checkpoint, start
+
+
+def _made_by_first(world: World | None, make: Callable[[], RunDirectory]) -> RunDirectory:
+    if world is None:
+        return make()
+    made = make() if world.first else None
+    path = world.told(str(made.path) if made else "")
+    return made or SilentDirectory(Path(path))

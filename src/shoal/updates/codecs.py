@@ -5,7 +5,8 @@ of what was sent. Frames come from strangers: their lengths must be exactly what
 numbers are ever allocated. A vector to encode must be finite (`clipping.norm` tells); what is not finite is refused on arrival.
 
     none   values <f4                        fp16   values <f2, saturated
-    int8   scales <f4 per chunk, values i1   topk   packed positions, values <f4
+    int8   scales <f4 per chunk, values i1   int4   scales <f4 per chunk, two values in a byte
+    topk   packed positions, values <f4      ternary   scales <f4 per chunk, five values in a byte
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.config.schema.updates import Codec, Fp16Codec, Int8Codec, NoCodec, TopKCodec
-from shoal.updates import sparse
+from shoal.config.schema.updates import Codec, Fp16Codec, Int4Codec, Int8Codec, NoCodec, TernaryCodec, TopKCodec
+from shoal.updates import sparse, trits
 from shoal.updates.blocks import Floats, all_finite, in_blocks, scratch
-from shoal.updates.dense import Bytes, Dense, Half, Plain, chunks
+from shoal.updates.dense import Bytes, Dense, Half, Nibbles, Plain, chunks
 from shoal.updates.frames import Frame, Frames, UpdateError, frame_of
+from shoal.updates.trits import Trits
 
 __all__ = [
     "Frames",
@@ -34,7 +36,7 @@ __all__ = [
     "residual_for",
 ]
 
-_DENSE: dict[type, type[Dense]] = {NoCodec: Plain, Fp16Codec: Half, Int8Codec: Bytes}
+_DENSE: dict[type, type[Dense]] = {NoCodec: Plain, Fp16Codec: Half, Int8Codec: Bytes, Int4Codec: Nibbles, TernaryCodec: Trits}
 
 
 def residual_for(codec: Codec, size: int) -> Tensor | None:
@@ -101,7 +103,11 @@ def encoded_bytes(codec: Codec, size: int) -> int:
         kept = _kept(codec, size)
         return 4 * kept + sparse.index_bytes(kept, size)
     if isinstance(codec, Int8Codec):
-        return size + 4 * chunks(size)
+        return size + 4 * chunks(size, Bytes.chunk)
+    if isinstance(codec, Int4Codec):
+        return -(-size // 2) + 4 * chunks(size, Nibbles.chunk)
+    if isinstance(codec, TernaryCodec):
+        return trits.packed_bytes(size) + 4 * chunks(size, trits.CHUNK)
     return size * (2 if isinstance(codec, Fp16Codec) else 4)
 
 

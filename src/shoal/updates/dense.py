@@ -1,4 +1,4 @@
-"""Codecs that send every number: as it is, as a 16-bit float, or as an 8-bit integer with a scale per chunk.
+"""Codecs that send every number: as it is, as a 16-bit float, or as an 8-bit or 4-bit integer with a scale per chunk.
 
 Each is a pair of `pack` and `unpack` of one block; blocks begin at whole chunks.
 """
@@ -15,13 +15,9 @@ from numpy.typing import NDArray
 from shoal.updates.blocks import Floats, scratch
 from shoal.updates.frames import Frame, Frames, UpdateError, expect_frames, frame_of, values_of
 
-CHUNK = 1024
-"""Numbers that share a scale: its four bytes are 0.4 % of the chunk."""
 _LARGEST_HALF = 65504.0
-_LARGEST_SCALE = np.float32(2.6e36)
-"""127 times this is still a 32-bit float."""
 _SMALLEST_PEAK = np.float32(1e-36)
-"""Below this 127 / peak is no 32-bit float any more; such a chunk is sent as zeros."""
+"""Below this levels / peak is no 32-bit float any more; such a chunk is sent as zeros."""
 
 
 class Dense(Protocol):
@@ -95,34 +91,34 @@ class Half:
         return (frame_of(self.values),)
 
 
-class Bytes:
-    """8-bit integers from −127 to 127, times the scale of their chunk."""
+class Scaled:
+    """Small whole numbers from −levels to levels, times the scale of their chunk."""
 
-    def __init__(self, scales: Floats, values: NDArray[np.int8]) -> None:
+    chunk: int
+    levels: int
+    largest_scale: np.float32
+    """Times the largest number this is still a 32-bit float."""
+
+    def __init__(self, scales: Floats, values: NDArray[Any]) -> None:
         self.scales, self.values = scales, values
 
     @classmethod
-    def empty(cls, size: int) -> Self:
-        return cls(np.empty(chunks(size), np.float32), np.empty(size, np.int8))
-
-    @classmethod
-    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
-        expect_frames(len(frames), 2)
-        scales = values_of(frames[0], "<f4", chunks(size), "scales")
-        if not ((scales >= 0) & (scales <= _LARGEST_SCALE)).all():
+    def read_scales(cls, size: int, frame: Frame) -> Floats:
+        scales: Floats = values_of(frame, "<f4", chunks(size, cls.chunk), "scales")
+        if not ((scales >= 0) & (scales <= cls.largest_scale)).all():
             raise UpdateError("scales: a number that is no scale")
-        return cls(scales, values_of(frames[1], "i1", size, "8-bit integers"))
+        return scales
 
-    def pack(self, block: Floats, start: int, end: int) -> None:
+    def whole_numbers(self, block: Floats, start: int, end: int) -> Floats:
+        """A block in units of its scales, rounded: room of this thread, until the next call. The scales are kept."""
         rounded = scratch(end - start)
-        with np.errstate(invalid="ignore"):
-            for rows, scaled, scales in zip(_rows(block), _rows(rounded), self._scales(start, end), strict=True):
-                _round(rows, scaled, scales)
-            np.copyto(self.values[start:end], rounded, casting="unsafe")
+        parts = zip(rows_of(block, self.chunk), rows_of(rounded, self.chunk), self._scales(start, end), strict=True)
+        for rows, scaled, scales in parts:
+            _round(rows, scaled, scales, self.levels, self.largest_scale)
+        return rounded
 
-    def unpack(self, start: int, end: int, out: Floats) -> None:
-        out[:] = self.values[start:end]
-        for rows, scales in zip(_rows(out), self._scales(start, end), strict=True):
+    def scale_up(self, out: Floats, start: int, end: int) -> None:
+        for rows, scales in zip(rows_of(out, self.chunk), self._scales(start, end), strict=True):
             rows *= scales[:, None]
 
     def frames(self) -> Frames:
@@ -130,27 +126,83 @@ class Bytes:
 
     def _scales(self, start: int, end: int) -> list[Floats]:
         """The scales of the whole chunks, and that of a last one that is shorter."""
-        first, whole, last = start // CHUNK, end // CHUNK, chunks(end)
+        first, whole, last = start // self.chunk, end // self.chunk, chunks(end, self.chunk)
         return [part for part in (self.scales[first:whole], self.scales[whole:last]) if len(part)]
 
 
-def _round(rows: Floats, scaled: Floats, scales: Floats) -> None:
-    """Whole numbers from −127 to 127 into `scaled`, for each row with its scale. A peak that is not finite becomes the scale: refused."""
+class Bytes(Scaled):
+    """8-bit integers from −127 to 127."""
+
+    chunk, levels, largest_scale = 1024, 127, np.float32(2.6e36)
+    # the four bytes of a scale are 0.4 % of a chunk
+
+    @classmethod
+    def empty(cls, size: int) -> Self:
+        return cls(np.empty(chunks(size, cls.chunk), np.float32), np.empty(size, np.int8))
+
+    @classmethod
+    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
+        expect_frames(len(frames), 2)
+        return cls(cls.read_scales(size, frames[0]), values_of(frames[1], "i1", size, "8-bit integers"))
+
+    def pack(self, block: Floats, start: int, end: int) -> None:
+        with np.errstate(invalid="ignore"):
+            np.copyto(self.values[start:end], self.whole_numbers(block, start, end), casting="unsafe")
+
+    def unpack(self, start: int, end: int, out: Floats) -> None:
+        out[:] = self.values[start:end]
+        self.scale_up(out, start, end)
+
+
+class Nibbles(Scaled):
+    """4-bit integers from −7 to 7, two in a byte, the first in its lower half; each is sent with 8 added."""
+
+    chunk, levels, largest_scale = 256, 7, np.float32(4.2e37)
+    # fewer share a scale, since the largest of them decides what is too small for seven levels; scales are 3 % of the bytes
+
+    @classmethod
+    def empty(cls, size: int) -> Self:
+        return cls(np.empty(chunks(size, cls.chunk), np.float32), np.empty(-(-size // 2), np.uint8))
+
+    @classmethod
+    def read(cls, size: int, frames: Sequence[Frame]) -> Self:
+        expect_frames(len(frames), 2)
+        return cls(cls.read_scales(size, frames[0]), values_of(frames[1], "u1", -(-size // 2), "4-bit integers"))
+
+    def pack(self, block: Floats, start: int, end: int) -> None:
+        with np.errstate(invalid="ignore"):
+            whole = self.whole_numbers(block, start, end)
+            whole += 8
+            small = whole.astype(np.uint8)
+        pairs = self.values[start // 2 : -(-end // 2)]
+        pairs[:] = small[::2]
+        pairs[: len(small) // 2] |= small[1::2] << 4
+
+    def unpack(self, start: int, end: int, out: Floats) -> None:
+        pairs = self.values[start // 2 : -(-end // 2)]
+        out[::2] = pairs & 15
+        out[1::2] = (pairs >> 4)[: len(out) // 2]
+        out -= 8
+        self.scale_up(out, start, end)
+
+
+def _round(rows: Floats, scaled: Floats, scales: Floats, levels: int, largest: np.float32) -> None:
+    """Whole numbers up to `levels` into `scaled`, for each row with its scale. A peak that is not finite becomes the scale: refused."""
     peaks: Floats = np.abs(rows, out=scaled).max(1)
-    scales[:] = np.where(peaks < _SMALLEST_PEAK, 0, np.where(peaks < np.inf, np.minimum(peaks / 127, _LARGEST_SCALE), peaks))
-    factors = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks >= _SMALLEST_PEAK)
+    scales[:] = np.where(peaks < _SMALLEST_PEAK, 0, np.where(peaks < np.inf, np.minimum(peaks / levels, largest), peaks))
+    factors = np.divide(np.float32(levels), peaks, out=np.zeros_like(peaks), where=peaks >= _SMALLEST_PEAK)
     np.multiply(rows, factors[:, None], out=scaled)
     np.rint(scaled, out=scaled)
 
 
-def chunks(size: int) -> int:
-    return -(-size // CHUNK)
+def chunks(size: int, chunk: int) -> int:
+    return -(-size // chunk)
 
 
-def _rows(block: NDArray[Any]) -> Iterator[Floats]:
+def rows_of(block: NDArray[Any], chunk: int) -> Iterator[Floats]:
     """The whole chunks as rows of one matrix, and a last one that is shorter as another. They share the block's memory."""
-    whole = len(block) // CHUNK * CHUNK
+    whole = len(block) // chunk * chunk
     if whole:
-        yield block[:whole].reshape(-1, CHUNK)
+        yield block[:whole].reshape(-1, chunk)
     if whole < len(block):
         yield block[whole:].reshape(1, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ def packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
+def unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """What `packed` was given."""
     if isinstance(value, list):
         return [unpacked(item, tensors) for item in value]

@@ -5,7 +5,10 @@ checkpoints/
   step-00000200/
     weights.safetensors       parameters and buffers, `player.name`
     state.safetensors         the tensors of the state: optimizer moments, random numbers
-    state.json                everything else, and the checksums of the two
+    state.json                everything else, and the checksums of the files
+
+Several processes write `weights/` and `state/` instead, with a file of each process's parts in them (sharded.py); whoever reads sees no
+difference.
 """
 
 from __future__ import annotations
@@ -14,17 +17,20 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from shoal.errors import ShoalError
 from shoal.updates.packing import packed, unpacked
+from shoal.worker.sharded import Shards, write_shards
 
+_FORMAT = 2
 _FILES = ("weights.safetensors", "state.safetensors")
 
 
@@ -33,7 +39,7 @@ class Checkpoint(NamedTuple):
 
     path: Path
     step: int
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     state: dict[str, Any]
 
 
@@ -45,9 +51,22 @@ class Saved(Protocol):
     @property
     def step(self) -> int: ...
     @property
-    def weights(self) -> dict[str, Tensor]: ...
+    def weights(self) -> Mapping[str, Tensor]: ...
     @property
     def state(self) -> dict[str, Any]: ...
+
+
+class Writers(Protocol):
+    """The processes that write a checkpoint together."""
+
+    size: int
+    talk: ProcessGroup | None
+
+    @property
+    def first(self) -> bool: ...
+    def told(self, text: str) -> str:
+        """What the first of them says."""
+        ...
 
 
 class Checkpoints:
@@ -57,26 +76,70 @@ class Checkpoints:
         self.folder = folder
         self.keep_last = keep_last
 
-    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Path:
+    def save(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any]) -> Path:
         """Write a checkpoint, then point `latest` at it, then forget the oldest. Raises ShoalError; older ones survive."""
-        final = self.folder / f"step-{step:08d}"
-        partial = self.folder / f".partial-{final.name}"
+        partial, tensors = self._partial(step), dict[str, Tensor]()
+        plain = packed(state, "", tensors)
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            _write(partial, step, weights, state)
-            if final.exists():
-                shutil.rmtree(final)
-            partial.rename(final)
-            _replace(self.folder / "latest", final.name)
+            self._begin(partial)
+            for name, there in zip(_FILES, (weights, tensors), strict=True):
+                save_file({key: value.detach().cpu().contiguous() for key, value in there.items()}, partial / name)
+            return self._finish(partial, step, plain)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            why = getattr(error, "strerror", None) or error
-            raise ShoalError(f"cannot save a checkpoint in {self.folder}: {why}; the older ones are untouched") from None
+            raise self._failed(partial, error) from None
+
+    def save_together(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any], writers: Writers) -> None:
+        """The same with several processes, of which each writes its part. All must call, and all succeed or raise."""
+        partial, tensors = self._partial(step), dict[str, Tensor]()
+        plain = packed(state, "", tensors)
+        self._alone(writers, lambda: self._begin(partial), partial)
+        try:
+            write_shards(partial / "weights", weights, writers.talk)
+            write_shards(partial / "state", tensors, writers.talk)
+        except ShoalError as error:
+            raise self._failed(partial, error) from None
+        self._alone(writers, lambda: self._finish(partial, step, plain), partial)
+
+    def _alone(self, writers: Writers, work: Callable[[], Any], partial: Path) -> None:
+        """What the first process does for all; how it went is everybody's business."""
+        problem = ""
+        if writers.first:
+            try:
+                work()
+            except OSError as error:
+                problem = str(self._failed(partial, error))
+        if problem := writers.told(problem):
+            raise ShoalError(problem)
+
+    def _partial(self, step: int) -> Path:
+        return self.folder / f".partial-step-{step:08d}"
+
+    def _begin(self, partial: Path) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def _finish(self, partial: Path, step: int, plain: Any) -> Path:
+        """All tensors are written: checksums, and then it is there."""
+        files = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*.safetensors"))
+        header = {"format": _FORMAT, "step": step, "checksums": {name: _checksum(partial / name) for name in files}, "state": plain}
+        (partial / "state.json").write_text(json.dumps(header), encoding="utf-8")
+        for name in (*files, "state.json"):
+            with (partial / name).open("rb+") as stream:
+                os.fsync(stream.fileno())
+        final = self.folder / f"step-{step:08d}"
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _replace(self.folder / "latest", final.name)
         others = [path for path in self.all() if path != final]
         for old in others[: max(0, len(others) + 1 - self.keep_last)]:
             shutil.rmtree(old, ignore_errors=True)
         return final
+
+    def _failed(self, partial: Path, error: Exception) -> ShoalError:
+        shutil.rmtree(partial, ignore_errors=True)
+        why = getattr(error, "strerror", None) or error
+        return ShoalError(f"cannot save a checkpoint in {self.folder}: {why}; the older ones are untouched")
 
     def forget_after(self, step: int) -> None:
         """Drop the checkpoints of steps that a resumed run will do again: damaged ones, or there would be no need to."""
@@ -98,14 +161,16 @@ class Checkpoints:
         return None
 
 
-def read(path: Path) -> Checkpoint:
-    """A checkpoint, its checksums verified. Raises ShoalError."""
+def read(path: Path, verify: bool = True) -> Checkpoint:
+    """A checkpoint. `verify`: that its files match their checksums. Raises ShoalError."""
     try:
         header = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        for name in _FILES:
-            if _checksum(path / name) != header["checksums"][name]:
+        if header["format"] != _FORMAT:
+            raise ShoalError(f"checkpoint {path} was written by another version of Shoal (format {header['format']}, this is {_FORMAT})")
+        for name, checksum in header["checksums"].items():
+            if verify and _checksum(path / name) != checksum:
                 raise ShoalError(f"checkpoint {path} is damaged: {name} does not match its checksum")
-        weights, tensors = (load_file(path / name) for name in _FILES)
+        weights, tensors = (_tensors(path, kind, list(header["checksums"])) for kind in ("weights", "state"))
         return Checkpoint(path, header["step"], weights, unpacked(header["state"], tensors))
     except FileNotFoundError as error:
         raise ShoalError(f"checkpoint {path} is not whole: {Path(error.filename).name} is missing") from None
@@ -113,7 +178,13 @@ def read(path: Path) -> Checkpoint:
         raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
 
 
-def save_weights(path: Path, weights: dict[str, Tensor]) -> None:
+def _tensors(path: Path, kind: str, files: list[str]) -> Mapping[str, Tensor]:
+    """Weights or state: from one file, or from the shards of several processes."""
+    shards = [path / name for name in files if name.startswith(f"{kind}/")]
+    return Shards(shards) if shards else load_file(path / f"{kind}.safetensors")
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Weights alone, in one file that appears whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -151,18 +222,6 @@ def find(path: str, warn: Callable[[str], None]) -> Checkpoint:
     if found is None:
         raise ShoalError(f"there is no checkpoint at {path}: name a run's folder, or one of its checkpoints")
     return found
-
-
-def _write(folder: Path, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-    tensors: dict[str, Tensor] = {}
-    plain = packed(state, "", tensors)
-    save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, folder / _FILES[0])
-    save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, folder / _FILES[1])
-    header = {"format": 1, "step": step, "checksums": {name: _checksum(folder / name) for name in _FILES}, "state": plain}
-    (folder / "state.json").write_text(json.dumps(header), encoding="utf-8")
-    for file in folder.iterdir():
-        with file.open("rb+") as stream:
-            os.fsync(stream.fileno())
 
 
 def _replace(path: Path, text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.config import Run
 from shoal.errors import ShoalError
 from shoal.tasks import Batch, Task
-from shoal.worker.checkpoint import Checkpoint, Checkpoints, Saved
+from shoal.worker.checkpoint import Checkpoint, Checkpoints, Saved, Writers
 from shoal.worker.run_directory import RunDirectory
 
 
@@ -44,8 +44,27 @@ class StepResult(Protocol):
     def samples(self) -> int: ...
 
 
+class World(Writers, Protocol):
+    """The processes that step together. One alone is a world, too."""
+
+    rank: int
+    leaving: bool
+    """This process was asked to stop."""
+    all_leave: bool
+    """One of them was, and all know: after this step all stop."""
+
+    def close(self) -> None: ...
+    def total(self, figures: dict[str, Tensor]) -> dict[str, Tensor]: ...
+    def each(self, own: Tensor) -> list[Tensor]:
+        """Everybody's tensor, in the order of the ranks."""
+        ...
+
+
 class Engine(Protocol):
     """What the loop asks of an engine."""
+
+    @property
+    def world(self) -> World: ...
 
     task: Task
     device: torch.device
@@ -67,7 +86,7 @@ class Engine(Protocol):
 
     def finite(self) -> bool: ...
     def weights(self) -> dict[str, Tensor]: ...
-    def load_weights(self, tensors: dict[str, Tensor]) -> None: ...
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -95,14 +114,15 @@ class Window:
             self.sums[name] = self.sums[name] + scaled if name in self.sums else scaled
         self.weight += result.weight
 
-    def take(self) -> dict[str, float]:
-        means = {name: float(value) / self.weight for name, value in self.sums.items()}
+    def take(self, world: World) -> dict[str, float]:
+        """The means over all processes, from here on anew."""
+        means = {name: float(value) / self.weight for name, value in world.total(self.sums).items()}
         self.sums, self.weight = {}, 0
         return means
 
 
 class Loop:
-    """One worker's training, alone on its machine."""
+    """One worker's training. Of the several processes of one engine each has such a loop, and they go through it in step."""
 
     def __init__(
         self,
@@ -170,10 +190,20 @@ class Loop:
 
     def _steps(self) -> None:
         accumulation = self.run.training.gradient_accumulation_steps
-        while self.step < self.engine.total_steps and not self.stopping:
+        while self.step < self.engine.total_steps and not self._ends():
             result = self.engine.step([next(self.feed) for _ in range(accumulation)])
             self.advance(result, accumulation, self.step >= self.engine.total_steps)
         self.finish(self.step >= self.engine.total_steps)
+
+    def _ends(self) -> bool:
+        """Is it to end before its time? Several processes end after the same step, whoever of them was asked to."""
+        world = self.engine.world
+        if world.size == 1:
+            return bool(self.stopping)
+        if world.all_leave:
+            self.stopping = "interrupted"
+        world.leaving = self.stopping == "interrupted"
+        return world.all_leave or self.stopping == "stopped early"
 
     def advance(self, result: StepResult, batches: int, last: bool) -> None:
         """A step was taken: count it, and record, evaluate and save where it is time to."""
@@ -181,7 +211,7 @@ class Loop:
         self.batches += batches
         self.samples += result.samples
         self.window.add(result)
-        if self.step % self.run.logging.every_steps == 0 or last:
+        if self.passed(self.run.logging.every_steps) or last:
             self._record()
         for reporter in self.reporters:
             reporter.step(self)
@@ -202,7 +232,7 @@ class Loop:
     def _due(self, settings: Any, before: int) -> bool:
         """Is it time, by steps or by epochs? `before`: batches until this step."""
         if settings.strategy == "steps":
-            return bool(self.step % settings.every_steps == 0)
+            return self.passed(settings.every_steps)
         if settings.strategy != "epoch":
             return False
         per_epoch = self.feed.batches_per_epoch
@@ -210,10 +240,14 @@ class Loop:
             return self.feed.at_epoch_end
         return self.batches // per_epoch > before // per_epoch
 
+    def passed(self, every: int) -> bool:
+        """Whether this step is one of every so many."""
+        return self.step % every == 0
+
     # --- what is recorded --------------------------------------------------------------------------
 
     def _record(self) -> None:
-        metrics = self.window.take()
+        metrics = self.window.take(self.engine.world)
         self._check_finite(metrics)
         metrics |= self.engine.figures()
         self.latest["train"] = metrics
@@ -285,7 +319,11 @@ class Loop:
         """Write a checkpoint. One with weights that are not finite is never written over a good one."""
         if not self.engine.finite():
             raise ShoalError(f"the weights are not finite at step {self.step}; the checkpoints before it are untouched")
-        self.checkpoints.save(self.step, self.engine.weights(), self.state_dict())
+        weights, state, world = self.engine.weights(), self.state_dict(), self.engine.world
+        if world.talk is None:
+            self.checkpoints.save(self.step, weights, state)
+        else:
+            self.checkpoints.save_together(self.step, weights, state, world)
         self._saved_at = self.step
 
     def _save_or_warn(self) -> None:
@@ -295,12 +333,15 @@ class Loop:
             self.message(f"warning: {error}; training goes on")
 
     def state_dict(self) -> dict[str, Any]:
-        cuda = torch.cuda.get_rng_state_all() if self.engine.device.type == "cuda" else []
+        world, on_gpu = self.engine.world, self.engine.device.type == "cuda"
         return {
             "engine": self.engine.state_dict(),
             "feed": self.feed.state_dict(),
-            "random": {"torch": torch.get_rng_state(), "cuda": cuda},
-            "window": {"sums": dict(self.window.sums), "weight": self.window.weight},
+            "random": {
+                "torch": world.each(torch.get_rng_state()),
+                "cuda": world.each(torch.cuda.get_rng_state(self.engine.device)) if on_gpu else [],
+            },
+            "window": {"sums": world.total(dict(self.window.sums)), "weight": self.window.weight},
             "loop": {
                 "samples": self.samples,
                 "batches": self.batches,
@@ -322,7 +363,8 @@ class Loop:
         self.stopping = "stopped early" if same_run and checkpoint.state["loop"]["stopped_early"] else ""
         if same_run:
             self.directory.forget_after(checkpoint.step)
-            self.checkpoints.forget_after(checkpoint.step)
+            if self.engine.world.first:
+                self.checkpoints.forget_after(checkpoint.step)
             self._saved_at = checkpoint.step
 
     def restore(self, checkpoint: Saved) -> None:
@@ -331,11 +373,9 @@ class Loop:
         state = checkpoint.state
         self.engine.load_state_dict(state["engine"])
         self.feed.load_state_dict(state["feed"])
-        torch.set_rng_state(state["random"]["torch"])
-        if state["random"]["cuda"] and self.engine.device.type == "cuda":
-            torch.cuda.set_rng_state_all(state["random"]["cuda"])
-        device = self.engine.device
-        self.window.sums = {name: value.to(device) for name, value in state["window"]["sums"].items()}
+        self._restore_random(state["random"])
+        device, own = self.engine.device, float(self.engine.world.first)  # the sums of all are in the first one's hands
+        self.window.sums = {name: value.to(device) * own for name, value in state["window"]["sums"].items()}
         self.window.weight = state["window"]["weight"]
         loop = state["loop"]
         self.samples, self.batches = loop["samples"], loop["batches"]
@@ -343,6 +383,14 @@ class Loop:
         self._wall_before, self.latest = loop["wall_s"], loop["latest"]
         self._speed_mark = (time.monotonic(), self.samples)
         self.resumed_from = str(checkpoint.path)
+
+    def _restore_random(self, states: dict[str, list[Tensor]]) -> None:
+        """Every process its own. Where there are more now than there were, the new ones have what their seed gives."""
+        rank = self.engine.world.rank
+        if rank < len(states["torch"]):
+            torch.set_rng_state(states["torch"][rank])
+        if rank < len(states["cuda"]) and self.engine.device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"][rank], self.engine.device)
 
     def summary(self, status: str, error: str) -> dict[str, Any]:
         result = {

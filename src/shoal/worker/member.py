@@ -37,6 +37,11 @@ class Ways(Protocol):
     @property
     def worker_steps(self) -> bool: ...
     @property
+    def inner(self) -> Any:
+        """What is done between two contributions; None: each is one gradient."""
+        ...
+
+    @property
     def window(self) -> int:
         """Rounds that may be open at once; 0: there are no rounds to wait for."""
         ...
@@ -77,6 +82,8 @@ class Member:
     ) -> None:
         self.courier, self.engine, self.ways, self.updates = courier, engine, ways, updates
         self.feed_for, self.accumulation, self.slowdown = feed_for, accumulation, slowdown
+        self.batches = accumulation
+        """Batches that the next contribution is made of."""
         self.receipts = receipts or Receipts(None)
         self.stopping = False
         self.done = False
@@ -89,7 +96,8 @@ class Member:
         self.steps = 0
         self.extra = engine.buffers.numel()
         size = engine.vector.numel()
-        in_place = engine.device.type == "cpu" and engine.vector.dtype == torch.float32 and not ways.worker_steps and ways.blend == 1
+        moved_by_others = not ways.worker_steps and ways.inner is None and ways.blend == 1
+        in_place = engine.device.type == "cpu" and engine.vector.dtype == torch.float32 and moved_by_others
         self.base = engine.vector if in_place else torch.empty(size)
         """The weights as the coordinator sent them; the engine's own vector where nothing else moves that."""
         self._vectors = [torch.empty(size), torch.empty(size)]
@@ -160,7 +168,7 @@ class Member:
             samples=result.samples,
             epoch=feed["epoch"],
             position=feed["position"],
-            batches=self.accumulation,
+            batches=self.batches,
             have=self.version if pulls else -1,
             metrics=metrics,
         )
@@ -240,23 +248,24 @@ class Member:
         kind = header.get("weights", "same")
         if kind == "same":
             return
-        size = self.base.numel()
+        span = slice(*header.get("span", (0, self.base.numel())))
+        base = self.base[span]
         body = answer.frames[:-1] if self.extra else answer.frames
         if kind == "full":
-            codecs.decode(_PLAIN, size, body, out=self.base)
+            codecs.decode(_PLAIN, base.numel(), body, out=base)
         elif kind == "changes":
-            codecs.apply_changes(self.base, body)
+            codecs.apply_changes(base, body)
         else:
-            codecs.decode_into(self.updates.codec, size, body, self.base, 1.0)
+            codecs.decode_into(self.updates.codec, base.numel(), body, base, 1.0)
         if self.extra:
             self.engine.load_buffers(codecs.decode(_PLAIN, self.extra, answer.frames[-1:]))
         first, self.version = self.version < 0, header["version"]
-        self._blend(1.0 if first else self.ways.blend)
+        self._blend(1.0 if first else self.ways.blend, span)
 
-    def _blend(self, share: float) -> None:
+    def _blend(self, share: float, span: slice) -> None:
         """The worker's weights become the coordinator's, or a mixture of both."""
-        vector = self.engine.vector
-        if vector is self.base:
+        if self.engine.vector is self.base:
             return
-        pulled = self.base.to(vector)
+        vector = self.engine.vector[span]
+        pulled = self.base[span].to(vector)
         vector.copy_(pulled) if share == 1 else vector.lerp_(pulled, share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +14,9 @@ from shoal.errors import ShoalError
 from shoal.tasks import Batch
 from shoal.updates import clipping, codecs, privacy
 from shoal.updates.frames import frame_of
-from shoal.worker.loop import StepResult
+from shoal.worker.loop import StepResult, World
 
+_ALL = slice(None)
 MOST_POISONED = 50
 """Gradients in a row that are not finite: then something is wrong with this worker, or with the run."""
 
@@ -23,16 +25,28 @@ class Engine(Protocol):
     """What a worker among many asks of an engine."""
 
     device: torch.device
-    vector: Tensor
-    gradient: Tensor
+    step_count: int
 
+    @property
+    def world(self) -> World: ...
+    @property
+    def vector(self) -> Tensor: ...
+    @property
+    def gradient(self) -> Tensor: ...
     def gradients(self, batches: list[Batch]) -> StepResult: ...
+    def step(self, batches: list[Batch]) -> StepResult: ...
     def gradients_by_sample(self, batches: list[Batch], limit: float) -> StepResult: ...
     def unscale(self) -> None: ...
     def apply_own(self, step: float) -> Any: ...
     @property
     def buffers(self) -> Tensor: ...
     def load_buffers(self, values: Tensor) -> None: ...
+    def learning_rates(self) -> dict[str, float]: ...
+    def weights(self) -> dict[str, Tensor]: ...
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def forget_past(self) -> None: ...
 
 
 class Outgoing:
@@ -42,7 +56,8 @@ class Outgoing:
         self.engine, self.updates = engine, updates
         self.poisoned = 0
         self._in_a_row = 0
-        self._residual = codecs.residual_for(updates.codec, engine.vector.numel())
+        self.residual = codecs.residual_for(updates.codec, engine.vector.numel())
+        """What the codec has not sent yet."""
         self._noise = torch.Generator()
         self._noise.seed()  # from the system: noise that somebody could guess would hide nothing
 
@@ -72,11 +87,12 @@ class Outgoing:
             raise ShoalError(f"{MOST_POISONED} gradients in a row were not finite: lower the learning rate, or check this worker's data")
         return False
 
-    def frames(self, vector: Tensor, samples: int) -> list[memoryview]:
-        """Noise, then the codec; statistics of the networks come last."""
+    def frames(self, vector: Tensor, samples: int, span: slice = _ALL) -> list[memoryview]:
+        """Noise, then the codec; statistics of the networks come last. `span`: which part of the weights the vector is of."""
         if self.updates.privacy.enabled:
             self._blur(vector, samples)
-        frames: list[memoryview] = list(codecs.encode(self.updates.codec, vector, self._residual))
+        residual = None if self.residual is None else self.residual[span]
+        frames: list[memoryview] = list(codecs.encode(self.updates.codec, vector, residual))
         buffers = self.engine.buffers
         return [*frames, frame_of(buffers.numpy())] if buffers.numel() else frames
 

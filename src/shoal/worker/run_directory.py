@@ -100,6 +100,22 @@ class RunDirectory:
             self._metrics = None
 
 
+class SilentDirectory(RunDirectory):
+    """The folder of a run that another process writes."""
+
+    def write_config(self, loaded: Loaded) -> None:
+        pass
+
+    def record(self, record: dict[str, Any]) -> None:
+        pass
+
+    def forget_after(self, step: int) -> None:
+        pass
+
+    def write(self, name: str, text: str) -> None:
+        pass
+
+
 def _step_of(line: str) -> int:
     """The step of a record; a line that a crash cut short counts as later than all."""
     try:
@@ -109,7 +125,16 @@ def _step_of(line: str) -> int:
 
 
 def same_settings(first: Run, second: Run) -> bool:
-    """May one run continue the other? Everything that shapes the numbers must be the same."""
-    free = {"name", "output_dir", "log_level", "checkpoint", "logging", "hub", "serving", "transport"}
+    """May one run continue the other? Everything that shapes the numbers must be the same.
+
+    Another engine gives the same numbers. Where one is of several processes, how a step's samples are cut up among them may change, too:
+    the feed sees to it that it goes on at a whole step.
+    """
+    free = {"name", "output_dir", "log_level", "checkpoint", "logging", "hub", "serving", "transport", "engine", "launch"}
     left, right = as_data(first), as_data(second)
+    if first.engine.kind != "single" or second.engine.kind != "single":
+        for tree in (left, right):
+            for name in ("batch_size", "gradient_accumulation_steps", "global_batch_size"):
+                del tree["training"][name]
+            del tree["evaluation"]["batch_size"]  # follows from the training's
     return all(left[name] == right[name] for name in left if name not in free)

@@ -23,6 +23,8 @@ class Fsdp(Section):
     kind: Literal["fsdp"] = "fsdp"
     cpu_offload: bool = False
     """Keep parameters in main memory when they are not in use."""
+    reshard_after_forward: bool = True
+    """Give a block's gathered parameters up after the forward pass, and gather them again for the backward pass."""
 
 
 class DeepSpeed(Section):
@@ -30,7 +32,7 @@ class DeepSpeed(Section):
 
     kind: Literal["deepspeed"] = "deepspeed"
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """1 shards optimizer state, 2 gradients too, 3 parameters too."""
+    """1 shards optimizer state, 2 gradients too, 3 parameters too; 0, which shards nothing, is refused: take ddp."""
     cpu_offload: bool = False
     """Keep optimizer state (and parameters, at stage 3) in main memory."""
     nvme_offload: bool = False

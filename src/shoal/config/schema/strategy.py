@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, Union
 
-from shoal.config.fields import EMPTY, Decay, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from shoal.config.fields import EMPTY, Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section
 from shoal.config.schema.training import OptimizerName
 
 
@@ -84,8 +84,8 @@ class DiLoCo(Section):
     kind: Literal["diloco"] = "diloco"
     inner_steps: PositiveInt = 500
     """Steps of each worker in a round."""
-    rounds: PositiveInt = 10
-    """Outer steps."""
+    rounds: PositiveInt | None = None
+    """Outer steps; null: as many as training.max_steps or the epochs need, else 10."""
     outer: OuterOptimizer = OuterOptimizer()
     outer_schedule: Literal["constant", "cosine", "linear", "polynomial"] = "constant"
     """The outer learning rate over the rounds."""
@@ -93,6 +93,20 @@ class DiLoCo(Section):
     """Limit on the norm of the outer gradient; null: none."""
     round_timeout_s: PositiveFloat = 600.0
     """Seconds after the first contribution at which a round closes without the late ones."""
+    quorum: PositiveInt | None = None
+    """Contributions with which a round may close before all have sent; 1: each is applied when it arrives. null: it waits for all."""
+    grace_s: NonNegativeFloat = 0.0
+    """Seconds that a round with its quorum stays open for the others."""
+    late: Literal["drop", "weigh"] = "drop"
+    """What becomes of a contribution whose round has closed: nothing, or it goes into the next one, weighed 1/(1+lag)."""
+    balance_speeds: bool = False
+    """A slower worker takes fewer steps (an eighth at least), so that all need about the same time; what each learned from counts."""
+    fragments: PositiveInt = 1
+    """Parts of the model that take turns: each is exchanged once in inner_steps, and only a part is ever on its way."""
+    overlap_steps: NonNegativeInt = 0
+    """Steps that a worker goes on while what it sent is on its way; 0: it waits."""
+    overlap_blend: PositiveShare = 0.5
+    """Share of the new weights in the worker's own, where it went on meanwhile; else they replace them."""
 
 
 Strategy = Union[Local, WorkUnits, Edp, SyncPs, Async, DiLoCo]

@@ -27,6 +27,22 @@ class Int8Codec(Section):
     """What rounding lost is added to the next update."""
 
 
+class Int4Codec(Section):
+    """4-bit integers with a scale per chunk: an eighth of the bytes, near enough. For updates that many steps made."""
+
+    kind: Literal["int4"] = "int4"
+    error_feedback: bool = True
+    """What rounding lost is added to the next update."""
+
+
+class TernaryCodec(Section):
+    """−1, 0 or 1 times a scale per chunk: a twentieth of the bytes. For updates that many steps made."""
+
+    kind: Literal["ternary"] = "ternary"
+    error_feedback: bool = True
+    """What rounding lost is added to the next update."""
+
+
 class TopKCodec(Section):
     """Only the largest values."""
 
@@ -37,7 +53,7 @@ class TopKCodec(Section):
     """What was left out is added to the next update."""
 
 
-Codec = Union[NoCodec, Fp16Codec, Int8Codec, TopKCodec]
+Codec = Union[NoCodec, Fp16Codec, Int8Codec, Int4Codec, TernaryCodec, TopKCodec]
 
 
 class Mean(Section):

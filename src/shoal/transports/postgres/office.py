@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import psutil
 import psycopg
 
 from shoal.errors import ShoalError
@@ -192,13 +193,12 @@ class _Pulse:
 
 
 def _may_live(host: str, pid: int) -> bool:
-    """Whether a process may be there; on another machine one never knows."""
+    """Whether a process may be there; on another machine one never knows. One that ended, and that nobody has waited for, is not there."""
     if host != socket.gethostname():
         return True
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
-    except OSError:
+    except psutil.AccessDenied:
         return True
-    return True

@@ -1,0 +1,355 @@
+"""What every engine does the same: weigh batches, take gradients in turn, follow the schedule, clip, watch over health, judge."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.config import Run
+from shoal.config.schema.training import Training
+from shoal.engines import optimizers
+from shoal.engines.health import MOST_SKIPPED, HealthMonitor
+from shoal.engines.schedule import learning_rate
+from shoal.engines.weighing import Weighing, length
+from shoal.engines.world import World
+from shoal.errors import ShoalError
+from shoal.tasks import Batch, Loss, Task
+from shoal.updates.layout import Layout
+
+
+class StepResult(NamedTuple):
+    """Figures of a step. Tensors stay on the device until somebody reads them; of several processes each has its part of their sum."""
+
+    metrics: dict[str, Tensor]
+    weight: int
+    """Samples or tokens that counted."""
+    samples: int
+
+
+class Engine(ABC):
+    """Takes gradients of a task's losses and steps its networks."""
+
+    def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
+        self.settings: Training = run.training
+        self.task = task
+        self.device = device
+        self.total_steps = total_steps
+        self.world = world
+        self.step_count = 0
+        _prepare(run, task)
+        unknown = set(run.training.players) - set(task.players)
+        if unknown:
+            raise ShoalError(f"training.players: there is no network `{unknown.pop()}`; there are {', '.join(task.players)}")
+        self.chosen = {name: optimizers.merged(run.training.optimizer, run.training.players.get(name)) for name in task.players}
+        self.health = HealthMonitor(run.training.gradient_health) if run.training.gradient_health.enabled else None
+        self.scaler = torch.amp.GradScaler(device.type, enabled=False)
+        self.track_gradients = run.logging.track_gradients
+        self.layouts: dict[str, Layout] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._spare: Batch | None = None
+
+    # --- what an engine must give ------------------------------------------------------------------
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Before the batches of a step: no gradients."""
+
+    @abstractmethod
+    def _backward(self, value: Tensor, player: str, last: bool) -> None:
+        """Add up a network's gradients. `last`: with this batch they are complete."""
+
+    @abstractmethod
+    def _gather(self, player: str) -> None:
+        """A network's gradients are complete."""
+
+    @abstractmethod
+    def _norm(self, player: str) -> Tensor:
+        """The norm of a network's whole gradient."""
+
+    @abstractmethod
+    def _shrink(self, player: str, factor: Tensor) -> None:
+        """Multiply a network's gradient."""
+
+    @abstractmethod
+    def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
+        """The whole gradient of every parameter, by name."""
+
+    @property
+    @abstractmethod
+    def vector(self) -> Tensor:
+        """All networks' weights end to end. Where they are sharded, every process must ask, and all get the whole."""
+
+    @property
+    @abstractmethod
+    def gradient(self) -> Tensor:
+        """Their gradients, likewise."""
+
+    @abstractmethod
+    def apply(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
+        """Step every network along a gradient that others took, as at this step of the schedule."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers of every network, named `player.parameter`; of sharded ones this process's part, as a DTensor."""
+
+    @abstractmethod
+    def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
+        """Take over one whole tensor."""
+
+    @abstractmethod
+    def _moments(self, player: str) -> dict[str, Any]:
+        """The optimizer's state by the parameters' names: see moments.py."""
+
+    @abstractmethod
+    def _load_moments(self, player: str, state: Mapping[str, Any]) -> None: ...
+
+    # --- gradients ---------------------------------------------------------------------------------
+
+    def gradients(self, batches: list[Batch]) -> StepResult:
+        """The mean gradient over the batches of all processes, weighted by what counts in each; it is left in `gradient`."""
+        weighing, metrics = self._weigh(batches), dict[str, Tensor]()
+        for _ in self._in_turn(batches, weighing, metrics):
+            pass
+        return StepResult(metrics, weighing.total, weighing.samples)
+
+    def _weigh(self, batches: list[Batch]) -> Weighing:
+        return Weighing([self.task.count(batch) for batch in batches], sum(map(length, batches)), self.world)
+
+    def _in_turn(self, batches: list[Batch], weighing: Weighing, metrics: dict[str, Tensor]) -> Iterator[str]:
+        """Network after network, each when its gradient over all batches is there.
+
+        Whoever steps a network before asking for the next lets the next see the new weights, as GANs are trained best.
+        """
+        self._forget()
+        losses = [self.task.losses(self.on_device(self._filled(batch))) for batch in batches]
+        while player := self._backward_next(losses, weighing, metrics):
+            self._gather(player)
+            yield player
+
+    def _filled(self, batch: Batch) -> Batch:
+        """A process without a share of a last small batch computes along with a sample that counts nothing: the others wait for it."""
+        if length(batch):
+            self._spare = batch
+            return batch
+        if self._spare is None:
+            raise ShoalError(f"there are fewer samples than processes ({self.world.size}): take more data, or fewer devices")
+        return {name: value[:1] for name, value in self._spare.items()}
+
+    def _backward_next(self, losses: list[Iterator[Loss]], weighing: Weighing, metrics: dict[str, Tensor]) -> str:
+        """Add up the gradients of every batch's next loss; the name of the network they are for, or nothing at the end."""
+        player = ""
+        for number, batch_losses in enumerate(losses):
+            with self.precision():
+                loss = next(batch_losses, None)
+            if loss is None:
+                return ""
+            player = loss.player
+            share = weighing.share(number)
+            value = self.scaler.scale(loss.value if share == 1.0 else loss.value * share)
+            self._backward(value, player, number == len(losses) - 1)
+            for name, figure in loss.metrics.items():
+                figure = figure.detach() * share
+                metrics[name] = metrics[name] + figure if name in metrics else figure
+        return player
+
+    def precision(self) -> AbstractContextManager[Any]:
+        kind = self.settings.precision.kind
+        if kind == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16 if kind == "bf16" else torch.float16)
+
+    def on_device(self, batch: Batch) -> Batch:
+        if self.device.type == "cpu":
+            return batch
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+
+    # --- steps -------------------------------------------------------------------------------------
+
+    def step(self, batches: list[Batch]) -> StepResult:
+        """One step of each network's optimizer, in the order of the task's losses."""
+        weighing, metrics = self._weigh(batches), dict[str, Tensor]()
+        for name in self._in_turn(batches, weighing, metrics):
+            self._step_network(name, self.step_count, metrics, self.scaler.is_enabled())
+        self.scaler.update()
+        self.step_count += 1
+        return StepResult(metrics, weighing.total, weighing.samples)
+
+    def apply_own(self, step: float) -> dict[str, Tensor]:
+        """Step every network along the gradient that is there."""
+        metrics: dict[str, Tensor] = {}
+        for name in self.layouts:
+            self._step_network(name, step, metrics, scaled=False)
+        self.step_count += 1
+        return metrics
+
+    def forget_past(self) -> None:
+        """Start the optimizers' memories over: a number in them that is not finite would stay for ever."""
+        for optimizer in self.optimizers.values():
+            optimizer.state.clear()
+
+    def unscale(self) -> None:
+        """Before a gradient is sent: undo the scaling that keeps half precision from losing small ones."""
+        if self.scaler.is_enabled():
+            for optimizer in self.optimizers.values():
+                self.scaler.unscale_(optimizer)
+            self.scaler.update()
+
+    def rate(self, name: str, step: float) -> float:
+        """The learning rate of a network at a step."""
+        rate = learning_rate(self.settings.schedule, self.chosen[name].learning_rate, step, self.total_steps)
+        return rate * (self.health.learning_rate_scale if self.health else 1.0)
+
+    def _step_network(self, name: str, step: float, metrics: dict[str, Tensor], scaled: bool) -> None:
+        optimizer, rate = self.optimizers[name], self.rate(name, step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if scaled:
+            self.scaler.unscale_(optimizer)
+        if self._clip(name, metrics, scaled):
+            self.scaler.step(optimizer) if scaled else optimizers.step(optimizer)
+
+    def _clip(self, name: str, metrics: dict[str, Tensor], scaled: bool) -> bool:
+        """Limit the norm of a gradient. False if the step must not be taken."""
+        limit = self.clip_limit()
+        if limit is None:
+            return True
+        norm = self._norm(name)
+        self._note_norm(name, norm, metrics)
+        if self.health is not None:
+            overflow = scaled and not math.isfinite(float(norm))
+            if overflow:  # the loss scale was too high, not the gradient: the scaler skips the step and lowers it
+                return True
+            if not self.healthy(float(norm)):
+                return False
+        self._shrink(name, (limit / (norm + 1e-6)).clamp(max=1.0))
+        return True
+
+    def clip_limit(self) -> float | None:
+        """The largest norm that a gradient may have at this step; None: any."""
+        limit = self.settings.clipping.max_norm if self.settings.clipping.enabled else None
+        if self.health is None:
+            return limit
+        value = self.health.clip_value(self.step_count)
+        return value if limit is None else min(limit, value)
+
+    def healthy(self, norm: float) -> bool:
+        """May a step with this gradient be taken? Raises ShoalError when too many in a row may not."""
+        assert self.health is not None
+        well = self.health.observe(norm)
+        if self.health.skipped_in_a_row > MOST_SKIPPED:
+            raise ShoalError(f"{MOST_SKIPPED} steps in a row had no finite gradient: lower the learning rate, or check the data")
+        return well
+
+    def _note_norm(self, name: str, norm: Tensor, metrics: dict[str, Tensor]) -> None:
+        """All processes know the whole norm, so each adds its part of it to the sum."""
+        figure = "gradient_norm" if len(self.layouts) == 1 else f"{name}_gradient_norm"
+        metrics[figure] = norm if self.world.size == 1 else norm / self.world.size
+
+    # --- what to tell ------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, float]:
+        """What to record besides the losses."""
+        figures = self.learning_rates()
+        if self.health:
+            figures |= self.health.metrics()
+        return figures | (self.layer_norms() if self.track_gradients else {})
+
+    @property
+    def skips_bad_steps(self) -> bool:
+        return self.health is not None
+
+    @property
+    def size(self) -> int:
+        return sum(layout.size for layout in self.layouts.values())
+
+    def layer_norms(self) -> dict[str, float]:
+        """The gradient norm of every parameter, by name."""
+        several = len(self.layouts) > 1
+        return {
+            f"gradients/{f'{player}.' if several else ''}{name}": float(torch.linalg.vector_norm(slope))
+            for player in self.layouts
+            for name, slope in self._slopes(player)
+        }
+
+    def learning_rates(self) -> dict[str, float]:
+        rates = {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in self.optimizers.items()}
+        return (
+            {"learning_rate": next(iter(rates.values()))}
+            if len(rates) == 1
+            else {f"{name}_learning_rate": rate for name, rate in rates.items()}
+        )
+
+    def evaluate(self, batches: Iterator[Batch]) -> dict[str, float]:
+        """The task's judgement with dropout off and statistics fixed. Of several processes each judges all, since
+        sharded weights need them all; what the first one finds counts."""
+        for player in self.task.players.values():
+            player.eval()
+        with self.precision():
+            metrics = self.task.evaluate(self.on_device(batch) for batch in batches)
+        for player in self.task.players.values():
+            player.train()
+        return dict(zip(metrics, self.world.of_first(list(metrics.values())), strict=True))
+
+    @abstractmethod
+    def finite(self) -> bool: ...
+
+    # --- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resume needs besides the weights; tensors and plain values, nothing else. The same for every engine."""
+        return {
+            "step": self.step_count,
+            "kinds": self._kinds(),
+            "optimizers": {name: self._moments(name) for name in self.layouts},
+            "scaler": self.scaler.state_dict(),
+            "health": self.health.state_dict() if self.health else {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step_count = state["step"]
+        if state["kinds"] != self._kinds():
+            raise ShoalError("the checkpoint was saved with another optimizer or precision; a run continues with the same ones")
+        for name in self.layouts:
+            self._load_moments(name, state["optimizers"][name])
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.health:
+            self.health.load_state_dict(state["health"])
+
+    def _kinds(self) -> dict[str, str]:
+        return {name: settings.name for name, settings in self.chosen.items()} | {"scaler": str(self.settings.precision.kind == "fp16")}
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        own = self.weights()
+        wrong = sorted(set(own) ^ set(tensors)) or [name for name in own if own[name].shape != tensors[name].shape]
+        if wrong:
+            raise ShoalError(f"the checkpoint is of another model: `{wrong[0]}` does not fit")
+        with torch.no_grad():
+            for name, value in own.items():
+                self._load_weight(name, value, tensors[name])
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, and the buffers that are saved with them."""
+    persistent = set(module.state_dict())
+    yield from ((name, parameter) for name, parameter in module.named_parameters())
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def _prepare(run: Run, task: Task) -> None:
+    kind = run.training.precision.kind
+    if kind in ("fp8", "nvfp4"):
+        raise ShoalError(f"training.precision: {kind} is not built yet; bf16 and fp16 are")
+    if not run.training.gradient_checkpointing:
+        return
+    for name, player in task.players.items():
+        switch = getattr(player, "gradient_checkpointing", None)
+        if not callable(switch):
+            raise ShoalError(f"training.gradient_checkpointing: the {name} of kind {run.model.kind} has no blocks to recompute")
+        switch(True)

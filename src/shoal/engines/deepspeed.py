@@ -1,0 +1,231 @@
+"""DeepSpeed's ZeRO: optimizer state (1), gradients too (2), parameters too (3) sharded over the processes.
+
+DeepSpeed keeps the shards, reduces gradients and clips them; Shoal weighs the batches, drives the learning rate, and reads and writes the
+state by the parameters' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shoal.config import Run
+from shoal.config.schema.engine import DeepSpeed
+from shoal.engines import moments, optimizers
+from shoal.engines.base import Engine, tensors_of
+from shoal.engines.fsdp import refuse_several
+from shoal.engines.shards import as_shard, part_of
+from shoal.engines.world import World
+from shoal.engines.zero_config import library, zero_config
+from shoal.errors import ShoalError
+from shoal.tasks import Task
+from shoal.updates.layout import Layout
+
+
+class DeepSpeedEngine(Engine):
+    """The task calls DeepSpeed's engine where it would call the network."""
+
+    def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
+        super().__init__(run, task, device, total_steps, world)
+        assert isinstance(run.engine, DeepSpeed)
+        refuse_several(run, task)
+        self.library = library(device)
+        self.stage = run.engine.zero_stage
+        self.mesh = init_device_mesh(device.type, (world.size,))
+        self.model = task.players["model"].to(device).train()
+        self.trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.layouts = {"model": Layout((name, tuple(parameter.shape)) for name, parameter in self.trained.items())}
+        if run.training.compile:
+            task.compile()
+        self.zero = self._initialise(run)
+        task.players["model"] = Front(self.zero, self.model, whole=self.stage < 3)
+        self.optimizers = {"model": self.zero.optimizer.optimizer}
+
+    def _initialise(self, run: Run) -> Any:
+        settings = self.chosen["model"]
+        if settings.name in optimizers.SHAPED:
+            raise ShoalError(
+                f"training.optimizer: {settings.name} looks at whole matrices, and ZeRO cuts them: take AdamW, or the engine ddp"
+            )
+        optimizer = optimizers.make(settings, list(self.trained.values()))
+        config = zero_config(run, self.world.size, self.clip_limit())
+        zero, *_ = self.library.initialize(model=self.model, optimizer=optimizer, config=config, dist_init_required=False)
+        return zero
+
+    # --- gradients ---------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        pass  # DeepSpeed does, with each step
+
+    def _backward(self, value: Tensor, player: str, last: bool) -> None:
+        """DeepSpeed takes the mean over the processes, and the shares want the sum."""
+        self.zero.set_gradient_accumulation_boundary(last)
+        self.zero.backward(value * self.world.size, scale_wrt_gas=False)
+        if not last:
+            self.zero.step()  # counts the batch
+
+    def _gather(self, player: str) -> None:
+        pass
+
+    def _norm(self, player: str) -> Tensor:
+        return torch.tensor(float(self.zero.get_global_grad_norm()), device=self.device)
+
+    def _shrink(self, player: str, factor: Tensor) -> None:
+        for name, parameter in self.trained.items():
+            self._set_gradient(parameter, self._whole_gradient(name) * factor)
+
+    def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
+        for name in self.trained:
+            yield name, self._whole_gradient(name)
+
+    def _whole_gradient(self, name: str) -> Tensor:
+        gradient: Tensor | None = self.library.utils.safe_get_full_grad(self.trained[name])
+        if gradient is None:
+            raise ShoalError("logging.track_gradients: DeepSpeed gives gradients up with each step; the engines ddp and fsdp keep them")
+        return gradient
+
+    def _set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
+        self.library.utils.safe_set_full_grad(parameter, value)
+
+    def _step_network(self, name: str, step: float, metrics: dict[str, Tensor], scaled: bool) -> None:
+        """DeepSpeed clips by the norm that it finds, and leaves out a step whose gradient is not finite."""
+        rate, limit = self.rate(name, step), self.clip_limit()
+        for group in self.optimizers[name].param_groups:
+            group["lr"] = rate
+        self.zero.optimizer.clip_grad = limit or 0.0
+        self.zero.step()
+        if limit is not None:
+            norm = self._norm(name)
+            self._note_norm(name, norm, metrics)
+            too_large_a_scale = self.settings.precision.kind == "fp16" and self.zero.optimizer.overflow
+            if self.health is not None and not too_large_a_scale:
+                self.healthy(float(norm))
+
+    # --- the flat view -----------------------------------------------------------------------------
+
+    @property
+    def vector(self) -> Tensor:
+        return torch.cat([self._master(parameter).flatten() for parameter in self.trained.values()])
+
+    @property
+    def gradient(self) -> Tensor:
+        return torch.cat([slope.flatten() for _, slope in self._slopes("model")])
+
+    def apply(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
+        for name, whole in self.layouts["model"].views(gradient):
+            self._set_gradient(self.trained[name], whole)
+        return self.apply_own(step)
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        """The whole parameter, gathered from all; every process must ask."""
+        if parameter.requires_grad:
+            return self._get(parameter, None)
+        if self.stage < 3:
+            return parameter.detach()
+        with self.library.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def finite(self) -> bool:
+        return all(bool(self._master(parameter).isfinite().all()) for parameter in self.trained.values())
+
+    # --- state -------------------------------------------------------------------------------------
+
+    def _part(self, whole: Tensor) -> Tensor:
+        if not whole.dim():
+            return whole
+        shard: Tensor = as_shard(part_of(whole, self.mesh).clone(), whole.shape, self.mesh)
+        return shard
+
+    def weights(self) -> dict[str, Tensor]:
+        return {
+            f"model.{name}": self._part(self._master(value)) if isinstance(value, nn.Parameter) else value
+            for name, value in tensors_of(self.model)
+        }
+
+    def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
+        tensor = dict(tensors_of(self.model))[name.removeprefix("model.")]
+        if self.stage < 3 or not isinstance(tensor, nn.Parameter):
+            tensor.copy_(value)
+        else:
+            with self.library.zero.GatheredParameters([tensor], modifier_rank=0):
+                tensor.copy_(value)
+        if tensor.requires_grad:
+            self._set(tensor, value, None)
+
+    def _get(self, parameter: Any, key: str | None) -> Tensor:
+        """A whole parameter (key None), or what the optimizer keeps for it. Parts of stage 3 are put together here, in full precision."""
+        utils = self.library.utils
+        if self.stage < 3:
+            whole: Tensor = utils.safe_get_full_optimizer_state(parameter, key) if key else utils.safe_get_full_fp32_param(parameter)
+            return whole
+        part = utils.safe_get_local_optimizer_state(parameter, key) if key else utils.safe_get_local_fp32_param(parameter)
+        part = part.to(self.device).contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.world.size)]
+        dist.all_gather(parts, part)
+        return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
+
+    def _set(self, parameter: Tensor, value: Tensor, key: str | None) -> None:
+        """Take over this process's part of a whole parameter (key None), or of what the optimizer keeps for it."""
+        utils = self.library.utils
+        if self.stage < 3:
+            whole = value.to(self.device)
+            utils.safe_set_full_optimizer_state(parameter, whole, key) if key else utils.safe_set_full_fp32_param(parameter, whole)
+            return
+        length = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        padded = nn.functional.pad(value.flatten(), (0, length * self.world.size - value.numel()))
+        part = padded[self.world.rank * length : (self.world.rank + 1) * length].to(self.device)
+        utils.safe_set_local_optimizer_state(parameter, part, key) if key else utils.safe_set_local_fp32_param(parameter, part)
+
+    def _moments(self, player: str) -> dict[str, Any]:
+        optimizer = self.optimizers[player]
+        first: dict[str, Any] = next(iter(optimizer.state.values()), {})
+        long = [key for key, value in first.items() if isinstance(value, Tensor) and value.dim()]
+        found = {name: {key: self._part(self._get(parameter, key)) for key in long} for name, parameter in self.trained.items()}
+        return moments.packed({key: value for key, value in first.items() if key not in long}, found, optimizer)
+
+    def _load_moments(self, player: str, state: Mapping[str, Any]) -> None:
+        keys: list[str] = list(next(iter(state["moments"].values()), {}))
+        self._make_room(keys, state["shared"])
+        for name, parameter in self.trained.items():
+            for key in keys:
+                self._set(parameter, state["moments"][name][key], key)
+
+    def _make_room(self, keys: list[str], shared: Mapping[str, Any]) -> None:
+        """The state that the optimizer would make at its first step, for each of the vectors that it steps here."""
+        if not keys and not shared:
+            return
+        inner = self.zero.optimizer
+        for part in inner.single_partition_of_fp32_groups if self.stage < 3 else inner.fp32_partitioned_groups_flat:
+            room: dict[str, Any] = {key: torch.zeros_like(part) for key in keys}
+            inner.optimizer.state[part] = room | moments.copied(shared)
+        if self.stage < 3:
+            inner._lazy_init_hp_params_optimizer_state()
+
+
+class Front(nn.Module):
+    """DeepSpeed's engine in the network's place: `forward` goes through it, everything else to the network, as long as it is whole."""
+
+    def __init__(self, zero: Any, model: nn.Module, whole: bool) -> None:
+        super().__init__()
+        self.__dict__ |= {"zero": zero, "model": model, "whole": whole}
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.zero(*arguments, **keywords)
+
+    def train(self, mode: bool = True) -> Front:
+        self.zero.train(mode)
+        return self
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        parameters: Iterator[nn.Parameter] = self.model.parameters(recurse)
+        return parameters
+
+    def __getattr__(self, name: str) -> Any:
+        if self.__dict__["whole"] or name == "vocab_size":
+            return getattr(self.__dict__["model"], name)
+        raise AttributeError(f"{name}: its parameters are sharded")

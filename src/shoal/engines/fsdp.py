@@ -1,0 +1,195 @@
+"""Parameters, gradients and optimizer state sharded over the processes: torch's `fully_shard`, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from shoal.config import Run
+from shoal.config.schema.engine import Fsdp
+from shoal.engines import moments, optimizers
+from shoal.engines.base import Engine, tensors_of
+from shoal.engines.shards import as_shard, part_of
+from shoal.engines.world import World
+from shoal.errors import ShoalError
+from shoal.tasks import Task
+from shoal.updates.layout import Layout
+
+_ENTRANCES = ("hidden", "next_logits")
+"""Ways into a model besides its `forward`."""
+
+
+class FsdpEngine(Engine):
+    """Each process holds its rows of every parameter; a block is gathered when it is needed.
+
+    The optimizer steps those rows as plain tensors: whatever works element by element gives the same result as on the whole.
+    """
+
+    def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
+        super().__init__(run, task, device, total_steps, world)
+        assert isinstance(run.engine, Fsdp)
+        _check(run, task, self.chosen["model"].name, device)
+        self.mesh = init_device_mesh(device.type, (world.size,))
+        model = task.players["model"]
+        trained = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.layouts = {"model": Layout((name, tuple(shape)) for name, shape in trained.items())}
+        _shard(model, run, self.mesh)
+        model.train()
+        if run.training.compile:
+            task.compile()
+        self.parameters: dict[str, DTensor] = {name: _sharded(parameter) for name, parameter in model.named_parameters() if name in trained}
+        self.rows = {name: nn.Parameter(_sharded(parameter.detach()).to_local()) for name, parameter in self.parameters.items()}
+        self.optimizers = {"model": optimizers.make(self.chosen["model"], list(self.rows.values()))}
+        self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
+
+    # --- gradients ---------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = self.rows[name].grad = None
+
+    def _backward(self, value: Tensor, player: str, last: bool) -> None:
+        value.backward()  # type: ignore[no-untyped-call]
+
+    def _gather(self, player: str) -> None:
+        """Each process has its rows of the whole gradient: they become the optimizer's."""
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            self.rows[name].grad = torch.zeros_like(self.rows[name]) if gradient is None else _sharded(gradient).to_local()
+        if self.scaler.is_enabled():
+            self._agree_on_overflow()
+
+    def _agree_on_overflow(self) -> None:
+        """A step is skipped by all or by none."""
+        bad = torch.stack([(~row.isfinite()).any() for row in self._gradients()]).any()
+        if self.world.any(bool(bad)):
+            for row in self._gradients():
+                row.fill_(torch.inf)
+
+    def _gradients(self) -> list[Tensor]:
+        return [row.grad for row in self.rows.values() if row.grad is not None]
+
+    def _norm(self, player: str) -> Tensor:
+        squares = torch.stack(torch._foreach_norm(self._gradients())).square().sum().to(self.device)
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
+    def _shrink(self, player: str, factor: Tensor) -> None:
+        gradients = self._gradients()
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+    def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
+        for name, row in self.rows.items():
+            own = torch.zeros_like(row) if row.grad is None else row.grad
+            yield name, self._whole(as_shard(own.to(self.device), self.parameters[name].shape, self.mesh))
+
+    # --- the flat view -----------------------------------------------------------------------------
+
+    def _whole(self, shard: DTensor) -> Tensor:
+        whole: Tensor = shard.full_tensor()
+        return whole
+
+    @property
+    def vector(self) -> Tensor:
+        shards = (as_shard(row.detach().to(self.device), self.parameters[name].shape, self.mesh) for name, row in self.rows.items())
+        return torch.cat([self._whole(shard).flatten() for shard in shards])
+
+    @property
+    def gradient(self) -> Tensor:
+        return torch.cat([slope.flatten() for _, slope in self._slopes("model")])
+
+    def apply(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
+        for name, whole in self.layouts["model"].views(gradient):
+            self.rows[name].grad = part_of(whole, self.mesh).to(self.rows[name].device, copy=True)
+        return self.apply_own(step)
+
+    def finite(self) -> bool:
+        here = all(bool(row.isfinite().all()) for row in self.rows.values())
+        return not self.world.any(not here)
+
+    # --- state -------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Tensor]:
+        for module in self.task.players["model"].modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation leaves some gathered
+        return {f"model.{name}": value for name, value in tensors_of(self.task.players["model"])}
+
+    def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
+        if isinstance(own, DTensor):
+            own.to_local().copy_(part_of(value, self.mesh))
+        else:
+            own.copy_(value)
+
+    def _moments(self, player: str) -> dict[str, Any]:
+        state = moments.of_parameters(self.optimizers[player], self.rows)
+        for name, own in state["moments"].items():
+            shape = self.parameters[name].shape
+            state["moments"][name] = {key: as_shard(value, shape, self.mesh) for key, value in own.items()}
+        return state
+
+    def _load_moments(self, player: str, state: Mapping[str, Any]) -> None:
+        own = {name: {key: part_of(value, self.mesh) for key, value in values.items()} for name, values in state["moments"].items()}
+        moments.load_parameters(self.optimizers[player], self.rows, {"shared": state["shared"], "moments": own})
+
+
+def _check(run: Run, task: Task, optimizer: str, device: torch.device) -> None:
+    refuse_several(run, task)
+    if optimizer in optimizers.SHAPED:
+        raise ShoalError(f"training.optimizer: {optimizer} looks at whole matrices, and fsdp cuts them: take AdamW, or the engine ddp")
+    if run.engine.kind == "fsdp" and run.engine.cpu_offload and device.type != "cuda":
+        raise ShoalError(f"engine.cpu_offload: on {device.type} parameters are in main memory already")
+
+
+def refuse_several(run: Run, task: Task) -> None:
+    """Engines that shard see one network, and no statistics: a GAN is trained whole."""
+    if list(task.players) != ["model"]:
+        raise ShoalError(f"engine.kind: {run.engine.kind} shards one network, and the task {run.task} has {len(task.players)}: take ddp")
+
+
+def _shard(model: nn.Module, run: Run, mesh: Any) -> None:
+    """Every block of a list of blocks by itself, then what is left."""
+    assert isinstance(run.engine, Fsdp)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.training.precision.kind)
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy() if run.engine.cpu_offload else OffloadPolicy(),
+    }
+    for block in blocks_of(model):
+        fully_shard(block, reshard_after_forward=run.engine.reshard_after_forward, **settings)
+    fully_shard(model, reshard_after_forward=False, **settings)  # its own are used from the first to the last
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # the plain sum, which every backend has
+    for name in _ENTRANCES:
+        if hasattr(model, name):
+            register_fsdp_forward_method(model, name)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: what stands in lists, the outermost."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += list(child.children()) if isinstance(child, nn.ModuleList) else blocks_of(child)
+    return found
+
+
+def _sharded(tensor: Tensor) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor

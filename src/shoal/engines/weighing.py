@@ -1,0 +1,38 @@
+"""How much each batch of a step counts, against all batches of all processes."""
+
+from __future__ import annotations
+
+from shoal.engines.world import World
+from shoal.tasks import Batch
+
+
+class Weighing:
+    """The sums over all processes are under way while the first batch goes through the network."""
+
+    def __init__(self, counts: list[int], samples: int, world: World) -> None:
+        self._counts, self._world = counts, world
+        self._sum = world.begin_sum([sum(counts), samples, world.leaving])
+        self._sums: list[float] | None = None
+
+    def _known(self) -> list[float]:
+        if self._sums is None:
+            self._sums = self._sum.wait()
+            self._world.all_leave = self._sums[2] > 0
+        return self._sums
+
+    @property
+    def total(self) -> int:
+        """Samples or tokens that count."""
+        return max(1, int(self._known()[0]))
+
+    @property
+    def samples(self) -> int:
+        return int(self._known()[1])
+
+    def share(self, number: int) -> float:
+        """Of a batch of this process."""
+        return self._counts[number] / self.total
+
+
+def length(batch: Batch) -> int:
+    return len(next(iter(batch.values())))

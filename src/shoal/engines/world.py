@@ -1,0 +1,137 @@
+"""The processes that step one model together, and what they tell each other beside gradients."""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from shoal.config.ranks import Place
+from shoal.errors import ShoalError
+
+_MEET_S = 120.0
+"""How long to wait for all to be there."""
+
+
+class World:
+    """This process and the others. One alone has nobody to talk to, and all of this costs it nothing."""
+
+    def __init__(self, rank: int = 0, size: int = 1, talk: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size = rank, size
+        self.talk = talk
+        """For small things in main memory; gradients go through the default group, which on GPUs is NCCL's."""
+        self.leaving = False
+        """This process has been asked to stop."""
+        self.all_leave = False
+        """One of them has, and all know: they stop after the same step."""
+
+    @property
+    def first(self) -> bool:
+        """This one speaks for all: it prints, records, and writes."""
+        return self.rank == 0
+
+    def begin_sum(self, numbers: list[float]) -> Sum:
+        """Add up numbers over all processes, beside the computing."""
+        if self.size == 1:
+            return Sum(numbers)
+        values = torch.tensor(numbers, dtype=torch.float64)
+        return Sum(values, dist.all_reduce(values, group=self.talk, async_op=True))
+
+    def total(self, figures: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The sum over all processes, name by name; all have the same names."""
+        if self.size == 1 or not figures:
+            return figures
+        names = list(figures)
+        stacked = torch.stack([figures[name].detach().double() for name in names])
+        dist.all_reduce(stacked)
+        return dict(zip(names, stacked.float(), strict=True))
+
+    def any(self, flag: bool) -> bool:
+        return self.begin_sum([float(flag)]).wait()[0] > 0 if self.size > 1 else flag
+
+    def of_first(self, numbers: list[float]) -> list[float]:
+        """The first process's numbers."""
+        if self.size == 1:
+            return numbers
+        values = torch.tensor(numbers, dtype=torch.float64)
+        dist.broadcast(values, 0, group=self.talk)
+        return list(values.tolist())
+
+    def told(self, text: str) -> str:
+        """What the first process says."""
+        if self.size == 1:
+            return text
+        written = text.encode()
+        length = torch.tensor([len(written)])
+        dist.broadcast(length, 0, group=self.talk)
+        letters = torch.zeros(int(length) + 1, dtype=torch.uint8)
+        if self.first:
+            letters[:-1] = torch.tensor(list(written), dtype=torch.uint8)
+        dist.broadcast(letters, 0, group=self.talk)
+        return bytes(letters[:-1].tolist()).decode()
+
+    def each(self, own: Tensor) -> list[Tensor]:
+        """Everybody's tensor of the same size, in the order of the ranks."""
+        if self.size == 1:
+            return [own]
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own.contiguous(), group=self.talk)
+        return found
+
+    def wait(self) -> None:
+        """Until all are here."""
+        if self.size > 1:
+            dist.barrier(group=self.talk)
+
+    def close(self) -> None:
+        """Leave together. Without this order processes abort at their end now and then, after all went well."""
+        if self.talk is not None:
+            gc.collect()
+            self.wait()
+            dist.destroy_process_group()
+            self.size, self.talk = 1, None
+
+
+class Sum:
+    """A sum that is on its way."""
+
+    def __init__(self, values: Tensor | list[float], work: dist.Work | None = None) -> None:
+        self._values, self._work = values, work
+
+    def wait(self) -> list[float]:
+        if self._work is not None:
+            self._work.wait()
+        return self._values.tolist() if isinstance(self._values, Tensor) else self._values
+
+
+def enter(here: Place | None, device: torch.device) -> World:
+    """Meet the others. Raises ShoalError."""
+    if here is None:
+        return World()
+    try:
+        on_gpu = device.type == "cuda"
+        backend = "nccl" if on_gpu else "gloo"
+        own = torch.device("cuda", device.index or 0) if on_gpu else None
+        dist.init_process_group(backend, store=_store(here), rank=here.rank, world_size=here.size, device_id=own)
+        talk = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
+        return World(here.rank, here.size, talk)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ShoalError(f"process {here.rank} of {here.size} did not find the others: {error}") from None
+
+
+def _store(here: Place) -> Store:
+    """Where they find each other. Processes that are started again must not read what those before them left."""
+    if here.file:
+        return FileStore(here.file, here.size)
+    listening = here.rank == 0 and not here.hosted
+    store = TCPStore(here.address, here.port, here.size, listening, timeout=timedelta(seconds=_MEET_S), wait_for_workers=False)
+    return PrefixStore(f"start-{here.restart}", store)
+
+
+def lost(error: Exception) -> bool:
+    """Does an error only say that another process is gone?"""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

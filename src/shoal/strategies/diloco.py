@@ -1,0 +1,46 @@
+"""DiLoCo: every worker takes many steps alone; an outer optimizer then applies the mean of how far they moved.
+
+Holds: all start a round at the same weights θ₀, and return to them before the outer step; the outer gradient is the mean of θ₀ − θ over the
+workers, weighed by what they learned from. Inner optimizers and their schedule go on through all rounds.
+"""
+
+from __future__ import annotations
+
+from shoal.config import Run
+from shoal.config.schema.strategy import DiLoCo
+from shoal.coordinator import Barrier, Inner, Policy
+from shoal.updates.staleness import weight
+
+
+def policy(run: Run, expected: int) -> Policy:
+    settings = run.strategy
+    assert isinstance(settings, DiLoCo)
+    weighs = settings.late == "weigh"
+    quorum = None if settings.quorum is None else min(settings.quorum, expected)
+    return Policy(
+        rounds=Barrier(settings.round_timeout_s, quorum=quorum, grace_s=settings.grace_s, late_count=weighs),
+        admission=lambda lag, speed: weight(lag) if weighs else 1.0,
+        blend=settings.overlap_blend if settings.overlap_steps else 1.0,
+        inner=Inner(
+            steps=settings.inner_steps // settings.fragments,
+            averages=averages(run),
+            balanced=settings.balance_speeds,
+            fragments=settings.fragments,
+            overlap=settings.overlap_steps,
+        ),
+    )
+
+
+def averages(run: Run) -> bool:
+    """Whether the outer step is the mean of the workers' weights and nothing else.
+
+    θ₀ − 1·(θ₀ − θ) is θ, but not in 32-bit floats. So where nothing happens to the difference on its way, the weights themselves travel:
+    one worker alone is then plain training, bit for bit.
+    """
+    settings, updates = run.strategy, run.updates
+    assert isinstance(settings, DiLoCo)
+    outer = settings.outer
+    plain_step = outer.name == "SGD" and outer.learning_rate == 1 and outer.momentum == 0 and not outer.kwargs
+    plain_course = settings.outer_schedule == "constant" and settings.outer_clip_norm is None and settings.late == "drop"
+    plain_way = updates.codec.kind == "none" and updates.clip_norm is None and not updates.privacy.enabled
+    return plain_step and plain_course and plain_way and updates.aggregation.kind == "mean" and not updates.memory

@@ -1,0 +1,128 @@
+"""The coordinator's weights, and what moves them: the run's optimizer along a gradient, or an outer one along how far workers moved."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.config.schema.strategy import DiLoCo, OuterOptimizer
+from shoal.config.schema.training import Optimizer, Schedule
+from shoal.engines import SingleEngine, optimizers
+from shoal.engines.schedule import learning_rate
+from shoal.errors import ShoalError
+from shoal.updates import clipping
+from shoal.updates.fragments import Span
+
+
+class EngineLearner:
+    """An engine that is stepped along what workers send."""
+
+    def __init__(self, engine: SingleEngine) -> None:
+        self.engine = engine
+
+    @property
+    def vector(self) -> Tensor:
+        vector = self.engine.vector
+        return vector if vector.dtype == torch.float32 and vector.device.type == "cpu" else vector.float().cpu()
+
+    @property
+    def buffers(self) -> Tensor:
+        return self.engine.buffers
+
+    def apply(self, update: Tensor, buffers: Tensor, step: float) -> Mapping[str, float]:
+        if buffers.numel():
+            self.engine.load_buffers(buffers)
+        return self._step(update, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What moves the weights and is not the engine's."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None
+
+    def _step(self, update: Tensor, step: float) -> Mapping[str, float]:
+        return {name: float(value) for name, value in self.engine.apply(update, step).items()}
+
+
+class OuterLearner(EngineLearner):
+    """Weights that an outer optimizer moves, once a round. The engine's own stay where they are, unused."""
+
+    def __init__(self, engine: SingleEngine, settings: DiLoCo, spans: tuple[Span, ...], averages: bool) -> None:
+        super().__init__(engine)
+        self.settings, self.averages = settings, averages
+        self.spans = spans or ((0, engine.vector.numel()),)
+        self.schedule = Schedule(kind=settings.outer_schedule)
+        self.shaped = settings.outer.name in optimizers.SHAPED
+        self.parts = [nn.Parameter(engine.vector[start:end]) for start, end in self.spans]
+        keywords = outer_keywords(settings.outer)
+        self.outer: dict[str, torch.optim.Optimizer]
+        if self.shaped:
+            chosen = Optimizer(name=settings.outer.name, learning_rate=settings.outer.learning_rate, kwargs=keywords)
+            self.outer = {name: optimizers.build(chosen, network) for name, network in engine.networks.items()}
+        else:
+            kind: Any = getattr(torch.optim, settings.outer.name)
+            self.outer = {"outer": kind(self.parts, lr=settings.outer.learning_rate, **keywords)}
+
+    def _step(self, update: Tensor, step: float) -> Mapping[str, float]:
+        engine, number = self.engine, self.engine.step_count % len(self.spans)
+        engine.step_count += 1
+        if self.averages:
+            self.parts[number].data.copy_(update)
+            return {}
+        update = update.clone()  # what came may lie in a frame that is yet to be written down
+        limit = self.settings.outer_clip_norm
+        norm = clipping.norm(update) if limit is None else clipping.clip_(update, limit)
+        self._point(update, number)
+        rate = learning_rate(self.schedule, self.settings.outer.learning_rate, step, engine.total_steps)
+        for optimizer in self.outer.values():
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizers.step(optimizer)
+        return {"outer_gradient_norm": norm, "outer_learning_rate": rate}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: optimizer.state_dict() for name, optimizer in self.outer.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, optimizer in self.outer.items():
+            if name in state:
+                optimizer.load_state_dict(state[name])
+
+    def _point(self, update: Tensor, number: int) -> None:
+        """Give the round's fragment its gradient, and all others none: an optimizer leaves those alone, with what it remembers of them."""
+        for part in self.parts:
+            part.grad = None
+        self.parts[number].grad = update
+        if not self.shaped:
+            return
+        start, end = self.spans[number]
+        self.engine.gradient[start:end] = update
+        at = 0
+        for network in self.engine.networks.values():
+            for slope, parameter in zip(network.slopes, network.parameters, strict=True):
+                parameter.grad = slope if start <= at < end else None
+                at += slope.numel()
+
+
+def outer_keywords(outer: OuterOptimizer) -> dict[str, Any]:
+    """The outer optimizer's arguments besides its learning rate: momentum where it takes one. What it refuses is told."""
+    kind: Any = getattr(torch.optim, outer.name)
+    taken = inspect.signature(kind).parameters
+    keywords = {"momentum": outer.momentum} if "momentum" in taken else {}
+    if "nesterov" in taken and outer.momentum > 0:
+        keywords["nesterov"] = outer.nesterov
+    keywords |= outer.kwargs
+    unknown = [name for name in keywords if name not in taken or name in ("params", "lr")]
+    if unknown:
+        takes = ", ".join(name for name in taken if name not in ("params", "lr"))
+        raise ShoalError(f"strategy.outer.kwargs: {outer.name} takes no `{unknown[0]}`; it takes {takes}")
+    try:
+        kind([nn.Parameter(torch.zeros(2, 2))], lr=outer.learning_rate, **keywords)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ShoalError(f"strategy.outer: {outer.name} refuses its settings: {error}") from None
+    return keywords

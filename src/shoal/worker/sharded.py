@@ -1,0 +1,85 @@
+"""Checkpoints that several processes write together: torch.distributed.checkpoint, as safetensors.
+
+Each process writes the rows it holds; where they belong stands in the header of its file. Reading puts tensors together one at a time, so
+any number of processes, of any engine, can read what any other number wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from shoal.errors import ShoalError
+
+_INFO = "DCP_SHARDING_INFO"
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Every process's part of these tensors. All must call. Raises ShoalError, in all of them."""
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about torch's own
+            save(dict(tensors), storage_writer=writer, process_group=group)
+    except (CheckpointException, SafetensorError, OSError) as error:
+        raise ShoalError(f"cannot write {folder}: {_reason(error)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    failures = getattr(error, "failures", {})
+    first = next(iter(failures.values()), None)
+    cause = first[0] if isinstance(first, tuple) else first or error
+    return str(getattr(cause, "strerror", None) or cause)
+
+
+class Piece(NamedTuple):
+    """A part of a tensor in a file, and where it begins in the whole."""
+
+    file: Path
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Shards(Mapping[str, Tensor]):
+    """The tensors in a folder of shards, each put together when it is asked for."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._open: dict[Path, Any] = {}
+        self._pieces: dict[str, list[Piece]] = {}
+        for file in sorted(files):
+            opened: Any = safe_open(file, framework="pt")
+            self._open[file] = opened
+            offsets = json.loads((opened.metadata() or {}).get(_INFO, "{}"))
+            for name in opened.keys():  # noqa: SIM118
+                shape = tuple(opened.get_slice(name).get_shape())
+                start = tuple(offsets.get(name, {}).get("saved_offsets", (0,) * len(shape)))
+                self._pieces.setdefault(name, []).append(Piece(file, start, shape))
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = self._pieces[name]
+        first: Tensor = self._open[pieces[0].file].get_tensor(name)
+        if len(pieces) == 1:
+            return first
+        ends = ([start + length for start, length in zip(piece.start, piece.shape, strict=True)] for piece in pieces)
+        whole = torch.empty([max(along) for along in zip(*ends, strict=True)], dtype=first.dtype)
+        for piece in pieces:
+            place = tuple(slice(start, start + length) for start, length in zip(piece.start, piece.shape, strict=True))
+            whole[place] = self._open[piece.file].get_tensor(name)
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)

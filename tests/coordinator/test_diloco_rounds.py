@@ -1,0 +1,235 @@
+"""Rounds of workers that mostly work alone: quorum and grace, late contributions, speeds, fragments. A clock that the test turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_cluster import Cluster, FakeWorker, Numbers, policy_of
+
+from shoal.config.schema.strategy import DiLoCo
+from shoal.config.schema.updates import Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec, Updates
+from shoal.coordinator import Coordinator, Policy
+from shoal.updates import codecs
+from shoal.updates.fragments import spans
+
+
+def policy(expected: int, **settings: Any) -> Policy:
+    return policy_of(DiLoCo(**{"inner_steps": 8, "rounds": 100} | settings), expected)
+
+
+def cluster_of(count: int, **settings: Any) -> tuple[Cluster, list[FakeWorker]]:
+    cluster = Cluster(policy(count, **settings), count)
+    return cluster, [cluster.join(f"w{number}") for number in range(count)]
+
+
+# --- quorum and grace -----------------------------------------------------------------------------------
+
+
+def test_without_a_quorum_a_round_waits_for_all() -> None:
+    cluster, (one, two, three) = cluster_of(3)
+    calls = [cluster.contribute(one), cluster.contribute(two)]
+    cluster.pass_time(4.0)
+    assert cluster.coordinator.state.version == 0
+    calls.append(cluster.contribute(three))
+    assert [cluster.status(call) for call in calls] == ["accepted"] * 3
+
+
+def test_a_round_with_its_quorum_closes_after_the_grace_window() -> None:
+    cluster, (one, two, _) = cluster_of(3, quorum=2, grace_s=3.0)
+    cluster.contribute(one)
+    cluster.pass_time(4.0)
+    assert cluster.coordinator.state.version == 0
+    cluster.contribute(two)
+    cluster.pass_time(2.0)
+    assert cluster.coordinator.state.version == 0
+    cluster.pass_time(1.5)
+    assert cluster.coordinator.state.version == 1
+
+
+def test_whoever_comes_within_the_grace_window_is_in_the_round() -> None:
+    cluster, workers = cluster_of(3, quorum=2, grace_s=3.0)
+    for worker in workers[:2]:
+        cluster.contribute(worker)
+    cluster.pass_time(1.0)
+    cluster.contribute(workers[2])
+    assert cluster.coordinator.state.version == 1
+    assert [line[0] for line in cluster.ledger[0]["from"]] == ["w0", "w1", "w2"]
+
+
+def test_the_quorum_is_no_more_than_the_workers_that_are_here() -> None:
+    cluster, (one, two, three) = cluster_of(3, quorum=2)
+    call = cluster.contribute(one)
+    cluster.contribute(two)
+    cluster.take(one, call)
+    cluster.leave(two)
+    cluster.leave(three)
+    assert cluster.step(one) == "accepted"
+    assert cluster.coordinator.state.version == 2
+
+
+def test_who_joins_in_mid_run_is_told_where_the_run_is_and_is_waited_for_from_then_on() -> None:
+    cluster, (one,) = cluster_of(1)
+    for _ in range(3):
+        assert cluster.step(one) == "accepted"
+    call = cluster.contribute(one)
+    assert cluster.coordinator.state.version == 4
+    cluster.take(one, call)
+    two = cluster.join("late", pull=False)
+    answer = cluster.pull(two)
+    assert (answer["version"], answer["step"], answer["inner_steps"]) == (4, 4, 8)
+    waiting = cluster.contribute(one)
+    assert cluster.status(waiting) is None
+    assert cluster.step(two) == "accepted"
+    assert cluster.status(waiting) == "accepted"
+
+
+# --- late ones ------------------------------------------------------------------------------------------
+
+
+def test_a_late_contribution_is_dropped_and_its_worker_gets_the_new_weights() -> None:
+    cluster, (one, two, three) = cluster_of(3, quorum=2)
+    cluster.contribute(one)
+    cluster.contribute(two)
+    call = cluster.contribute(three)
+    assert cluster.status(call) == "late"
+    assert cluster.answers[call]["version"] == 1
+    assert cluster.answers[call]["weights"] == "full"
+
+
+def test_a_late_contribution_is_weighed_into_the_next_round_beside_the_workers_own() -> None:
+    cluster, (one, two, three) = cluster_of(3, quorum=2, late="weigh", grace_s=1.0)
+    for worker in (one, two):
+        worker.seq_call = cluster.contribute(worker)  # type: ignore[attr-defined]
+    cluster.pass_time(1.5)
+    assert cluster.coordinator.state.version == 1
+    before = cluster.learner.vector.clone()
+    late = cluster.contribute(three, 4.0)
+    assert cluster.status(late) == "accepted"
+    cluster.take(three, late)
+    cluster.contribute(three, 1.0)
+    for worker in (one, two):
+        cluster.take(worker, worker.seq_call)  # type: ignore[attr-defined]
+        cluster.contribute(worker, 1.0)
+    cluster.pass_time(1.5)
+    assert cluster.coordinator.state.version == 2
+    shares = {(line[0], line[1]): line[3] for line in cluster.ledger[1]["from"]}
+    assert shares == {("w0", 1): 1.0, ("w1", 1): 1.0, ("w2", 0): 0.5, ("w2", 1): 1.0}
+    moved = (before - cluster.learner.vector) / 0.25
+    assert torch.allclose(moved, torch.full((4,), (1 + 1 + 0.5 * 4 + 1) / 4))
+
+
+def test_a_quorum_of_one_with_late_ones_weighed_is_asynchronous() -> None:
+    cluster, workers = cluster_of(4, quorum=1, late="weigh")
+    for _ in range(3):
+        for worker in workers:
+            assert cluster.step(worker) == "accepted"
+    assert cluster.coordinator.state.version == 12
+    lags = [line["version"] - 1 - line["from"][0][2] for line in cluster.ledger]
+    assert lags == [0, 1, 2, 3] + [3] * 8
+    assert [line["from"][0][3] for line in cluster.ledger] == [1 / (1 + lag) for lag in lags]
+
+
+def test_late_contributions_survive_a_crash() -> None:
+    cluster, (one, two, three) = cluster_of(3, quorum=2, late="weigh")
+    cluster.contribute(one)
+    cluster.contribute(two)
+    cluster.contribute(three, 3.0)
+    again = cluster.recovered()
+    assert torch.equal(again.learner.vector, cluster.learner.vector)
+    assert [key for there in again.coordinator.rounds.open.values() for key in there.held] == ["w2 0"]
+
+
+# --- speeds ---------------------------------------------------------------------------------------------
+
+
+def test_a_slower_worker_is_asked_for_fewer_steps() -> None:
+    cluster, (fast, slow, slowest) = cluster_of(3, balance_speeds=True)
+    calls: list[int] = []
+    for _ in range(4):
+        calls = []
+        for worker, wait in ((fast, 0.5), (slow, 0.5), (slowest, 10.0)):
+            cluster.now += wait
+            calls.append(cluster.contribute(worker))
+        for worker, call in zip((fast, slow, slowest), calls, strict=True):
+            cluster.take(worker, call)
+    asked = [cluster.answers[call]["inner_steps"] for call in calls]
+    assert asked == [8, 4, 1]
+
+
+def test_equal_workers_all_take_the_full_number() -> None:
+    cluster, workers = cluster_of(2, balance_speeds=True)
+    calls: list[int] = []
+    for _ in range(3):
+        cluster.now += 5.0
+        calls = [cluster.contribute(worker, batches=1) for worker in workers]
+        for worker, call in zip(workers, calls, strict=True):
+            cluster.take(worker, call)
+    assert [cluster.answers[call]["inner_steps"] for call in calls] == [8, 8]
+
+
+# --- fragments ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "expected"),
+    [
+        ([4, 4, 4, 4], 2, ((0, 8), (8, 16))),
+        ([10, 1, 1], 3, ((0, 10), (10, 11), (11, 12))),
+        ([1, 1, 10], 2, ((0, 2), (2, 12))),
+        ([5], 1, ((0, 5),)),
+    ],
+)
+def test_fragments_are_whole_tensors_of_about_equal_size(sizes: list[int], count: int, expected: Any) -> None:
+    assert spans(sizes, count) == expected
+
+
+class InTurn(Numbers):
+    """Plain descent on one fragment after the other."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts[-1][1])
+        self.parts, self.steps = parts, 0
+
+    def apply(self, update: torch.Tensor, buffers: torch.Tensor, step: float) -> dict[str, float]:
+        start, end = self.parts[self.steps % len(self.parts)]
+        self.vector[start:end] -= update
+        self.steps += 1
+        return {}
+
+
+@pytest.mark.parametrize("codec", [NoCodec(), Int8Codec(), Int4Codec(), TopKCodec(ratio=0.1)], ids=lambda codec: codec.kind)
+def test_only_a_fragment_travels_in_either_direction(codec: Codec) -> None:
+    parts = spans([600, 300, 300], 2)
+    updates = Updates(codec=codec)
+    cluster = Cluster(policy(1, fragments=2), 1, updates=updates, learner=InTurn(parts))
+    cluster.coordinator = Coordinator(cluster.plan._replace(spans=parts), cluster.policy, cluster.learner)
+    worker = cluster.join("w")
+    base = torch.zeros(1200)
+    for number in range(6):
+        start, end = parts[number % 2]
+        sent = torch.linspace(-1, 1, end - start) * (number + 1)
+        call = cluster.contribute(worker, frames=codecs.encode(codec, sent, None))
+        answer, frames = cluster.answers[call], cluster.frames[call]
+        assert answer["span"] == [start, end]
+        assert sum(memoryview(frame).nbytes for frame in frames) <= 4 * (end - start)
+        part = base[start:end]
+        if answer["weights"] == "full":
+            codecs.decode(NoCodec(), end - start, frames, out=part)
+        elif answer["weights"] == "changes":
+            codecs.apply_changes(part, frames)
+        else:
+            codecs.decode_into(codec, end - start, frames, part, 1.0)
+        cluster.take(worker, call)
+        near = 0.2 if codec.kind == "int4" else 0.02
+        assert torch.allclose(base, cluster.learner.vector, atol=near * (number + 1))
+    assert float(base.abs().sum()) > 0
+
+
+def test_a_contribution_of_the_wrong_fragment_is_malformed() -> None:
+    parts = spans([600, 300], 2)
+    cluster = Cluster(policy(1, fragments=2), 1, learner=InTurn(parts))
+    cluster.coordinator = Coordinator(cluster.plan._replace(spans=parts), cluster.policy, cluster.learner)
+    worker = cluster.join("w")
+    assert cluster.status(cluster.contribute(worker, frames=codecs.encode(NoCodec(), torch.ones(300), None))) == "malformed"

@@ -1,0 +1,161 @@
+"""Functions of tests that run in several processes at once, each of which is one rank. `together(name, count)` returns what each found.
+
+This file is also what the processes run: `python ranks.py RESULT NAME …`, with the place in the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.config import Run
+from shoal.config.load import resolve_data
+from shoal.config.ranks import Place, environment_of, place
+from shoal.engines import Engine, SingleEngine, World, build, enter
+from shoal.models import build as build_models
+from shoal.tasks import Batch
+from shoal.tasks.gan import Gan
+from shoal.tasks.language import LanguageModelling
+
+STEPS, BATCH, ACCUMULATION = 50, 8, 2
+PLAIN = {"name": "SGD", "learning_rate": 0.5}
+"""An optimizer that does not blow differences in the last digit up."""
+
+
+def together(name: str, count: int, *arguments: str) -> list[Any]:
+    """Run a function of this file in so many processes; what each returned. None is left behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = [Path(folder) / f"{rank}.json" for rank in range(count)]
+        logs = [result.with_suffix(".log") for result in results]
+        processes = []
+        for rank in range(count):
+            here = Place(rank, count, rank, count, file=f"{folder}/meeting")
+            environ = os.environ | environment_of(here) | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            command = [sys.executable, __file__, str(results[rank]), name, *arguments]
+            with logs[rank].open("wb") as log:
+                processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
+        try:
+            codes = [process.wait(100) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
+        return [json.loads(result.read_text()) for result in results]
+
+
+class Shapes:
+    image_shape, num_classes, vocab_size = None, None, 61
+
+
+class Pictures:
+    image_shape, num_classes, vocab_size = (1, 64, 64), None, None
+
+
+def run_of(engine: dict[str, Any], **training: Any) -> Run:
+    model = {"kind": "gpt", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 12}
+    settings = {
+        "batch_size": BATCH,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "max_steps": STEPS,
+        "optimizer": {"learning_rate": 3e-3, "weight_decay": 0.1},
+        "schedule": {"kind": "cosine", "warmup_steps": 5},
+        "clipping": {"max_norm": 0.5},
+        "device": "cpu",
+    } | training
+    return resolve_data({"model": model, "engine": engine, "training": settings}, name="test", dialect="shoal", environ={}).run
+
+
+def engine_of(world: World | None = None, engine: dict[str, Any] | None = None, **training: Any) -> Engine:
+    run = run_of(engine or {"kind": "single"}, **training)
+    task = LanguageModelling(build_models(run, Shapes()))
+    device = torch.device("cpu")
+    return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
+
+
+def batches(step: int, rank: int = 0, size: int = 1) -> list[Batch]:
+    """The batches of a step, or a rank's part of them. Rows are of very different lengths, so that means of means would be wrong."""
+    generator = torch.Generator().manual_seed(step)
+    found = []
+    for _ in range(ACCUMULATION):
+        ids = torch.randint(61, (BATCH * 2, 13), generator=generator)
+        labels = ids[:, 1:].clone()
+        for row, length in enumerate(torch.randint(1, 13, (BATCH * 2,), generator=generator).tolist()):
+            labels[row, length:] = -100
+        labels[1::2, 3:] = -100
+        found.append({"input_ids": ids[rank::size, :-1].contiguous(), "labels": labels[rank::size].contiguous()})
+    return found
+
+
+def losses_of(engine: Engine, first: int = 0, last: int = STEPS) -> list[float]:
+    """The loss of each step over all ranks."""
+    world = engine.world
+    found = []
+    for step in range(first, last):
+        result = engine.step(batches(step, world.rank, world.size))
+        found.append(float(world.total(result.metrics)["loss"]))
+    return found
+
+
+# --- what runs in ranks ------------------------------------------------------------------------------
+
+
+def agreement(world: World, *engines: str) -> dict[str, Any]:
+    """Fifty steps of each engine."""
+    return {text: losses_of(engine_of(world, json.loads(text))) for text in engines}
+
+
+def flat_view(world: World, *engines: str) -> dict[str, Any]:
+    """The gradient of a batch, and the weights after it is applied, as every rank sees them."""
+    found = {}
+    for text in engines:
+        engine = engine_of(world, json.loads(text), optimizer=PLAIN)
+        engine.gradients(batches(0, world.rank, world.size))
+        gradient = engine.gradient.clone()
+        engine.apply(gradient, 10)
+        found[text] = {"gradient": gradient.tolist(), "vector": engine.vector.tolist()}
+    return found
+
+
+def statistics(world: World) -> dict[str, Any]:
+    """A GAN with BatchNorm after two steps."""
+    model = {"kind": "dcgan", "generator_features": 4, "discriminator_features": 4, "latent_dim": 4}
+    data = {"model": model, "training": {"batch_size": 4}, "engine": {"kind": "ddp"}}
+    run = resolve_data(data, name="test", dialect="shoal", environ={}).run
+    engine = build(run, Gan(build_models(run, Pictures()), 4, 0), torch.device("cpu"), 10, world)
+    torch.manual_seed(world.rank)
+    for _ in range(2):
+        engine.step([{"image": torch.rand(4, 1, 64, 64)}])
+    assert isinstance(engine, SingleEngine)
+    return {"vector": float(engine.vector.double().sum()), "buffers": engine.buffers.tolist()}
+
+
+def small_last_batch(world: World) -> list[float]:
+    """A step in which the second rank has no sample of its own."""
+    engine = engine_of(world, {"kind": "ddp"}, gradient_accumulation_steps=1, optimizer=PLAIN)
+    whole = batches(0)[0]
+    engine.step([{name: value[world.rank :: world.size] for name, value in whole.items()}])
+    engine.step([{name: value[:1][world.rank :: world.size] for name, value in whole.items()}])
+    vector: list[float] = engine.vector.tolist()
+    return vector
+
+
+def main() -> None:
+    here = place()
+    assert here is not None
+    world = enter(here, torch.device("cpu"))
+    found = globals()[sys.argv[2]](world, *sys.argv[3:])
+    Path(sys.argv[1]).write_text(json.dumps(found))
+    world.close()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

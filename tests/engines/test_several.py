@@ -1,0 +1,100 @@
+"""Several processes give what one gives, whichever engine they are."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import ranks
+import torch
+
+DDP, FSDP = json.dumps({"kind": "ddp"}), json.dumps({"kind": "fsdp"})
+KEPT = json.dumps({"kind": "fsdp", "reshard_after_forward": False})
+ZERO = [json.dumps({"kind": "deepspeed", "zero_stage": stage, "stage3_param_persistence_threshold": 10}) for stage in (1, 2, 3)]
+OFFLOADED = json.dumps({"kind": "deepspeed", "zero_stage": 3, "cpu_offload": True})
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed (shoal[deepspeed])")
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    return ranks.losses_of(ranks.engine_of())
+
+
+def check_agreement(found: list[dict[str, list[float]]], alone: list[float]) -> None:
+    for name, losses in found[0].items():
+        assert losses == pytest.approx(alone, rel=1e-4), name
+        assert found[1][name] == losses, "all ranks are told the same"
+
+
+def test_ddp_and_fsdp_follow_one_process_over_fifty_steps(alone: list[float]) -> None:
+    check_agreement(ranks.together("agreement", 2, DDP, FSDP, KEPT), alone)
+
+
+@needs_deepspeed
+def test_zero_1_2_and_3_follow_one_process_over_fifty_steps(alone: list[float]) -> None:
+    check_agreement(ranks.together("agreement", 2, *ZERO, OFFLOADED), alone)
+
+
+def test_every_rank_sees_the_whole_gradient_and_the_whole_weights() -> None:
+    single = ranks.engine_of(optimizer=ranks.PLAIN)
+    single.gradients(ranks.batches(0))
+    gradient = single.gradient.clone()
+    single.apply(gradient, 10)
+    for seen in ranks.together("flat_view", 3, DDP, FSDP):
+        for name, values in seen.items():
+            torch.testing.assert_close(torch.tensor(values["gradient"]), gradient, rtol=1e-4, atol=1e-7, msg=name)
+            torch.testing.assert_close(torch.tensor(values["vector"]), single.vector, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_running_figures_of_batchnorm_are_the_same_in_all_ranks() -> None:
+    first, second = ranks.together("statistics", 2)
+    assert first == second
+    assert any(first["buffers"])
+
+
+def test_a_rank_without_a_sample_of_a_small_last_batch_computes_along() -> None:
+    single = ranks.engine_of(gradient_accumulation_steps=1, optimizer=ranks.PLAIN)
+    whole = ranks.batches(0)[0]
+    for rows in (len(whole["labels"]), 1):
+        single.step([{name: value[:rows] for name, value in whole.items()}])
+    for vector in ranks.together("small_last_batch", 2):
+        torch.testing.assert_close(torch.tensor(vector), single.vector, rtol=1e-4, atol=1e-6)
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    from shoal.engines.fsdp import _check, refuse_several
+    from shoal.engines.zero_config import zero_config
+    from shoal.errors import ShoalError
+
+    class Two:
+        players: dict[str, Any] = {"generator": None, "discriminator": None}  # noqa: RUF012
+
+    class One:
+        players: dict[str, Any] = {"model": None}  # noqa: RUF012
+
+    run, cpu = ranks.run_of({"kind": "fsdp"}), torch.device("cpu")
+    with pytest.raises(ShoalError, match="take ddp"):
+        refuse_several(run, Two())  # type: ignore[arg-type]
+    with pytest.raises(ShoalError, match="whole matrices"):
+        _check(run, One(), "Muon", cpu)  # type: ignore[arg-type]
+    with pytest.raises(ShoalError, match="in main memory already"):
+        _check(ranks.run_of({"kind": "fsdp", "cpu_offload": True}), One(), "AdamW", cpu)  # type: ignore[arg-type]
+    with pytest.raises(ShoalError, match="that is the engine ddp"):
+        zero_config(ranks.run_of({"kind": "deepspeed", "zero_stage": 0}), 2, None)
+
+
+def test_deepspeeds_settings_are_shoals() -> None:
+    from shoal.engines.zero_config import zero_config
+
+    engine = {"kind": "deepspeed", "zero_stage": 3, "cpu_offload": True, "allgather_bucket_size": 7, "reduce_bucket_size": 8}
+    engine |= {"stage3_prefetch_bucket_size": 9, "stage3_param_persistence_threshold": 10, "stage3_max_live_parameters": 11}
+    config = zero_config(ranks.run_of(engine, precision={"kind": "bf16"}), 4, 0.5)
+    assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (64, 8, 2)
+    assert config["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    zero = config["zero_optimization"]
+    names = ("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size")
+    assert [zero[name] for name in (*names, "stage3_param_persistence_threshold", "stage3_max_live_parameters")] == [7, 8, 9, 10, 11]
+    assert zero["stage"] == 3
+    assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
