@@ -21,6 +21,9 @@ BEGIN
     IF octet_length(p_header) > most THEN
         RAISE EXCEPTION 'a header of % bytes; at most % are allowed', octet_length(p_header), most USING ERRCODE = 'SH002';
     END IF;
+    IF EXISTS (SELECT FROM iterations i WHERE i.quorum IS NOT NULL) THEN
+        PERFORM pg_advisory_xact_lock(hashtext('shoal.submit'));  -- of two that come at once, the second sees whether the first was enough
+    END IF;
     SELECT * INTO present FROM iterations i ORDER BY i.iteration DESC LIMIT 1;
     IF caller.last_unit = p_unit AND caller.last_lease = p_lease THEN
         outcome := caller.last_outcome;
