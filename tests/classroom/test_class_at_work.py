@@ -232,6 +232,7 @@ def test_the_teacher_sees_the_class_from_the_database_alone(school: School, caps
     output = capsys.readouterr().out
     assert "1,437 images" in output
     assert "generator_loss" in output
+    assert "has ended: completed" in output
     assert {"w0", "w1"} <= set(output.split())
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from postgres_harness import Database
@@ -189,6 +190,41 @@ def test_a_result_after_its_deadline_is_late_though_nobody_took_the_unit(
     assert blobs(database) == 0
     assert adds_up(server) == {"pending": 1, "dropped": 1}
     assert desk.claim(1, 0.0)[0].attempts == 1
+
+
+def test_a_result_that_comes_when_a_round_has_enough_is_late(
+    database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]
+) -> None:
+    desk = enter()
+    server.issue(1, [(0, start, 1) for start in range(4)], 60.0, 3, quorum=2)
+    units = desk.claim(4, 0.0)
+    outcomes = [desk.submit(unit, {}, frames) for unit, frames in zip(units, ([b"x"], [LARGE], [b"x"], [LARGE]), strict=True)]
+    assert outcomes == ["accepted", "accepted", "late", "late"]
+    assert blobs(database) == 2
+    assert adds_up(server) == {"completed": 2, "pending": 2, "dropped": 2}
+    assert desk.claim(1, 0.0) == []
+    for request in take(server, 2):
+        server.consume(request)
+    server.issue(2, [(0, start, 1) for start in (2, 3)], 60.0, 3, quorum=2)
+    assert [(unit.start, unit.attempts) for unit in desk.claim(4, 0.0)] == [(2, 0), (3, 0)]
+
+
+def test_of_results_that_come_at_once_a_round_takes_as_many_as_it_needs(server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
+    desks = [enter() for _ in range(4)]
+    start = threading.Barrier(len(desks))
+
+    def submit(desk: UnitDesk, unit: Unit) -> str:
+        start.wait(PATIENCE_S)
+        return desk.submit(unit, {}, [b"x"])
+
+    for iteration in range(1, 11):
+        server.issue(iteration, [(iteration, start, 1) for start in range(len(desks))], 60.0, 3, quorum=1)
+        units = [desk.claim(1, 0.0)[0] for desk in desks]
+        with ThreadPoolExecutor(len(desks)) as pool:
+            outcomes = sorted(pool.map(submit, desks, units))
+        assert outcomes == ["accepted", "late", "late", "late"]
+        for request in take(server, 1):
+            server.consume(request)
 
 
 def test_a_new_iteration_cancels_what_is_left(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:

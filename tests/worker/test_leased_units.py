@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shoal.config.schema.updates import Updates
+from shoal.config.schema.updates import Privacy, Updates
 from shoal.errors import ShoalError
 from shoal.updates.frames import frame_of
 from shoal.worker.leased import Leased
@@ -41,9 +41,9 @@ class Desk:
         return taken
 
     def weights(self, have: int) -> Any:
-        if have < 0:
-            return SimpleNamespace(version=0, header={"done": False}, frames=(frame_of(torch.ones(3).numpy()),))
-        return None if not self.over else SimpleNamespace(version=1, header={"done": True}, frames=(frame_of(torch.ones(3).numpy()),))
+        if have >= 0 and not self.over:
+            return None
+        return SimpleNamespace(version=have + 1, header={"step": 0.0, "done": have >= 0}, frames=(frame_of(torch.ones(3).numpy()),))
 
     def submit(self, unit: Unit, header: dict[str, Any], frames: Any) -> str:
         self.log.append(("submit", unit.id, header["samples"], torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).tolist()))
@@ -72,7 +72,7 @@ class MeanEngine:
         self.most = most
         self.sizes: list[int] = []
 
-    def gradients(self, batches: list[dict[str, torch.Tensor]]) -> Any:
+    def gradients_in_turn(self, batches: list[dict[str, torch.Tensor]], step: float) -> Any:
         values = batches[0]["x"]
         if len(values) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -167,3 +167,22 @@ def test_what_came_too_late_is_counted_and_not_as_ours() -> None:
     made = worker(desk, MeanEngine())
     made.work()
     assert (made.counts["rejected"], made.samples) == (1, 0)
+
+
+def test_with_privacy_a_gradient_remembers_nothing_of_earlier_batches() -> None:
+    """A contribution that remembered others would tell of their samples, and the privacy that is spent counts each in its own only."""
+    taken: list[str] = []
+
+    class Engine(MeanEngine):
+        def gradients(self, batches: list[dict[str, torch.Tensor]]) -> Any:
+            taken.append("at once")
+            return super().gradients_in_turn(batches, 0.0)
+
+        def gradients_in_turn(self, batches: list[dict[str, torch.Tensor]], step: float) -> Any:
+            taken.append("in turn")
+            return super().gradients_in_turn(batches, step)
+
+    for updates in (Updates(), Updates(clip_norm=1.0, privacy=Privacy(enabled=True))):
+        engine: Any = Engine()
+        Leased("w", Desk([Unit(7, batches=1)]), engine, read, updates, tell=lambda text: None).work()
+    assert taken == ["in turn", "at once"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,13 @@ from shoal.tasks import Batch, Task
 from shoal.updates.layout import lay_out
 
 __all__ = ["SingleEngine", "StepResult", "choose_device"]
+
+
+class _Before(NamedTuple):
+    """A network's weights, and what they were."""
+
+    vector: Tensor
+    weights: Tensor
 
 
 class SingleEngine(Engine):
@@ -71,6 +78,37 @@ class SingleEngine(Engine):
                 metrics[name] = metrics.get(name, 0.0) + value / len(ones)
         torch.div(total, len(ones), out=self.gradient)
         return StepResult(metrics, len(ones), len(ones))
+
+    def gradients_in_turn(self, batches: list[Batch], step: float) -> StepResult:
+        """Like `gradients`, but each network's is taken where the networks before it have made a step: a GAN learns best so.
+
+        Others will make that step, with what more workers found. Here it is what this worker's own optimizer expects, and undone.
+        """
+        weighing, metrics, ahead = self._weigh(batches), dict[str, Tensor](), list[_Before]()
+        try:
+            for player in self._in_turn(batches, weighing, metrics):
+                if len(ahead) + 1 < len(self.networks):
+                    ahead.append(self._step_ahead(player, step))
+        finally:  # also where memory was too small for the next network
+            for vector, before in ahead:
+                vector.copy_(before)
+        return StepResult(metrics, weighing.total, weighing.samples)
+
+    def _step_ahead(self, player: str, step: float) -> _Before:
+        """Step a network, and leave its gradient as it is. One that is not finite must not get into the optimizer's memory."""
+        network, optimizer, limit = self.networks[player], self.optimizers[player], self.clip_limit()
+        before = _Before(network.vector, network.vector.clone())
+        gradient = network.gradient.clone()
+        network.gradient.div_(self.scaler.get_scale())
+        norm = self._norm(player)
+        if math.isfinite(float(norm)):
+            if limit is not None:
+                self._shrink(player, (limit / (norm + 1e-6)).clamp(max=1.0))
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate(player, step)
+            optimizers.step(optimizer)
+        network.gradient.copy_(gradient)
+        return before
 
     def _forget(self) -> None:
         for network in self.networks.values():

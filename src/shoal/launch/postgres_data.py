@@ -17,9 +17,8 @@ from shoal.transports.addresses import is_everywhere, is_loopback, resolve
 
 _SETTINGS = {
     "max_connections": "200",  # a class with a few connections each
-    "shared_buffers": "128MB",  # weights are read from the system's cache just as well, and a laptop has other uses for its memory
-    "max_wal_size": "2GB",  # a contribution is tens of megabytes: few checkpoints
-    "wal_compression": "on",
+    "max_wal_size": "4GB",  # a contribution is tens of megabytes, and after each checkpoint every page that changes is logged whole
+    "wal_compression": "off",  # gradients do not shrink, and to try takes longer than to write
     "wal_level": "minimal",  # nobody replicates a run's database
     "max_wal_senders": "0",
     "synchronous_commit": "on",  # who was told "accepted" can rely on it, though the server is killed a moment later
@@ -33,6 +32,8 @@ _SETTINGS = {
     "log_checkpoints": "off",
     "unix_socket_directories": "",  # TCP and a password for all: other users of this machine are not let in either
 }
+_BUFFERS_MB = (128, 1024)
+"""What the server keeps in memory, at least and at most: a sixteenth of what the machine has. A round's gradients should fit."""
 _LEFT_S = 5.0
 """How long the server of an owner that was killed has to end by itself."""
 _STOP_S = 30.0
@@ -85,7 +86,9 @@ def settle(programs: Programs, memory: Memory) -> list[str]:
     write_private(programs.data / "pg_hba.conf", "\n".join(rules) + "\n", programs.user)
     host = resolve(memory.host)
     own = [] if is_loopback(host) or (is_everywhere(host) and ":" not in host) else ["127.0.0.1"]
-    settings = {"listen_addresses": ",".join([host, *own]), "port": str(memory.port), **_SETTINGS}
+    least, most = _BUFFERS_MB
+    buffers = min(most, max(least, processes().virtual_memory().total // 16 >> 20))
+    settings = {"listen_addresses": ",".join([host, *own]), "port": str(memory.port), "shared_buffers": f"{buffers}MB", **_SETTINGS}
     return programs.command("postgres", *(word for name, value in settings.items() for word in ("-c", f"{name}={value}")))
 
 

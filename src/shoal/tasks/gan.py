@@ -12,9 +12,10 @@ from shoal.tasks.base import Batch, Loss, Mean
 
 
 class Gan:
-    """Both networks see the same weights of each other; the engine takes each loss's gradient for its own network only.
+    """The engine takes each loss's gradient for its own network only.
 
-    So the discriminator's gradient holds nothing of the generator's backward pass, wherever the two are stepped.
+    So the discriminator's gradient holds nothing of the generator's backward pass, wherever the two are stepped. The generator's loss is
+    asked for last: a discriminator that was stepped before that judges with its new weights.
     """
 
     headline = "discriminator_loss"

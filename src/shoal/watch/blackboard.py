@@ -18,6 +18,7 @@ class Blackboard(Quiet):
         length, run = loop.engine.total_steps, loop.run
         plan = {"name": run.name or loop.directory.path.name, "strategy": run.strategy.kind, "steps": length, "epochs": run.training.epochs}
         self.server.set_fact("plan", plan | {"parameters": loop.engine.size})
+        self.server.set_fact("end", None)
 
     def record(self, record: dict[str, Any]) -> None:
         figures = metrics_of(record) | {name: record[name] for name in ("samples", "epoch") if name in record}
@@ -35,4 +36,7 @@ class Blackboard(Quiet):
             self._shown = grids[-1].name
 
     def close(self, summary: dict[str, Any]) -> None:
-        return None
+        try:
+            self.server.set_fact("end", summary["status"])
+        except ShoalError as error:
+            self.loop.message(f"warning: how the run ended is not on the blackboard: {error}")

@@ -48,8 +48,13 @@ def lines(view: Any) -> Iterator[tuple[str, str]]:
     yield "units", f"{done} completed{rate}, {units.get('cancelled', 0)} cancelled, {units.get('failed', 0)} failed, {open_now}"
     losses = {name: value for name, value in figures.items() if name.endswith(("loss", "accuracy"))}
     yield "figures", "  ".join(f"{name} {value:.4g}" for name, value in losses.items()) or "none yet"
-    seen = (view.now - view.coordinator_seen_at).total_seconds() if view.coordinator_seen_at else None
-    away = "not here; workers go on with what is on offer" if seen is None or seen > 10 else "here"
-    yield "coordinator", away
+    yield "coordinator", _coordinator(view)
     if view.picture is not None:
         yield "samples", f"of iteration {view.picture[0]}, at {view.picture[1].astimezone():%H:%M:%S} (--grid FILE saves them)"
+
+
+def _coordinator(view: Any) -> str:
+    if end := view.facts.get("end"):
+        return f"has ended: {end}"
+    seen = (view.now - view.coordinator_seen_at).total_seconds() if view.coordinator_seen_at else None
+    return "not here; workers go on with what is on offer" if seen is None or seen > 10 else "here"

@@ -25,6 +25,12 @@ _PLAIN = NoCodec()
 _WAIT_S = 60.0
 
 
+class UnitEngine(Engine, Protocol):
+    """What a worker with units asks of an engine."""
+
+    def gradients_in_turn(self, batches: list[Batch], step: float) -> StepResult: ...
+
+
 class Unit(Protocol):
     """A lease on some batches of an epoch."""
 
@@ -82,7 +88,7 @@ class Leased:
         self,
         name: str,
         desk: Desk,
-        engine: Engine,
+        engine: UnitEngine,
         read: Callable[[int, int, int], Iterator[Batch]],
         updates: Updates,
         *,
@@ -94,7 +100,7 @@ class Leased:
         self.slowdown = slowdown
         self.receipts = receipts or Receipts(None)
         self.outgoing = Outgoing(engine, updates)
-        self.version = -1
+        self.version, self.step = -1, 0.0
         self.state = "starting"
         self.stopping = self.done = False
         self.counts = {"accepted": 0, "rejected": 0, "abandoned": 0}
@@ -198,7 +204,7 @@ class Leased:
             most = min(self._most or size, size - at)
             part = batch if most == size else {name: value[at : at + most] for name, value in batch.items()}
             try:
-                result = self.outgoing.gradients([part])
+                result = self.outgoing.gradients([part], lambda batches: self.engine.gradients_in_turn(batches, self.step))
             except (RuntimeError, MemoryError) as error:
                 if not _is_out_of_memory(error):
                     raise
@@ -233,7 +239,7 @@ class Leased:
         self.engine.changed()
         if extra:
             self.engine.load_buffers(codecs.decode(_PLAIN, extra, newer.frames[-1:]))
-        self.version, self.done = newer.version, bool(newer.header["done"])
+        self.version, self.step, self.done = newer.version, newer.header["step"], bool(newer.header["done"])
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -8,27 +8,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from psycopg import capabilities
 
 from shoal.errors import ShoalError
 from shoal.transports import wire
 from shoal.transports.interface import Frame
 from shoal.transports.postgres.line import Connection
 
-PART_BYTES = {"parts": 1 << 18, "flyer_parts": 8100}
-"""Measured over loopback. What workers send: smaller parts cost statements, larger ones copies. What is handed out: a row fills a page."""
-_AT_ONCE = 32 if capabilities.has_stream_chunked() else 1
-"""Rows that libpq hands over together."""
+PART_BYTES = 1 << 18
+"""Measured over loopback: smaller parts cost statements, larger ones copies."""
 WINDOW = 128
 """Parts under way before an answer is waited for: bounds what is in memory twice."""
 _ROW = struct.Struct(">hi16siii")
 _COPY_BEGIN, _COPY_END = b"PGCOPY\n\xff\r\n\0" + bytes(8), b"\xff\xff"
 
 
-def cut(frame: Frame, table: str = "parts") -> Iterator[tuple[int, memoryview]]:
-    view, size = memoryview(wire.flat(frame)), PART_BYTES[table]
-    for n, begin in enumerate(range(0, len(view), size)):
-        yield n, view[begin : begin + size]
+def cut(frame: Frame) -> Iterator[tuple[int, memoryview]]:
+    view = memoryview(wire.flat(frame))
+    for n, begin in enumerate(range(0, len(view), PART_BYTES)):
+        yield n, view[begin : begin + PART_BYTES]
 
 
 def upload(connection: Connection, frames: Sequence[Frame]) -> list[uuid.UUID]:
@@ -45,10 +42,10 @@ def copy_in(connection: Connection, table: str, ids: Sequence[uuid.UUID], frames
     """As the coordinator may: in one stream. `table`: parts, or flyer_parts."""
     with connection.cursor().copy(f"COPY shoal.{table} FROM STDIN (FORMAT BINARY)") as stream:
         stream.write(_COPY_BEGIN)
-        rows = ((owner, n, part) for owner, frame in zip(ids, frames, strict=True) for n, part in cut(frame, table))
-        for window in _windows(rows):
-            pieces = ((_ROW.pack(3, 16, owner.bytes, 4, n, len(part)), part) for owner, n, part in window)
-            stream.write(b"".join(piece for both in pieces for piece in both))
+        for owner, frame in zip(ids, frames, strict=True):
+            for n, part in cut(frame):
+                stream.write(_ROW.pack(3, 16, owner.bytes, 4, n, len(part)))
+                stream.write(part)
         stream.write(_COPY_END)
 
 
@@ -66,10 +63,10 @@ class Told(NamedTuple):
 def read(connection: Connection, query: str, values: Sequence[Any]) -> Told | None:
     """Rows of (frame, sizes, data, …): the first with the frames' sizes, the others with their parts in order. None: no row.
 
-    Rows are taken as they come, and each part is copied once, into its place, while others are under way: half the time of fetching all.
+    Rows are taken one by one, so that each part is copied once, into its place, while the next is under way: half the time of fetching all.
     """
     with connection.cursor() as cursor:
-        rows = cursor.stream(query.encode(), values, binary=True, size=_AT_ONCE)
+        rows = cursor.stream(query.encode(), values, binary=True)
         first = next(rows, None)
         whole = [np.empty(size, np.uint8).data for size in first[1] or ()] if first else []
         left = [*whole]

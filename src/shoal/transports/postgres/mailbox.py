@@ -259,10 +259,9 @@ class Mailbox(Office):
     def drop_flyers(self) -> None:
         kept = [flyer for _, flyer in self._flyers.values()]
         gone = self.fetch(
-            "WITH gone AS (DELETE FROM shoal.flyers f WHERE f.id <> ALL (%s::uuid[])"
+            "DELETE FROM shoal.flyers f WHERE f.id <> ALL (%s::uuid[])"
             " AND NOT EXISTS (SELECT FROM shoal.replies r WHERE f.id = ANY (r.frames))"
-            " AND NOT EXISTS (SELECT FROM shoal.weights w WHERE f.id = ANY (w.frames)) RETURNING id, bytes),"
-            " parts AS (DELETE FROM shoal.flyer_parts p USING gone WHERE p.flyer = gone.id) SELECT bytes FROM gone",
+            " AND NOT EXISTS (SELECT FROM shoal.weights w WHERE f.id = ANY (w.frames)) RETURNING bytes",
             (kept,),
         )
         self.freed_bytes += sum(row[0] for row in gone)
