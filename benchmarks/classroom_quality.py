@@ -165,6 +165,7 @@ def in_class(seed: int, folder: Path, server: Access) -> float:
 
 def _work(address: str, name: str) -> None:
     worker = join(Way(address, "", None, name=name, patience_s=30.0), lambda text: None)
+    worker.prepare()
     assert isinstance(worker, Leasing)
     worker.work()
 

@@ -67,6 +67,7 @@ class School:
                 receipts = self.folder / "run" / "workers" / f"{name}.jsonl"
                 joined = join(Way(self.student.address, "", None, name=name, receipts=receipts, patience_s=30.0), lambda text: None)
                 assert isinstance(joined, Leasing)
+                joined.prepare()
                 self.workers.append(joined)
                 change(joined)
                 joined.work()

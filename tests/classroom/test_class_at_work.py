@@ -260,6 +260,7 @@ def test_other_strategies_go_through_the_database_too(school: School, strategy: 
 
     def work(name: str) -> None:
         worker = join(Way(school.student.address, "", None, name=name, patience_s=30.0), lambda text: None)
+        worker.prepare()
         joined.append(worker)
         worker.work()
 
