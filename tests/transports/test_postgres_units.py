@@ -412,10 +412,10 @@ def test_all_of_a_transaction_or_nothing(database: Database, server: PostgresSer
 
 
 def test_growth_is_bounded(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
-    """Two hundred iterations write 200 MB, and the database never takes that room."""
+    """Four hundred iterations write 400 MB, and the database never takes near that room, however fast they come."""
     desk = enter()
     frame, sizes = bytes(500_000), []
-    for iteration in range(200):
+    for iteration in range(400):
         with server.transaction():
             server.publish(iteration, "full", {}, [memoryview(frame)])
             issue(server, iteration, 3)
@@ -426,5 +426,5 @@ def test_growth_is_bounded(database: Database, server: PostgresServer, enter: Ca
             sizes.append(database.rows("SELECT pg_database_size(current_database())")[0][0])
     counts = dict(database.rows("SELECT 'units', count(*) FROM shoal.units UNION ALL SELECT 'blobs', count(*) FROM shoal.blobs"))
     assert counts == {"units": 3, "blobs": 0}
-    assert adds_up(server)["completed"] == 200
-    assert max(sizes) < 150e6
+    assert adds_up(server)["completed"] == 400
+    assert max(sizes) < 270e6
