@@ -72,11 +72,16 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         players: dict[str, Any] = {"generator": None, "discriminator": None}  # noqa: RUF012
 
     class One:
-        players: dict[str, Any] = {"model": None}  # noqa: RUF012
+        players: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}  # noqa: RUF012
+
+    class Normed:
+        players: dict[str, Any] = {"model": torch.nn.BatchNorm1d(2)}  # noqa: RUF012
 
     run, cpu = ranks.run_of({"kind": "fsdp"}), torch.device("cpu")
     with pytest.raises(ShoalError, match="take ddp"):
         refuse_several(run, Two())  # type: ignore[arg-type]
+    with pytest.raises(ShoalError, match="figures of BatchNorm"):
+        refuse_several(run, Normed())  # type: ignore[arg-type]
     with pytest.raises(ShoalError, match="whole matrices"):
         _check(run, One(), "Muon", cpu)  # type: ignore[arg-type]
     with pytest.raises(ShoalError, match="in main memory already"):

@@ -12,7 +12,19 @@ from transport_harness import KEYS, LIMIT, PATIENCE_S, TOKEN, answering
 from shoal.config.fields import Secret
 from shoal.config.schema.cluster import InProcess, Postgres, Transport, XmlRpc, Zmq
 from shoal.errors import ShoalError
-from shoal.transports import Keys, Message, Unreachable, addresses, connect, listening_hosts, local_addresses, needs_keys, serve
+from shoal.transports import (
+    Keys,
+    Message,
+    Unreachable,
+    addresses,
+    connect,
+    listening_hosts,
+    local_addresses,
+    needs_keys,
+    new_keys,
+    new_token,
+    serve,
+)
 from shoal.transports.keys import key_from_text, key_text
 from shoal.transports.rate import Rate, RateLimit
 
@@ -110,3 +122,10 @@ def test_the_room_is_cheap_to_enter() -> None:
     """Neither ZeroMQ nor HTTP nor torch is loaded before somebody connects."""
     code = "import shoal.transports, sys; assert not {'zmq', 'http.server', 'torch'} & set(sys.modules), 'heavy'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_pasted_into_a_command_line_never_looks_like_an_option() -> None:
+    tokens = [new_token() for _ in range(500)]
+    assert not [token for token in tokens if token.startswith("-")]
+    assert len(set(tokens)) == 500
+    assert not [keys for keys in (new_keys() for _ in range(500)) if key_text(keys.public).startswith("-")]

@@ -24,16 +24,18 @@ class Keys(NamedTuple):
 
 
 def new_token() -> str:
-    """A join token nobody can guess, safe in a command line or an address."""
-    return secrets.token_urlsafe(24)
+    """A join token nobody can guess, safe in an address, and in a command line, where a dash would begin an option."""
+    return next(token for token in iter(lambda: secrets.token_urlsafe(24), "") if not token.startswith("-"))
 
 
 def new_keys() -> Keys:
-    """A fresh key pair for a coordinator."""
+    """A fresh key pair for a coordinator, of which the public half can be typed like a token."""
     import zmq
 
-    public, secret = zmq.curve_keypair()
-    return Keys(public.decode(), secret.decode())
+    while True:
+        public, secret = (half.decode() for half in zmq.curve_keypair())
+        if not key_text(public).startswith("-"):
+            return Keys(public, secret)
 
 
 def keys_from_secret(secret: str | bytes) -> Keys:
