@@ -24,6 +24,11 @@ BROKEN = [
         "model: {kind: gpt, max_seq_len: 64}\ndata: {sequence_length: 65}\n",
         ["data.sequence_length", "model.max_seq_len"],
     ),
+    (
+        "engine",
+        "strategy: {kind: workunits}\ntransport: {kind: postgres}\nengine: {kind: fsdp}\n",
+        ["engine.kind", "strategy.kind"],
+    ),
     ("transport", "strategy: {kind: workunits}\ntransport: {kind: zmq}\n", ["strategy.kind", "transport.kind"]),
     (
         "rounds",

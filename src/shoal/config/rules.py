@@ -132,6 +132,13 @@ def units_are_kept_in_a_database(settings: Settings, kind: str, transport: str) 
         settings.report("transport", message, "strategy.kind", "transport.kind", help="set transport.kind to postgres")
 
 
+@rule("strategy.kind", "engine.kind")
+def a_unit_is_for_one_process(settings: Settings, kind: str, engine: str) -> None:
+    if kind == "workunits" and engine in ("ddp", "fsdp", "deepspeed"):
+        message = f"a unit of work is for one process, and {engine} is several"
+        settings.report("engine", message, "engine.kind", "strategy.kind", help="set engine.kind to single, or choose another strategy")
+
+
 @rule("strategy.units_per_update", "cluster.num_workers")
 def units_fit_the_class(settings: Settings, units: int, workers: int | None) -> None:
     """A third to a half of the workers is a good number: with more, some do several for each update; with fewer, most are late."""

@@ -47,8 +47,6 @@ def refuse_unbuilt(loaded: Loaded) -> None:
         raise ShoalError("models of kind moe are not built yet")
     if run.engine.kind == "pipeline":
         raise ShoalError("the engine pipeline is not built yet; single, ddp, fsdp and deepspeed are")
-    if run.engine.kind != "single" and run.strategy.kind == "workunits":
-        raise ShoalError("engine.kind: a unit of work is for one process: set it to single, or choose another strategy than workunits")
     if run.data.source is not None and run.data.source.kind == "preferences":
         raise ShoalError("data.source: learning from preferences is not built yet")
     for path, history in loaded.settings.history.items():
