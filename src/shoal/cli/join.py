@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from shoal.cli.ranks import as_rank, island, place_in
+from shoal.cli.ranks import as_rank, island
 from shoal.cli.train import download
 from shoal.config.environment import database_password
 from shoal.config.load import File, parse_override, resolve
@@ -78,7 +78,7 @@ def run(argv: list[str]) -> int:
 
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; where several are needed and none are there, start them."""
-    from shoal.launch import Crew
+    from shoal.launch import Crew, place_in
     from shoal.strategies.joining import Joined
 
     invitation, crew = _invitation(arguments)
@@ -94,9 +94,10 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     try:
         joined = _join_in_database(_way(arguments, reached)) if in_database else Joined(_way(arguments, reached), _tell)
         here = place_in(joined.run)
-        if isinstance(joined, Joined) and here is None and (crew := Crew.of(joined.run, "join", _tell)) is not None:
+        if isinstance(joined, Joined) and here is None and joined.run.engine.kind != "single":
             joined.leave()
-            arguments.name = joined.name
+            arguments.name, crew = joined.name, Crew.of(joined.run, "join", _tell)
+            assert crew is not None
             return _lead(crew, arguments, argv, invitation, working)
         working.append(joined)
         _tell(f"joined as {joined.name}")

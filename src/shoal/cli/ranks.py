@@ -13,31 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.main import report
 from shoal.config import Run
-from shoal.config.ranks import Place, place
+from shoal.config.ranks import Place
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.launch import Crew, LocalIsland
-
-
-def place_in(run: Run) -> Place | None:
-    """Which of the engine's processes this is. None: it is alone, or has to start them. Raises ShoalError where the two do not fit."""
-    here = place()
-    if here is None:
-        return None
-    if run.engine.kind == "single":
-        if here.size > 1:
-            raise ShoalError(
-                f"torchrun started {here.size} processes, and the engine single is one: set engine.kind to ddp, fsdp or deepspeed"
-            )
-        return None
-    for setting, wanted, found in (
-        ("launch.devices_per_node", run.launch.devices_per_node, here.local_size),
-        ("launch.nodes", run.launch.nodes, here.nodes),
-    ):
-        if wanted is not None and wanted != found:
-            raise ShoalError(f"{setting} is {wanted}, and torchrun started {found}")
-    return here
 
 
 def start_ranks(run: Run, argv: list[str]) -> int:

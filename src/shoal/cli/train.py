@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.main import report
 from shoal.cli.options import load, parse, parser, require
-from shoal.cli.ranks import as_rank, place_in, start_ranks
+from shoal.cli.ranks import as_rank, start_ranks
 from shoal.config.load import Loaded, Override
 from shoal.config.problems import ConfigError
-from shoal.config.ranks import place
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -42,6 +41,8 @@ def run(argv: list[str]) -> int:
         loaded = require(load(arguments, [*overrides, Override("strategy.kind", "syncps", "--workers")], resolved=resolved))
     if loaded.problems:
         report(ConfigError(loaded.problems))
+    from shoal.launch import place_in, refuse_torchrun
+
     if loaded.run.strategy.kind == "local":
         for option in ("netem", "slowdown"):
             if getattr(arguments, option):
@@ -55,11 +56,7 @@ def run(argv: list[str]) -> int:
             refuse_unbuilt(loaded)
             return start_ranks(loaded.run, argv)
         return train(loaded, arguments.run_dir, arguments.resume)
-    here = place()
-    if here is not None and here.size > 1:
-        raise ShoalError(
-            "torchrun starts the processes of one worker: run `shoal coordinate` once, and each worker with `torchrun … -m shoal join …`"
-        )
+    refuse_torchrun()
     count = arguments.workers or loaded.run.cluster.num_workers or 0
     if not count and not arguments.resume:
         raise ShoalError(

@@ -22,14 +22,9 @@ from shoal.tasks import Batch
 class Feed(Protocol):
     """A process's part of the batches of a seat."""
 
-    batches_per_epoch: int | None
-
-    @property
-    def at_epoch_end(self) -> bool: ...
     def __next__(self) -> Batch: ...
     def close(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Keepsakes(Protocol):
@@ -249,11 +244,6 @@ class Shared:
 
     def __init__(self, feed: Feed, ranks: int) -> None:
         self._feed, self._ranks = feed, ranks
-        self.batches_per_epoch = feed.batches_per_epoch and feed.batches_per_epoch * ranks
-
-    @property
-    def at_epoch_end(self) -> bool:
-        return self._feed.at_epoch_end
 
     def __next__(self) -> Batch:
         return next(self._feed)
@@ -264,9 +254,6 @@ class Shared:
     def state_dict(self) -> dict[str, Any]:
         state = self._feed.state_dict()
         return state | {"position": state["position"] * self._ranks}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._feed.load_state_dict(state | {"position": -(-state["position"] // self._ranks)})
 
 
 def _fill(vector: Tensor, wholes: Iterable[Tensor]) -> Tensor:

@@ -2,6 +2,17 @@
 
 from shoal.launch.local import LocalWorkers, wait_quietly
 from shoal.launch.postgres import EmbeddedPostgres
-from shoal.launch.ranks import LOST, Crew, LocalIsland, LocalRanks, RankLost
+from shoal.launch.ranks import LOST, Crew, LocalIsland, LocalRanks, RankLost, place_in, refuse_torchrun
 
-__all__ = ["LOST", "Crew", "EmbeddedPostgres", "LocalIsland", "LocalRanks", "LocalWorkers", "RankLost", "wait_quietly"]
+__all__ = [
+    "LOST",
+    "Crew",
+    "EmbeddedPostgres",
+    "LocalIsland",
+    "LocalRanks",
+    "LocalWorkers",
+    "RankLost",
+    "place_in",
+    "refuse_torchrun",
+    "wait_quietly",
+]

@@ -86,7 +86,8 @@ class LocalWorkers:
         """As many threads for each as there are cores to share: more would only be in each other's way."""
         if "OMP_NUM_THREADS" in os.environ:
             return {}
-        return {"OMP_NUM_THREADS": str(fair_threads(len(self.workers))), "OMP_WAIT_POLICY": "PASSIVE"}
+        size, _ = self.invitation.get("crew") or (1, True)
+        return {"OMP_NUM_THREADS": str(fair_threads(size * len(self.workers))), "OMP_WAIT_POLICY": "PASSIVE"}
 
     def _devices(self, worker: LocalWorker) -> dict[str, str]:
         """GPUs of its own, or one that it shares where there are fewer than workers."""

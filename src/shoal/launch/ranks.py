@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.config import Run
-from shoal.config.ranks import Place, environment_of
+from shoal.config.ranks import Place, environment_of, place
 from shoal.errors import ShoalError
 from shoal.launch.local import MOST_FAILURES, fair_threads, last_line
 
@@ -62,11 +62,42 @@ class Crew(NamedTuple):
                 f"--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m shoal {command} …`"
             )
         there = torch.cuda.device_count() if device in ("auto", "cuda") else 0
-        if wanted is not None and there and wanted > there:
-            raise ShoalError(f"launch.devices_per_node is {wanted}, and there are {there} GPUs here")
+        share = max(1, there // workers)
+        if wanted is not None and there and wanted > share:
+            shared = f" for {workers} workers" if workers > 1 else ""
+            raise ShoalError(f"launch.devices_per_node is {wanted}, and there are {there} GPUs here{shared}")
         if wanted is None and not there:
             tell(f"{run.engine.kind} with one process, on the CPU: there is no GPU here (launch.devices_per_node says how many)")
-        return cls(wanted or max(1, there // workers), device == "cpu")
+        return cls(wanted or share, device == "cpu")
+
+
+def place_in(run: Run) -> Place | None:
+    """Which of the engine's processes this is. None: it is alone, or has to start them. Raises ShoalError where the two do not fit."""
+    here = place()
+    if here is None:
+        return None
+    if run.engine.kind == "single":
+        if here.size > 1:
+            raise ShoalError(
+                f"torchrun started {here.size} processes, and the engine single is one: set engine.kind to ddp, fsdp or deepspeed"
+            )
+        return None
+    for setting, wanted, found in (
+        ("launch.devices_per_node", run.launch.devices_per_node, here.local_size),
+        ("launch.nodes", run.launch.nodes, here.nodes),
+    ):
+        if wanted is not None and wanted != found:
+            raise ShoalError(f"{setting} is {wanted}, and torchrun started {found}")
+    return here
+
+
+def refuse_torchrun() -> None:
+    """Before a coordinator begins, which is one process. Raises ShoalError."""
+    here = place()
+    if here is not None and here.size > 1:
+        raise ShoalError(
+            "torchrun starts the processes of one worker: run `shoal coordinate` once, and each worker with `torchrun … -m shoal join …`"
+        )
 
 
 class LocalRanks:

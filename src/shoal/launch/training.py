@@ -8,11 +8,10 @@ from typing import Any
 
 from shoal.config.load import File, Loaded, parse_override, resolve
 from shoal.config.problems import ConfigError
-from shoal.config.ranks import place
 from shoal.config.trainer_config import TrainerConfig
 from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorkers, gpus_of
-from shoal.launch.ranks import Crew
+from shoal.launch.ranks import Crew, place_in, refuse_torchrun
 from shoal.strategies import coordinating, local
 from shoal.strategies.trained import save_final
 from shoal.worker import Loop, Reporter
@@ -36,13 +35,14 @@ def train(
         raise ConfigError(loaded.problems)
     common: dict[str, Any] = {"run_dir": str(run_dir) if run_dir else None, "resume": resume, "reporters": [*reporters]}
     if loaded.run.strategy.kind == "local":
-        here = place()
+        here = place_in(loaded.run)
         if loaded.run.engine.kind != "single" and here is None:
             raise ShoalError(
                 f"the engine {loaded.run.engine.kind} is several processes: start this program with torchrun, or use `shoal train`"
             )
         alone = local.prepare(loaded, **common, here=here)
         return _finished(alone, alone.train())
+    refuse_torchrun()
     near = loaded.run.transport.replace(host=None, port=0)
     made = coordinating.prepare(loaded, **common, workers=workers, hosts=("127.0.0.1",), transport=near)
     loop = made.loop
