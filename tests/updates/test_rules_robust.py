@@ -26,6 +26,7 @@ from shoal.config.schema.updates import (
 )
 from shoal.errors import ShoalError
 from shoal.updates import rules
+from shoal.updates.blocks import BLOCK
 from shoal.updates.mixing import bucketing, nearest_neighbour_mixing
 
 Doubles = NDArray[np.float64]
@@ -241,3 +242,13 @@ def test_mixing_helps_the_median_where_honest_contributions_differ() -> None:
     plain, _ = rules.combine(Median(), NoMixing(), values, torch.ones(12), None, 0)
     mixed, _ = rules.combine(Median(), NearestNeighbours(byzantine=2), values, torch.ones(12), None, 0)
     assert (mixed - honest).norm() < 0.5 * (plain - honest).norm()
+
+
+@pytest.mark.parametrize("size", [1, 1000, BLOCK + 7])
+def test_the_mean_of_vectors_needs_no_stack(size: int) -> None:
+    vectors = [torch.randn(size, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    weights = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    out = torch.full((size,), torch.nan)
+    assert rules.mean_of_vectors(vectors, weights, out) is out
+    exact = sum(weight * vector.double() for weight, vector in zip(weights, vectors, strict=True)) / weights.sum()
+    assert torch.allclose(out.double(), exact, atol=1e-6)

@@ -12,12 +12,13 @@ the same code. It knows no clock and no member.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.config.schema.updates import NoCodec
+from shoal.config.schema.updates import NoCodec, NoMixing
 from shoal.coordinator.effects import Effect, Entry, Frames, Published
 from shoal.coordinator.policies import Policy
 from shoal.coordinator.rounds import Rounds
@@ -61,16 +62,24 @@ class Book:
         body, tail = (frames[:-1], frames[-1:]) if extra else (frames, ())
         vector = codecs.borrow(self.plan.updates.codec, size, body)
         if vector is None:
-            vector = self._decode(size, body, whole=span is None)
+            vector = self._decode(size, body)
         return vector, codecs.decode(_PLAIN, extra, tail) if extra else torch.empty(0)
 
-    def _decode(self, size: int, frames: Frames, whole: bool) -> Tensor:
-        room = self._spare.pop() if self._spare and whole else torch.empty(size)
+    def _decode(self, size: int, frames: Frames) -> Tensor:
+        room = self._room(size)
         try:
             return codecs.decode(self.plan.updates.codec, size, frames, out=room)
         except codecs.UpdateError:
-            self._spare += [room] if whole else []
+            self._leave([room])
             raise
+
+    def _room(self, size: int) -> Tensor:
+        return self._spare.pop() if self._spare and size == self.learner.vector.numel() else torch.empty(size)
+
+    def _leave(self, rooms: Iterable[Tensor]) -> None:
+        """Vectors that nobody needs any more and that no frame holds."""
+        whole = [room for room in rooms if room.numel() == self.learner.vector.numel()]
+        self._spare.extend(whole[: max(0, _MOST_SPARE - len(self._spare))])
 
     def take(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> list[Effect]:
         """Move on by a record, new or taken again."""
@@ -113,11 +122,12 @@ class Book:
         there = self.rounds.open.pop(number).held
         held = [there[name] for name in names]
         records = [one.record for one in held]
-        decoded = self.plan.updates.codec.kind != "none" and self.plan.span(number) is None
-        rooms = [one.vector for one in held] if decoded else []
+        rooms = [one.vector for one in held] if self.plan.updates.codec.kind != "none" else []
         update, buffers, share = self._combine(held)
         figures = self.learner.apply(update, buffers, self.step, share)
-        self._spare.extend(rooms[: max(0, _MOST_SPARE - len(self._spare))])
+        if len(held) > 1:
+            rooms.append(update)
+        self._leave(rooms)
         state = self.state
         state.version += 1
         batches, samples = sum(record["batches"] for record in records), sum(record["samples"] for record in records)
@@ -147,6 +157,8 @@ class Book:
         buffers = self._combine_buffers(held, weights)
         if len(held) == 1 and updates.aggregation.kind == "mean":
             return held[0].vector, buffers, 1.0
+        if updates.aggregation.kind == "mean" and isinstance(updates.mixing, NoMixing):
+            return rules.mean_of_vectors([one.vector for one in held], weights, self._room(held[0].vector.numel())), buffers, 1.0
         stack = torch.stack([one.vector for one in held])
         update, self.centre = rules.combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed)
         return update, buffers, 1.0

@@ -85,8 +85,8 @@ class ClusterLoop(Loop):
         self.judge = Judge(parts, batches, directory) if batches is not None and parts.run.evaluation.batches != 0 else None
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
         self.scribe = Scribe(self._write, self._keep, server.wake) if isinstance(store, Files) else None
-        self.photographs = Photographs(store) if isinstance(store, Files) else None
         """Files can be written beside the work; in a database what belongs together is one transaction."""
+        self.photographs = Photographs(store)
         self.beside: Callable[[], None] = lambda: None
         """Called now and then: who started worker processes looks after them here."""
         self._unwritten: list[Effect] = []
@@ -106,8 +106,7 @@ class ClusterLoop(Loop):
         finally:
             if self.scribe is not None:
                 self.scribe.close()
-            if self.photographs is not None:
-                self.photographs.close()
+            self.photographs.close()
             self.journal.close()
             self.ledger.close()
 
@@ -136,7 +135,7 @@ class ClusterLoop(Loop):
         self.beside()
         if self.board is not None and time.monotonic() >= self._crowd_at:
             self.crowd, self._crowd_at = self.board.workers(), time.monotonic() + _CROWD_S
-        if self._journal_is_long() and not (self.photographs is not None and self.photographs.under_way):
+        if self._journal_is_long() and not self.photographs.under_way:
             self.snapshot(wait=False)
 
     def _journal_is_long(self) -> bool:
@@ -192,22 +191,23 @@ class ClusterLoop(Loop):
             for request in requests:
                 self.board.consume(request)
 
-        self._carry_out(effects, consume)
+        self._carry_out(effects, consume if requests else None)
 
-    def _carry_out(self, effects: list[Effect], also: Callable[[], None] = lambda: None) -> None:
+    def _carry_out(self, effects: list[Effect], also: Callable[[], None] | None = None) -> None:
         """First what must survive and what others see, all together, and again where a database was gone for a moment. Then the rest."""
 
         def keep() -> None:
-            for effect in effects:
+            for effect in sorted(effects, key=lambda effect: not isinstance(effect, Published)):  # weights take the longest: they go first
                 self._keep(effect)
-            also()
+            if also is not None:
+                also()
             for effect in effects:
                 if isinstance(effect, Issue) and self.board is not None:
                     self._issue(self.board, effect)
 
         if self.scribe is not None:
             self.scribe.take([effect for effect in effects if not isinstance(effect, (Published, Note, Stop))])
-        elif effects or self.board is not None:
+        elif effects or also is not None:
             self.store.carry_out(keep)
         for effect in effects:
             if isinstance(effect, Published):
@@ -341,15 +341,9 @@ class ClusterLoop(Loop):
         """All there is now; the journal starts over. The new journal is there first, so that no moment is without one."""
         self._settle_leases()
         self._drain()
-        if self.photographs is None:
-            return self.store.carry_out(self._snapshot)
         self.photographs.take(self.coordinator.pending(), self.engine.weights(), self.state_dict())
-        return self.photographs.finish() if wait else None
-
-    def _snapshot(self) -> None:
-        number = self.journal.begin(self.coordinator.pending())
-        self.snapshots.save(number, self.engine.weights(), self.state_dict())
-        self.journal.forget_before(self.store.oldest_snapshot())
+        if wait:
+            self.photographs.finish()
 
     def _drain(self) -> None:
         if self.scribe is not None:

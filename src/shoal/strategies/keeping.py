@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ from shoal.coordinator.effects import Frames
 from shoal.coordinator.journal import Journal, Ledger
 from shoal.transports import Request, Server
 from shoal.worker.checkpoint import Checkpoints, Saved
+
+Result = TypeVar("Result")
 
 
 class JournalLike(Protocol):
@@ -23,7 +25,6 @@ class JournalLike(Protocol):
     def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int: ...
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None: ...
     def recover(self, snapshot: int) -> Iterator[tuple[dict[str, Any], Any]]: ...
-    def forget_before(self, number: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -40,7 +41,7 @@ class LedgerLike(Protocol):
 class SnapshotsLike(Protocol):
     """Everything, now and then."""
 
-    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Any: ...
+    def copied(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Callable[[], Any]: ...
     def all(self) -> Sequence[Any]: ...
     def newest(self, warn: Callable[[str], None]) -> Saved | None: ...
 
@@ -54,11 +55,13 @@ class Store(Protocol):
     def ledger(self) -> LedgerLike: ...
     @property
     def snapshots(self) -> SnapshotsLike: ...
-    def carry_out(self, work: Callable[[], None]) -> None:
+    def carry_out(self, work: Callable[[], Result]) -> Result:
         """Do it, where the store can do that: whole or not at all, and again if the store was gone for a moment."""
         ...
 
-    def oldest_snapshot(self) -> int: ...
+    def forget(self) -> None:
+        """A snapshot is whole: journals that none needs any more can go."""
+        ...
 
 
 class Files:
@@ -68,11 +71,11 @@ class Files:
         self.journal, self.ledger = Journal(folder), Ledger(folder)
         self.snapshots = Checkpoints(folder / "snapshots", 2)
 
-    def carry_out(self, work: Callable[[], None]) -> None:
-        work()
+    def carry_out(self, work: Callable[[], Result]) -> Result:
+        return work()
 
-    def oldest_snapshot(self) -> int:
-        return int(self.snapshots.all()[0].name.partition("-")[2])
+    def forget(self) -> None:
+        self.journal.forget_before(int(self.snapshots.all()[0].name.partition("-")[2]))
 
 
 class Board(Server, Protocol):

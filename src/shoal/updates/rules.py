@@ -5,6 +5,8 @@ Some rules give each contribution a weight, for which distances are all they nee
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,7 +26,7 @@ from shoal.config.schema.updates import (
     TrimmedMean,
 )
 from shoal.errors import ShoalError
-from shoal.updates.blocks import BLOCK, in_blocks
+from shoal.updates.blocks import BLOCK, Floats, in_blocks, scratch
 from shoal.updates.columns import by_sorted_columns, mean_of, nearest_the_median
 from shoal.updates.gram import gram, squared_distances, weighted_sum
 from shoal.updates.mixing import Contributions
@@ -76,6 +78,21 @@ def mean(stack_ND: Tensor, weights_N: Tensor | None = None) -> Tensor:
     count = len(stack_ND)
     weights = torch.full((count,), 1.0 / count) if weights_N is None else weights_N / weights_N.sum()
     return weights.to(stack_ND) @ stack_ND
+
+
+def mean_of_vectors(vectors: Sequence[Tensor], weights_N: Tensor, out: Tensor) -> Tensor:
+    """The weighted mean of vectors that lie anywhere, in `out`: a stack of them would cost several times the arithmetic."""
+    rows = [vector.numpy() for vector in vectors]
+    shares = (weights_N / weights_N.sum()).to(torch.float32).numpy()
+    total: Floats = out.numpy()
+
+    def add_up(start: int, end: int) -> None:
+        np.multiply(rows[0][start:end], shares[0], out=total[start:end])
+        for row, share in zip(rows[1:], shares[1:], strict=True):
+            total[start:end] += np.multiply(row[start:end], share, out=scratch(end - start))
+
+    in_blocks(len(total), add_up)
+    return out
 
 
 def trimmed_mean(stack_ND: Tensor, trim_ratio: float) -> Tensor:

@@ -38,15 +38,38 @@ def upload(connection: Connection, frames: Sequence[Frame]) -> list[uuid.UUID]:
     return ids
 
 
-def copy_in(connection: Connection, table: str, ids: Sequence[uuid.UUID], frames: Sequence[Frame]) -> None:
-    """As the coordinator may: in one stream. `table`: parts, or flyer_parts."""
+def copy_in(connection: Connection, table: str, ids: Sequence[uuid.UUID], frames: Sequence[Frame], turn: int = 0, of: int = 1) -> None:
+    """As the coordinator may: in one stream, or in one `of` several with the parts whose `turn` it is. `table`: parts, or flyer_parts."""
     with connection.cursor().copy(f"COPY shoal.{table} FROM STDIN (FORMAT BINARY)") as stream:
         stream.write(_COPY_BEGIN)
         for owner, frame in zip(ids, frames, strict=True):
             for n, part in cut(frame):
-                stream.write(_ROW.pack(3, 16, owner.bytes, 4, n, len(part)))
-                stream.write(part)
+                if n % of == turn:
+                    stream.write(_ROW.pack(3, 16, owner.bytes, 4, n, len(part)))
+                    stream.write(part)
         stream.write(_COPY_END)
+
+
+def store(connection: Connection, frames: Sequence[Frame]) -> list[uuid.UUID]:
+    """As blobs with one holder each. Within a transaction."""
+    ids = [uuid.uuid4() for _ in frames]
+    if ids:
+        copy_in(connection, "parts", ids, frames)
+        connection.cursor().executemany("INSERT INTO shoal.blobs VALUES (%s, %s, 1)", list(zip(ids, sizes(frames), strict=True)))
+    return ids
+
+
+def release(connection: Connection, blobs: Sequence[uuid.UUID]) -> int:
+    """Somebody holds these no longer; the bytes that nobody does now."""
+    if not blobs:
+        return 0
+    row = connection.execute(
+        "SELECT coalesce(sum(bytes) FILTER (WHERE uses = 1), 0)::int8, shoal.release(%s) FROM shoal.blobs WHERE id = ANY (%s)",
+        (list(blobs), list(blobs)),
+    ).fetchone()
+    assert row is not None
+    freed: int = row[0]
+    return freed
 
 
 def sizes(frames: Sequence[Frame]) -> list[int]:
@@ -78,7 +101,7 @@ def read(connection: Connection, query: str, values: Sequence[Any]) -> Told | No
             left[frame - 1] = room[len(data) :]
     if any(left):
         raise ShoalError("a frame in the database is shorter than it should be: restore the database from a backup")
-    return Told(first, tuple(view.toreadonly() for view in whole)) if first else None
+    return Told(first, tuple(whole)) if first else None
 
 
 def _windows(rows: Iterable[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:

@@ -14,8 +14,9 @@ from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request, Traffic
 from shoal.transports.postgres import frames
 from shoal.transports.postgres.client import channel_of
-from shoal.transports.postgres.line import Connection, place
+from shoal.transports.postgres.line import place
 from shoal.transports.postgres.office import Office
+from shoal.transports.postgres.printing import Press
 from shoal.transports.rate import Rate, RateLimit
 
 BATCH, BATCH_BYTES = 64, 256 << 20
@@ -28,6 +29,8 @@ _ABANDONED_S = 600.0
 _TIDY_EVERY_S = 5.0
 _PRINTED_BYTES = 16 << 20
 """So much handed out is worth tidying before the time."""
+_READ_S = 0.3
+"""After something new was handed out many come to read it: what is old can wait."""
 _FLYERS_KEPT = 8
 
 
@@ -97,7 +100,9 @@ class Mailbox(Office):
         self._flyers: OrderedDict[int, tuple[Frame, uuid.UUID]] = OrderedDict()
         self._flyers_of = 0
         """Which connection they were sent over."""
+        self._press = Press(conninfo)
         self._tidied_at = time.monotonic()
+        self._printed_at = 0.0
         self._printed_bytes = 0
         """Handed out since the last time things were tidied."""
 
@@ -157,8 +162,8 @@ class Mailbox(Office):
 
     def _turn_away(self, request: Request, reason: str, why: str) -> list[Request]:
         self.traffic.refuse(reason)
-        with self.transaction():
-            self._answer(request, wire.encode(wire.refusal(reason, why), request.number, self.limits)[0], ())
+        header = wire.encode(wire.refusal(reason, why), request.number, self.limits)[0]
+        self.carry_out(lambda: self._answer(request, header, ()))
         return []
 
     def read(self, blobs: Sequence[uuid.UUID]) -> tuple[memoryview, ...]:
@@ -187,9 +192,7 @@ class Mailbox(Office):
         parts = wire.encode(message, request.number, self.limits)
         if request.peer == b"":
             return
-        with self.transaction():
-            answered = self._answer(request, parts[0], message.frames)
-        if answered:
+        if self.carry_out(lambda: self._answer(request, parts[0], message.frames)):
             self.traffic.send(wire.size_of(parts))
         else:
             self.traffic.refuse("gone")
@@ -219,8 +222,8 @@ class Mailbox(Office):
             self._flyers_of = self.line.connects
         new = [frame for frame in {id(frame): frame for frame in content}.values() if id(frame) not in self._flyers]
         if new:
-            with self.transaction() as connection:
-                self._print(connection, new)
+            with self.transaction():
+                self._print(new)
         chosen = [self._flyers[id(frame)][1] for frame in content]
         for frame in content:
             self._flyers.move_to_end(id(frame))
@@ -228,27 +231,21 @@ class Mailbox(Office):
             self._flyers.popitem(last=False)
         return chosen
 
-    def _print(self, connection: Connection, new: Sequence[Frame]) -> None:
+    def _print(self, new: Sequence[Frame]) -> None:
         ids = [uuid.uuid4() for _ in new]
-        rows = list(zip(ids, frames.sizes(new), strict=True))
-        connection.cursor().executemany("INSERT INTO shoal.flyers VALUES (%s, %s)", rows)
-        frames.copy_in(connection, "flyer_parts", ids, new)
-        self._printed_bytes += sum(frames.sizes(new))
+        self.before_commit(self._press.print(ids, new))
+        self._printed_at, self._printed_bytes = time.monotonic(), self._printed_bytes + sum(frames.sizes(new))
         for frame, flyer in zip(new, ids, strict=True):
             self._flyers[id(frame)] = frame, flyer
         self.on_rollback(self._flyers.clear)
 
     def release(self, blobs: Sequence[uuid.UUID]) -> None:
-        if blobs:
-            freed = self.fetch(
-                "SELECT coalesce(sum(bytes) FILTER (WHERE uses = 1), 0)::int8, shoal.release(%s) FROM shoal.blobs WHERE id = ANY (%s)",
-                (list(blobs), list(blobs)),
-            )
-            self.freed_bytes += freed[0][0]
+        self.freed_bytes += self.run(lambda connection: frames.release(connection, blobs))
 
     def _tidy(self, idle: bool) -> None:
         """Throw away answers that nobody fetched, and flyers that nobody reads any more: when nobody waits, or much has gathered."""
-        late = time.monotonic() - self._tidied_at > _TIDY_EVERY_S
+        now = time.monotonic()
+        late, idle = now - self._tidied_at > _TIDY_EVERY_S, idle and now - self._printed_at > _READ_S
         if not late and self._printed_bytes < (_PRINTED_BYTES if idle else 16 * _PRINTED_BYTES):
             return
         self._tidied_at, self._printed_bytes = time.monotonic(), 0
@@ -265,6 +262,10 @@ class Mailbox(Office):
             (kept,),
         )
         self.freed_bytes += sum(row[0] for row in gone)
+
+    def close_office(self) -> None:
+        self._press.close()
+        super().close_office()
 
     # --- results of units: see the board -----------------------------------------------------------
 

@@ -42,11 +42,12 @@ class Office:
     def __init__(self, conninfo: str, *, max_frame_bytes: int, max_header_bytes: int, patience_s: float = 30.0) -> None:
         self.id = uuid.uuid4()
         self.patience_s = patience_s
-        self.freed_bytes = 0
-        """Since the coordinator began; vacuumed now and then."""
+        self.freed_bytes = self.freed_beside = 0
+        """Since the coordinator began, by itself and in `beside`; vacuumed now and then."""
         self.line = Line(conninfo, ["shoal_inbox"])
         self._open: Connection | None = None
         self._undo: list[Callable[[], None]] = []
+        self._under_way: list[Callable[[], None]] = []
         try:
             self.line.run(schema.check, 0.0)
             self.line.run(lambda connection: self._take_over(connection, max_frame_bytes, max_header_bytes), 0.0)
@@ -96,6 +97,8 @@ class Office:
             with self._open.transaction():
                 number = self._check_office(self._open)
                 yield self._open
+                while self._under_way:
+                    self._under_way.pop()()
                 done = True
         except LOST as problem:
             self.line.drop()
@@ -111,6 +114,9 @@ class Office:
         finally:
             self._open = None
             self._undo.clear()
+            while self._under_way:
+                with contextlib.suppress(Exception):  # it was told already why the transaction failed
+                    self._under_way.pop()()
 
     def carry_out(self, work: Callable[[], Result]) -> Result:
         """Do something in a transaction, and all of it again where the connection was lost, for as long as patience lasts."""
@@ -122,6 +128,24 @@ class Office:
             except Unreachable:
                 if self._open is not None or time.monotonic() > deadline or self.line.hung_up.wait(0.05):
                     raise
+
+    def beside(self, work: Callable[[Connection], Result]) -> Result:
+        """From another thread: a transaction over a connection of its own. What is done there must be harmless to do twice."""
+
+        def whole(connection: Connection) -> Result:
+            with connection.transaction():
+                self._check_office(connection)
+                return work(connection)
+
+        line = Line(self.line.conninfo)
+        try:
+            return line.run(whole, self.patience_s)
+        finally:
+            line.close()
+
+    def before_commit(self, wait: Callable[[], None]) -> None:
+        """Something is under way elsewhere that the open transaction counts on: `wait` returns when it is done, or raises."""
+        self._under_way.append(wait)
 
     def on_rollback(self, undo: Callable[[], None]) -> None:
         """What to forget if the open transaction comes to nothing."""
@@ -180,8 +204,9 @@ class _Pulse:
 
     def _beat(self, connection: Connection) -> None:
         connection.execute("UPDATE shoal.coordinator SET alive_at = clock_timestamp() WHERE id = %s", (self._office.id,))
-        if self._office.freed_bytes - self._vacuumed_bytes > VACUUM_BYTES:
-            self._vacuumed_bytes = self._office.freed_bytes
+        freed = self._office.freed_bytes + self._office.freed_beside
+        if freed - self._vacuumed_bytes > VACUUM_BYTES:
+            self._vacuumed_bytes = freed
             for table in _BUSY_TABLES:
                 connection.execute(f"VACUUM (SKIP_LOCKED, TRUNCATE FALSE) shoal.{table}")
 

@@ -61,10 +61,7 @@ class PostgresServer(Mailbox):
         found = [self.known.blob_of(frame) for frame in content]
         new = [frame for frame, blob in zip(content, found, strict=True) if blob is None]
         with self.transaction() as connection:
-            ids = [uuid.uuid4() for _ in new]
-            if new:
-                blobs.copy_in(connection, "parts", ids, new)
-                connection.cursor().executemany("INSERT INTO shoal.blobs VALUES (%s, %s, 1)", list(zip(ids, blobs.sizes(new), strict=True)))
+            fresh = iter(blobs.store(connection, new))
             old = [blob for blob in found if blob is not None]
             if old:
                 held = self.fetch(
@@ -75,7 +72,6 @@ class PostgresServer(Mailbox):
                 )
                 if len(held) != len(set(old)):
                     raise ShoalError(f"{self.line.place} has lost frames that a record refers to: restore it from a backup")
-        fresh = iter(ids)
         return [blob or next(fresh) for blob in found]
 
     def fact(self, name: str) -> Any:
@@ -181,16 +177,18 @@ class PostgresServer(Mailbox):
         follows are kept. A version may be published in both kinds."""
         packed = wire.encode(Message(header, tuple(frames)), 0, self.limits)[0]
         base = header.get("base", version - 1) if kind == "difference" else None
-        with self.transaction() as connection:
-            ids = self.flyers(frames)
-            connection.execute(
+
+        def put_up() -> None:
+            self.fetch(
                 "INSERT INTO shoal.weights VALUES (%b::int8, %t, %b::int8, %b, %b::uuid[]) ON CONFLICT (version, kind)"
-                " DO UPDATE SET base = excluded.base, header = excluded.header, frames = excluded.frames",
-                (version, kind, base, packed, ids),
+                " DO UPDATE SET base = excluded.base, header = excluded.header, frames = excluded.frames RETURNING 1",
+                (version, kind, base, packed, self.flyers(frames)),
             )
             if kind == "full":
-                connection.execute("DELETE FROM shoal.weights WHERE version < %s", (version,))
-            connection.execute("SELECT pg_notify('shoal_work', '')")
+                self.fetch("DELETE FROM shoal.weights WHERE version < %s RETURNING 1", (version,))
+            self.fetch("SELECT pg_notify('shoal_work', '')")
+
+        self.carry_out(put_up)
         self._remember(version, kind, header, tuple(frames))
 
     def _remember(self, version: int, kind: str, header: dict[str, Any], frames: tuple[Frame, ...]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.transports.interface import Frame
 from shoal.transports.postgres import frames as blobs
+from shoal.transports.postgres.line import Connection
 from shoal.transports.postgres.server import PostgresServer
 from shoal.updates.packing import packed, unpacked
 
@@ -66,13 +67,6 @@ class Journal:
             yield msgpack.unpackb(record), self._server.read(ids)
         self._number = numbers[-1]
         self.records_since_snapshot, self.bytes_since_snapshot = len(rows), sum(size for _, size in rows)
-
-    def forget_before(self, number: int) -> None:
-        """No snapshot older than this is kept: nor are the journals that follow them."""
-        with self._server.transaction():
-            for (ids,) in self._server.fetch("DELETE FROM shoal.records WHERE journal < %s RETURNING frames", (number,)):
-                self._server.release(ids)
-            self._server.fetch("DELETE FROM shoal.journals WHERE number < %s RETURNING 1", (number,))
 
     def close(self) -> None:
         """There is nothing to close: each record was written when it was appended."""
@@ -130,24 +124,34 @@ class Snapshots:
         self.folder = PurePosixPath("shoal.snapshots")
         self.keep_last = keep_last
 
-    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> PurePosixPath:
-        """Write one, and forget the oldest. All of it or nothing."""
-        tensors: dict[str, Tensor] = {}
+    def copied(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Callable[[], None]:
+        """What there is now, for any thread to write: all of it or nothing. The oldest is forgotten, and the records that only it needs."""
+        copies, tensors = {name: value.detach().clone() for name, value in weights.items()}, dict[str, Tensor]()
         plain = packed(state, "", tensors)
-        files = [save({name: value.detach().cpu().contiguous() for name, value in each.items()}) for each in (weights, tensors)]
-        header = json.dumps({"format": 1, "step": step, "checksums": [zlib.crc32(file) for file in files], "state": plain})
-        with self._server.transaction():
-            self._server.fetch(
-                "INSERT INTO shoal.snapshots (number, header, frames) VALUES (%s, %s, %s::uuid[]) RETURNING 1",
-                (step, header, self._server.keep(files)),
-            )
-            for (ids,) in self._server.fetch(
-                "DELETE FROM shoal.snapshots WHERE number NOT IN (SELECT number FROM shoal.snapshots ORDER BY number DESC LIMIT %s)"
-                " RETURNING frames",
-                (self.keep_last,),
-            ):
-                self._server.release(ids)
-        return self._path(step)
+
+        def write() -> None:
+            files = [save({name: value.cpu().contiguous() for name, value in each.items()}) for each in (copies, tensors)]
+            header = json.dumps({"format": 1, "step": step, "checksums": [zlib.crc32(file) for file in files], "state": plain})
+            self._server.freed_beside += self._server.beside(lambda connection: self._write(connection, step, header, files))
+
+        return write
+
+    def _write(self, connection: Connection, step: int, header: str, files: list[bytes]) -> int:
+        """How many bytes it took the place of. Harmless to do twice."""
+        if connection.execute("SELECT 1 FROM shoal.snapshots WHERE number = %s", (step,)).fetchone():
+            return 0
+        ids = blobs.store(connection, files)
+        connection.execute("INSERT INTO shoal.snapshots (number, header, frames) VALUES (%s, %s, %s::uuid[])", (step, header, ids))
+        gone = connection.execute(
+            "DELETE FROM shoal.snapshots WHERE number NOT IN (SELECT number FROM shoal.snapshots ORDER BY number DESC LIMIT %s)"
+            " RETURNING frames",
+            (self.keep_last,),
+        ).fetchall()
+        gone += connection.execute(
+            "DELETE FROM shoal.records WHERE journal < (SELECT min(number) FROM shoal.snapshots) RETURNING frames"
+        ).fetchall()
+        connection.execute("DELETE FROM shoal.journals WHERE number < (SELECT min(number) FROM shoal.snapshots)")
+        return blobs.release(connection, [blob for (frames,) in gone for blob in frames])
 
     def all(self) -> list[PurePosixPath]:
         """Every one, oldest first."""
@@ -187,5 +191,5 @@ class Store:
         self.journal, self.ledger, self.snapshots = Journal(server), Ledger(server), Snapshots(server, 2)
         self.carry_out = server.carry_out
 
-    def oldest_snapshot(self) -> int:
-        return int(self.snapshots.all()[0].name.partition("-")[2])
+    def forget(self) -> None:
+        """Whoever wrote a snapshot has forgotten what only older ones needed."""
