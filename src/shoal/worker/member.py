@@ -26,7 +26,9 @@ _PLAIN = NoCodec()
 _WORTH_OVERLAPPING = 0.1
 """Share of a step's time that an answer must take before computing goes on without it: fresh weights are worth a short wait."""
 _LAG_TO_SPEND = 0.5
-"""Share of the allowed lag that may be given away for speed. On MNIST five versions of lag cost a point of accuracy, two a quarter."""
+"""Share of the allowed lag that may be given away for speed, and at most so much:"""
+_MOST_LAG_SPENT = 3.0
+"""On MNIST five versions of lag cost a point of accuracy, two a quarter."""
 
 
 class Ways(Protocol):
@@ -158,7 +160,7 @@ class Member:
         if self.ways.worker_steps:
             return self.ways.pull_every > 1  # who pulls at every step wants fresh weights
         pays = self.courier.round_trip_s > _WORTH_OVERLAPPING * self._step_s
-        return pays and 2 * self._versions_per_step - 1 <= _LAG_TO_SPEND * self.most_lag
+        return pays and 2 * self._versions_per_step - 1 <= min(_MOST_LAG_SPENT, _LAG_TO_SPEND * self.most_lag)
 
     # --- sending and receiving -----------------------------------------------------------------------
 
