@@ -61,6 +61,12 @@ class SharedFeed:
         return None
 
 
+def _oldest_first(request: Request) -> int:
+    """Of what is there at once, what was computed on the oldest weights goes first: the longer it waits, the less it is worth."""
+    base = request.message.header.get("base")
+    return base if isinstance(base, int) else -1
+
+
 class ClusterLoop(Loop):
     """The loop of a coordinator: a step is a new version, made by workers."""
 
@@ -147,7 +153,7 @@ class ClusterLoop(Loop):
         if self.scribe is not None:
             self.scribe.go_on()
         passed = [request for request in requests if self.board is not None and self.board.is_from_leases(request)]
-        for request in requests:
+        for request in sorted(requests, key=_oldest_first):
             if request not in passed:
                 self._serve(request)
         for request in passed:
