@@ -3,7 +3,7 @@
 The peer is synchronous data parallelism: one process that takes the eight workers' batches at once, with the numbers of DDP, and the
 bytes that eight DDP workers would send and receive (each its gradient and the mean of all, in float32, at every step). Each H has an outer
 learning rate that suits it: the fewer steps a round has, the more its direction is that of the next, and the less momentum may add to it.
-`make bench BENCH=gpu-diloco` on a machine with a GPU takes twenty minutes, if `nvidia-cuda-mps-control -d` lets the processes share it well;
+`make bench BENCH=gpu-diloco` on a machine with a GPU takes twenty minutes, where `nvidia-cuda-mps-control -d` lets processes share it well;
 SHOAL_BENCH_STEPS sets how many steps each worker takes.
 """
 

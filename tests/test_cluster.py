@@ -64,7 +64,8 @@ def test_xmlrpc_gives_the_same_kind_of_run(processes: Processes) -> None:
 
 
 def test_workers_join_from_elsewhere_with_the_printed_line(processes: Processes) -> None:
-    coordinator, command = processes.coordinate()
+    together = ["--set", "strategy.kind=async", "--set", "strategy.contributions_per_update=2"]  # so neither can be done before both are there
+    coordinator, command = processes.coordinate(*together)
     workers = [processes.start(*command, "--name", name) for name in ("anna", "ben")]
     output, _ = coordinator.communicate(timeout=100)
     assert coordinator.returncode == 0, output
