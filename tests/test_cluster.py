@@ -64,9 +64,9 @@ def test_xmlrpc_gives_the_same_kind_of_run(processes: Processes) -> None:
 
 
 def test_workers_join_from_elsewhere_with_the_printed_line(processes: Processes) -> None:
-    together = ["--set", "strategy.kind=async", "--set", "strategy.contributions_per_update=2"]  # so neither can be done before both are there
-    coordinator, command = processes.coordinate(*together)
-    workers = [processes.start(*command, "--name", name) for name in ("anna", "ben")]
+    krum = ("updates.aggregation.kind=krum", "strategy.contributions_per_update=3")  # nobody is done before all are there
+    coordinator, command = processes.coordinate(*(word for setting in krum for word in ("--set", setting)))
+    workers = [processes.start(*command, "--name", name) for name in ("anna", "ben", "cleo")]
     output, _ = coordinator.communicate(timeout=100)
     assert coordinator.returncode == 0, output
     assert "completed" in output
