@@ -52,8 +52,10 @@ def environment(threads: int | None) -> dict[str, str]:
 class Helper:
     """A process with a role from a file. It tells and is told in lines of JSON."""
 
-    def __init__(self, script: str, role: str, threads: int | None = None, **given: Any) -> None:
-        command = [sys.executable, script, role, json.dumps(given)]
+    def __init__(
+        self, script: str | Path, role: str, threads: int | None = None, python: str | Path = sys.executable, **given: Any
+    ) -> None:
+        command = [str(python), str(script), role, json.dumps(given)]
         env = environment(threads) | {"OMP_WAIT_POLICY": "PASSIVE"}  # as `shoal coordinate` sets it for itself
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 

@@ -1,8 +1,9 @@
 """DiLoCo over slow links: a GPT of 10M parameters, two workers behind 10, 50 and 100 Mbit/s, and how much of their time they compute.
 
 Fragments take turns (Streaming DiLoCo), each is sent while the worker goes on, and differences are 8-bit in both directions. A worker
-itself counts the time that it waits for answers, from its first step to its last. The peer is plain DiLoCo: all weights at once, in
-float32, and everybody waits for them.
+itself counts the time that it waits for answers, from its first step to its last. The peers are plain DiLoCo (all weights at once, in
+float32, and everybody waits for them) and hivemind's Optimizer with a model of the same size, whose two peers have one such link between
+them (`peer_apps/hivemind_app.py` tells how it is set up).
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ import sys
 import tempfile
 from pathlib import Path
 
+import peers
+from processes import Helper
 from run import Row
 
+from shoal.transports.weather import Proxy, profile
+
 RATES = (10, 50, 100)
-CONFIG = """\
+WIDTH, LAYERS, HEADS, LENGTH, BATCH, STEPS, ROUND = 320, 8, 5, 64, 4, 96, 32
+CONFIG = f"""\
 dialect: shoal
-model: {kind: gpt, hidden_size: 320, num_layers: 8, num_heads: 5, max_seq_len: 64, dropout: 0.0}
-data: {source: {kind: builtin, name: python-source}, tokenizer: bytes, sequence_length: 64}
-training: {batch_size: 4, max_steps: 96, device: cpu, optimizer: {name: AdamW, learning_rate: 0.001}}
-strategy: {kind: diloco, inner_steps: 32}
-evaluation: {strategy: never}
-checkpoint: {strategy: never}
+model: {{kind: gpt, hidden_size: {WIDTH}, num_layers: {LAYERS}, num_heads: {HEADS}, max_seq_len: {LENGTH}, dropout: 0.0}}
+data: {{source: {{kind: builtin, name: python-source}}, tokenizer: bytes, sequence_length: {LENGTH}}}
+training: {{batch_size: {BATCH}, max_steps: {STEPS}, device: cpu, optimizer: {{name: AdamW, learning_rate: 0.001}}}}
+strategy: {{kind: diloco, inner_steps: {ROUND}}}
+evaluation: {{strategy: never}}
+checkpoint: {{strategy: never}}
 """
 STREAMING = ["strategy.fragments=4", "strategy.overlap_steps=4", "updates.codec.kind=int8"]
 
@@ -44,10 +50,32 @@ def busy(rate: int, settings: list[str]) -> float:
     return min(int(re.findall(r"computing (\d+)% of the time", log)[-1]) for log in said) / 100
 
 
+def hivemind_busy(rate: int) -> float:
+    """The same of hivemind's two peers, the second of which reaches the first through the proxy."""
+    spec = {"width": WIDTH, "layers": LAYERS, "heads": HEADS, "length": LENGTH, "batch": BATCH, "steps": STEPS, "steps_per_round": ROUND}
+    app, python = Path(__file__).with_name("peer_apps") / "hivemind_app.py", peers.python("hivemind")
+    first = Helper(app, "first", python=python, **spec)
+    helpers, weather = [first], None
+    try:
+        _, _, host, _, port, _, identity = first.hear().split("/")
+        weather = Proxy(f"tcp://{host}:{port}", profile(f"{rate}mbit"))
+        helpers.append(Helper(app, "second", python=python, **spec))
+        helpers[1].say(f"/ip4/127.0.0.1/tcp/{weather.address.rpartition(':')[2]}/p2p/{identity}")
+        told = [helper.hear() for helper in helpers]
+    finally:
+        for helper in helpers:
+            helper.close()
+        if weather is not None:
+            weather.close()
+    print(f"  hivemind at {rate} Mbit/s: {told}", file=sys.stderr, flush=True)
+    return float(min(one["busy"] for one in told))
+
+
 def measure() -> list[Row]:
     rows = []
     for rate in RATES:
-        ours, peer = busy(rate, STREAMING), busy(rate, [])
+        ours = busy(rate, STREAMING)
         target = "≥ 0.95" if rate == 50 else ""
-        rows.append(Row(f"slow-link, {rate} Mbit/s: computing", ours, peer, "of the time; peer: everything at once", ours, target))
+        for name, peer in (("plain DiLoCo", busy(rate, [])), ("hivemind", hivemind_busy(rate))):
+            rows.append(Row(f"slow-link, {rate} Mbit/s: computing, against {name}", ours, peer, "of the time", ours, target))
     return rows
