@@ -22,6 +22,7 @@ MLP = {
     "training.batch_size": "32",
 }
 """The MLP of overhead.py, 118,794 parameters."""
+PYTHON = sys.executable
 _START_S = 90.0
 
 
@@ -53,7 +54,7 @@ class Helper:
     """A process with a role from a file. It tells and is told in lines of JSON."""
 
     def __init__(
-        self, script: str | Path, role: str, threads: int | None = None, python: str | Path = sys.executable, **given: Any
+        self, script: str | Path, role: str, threads: int | None = None, python: Path | str = sys.executable, **given: Any
     ) -> None:
         command = [str(python), str(script), role, json.dumps(given)]
         env = environment(threads) | {"OMP_WAIT_POLICY": "PASSIVE"}  # as `shoal coordinate` sets it for itself

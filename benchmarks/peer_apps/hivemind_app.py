@@ -1,4 +1,4 @@
-"""hivemind's side of slow_link.py: two peers that train a GPT of 10M parameters and average it. It runs in hivemind's environment, without Shoal.
+"""hivemind's side of slow_link.py: two peers that train a GPT of 10M parameters and average it. It runs in an environment without Shoal.
 
 Each steps on its own (`use_local_updates`) and averages its weights with the other's, in half precision and beside the computing
 (`delay_state_averaging`), when the two have taken as many samples as two workers of Shoal have in a round. That is the least waiting that
