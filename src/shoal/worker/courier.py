@@ -133,7 +133,7 @@ class Courier:
 
     def _insist(self, header: Callable[[], dict[str, Any]], frames: Frames) -> Answer:
         """Call until the line answers, or patience is at its end."""
-        timeout = _ANSWER_S + sum(len(frame) for frame in frames) / _SLOWEST_LINK
+        timeout = _ANSWER_S + sum(len(frame) for frame in frames) / _SLOWEST_LINK if frames else min(_ANSWER_S, max(0.1, self.patience_s))
         since, pause = time.monotonic(), 0.1
         while True:
             try:
