@@ -31,7 +31,7 @@ strategy: {{kind: diloco, inner_steps: {ROUND}}}
 evaluation: {{strategy: never}}
 checkpoint: {{strategy: never}}
 """
-STREAMING = ["strategy.fragments=4", "strategy.overlap_steps=4", "updates.codec.kind=int8"]
+STREAMING = ["strategy.fragments=4", "strategy.overlap_steps=6", "updates.codec.kind=int8"]
 
 
 def busy(rate: int, settings: list[str]) -> float:

@@ -56,7 +56,7 @@ def main() -> None:
         state_averaging_compression=Float16Compression(),
         matchmaking_time=3.0,
         averager_opts={"request_timeout": 1.0},
-        averaging_timeout=120.0,
+        averaging_timeout=60.0,
         tracker_opts={"min_refresh_period": 0.2, "default_refresh_period": 0.5},
     )
 

@@ -108,7 +108,7 @@ class Courier:
         session = self.sessions
         while True:
             started = time.monotonic()
-            answer = self._insist(lambda: self._addressed(asked), frames)
+            answer = self._insist(lambda: self._addressed(asked), frames, 4 * self.welcome.get("size", 0))
             reason = answer.header.get("reason") if answer.header.get("kind") == "refused" else None
             if reason is None:
                 self.round_trip_s = time.monotonic() - started
@@ -131,9 +131,11 @@ class Courier:
             return self.line.call(self._addressed(asked), (), _ANSWER_S)
         return Answer({"kind": "goodbye"}, ())
 
-    def _insist(self, header: Callable[[], dict[str, Any]], frames: Frames) -> Answer:
-        """Call until the line answers, or patience is at its end."""
-        timeout = _ANSWER_S + sum(len(frame) for frame in frames) / _SLOWEST_LINK if frames else min(_ANSWER_S, max(0.1, self.patience_s))
+    def _insist(self, header: Callable[[], dict[str, Any]], frames: Frames, answer_bytes: int = 0) -> Answer:
+        """Call until the line answers, or patience is at its end. The answer may be as long as all weights are: over a slow link that takes
+        its time, and to ask again would make it longer."""
+        size = sum(len(frame) for frame in frames) + answer_bytes
+        timeout = _ANSWER_S + size / _SLOWEST_LINK if size else min(_ANSWER_S, max(0.1, self.patience_s))
         since, pause = time.monotonic(), 0.1
         while True:
             try:
