@@ -111,6 +111,15 @@ def test_one_that_fell_silent_elsewhere_is_replaced_and_cannot_go_on(database: D
     assert database.rows("SELECT iteration FROM shoal.iterations") == [(1,)]
 
 
+def test_one_who_was_replaced_notices_although_nobody_asks_anything(database: Database, serve: Serve) -> None:
+    old = serve()
+    with database.connect() as connection:
+        connection.execute("UPDATE shoal.coordinator SET id = gen_random_uuid()")  # as a successor does
+    assert old.deposed.wait(PATIENCE_S)
+    with pytest.raises(Deposed, match="taken over"):
+        old.poll(PATIENCE_S)
+
+
 def test_a_successor_waits_for_a_transaction_that_is_about_to_end(database: Database, serve: Serve) -> None:
     old = serve()
     with database.connect() as connection, old.transaction():

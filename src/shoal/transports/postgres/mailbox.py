@@ -110,6 +110,7 @@ class Mailbox(Office):
 
     def poll(self, timeout_s: float) -> list[Request]:
         """Questions, results of units (`delivered`) and units that failed for good, as soon as there are some."""
+        self.expect_office()
         found = self._look()
         self._tidy(idle=not found)
         if not found and timeout_s > 0:

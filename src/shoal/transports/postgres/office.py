@@ -29,6 +29,7 @@ SILENT_S = 5.0
 VACUUM_BYTES = 64 << 20
 """Room for this much is given back for use again without waiting for the server's own housekeeping, which looks once a minute."""
 _BUSY_TABLES = ("parts", "flyer_parts")
+_TAKEN_OVER = "another coordinator has taken over the run in"
 Result = TypeVar("Result")
 
 
@@ -45,6 +46,8 @@ class Office:
         self.freed_bytes = self.freed_beside = 0
         """Since the coordinator began, by itself and in `beside`; vacuumed now and then."""
         self.line = Line(conninfo, ["shoal_inbox"])
+        self.deposed = threading.Event()
+        """A sign of life found somebody else in the office."""
         self._open: Connection | None = None
         self._undo: list[Callable[[], None]] = []
         self._under_way: list[Callable[[], None]] = []
@@ -79,9 +82,14 @@ class Office:
             "SELECT pg_current_xact_id()::text FROM shoal.coordinator WHERE id = %s FOR KEY SHARE", (self.id,)
         ).fetchone()
         if row is None:
-            raise Deposed(f"another coordinator has taken over the run in {self.line.place}: this one stops")
+            raise Deposed(f"{_TAKEN_OVER} {self.line.place}: this one stops")
         number: str = row[0]
         return number
+
+    def expect_office(self) -> None:
+        """For one who has nothing to write, and would not notice: raises Deposed where another has taken over."""
+        if self.deposed.is_set():
+            raise Deposed(f"{_TAKEN_OVER} {self.line.place}: this one stops")
 
     # --- transactions ------------------------------------------------------------------------------
 
@@ -203,7 +211,10 @@ class _Pulse:
                 self._line.once(self._beat)
 
     def _beat(self, connection: Connection) -> None:
-        connection.execute("UPDATE shoal.coordinator SET alive_at = clock_timestamp() WHERE id = %s", (self._office.id,))
+        done = connection.execute("UPDATE shoal.coordinator SET alive_at = clock_timestamp() WHERE id = %s", (self._office.id,))
+        if done.rowcount == 0:
+            self._office.deposed.set()
+            self._office.line.ring()
         freed = self._office.freed_bytes + self._office.freed_beside
         if freed - self._vacuumed_bytes > VACUUM_BYTES:
             self._vacuumed_bytes = freed

@@ -1,7 +1,8 @@
 """What makes the coordinator durable, in the database: the same journal, ledger and snapshots as it keeps in files elsewhere.
 
-They are written within the transaction of the event that they belong to, so they never disagree with each other or with the board. A
-record whose frames came out of the database refers to them; they are not written again.
+Records and the ledger are written within the transaction of the event that they belong to, so they never disagree with each other or with
+the board. A record whose frames came out of the database refers to them; they are not written again. A snapshot is a transaction of its
+own, some time after the journal began that follows it; until then the one before it and both journals are what survives.
 """
 
 from __future__ import annotations
