@@ -16,9 +16,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from shoal.errors import ShoalError
 
@@ -27,6 +24,10 @@ _INFO = "DCP_SHARDING_INFO"
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Every process's part of these tensors. All must call. Raises ShoalError, in all of them."""
+    from torch.distributed.checkpoint.api import CheckpointException  # here: it takes as long to import as half of torch
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with warnings.catch_warnings():
