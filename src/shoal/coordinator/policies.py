@@ -71,6 +71,8 @@ class Policy:
     """Share of the pulled weights in the worker's own; 1: they replace them."""
     worker_steps: bool = False
     """Whether a worker also steps its own weights, between pulls, with its own optimizer."""
+    look_ahead: bool = False
+    """Whether a worker computes where the weights are expected to be when its contribution arrives."""
     most_lag: Callable[[float], float] = lambda speed: float("inf")
     """speed → versions that a worker may lag. It tells workers whether they may compute while they send."""
     inner: Inner | None = None

@@ -25,4 +25,5 @@ def policy(run: Run, expected: int) -> Policy:
         rounds=Every(settings.contributions_per_update),
         admission=lambda lag, speed: 1.0 if lag <= bound(speed) else 0.0,
         most_lag=bound,
+        look_ahead=settings.look_ahead,
     )

@@ -20,4 +20,5 @@ def policy(run: Run, expected: int) -> Policy:
         admission=lambda lag, speed: weight(lag),
         pull_every=settings.pull_every_steps,
         worker_steps=True,
+        look_ahead=settings.pull_every_steps == 1,  # between pulls its own steps lead it elsewhere
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import torch
+from torch import Tensor
 
 from shoal.config.schema.updates import NoCodec, Updates
 from shoal.updates import codecs
@@ -29,6 +30,8 @@ _LAG_TO_SPEND = 0.5
 """Share of the allowed lag that may be given away for speed, and at most so much:"""
 _MOST_LAG_SPENT = 3.0
 """On MNIST five versions of lag cost a point of accuracy, two a quarter."""
+_MOST_AHEAD = 3.0
+"""Versions that a worker looks ahead. Further than that the way does not go on straight."""
 
 
 class Ways(Protocol):
@@ -40,6 +43,8 @@ class Ways(Protocol):
     def blend(self) -> float: ...
     @property
     def worker_steps(self) -> bool: ...
+    @property
+    def look_ahead(self) -> bool: ...
     @property
     def inner(self) -> Any:
         """What is done between two contributions; None: each is one gradient."""
@@ -103,10 +108,12 @@ class Member:
         self.steps = 0
         self.extra = engine.buffers.numel()
         size = engine.vector.numel()
-        moved_by_others = not ways.worker_steps and ways.inner is None and ways.blend == 1
+        moved_by_others = not (ways.worker_steps or ways.look_ahead) and ways.inner is None and ways.blend == 1
         in_place = engine.vector.device.type == "cpu" and engine.vector.dtype == torch.float32 and moved_by_others
         self.base = engine.vector if in_place else torch.empty(size)
         """The weights as the coordinator sent them; the engine's own vector where nothing else moves that."""
+        self._before = torch.empty(size) if ways.look_ahead else None
+        """The weights that it had before those."""
         self._vectors = [torch.empty(size), torch.empty(size)]
         """One is on its way while the other is filled."""
         self.outgoing = Outgoing(engine, updates)
@@ -114,6 +121,8 @@ class Member:
         self._waited_s = 0.0
         self._step_s = 0.0
         self._versions_per_step = 1.0
+        self._lag = 0.0
+        """Versions that others make between weights and the gradient that they lead to, as it was lately."""
 
     # --- the work ----------------------------------------------------------------------------------
 
@@ -204,6 +213,7 @@ class Member:
                 continue
             status = "accepted" if status == "wait" else status
             self._note(contribution, status, answer.header["version"])
+            self._lag += 0.2 * (max(0, answer.header["version"] - contribution.base - 1) - self._lag)
             self._turn(contribution.round, status, answer.header["round"])
             self._take(answer)
 
@@ -261,6 +271,8 @@ class Member:
             return
         span = slice(*header.get("span", (0, self.base.numel())))
         base = self.base[span]
+        if self._before is not None:
+            self._before.copy_(self.base)
         body = answer.frames[:-1] if self.extra else answer.frames
         if kind == "full":
             codecs.decode(_PLAIN, base.numel(), body, out=base)
@@ -270,8 +282,10 @@ class Member:
             codecs.decode_into(self.updates.codec, base.numel(), body, base, 1.0)
         if self.extra:
             self.engine.load_buffers(codecs.decode(_PLAIN, self.extra, answer.frames[-1:]))
-        first, self.version = self.version < 0, header["version"]
-        self._blend(1.0 if first else self.ways.blend, span)
+        before, self.version = self.version, header["version"]
+        self._blend(1.0 if before < 0 else self.ways.blend, span)
+        if self._before is not None and before >= 0:
+            self._look_ahead(self._before, self.version - before)
 
     def _blend(self, share: float, span: slice) -> None:
         """The worker's weights become the coordinator's, or a mixture of both."""
@@ -281,3 +295,9 @@ class Member:
             pulled = self.base[span].to(own)
             own.copy_(pulled) if share == 1 else own.lerp_(pulled, share)
         self.engine.changed()
+
+    def _look_ahead(self, before: Tensor, versions: int) -> None:
+        """Go on the way that the weights have come lately, as far as they will get until the next gradient arrives."""
+        if (ahead := min(self._lag, _MOST_AHEAD) / max(1, versions)) > 0:
+            self.engine.vector.copy_(torch.lerp(before, self.base, 1 + ahead))
+            self.engine.changed()

@@ -61,6 +61,8 @@ class Async(Section):
     """Largest bound, as a multiple of max_staleness."""
     contributions_per_update: PositiveInt = 1
     """Contributions from different workers that make an update."""
+    look_ahead: bool = True
+    """Workers compute where the weights will be when their gradient arrives, as far as the last versions tell."""
 
 
 class OuterOptimizer(Section):
