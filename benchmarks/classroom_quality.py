@@ -2,8 +2,8 @@
 
 The judge is a small classifier of ours, trained on digits: the Fréchet distance between its features of drawn and of real digits. Each pair
 has a seed of its own; an update is made of the same number of images on both sides, and both see the same number of images.
-`python benchmarks/classroom_quality.py 1 2 3` prints each run of these seeds. A GAN's quality differs from run to run by a tenth and more:
-two seeds tell a class that learns badly from one that learns well, and more of them tell more.
+`python benchmarks/classroom_quality.py 1 2 3` prints each run of these seeds. A GAN's quality differs from run to run by a tenth and more,
+so it takes several to tell anything.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect, create_database
 from shoal.worker import Loop
 
-SEEDS = (1, 2)
+SEEDS = (1, 2, 3, 4, 5, 6)
 WORKERS = 3
 BATCH = 16
 """Images of a unit; an update is made of three units."""

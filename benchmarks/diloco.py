@@ -32,7 +32,7 @@ evaluation: {{strategy: steps, every_steps: {STEPS}}}
 checkpoint: {{strategy: never}}
 """
 SYNCHRONOUS = ["strategy.kind=syncps"]
-DILOCO = ["strategy.kind=diloco", "strategy.inner_steps=50", "strategy.outer.momentum=0.8"]
+DILOCO = ["strategy.kind=diloco", "strategy.inner_steps=50", "strategy.outer.learning_rate=0.5"]
 SPARSE = ["updates.codec.kind=topk", "updates.codec.ratio=0.02", "strategy.outer.learning_rate=1.0", "strategy.outer.momentum=0.0"]
 WAYS = (
     ("8-bit", ["updates.codec.kind=int8"], "≥ 100", "≤ 1.01"),

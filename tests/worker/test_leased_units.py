@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shoal.config.schema.updates import Privacy, Updates
+from shoal.config.schema.updates import Updates
 from shoal.errors import ShoalError
 from shoal.updates.frames import frame_of
 from shoal.worker.leased import Leased
@@ -66,13 +66,14 @@ class MeanEngine:
     """Its gradient is the mean of the samples."""
 
     device = torch.device("cpu")
+    layouts = ("model",)
 
     def __init__(self, most: int = 99) -> None:
         self.vector, self.gradient, self.buffers = torch.zeros(3), torch.zeros(3), torch.empty(0)
         self.most = most
         self.sizes: list[int] = []
 
-    def gradients_in_turn(self, batches: list[dict[str, torch.Tensor]], step: float) -> Any:
+    def gradients(self, batches: list[dict[str, torch.Tensor]]) -> Any:
         values = batches[0]["x"]
         if len(values) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -169,20 +170,25 @@ def test_what_came_too_late_is_counted_and_not_as_ours() -> None:
     assert (made.counts["rejected"], made.samples) == (1, 0)
 
 
-def test_with_privacy_a_gradient_remembers_nothing_of_earlier_batches() -> None:
-    """A contribution that remembered others would tell of their samples, and the privacy that is spent counts each in its own only."""
-    taken: list[str] = []
+def test_of_several_networks_each_is_told_where_the_others_are_going() -> None:
+    """Weights move by 2 from version 0 to 1, and by 6 from there to version 4: 2 a version."""
+    expected: list[list[float]] = []
+    published = [(0, 1.0), (1, 3.0), (4, 9.0)]
 
     class Engine(MeanEngine):
-        def gradients(self, batches: list[dict[str, torch.Tensor]]) -> Any:
-            taken.append("at once")
-            return super().gradients_in_turn(batches, 0.0)
+        layouts = ("discriminator", "generator")
 
-        def gradients_in_turn(self, batches: list[dict[str, torch.Tensor]], step: float) -> Any:
-            taken.append("in turn")
-            return super().gradients_in_turn(batches, step)
+        def expect(self, moved: torch.Tensor) -> None:
+            expected.append(moved.tolist())
 
-    for updates in (Updates(), Updates(clip_norm=1.0, privacy=Privacy(enabled=True))):
-        engine: Any = Engine()
-        Leased("w", Desk([Unit(7, batches=1)]), engine, read, updates, tell=lambda text: None).work()
-    assert taken == ["in turn", "at once"]
+    class Moving(Desk):
+        def weights(self, have: int) -> Any:
+            version, value = published.pop(0)
+            return SimpleNamespace(
+                version=version, header={"step": 0.0, "done": False}, frames=(frame_of(torch.full((3,), value).numpy()),)
+            )
+
+    made = worker(Moving([]), Engine())
+    for _ in range(3):
+        made._refresh()
+    assert expected == [[2.0] * 3, [2.0] * 3]

@@ -44,6 +44,7 @@ class Engine:
 
     device = torch.device("cpu")
     buffers = torch.empty(0)
+    layouts = ("model",)
 
     def __init__(self) -> None:
         self.vector, self.gradient, self.taken_at = torch.zeros(3), torch.ones(3), list[float]()

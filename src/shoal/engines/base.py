@@ -130,9 +130,13 @@ class Engine(ABC):
     def gradients(self, batches: list[Batch]) -> StepResult:
         """The mean gradient over the batches of all processes, weighted by what counts in each; it is left in `gradient`."""
         weighing, metrics = self._weigh(batches), dict[str, Tensor]()
-        for _ in self._in_turn(batches, weighing, metrics):
-            pass
+        for player in self._in_turn(batches, weighing, metrics):
+            self._lead(player)
         return StepResult(metrics, weighing.total, weighing.samples)
+
+    def _lead(self, player: str) -> None:
+        """A network's gradient is there, and another's is next: the place to go where the first will be by then."""
+        return
 
     def _weigh(self, batches: list[Batch]) -> Weighing:
         return Weighing([self.task.count(batch) for batch in batches], sum(map(length, batches)), self.world)

@@ -179,6 +179,9 @@ class Island(Rank):
         self._say(Order.GRADIENTS, len(batches))
         return self.counted(self.engine.gradients(batches))
 
+    def expect(self, moved: Tensor) -> None:
+        """All networks' gradients are taken at the weights that are there."""
+
     def gradients_by_sample(self, batches: list[Batch], limit: float) -> StepResult:
         raise ShoalError("updates.privacy.unit: samples are clipped one by one in a single process: set engine.kind=single")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,6 @@ from shoal.updates.layout import lay_out
 __all__ = ["SingleEngine", "StepResult", "choose_device"]
 
 
-class _Before(NamedTuple):
-    """A network's weights, and what they were."""
-
-    vector: Tensor
-    weights: Tensor
-
-
 class SingleEngine(Engine):
     """Whole networks in this process: their weights are one vector, their gradients another."""
 
@@ -42,6 +35,7 @@ class SingleEngine(Engine):
             task.compile()
         self.optimizers = {name: optimizers.build(self.chosen[name], network) for name, network in self.networks.items()}
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
+        self._moves: dict[str, Tensor] = {}
 
     @property
     def vector(self) -> Tensor:
@@ -79,36 +73,23 @@ class SingleEngine(Engine):
         torch.div(total, len(ones), out=self.gradient)
         return StepResult(metrics, len(ones), len(ones))
 
-    def gradients_in_turn(self, batches: list[Batch], step: float) -> StepResult:
-        """Like `gradients`, but each network's is taken where the networks before it have made a step: a GAN learns best so.
+    def expect(self, moved: Tensor) -> None:
+        """How far the next version will take the weights, as far as anybody knows. `gradients` then takes each network's gradient where
+        the networks before it will be: a GAN learns best so, whoever makes the steps."""
+        parts = torch.split(moved.to(self.vector), [network.vector.numel() for network in self.networks.values()])
+        self._moves = dict(zip(self.networks, parts, strict=True))
 
-        Others will make that step, with what more workers found. Here it is what this worker's own optimizer expects, and undone.
-        """
-        weighing, metrics, ahead = self._weigh(batches), dict[str, Tensor](), list[_Before]()
+    def gradients(self, batches: list[Batch]) -> StepResult:
+        before = self.vector.clone() if self._moves else None
         try:
-            for player in self._in_turn(batches, weighing, metrics):
-                if len(ahead) + 1 < len(self.networks):
-                    ahead.append(self._step_ahead(player, step))
+            return super().gradients(batches)
         finally:  # also where memory was too small for the next network
-            for vector, before in ahead:
-                vector.copy_(before)
-        return StepResult(metrics, weighing.total, weighing.samples)
+            if before is not None:
+                self.vector.copy_(before)
 
-    def _step_ahead(self, player: str, step: float) -> _Before:
-        """Step a network, and leave its gradient as it is. One that is not finite must not get into the optimizer's memory."""
-        network, optimizer, limit = self.networks[player], self.optimizers[player], self.clip_limit()
-        before = _Before(network.vector, network.vector.clone())
-        gradient = network.gradient.clone()
-        network.gradient.div_(self.scaler.get_scale())
-        norm = self._norm(player)
-        if math.isfinite(float(norm)):
-            if limit is not None:
-                self._shrink(player, (limit / (norm + 1e-6)).clamp(max=1.0))
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate(player, step)
-            optimizers.step(optimizer)
-        network.gradient.copy_(gradient)
-        return before
+    def _lead(self, player: str) -> None:
+        if player in self._moves:
+            self.networks[player].vector.add_(self._moves[player])
 
     def _forget(self) -> None:
         for network in self.networks.values():

@@ -25,12 +25,6 @@ _PLAIN = NoCodec()
 _WAIT_S = 60.0
 
 
-class UnitEngine(Engine, Protocol):
-    """What a worker with units asks of an engine."""
-
-    def gradients_in_turn(self, batches: list[Batch], step: float) -> StepResult: ...
-
-
 class Unit(Protocol):
     """A lease on some batches of an epoch."""
 
@@ -88,7 +82,7 @@ class Leased:
         self,
         name: str,
         desk: Desk,
-        engine: UnitEngine,
+        engine: Engine,
         read: Callable[[int, int, int], Iterator[Batch]],
         updates: Updates,
         *,
@@ -100,7 +94,7 @@ class Leased:
         self.slowdown = slowdown
         self.receipts = receipts or Receipts(None)
         self.outgoing = Outgoing(engine, updates)
-        self.version, self.step = -1, 0.0
+        self.version = -1
         self.state = "starting"
         self.stopping = self.done = False
         self.counts = {"accepted": 0, "rejected": 0, "abandoned": 0}
@@ -204,7 +198,7 @@ class Leased:
             most = min(self._most or size, size - at)
             part = batch if most == size else {name: value[at : at + most] for name, value in batch.items()}
             try:
-                result = self.outgoing.gradients([part], lambda batches: self.engine.gradients_in_turn(batches, self.step))
+                result = self.outgoing.gradients([part])
             except (RuntimeError, MemoryError) as error:
                 if not _is_out_of_memory(error):
                     raise
@@ -232,6 +226,7 @@ class Leased:
         extra = self.engine.buffers.numel()
         body = newer.frames[:-1] if extra else newer.frames
         vector = self.engine.vector
+        before = vector.clone() if len(self.engine.layouts) > 1 and self.version >= 0 else None
         if vector.dtype == torch.float32 and vector.device.type == "cpu":
             codecs.decode(_PLAIN, vector.numel(), body, out=vector)
         else:
@@ -239,7 +234,9 @@ class Leased:
         self.engine.changed()
         if extra:
             self.engine.load_buffers(codecs.decode(_PLAIN, extra, newer.frames[-1:]))
-        self.version, self.step, self.done = newer.version, newer.header["step"], bool(newer.header["done"])
+        if before is not None:
+            self.engine.expect((vector - before) / (newer.version - self.version))
+        self.version, self.done = newer.version, bool(newer.header["done"])
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

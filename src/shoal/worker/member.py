@@ -112,7 +112,7 @@ class Member:
         in_place = engine.vector.device.type == "cpu" and engine.vector.dtype == torch.float32 and moved_by_others
         self.base = engine.vector if in_place else torch.empty(size)
         """The weights as the coordinator sent them; the engine's own vector where nothing else moves that."""
-        self._before = torch.empty(size) if ways.look_ahead else None
+        self._before = torch.empty(size) if ways.look_ahead or (ways.inner is None and len(engine.layouts) > 1) else None
         """The weights that it had before those."""
         self._vectors = [torch.empty(size), torch.empty(size)]
         """One is on its way while the other is filled."""
@@ -285,7 +285,7 @@ class Member:
         before, self.version = self.version, header["version"]
         self._blend(1.0 if before < 0 else self.ways.blend, span)
         if self._before is not None and before >= 0:
-            self._look_ahead(self._before, self.version - before)
+            self._look_ahead(self._before, max(1, self.version - before))
 
     def _blend(self, share: float, span: slice) -> None:
         """The worker's weights become the coordinator's, or a mixture of both."""
@@ -298,6 +298,8 @@ class Member:
 
     def _look_ahead(self, before: Tensor, versions: int) -> None:
         """Go on the way that the weights have come lately, as far as they will get until the next gradient arrives."""
-        if (ahead := min(self._lag, _MOST_AHEAD) / max(1, versions)) > 0:
+        if len(self.engine.layouts) > 1:
+            self.engine.expect((self.base - before) / versions)
+        if self.ways.look_ahead and (ahead := min(self._lag, _MOST_AHEAD) / versions) > 0:
             self.engine.vector.copy_(torch.lerp(before, self.base, 1 + ahead))
             self.engine.changed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sized
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,15 @@ class Engine(Protocol):
         ...
 
     @property
+    def layouts(self) -> Sized:
+        """One for each network."""
+        ...
+
+    def expect(self, moved: Tensor) -> None:
+        """How far the next version will take the weights, as far as anybody knows."""
+        ...
+
+    @property
     def gradient(self) -> Tensor: ...
     def gradients(self, batches: list[Batch]) -> StepResult: ...
     def step(self, batches: list[Batch]) -> StepResult: ...
@@ -65,15 +74,12 @@ class Outgoing:
     def _by_sample(self) -> bool:
         return self.updates.privacy.enabled and self.updates.privacy.unit == "sample"
 
-    def gradients(self, batches: list[Batch], take: Callable[[list[Batch]], StepResult] | None = None) -> StepResult:
-        """The engine's gradient, ready to be copied.
-
-        `take`: a better way, which remembers earlier batches. Not with privacy: its budget counts a batch in one contribution only.
-        """
+    def gradients(self, batches: list[Batch]) -> StepResult:
+        """The engine's gradient, ready to be copied."""
         if self._by_sample:
             assert self.updates.clip_norm is not None  # the configuration sees to it
             return self.engine.gradients_by_sample(batches, self.updates.clip_norm)
-        result = self.engine.gradients(batches) if take is None or self.updates.privacy.enabled else take(batches)
+        result = self.engine.gradients(batches)
         self.engine.unscale()
         return result
 
