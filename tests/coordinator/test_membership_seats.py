@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Mapping
+from typing import Any
 
+from tiny_cluster import Cluster, policy_of
+
+from shoal.config.schema.strategy import Async
 from shoal.coordinator.membership import Membership, Seats, Worker
+from shoal.updates.messages import PROTOCOL, Join
 
 
 def test_the_first_free_seat_is_given_away() -> None:
@@ -68,3 +74,18 @@ def test_the_table_has_a_row_for_each() -> None:
     assert row["worker"] == "a"
     assert row["system"] == "Linux"
     assert isinstance(members.by_name["a"], Worker)
+
+
+def test_of_two_processes_with_one_name_the_newer_stays_and_the_older_is_told() -> None:
+    cluster = Cluster(policy_of(Async()))
+
+    def join(instance: str) -> Mapping[str, Any]:
+        return cluster.answers[cluster.ask(Join("ada", PROTOCOL, {}, instance))]
+
+    first, second = join("first"), join("second")
+    assert (first["seat"], second["seat"]) == (0, 0)  # as one that was started again
+    told = join("first")
+    assert (told["kind"], told["reason"]) == ("refused", "replaced")
+    assert "another worker called ada has come" in told["detail"]
+    assert join("second")["kind"] == "welcome"  # which may come back as often as it likes
+    assert list(cluster.coordinator.members.by_name) == ["ada"]

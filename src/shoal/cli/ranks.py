@@ -41,19 +41,6 @@ def start_ranks(run: Run, argv: list[str]) -> int:
             signal.signal(number, handler)
 
 
-def _devices(run: Run, workers: int = 1) -> int:
-    """Processes for each of so many workers: as many as the settings say, else the GPUs that are there, shared."""
-    import torch
-
-    there = torch.cuda.device_count() if run.training.device in ("auto", "cuda") else 0
-    wanted = run.launch.devices_per_node
-    if wanted is not None and there and wanted > there:
-        raise ShoalError(f"launch.devices_per_node is {wanted}, and there are {there} GPUs here")
-    if wanted is None and not there:
-        sys.stderr.write(f"{run.engine.kind} with one process, on the CPU: there is no GPU (launch.devices_per_node=2 makes it two)\n")
-    return wanted or max(1, there // workers)
-
-
 def island(crew: Crew, name: str, argv: list[str], invitation: Mapping[str, Any], tell: Callable[[str], None]) -> LocalIsland:
     """The processes of a worker, each of which runs `shoal join`; the first of them joins under the worker's name."""
     from shoal.launch import LocalIsland, LocalRanks

@@ -160,11 +160,15 @@ class Coordinator:
         name = asked.name or self.members.free_name()
         if not self.members.has_room_for(name):
             return self._refuse(event.caller, "full", "the coordinator has as many workers as it can take")
+        if asked.instance in self.members.replaced.get(name, ()):
+            return self._refuse(event.caller, "replaced", f"another worker called {name} has come; start this one with a --name of its own")
         before = self.members.by_name.get(name)
         if before is not None:
+            if asked.instance != before.instance:
+                self.members.replace(before)
             self._remove(before, "came back")
         about = {key: _printable(value) for key, value in asked.about.items()}
-        worker = self.members.add(name, event.session, about, self.now)
+        worker = self.members.add(name, event.session, about, self.now, asked.instance)
         if self.state.seats.get(name) != worker.seat:
             self._take({"kind": "seated", "worker": name, "seat": worker.seat})
         self._reply(event.caller, self._welcome(worker), worker)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,8 @@ MISSED_HEARTBEATS = 3
 MOST_SESSIONS = 10_000
 MOST_NAMES = 100_000
 """Names that are remembered: whoever comes under ever new ones fills no memory."""
+
+_MOST_REPLACED = 16
 
 
 @dataclass
@@ -25,6 +27,7 @@ class Worker:
     seat: int
     seen_at: float
     about: Mapping[str, str] = field(default_factory=dict)
+    instance: str = ""
     state: str = "joining"
     numbers: dict[bool, int] = field(default_factory=lambda: {False: -1, True: -1})
     """The last message number, of heartbeats and of all else: a message that was seen before is not taken again."""
@@ -111,10 +114,12 @@ class Membership:
         """The seat each name had last."""
         self.seats = Seats()
         self.rates = Rates()
+        self.replaced: dict[str, deque[str]] = {}
+        """By name: the last processes whose place another one took."""
         self._named = 0
 
-    def add(self, name: str, session: str, about: Mapping[str, str], now: float) -> Worker:
-        worker = Worker(name, session, self.seats.take(self.known.get(name)), now, about)
+    def add(self, name: str, session: str, about: Mapping[str, str], now: float, instance: str = "") -> Worker:
+        worker = Worker(name, session, self.seats.take(self.known.get(name)), now, about, instance)
         self.by_session[session] = self.by_name[name] = worker
         return worker
 
@@ -125,6 +130,10 @@ class Membership:
         worker.interval_s = None
         if self.by_name.get(worker.name) is worker:
             del self.by_name[worker.name]
+
+    def replace(self, worker: Worker) -> None:
+        """Another process has taken a worker's name. If both came back whenever the other did, neither would get anything done."""
+        self.replaced.setdefault(worker.name, deque(maxlen=_MOST_REPLACED)).append(worker.instance)
 
     def has_room_for(self, name: str) -> bool:
         if name in self.by_name:

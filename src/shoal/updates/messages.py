@@ -27,6 +27,8 @@ class Join(NamedTuple):
     name: str | None
     protocol: int
     about: Mapping[str, str]
+    instance: str = ""
+    """Tells this process from every other one, also from those of the same name."""
 
 
 class Leave(NamedTuple):
@@ -126,7 +128,7 @@ def _is_name(value: Any) -> bool:
 
 _SESSION = {"session": _text(64), "number": _integer(0)}
 _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
-    "join": (Join, {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16)}),
+    "join": (Join, {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16), "instance": _text(64)}),
     "leave": (Leave, _SESSION),
     "heartbeat": (Heartbeat, _SESSION | {"state": _text(40)}),
     "pull": (Pull, _SESSION | {"have": _integer(-1)}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -56,7 +57,8 @@ class Courier:
     """The messages of one worker. `ask` returns at once; the answer comes when it comes."""
 
     def __init__(self, line: Line, joining: Join, patience_s: float, tell: Callable[[str], None]) -> None:
-        self.line, self.joining, self.patience_s, self.tell = line, joining, patience_s, tell
+        self.line, self.patience_s, self.tell = line, patience_s, tell
+        self.joining = joining._replace(instance=secrets.token_hex(8))
         self.session = ""
         self.welcome: dict[str, Any] = {}
         self.sessions = 0
