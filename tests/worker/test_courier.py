@@ -23,8 +23,61 @@ class Line:
             raise Lost("nobody is there")
         return Answer(self.answers.pop(0), ())
 
+    def post(self, header: dict[str, Any], frames: Frames) -> bool:
+        return False
+
+    def answer(self, timeout_s: float) -> Answer:
+        raise AssertionError("nothing was posted")
+
     def close(self) -> None:
         return None
+
+
+class Posting(Line):
+    """Takes what is posted, and loses some of it: `lost` says which."""
+
+    def __init__(self, *answers: dict[str, Any], lost: tuple[int, ...] = ()) -> None:
+        super().__init__(*answers)
+        self.lost, self.log = lost, list[str]()
+
+    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
+        self.log.append(f"call {header['kind']}")
+        return super().call(header, frames, timeout_s)
+
+    def post(self, header: dict[str, Any], frames: Frames) -> bool:
+        self.log.append(f"post {header['number']}")
+        return True
+
+    def answer(self, timeout_s: float) -> Answer:
+        number = len([one for one in self.log if one.startswith("post")])
+        self.log.append(f"answer {number}")
+        if number in self.lost:
+            raise Lost("the connection was lost")
+        return super().call({}, (), timeout_s)
+
+
+WELCOME = {"kind": "welcome", "session": "s", "name": "w", "size": 10}
+
+
+def test_what_is_wanted_soon_is_posted_and_its_answer_waited_for_by_who_asked() -> None:
+    line = Posting(WELCOME, {"kind": "weights", "version": 1}, {"kind": "weights", "version": 2})
+    courier = Courier(line, Join("w", 1, {}), 600.0, pytest.fail)
+    courier.join()
+    asked = [courier.ask(Pull("", 0, -1), soon=True)]
+    assert line.log == ["call join", "post 1"]  # it is on its way, and nobody waits for it yet
+    assert asked[0].result().header["version"] == 1
+    assert courier.ask(Pull("", 0, -1), soon=True).result().header["version"] == 2
+    courier.close()
+    assert line.log[1:] == ["post 1", "answer 1", "post 2", "answer 2"]
+
+
+def test_what_was_posted_in_vain_is_asked_again() -> None:
+    line = Posting(WELCOME, {"kind": "weights", "version": 1}, lost=(1,))
+    courier = Courier(line, Join("w", 1, {}), 600.0, pytest.fail)
+    courier.join()
+    assert courier.ask(Pull("", 0, -1), soon=True).result().header["version"] == 1
+    courier.close()
+    assert line.log == ["call join", "post 1", "answer 1", "call pull"]
 
 
 def test_all_weights_have_time_to_come_over_a_slow_link() -> None:
@@ -32,7 +85,7 @@ def test_all_weights_have_time_to_come_over_a_slow_link() -> None:
     line = Line({"kind": "welcome", "session": "s", "name": "w", "size": size}, {"kind": "weights"})
     courier = Courier(line, Join("w", 1, {}), 600.0, pytest.fail)
     courier.join()
-    courier.ask(Pull("", 0, -1)).result(10)
+    courier.ask(Pull("", 0, -1)).result()
     courier.close()
     assert line.timeouts[0] <= 10  # nothing large comes with a welcome
     assert line.timeouts[1] > 4 * size / (10e6 / 8)  # 10 Mbit/s

@@ -29,7 +29,7 @@ class Courier:
         self.welcome = {"last_seq": -1, "seat": 0, "epoch": 0, "position": 0, "name": "w"}
         self.left, self.version = contributions, 0
 
-    def ask(self, asked: Any, frames: Any = ()) -> Future[Answer]:
+    def ask(self, asked: Any, frames: Any = (), soon: bool = False) -> Future[Answer]:
         if isinstance(asked, Contribute):
             self.version, self.left = self.version + 3, self.left - 1
         header = {"kind": "weights", "status": "accepted", "version": self.version, "round": 0, "step": 0.0, "most_lag": 9.0}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import Parts, Progress, assemble, feed_of
 from shoal.strategies.cluster import fingerprint, fragments_of, policy_of
-from shoal.transports import Client, Message, Unreachable
+from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
 from shoal.updates.messages import PROTOCOL, Join, Leave
 from shoal.worker.courier import Answer, Courier, Frames, Lost, Pulse
@@ -39,6 +40,15 @@ OWN_SETTINGS = ("data.source", "data.loader", "training.device", "training.compi
 _LONGER_S = 60.0
 """A process waits so much longer for the first one's word than that one does for the coordinator."""
 _PLAIN_NAME = re.compile(r"[\w.-]+")
+
+
+@contextlib.contextmanager
+def _losing() -> Iterator[None]:
+    """A coordinator that cannot be reached may be reached again: the courier tries."""
+    try:
+        yield
+    except Unreachable as error:
+        raise Lost(str(error)) from None
 
 
 class ClientLine:
@@ -58,11 +68,20 @@ class ClientLine:
         self.client.traffic = traffic
 
     def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
-        try:
-            message = self.client.call(Message(header, tuple(frames)), timeout_s)
-        except Unreachable as error:
-            raise Lost(str(error)) from None
-        return Answer(message.header, message.frames)
+        with _losing():
+            return Answer(*self.client.call(Message(header, tuple(frames)), timeout_s))
+
+    def post(self, header: dict[str, Any], frames: Frames) -> bool:
+        if not isinstance(self.client, Poster):
+            return False
+        with _losing():
+            self.client.post(Message(header, tuple(frames)), 0.0)
+        return True
+
+    def answer(self, timeout_s: float) -> Answer:
+        assert isinstance(self.client, Poster)
+        with _losing():
+            return Answer(*self.client.answer(timeout_s))
 
     def close(self) -> None:
         self.client.close()

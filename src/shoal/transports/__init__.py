@@ -10,7 +10,7 @@ of ours, and counted in `traffic.refused`. All workers share one token: it says 
 
 from shoal.transports.addresses import local_addresses
 from shoal.transports.connect import connect, listening_hosts, needs_keys, serve
-from shoal.transports.interface import Client, Frame, Message, Refused, Request, Server, Traffic, Unreachable
+from shoal.transports.interface import Client, Frame, Message, Poster, Refused, Request, Server, Traffic, Unreachable
 from shoal.transports.keys import Keys, keys_from_secret, new_keys, new_token
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Frame",
     "Keys",
     "Message",
+    "Poster",
     "Refused",
     "Request",
     "Server",

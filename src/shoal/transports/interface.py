@@ -13,7 +13,7 @@ and not written to. Whoever receives a frame may keep it as long as it likes and
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple, Protocol, Union
+from typing import Any, NamedTuple, Protocol, Union, runtime_checkable
 
 from shoal.errors import ShoalError
 
@@ -107,3 +107,14 @@ class Client(Protocol):
 
     def close(self) -> None:
         """Hang up, from any thread: a call in progress ends as Unreachable."""
+
+
+@runtime_checkable
+class Poster(Client, Protocol):
+    """A client that sends beside what its caller does."""
+
+    def post(self, message: Message, timeout_s: float) -> None:
+        """Ask, and do not wait. Unreachable where it cannot be handed over within the time."""
+
+    def answer(self, timeout_s: float) -> Message:
+        """Wait for the answer to what was posted last."""

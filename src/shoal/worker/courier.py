@@ -46,7 +46,27 @@ class Line(Protocol):
         """Ask and wait. Raises Lost, or ShoalError where asking again is of no use."""
         ...
 
+    def post(self, header: dict[str, Any], frames: Frames) -> bool:
+        """Ask without waiting; False where the line cannot. Raises like `call`."""
+        ...
+
+    def answer(self, timeout_s: float) -> Answer:
+        """Wait for the answer to what was posted. Raises like `call`."""
+        ...
+
     def close(self) -> None: ...
+
+
+class Pending(Protocol):
+    """An answer that may not be there yet."""
+
+    def result(self) -> Answer: ...
+
+
+class _Posted(NamedTuple):
+    """An answer that is waited for by whoever wants it."""
+
+    result: Callable[[], Answer]
 
 
 class Left(ShoalError):
@@ -75,7 +95,12 @@ class Courier:
         self._thread.start()
         return answer
 
-    def ask(self, asked: Asked, frames: Frames = ()) -> Future[Answer]:
+    def ask(self, asked: Asked, frames: Frames = (), soon: bool = False) -> Pending:
+        """`soon`: the answer is asked for before long, by this thread. Where the line can, the message is then sent here and now: to hand a
+        small one over to the courier's thread takes longer than to send it."""
+        started = time.monotonic()
+        if soon and self._post(asked, frames):
+            return _Posted(lambda: self._deliver(asked, frames, posted_at=started))
         future: Future[Answer] = Future()
         self._jobs.put((future, asked, frames))
         return future
@@ -93,6 +118,11 @@ class Courier:
         with contextlib.suppress(Lost, ShoalError):
             line.call(self._addressed(Heartbeat("", 0, state)), (), _ANSWER_S)
 
+    def _post(self, asked: Asked, frames: Frames) -> bool:
+        with contextlib.suppress(Lost):
+            return self.line.post(self._addressed(asked), frames)
+        return False
+
     # --- the thread --------------------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -103,14 +133,15 @@ class Courier:
             except BaseException as error:
                 future.set_exception(error)
 
-    def _deliver(self, asked: Asked, frames: Frames) -> Answer:
-        """Ask until there is an answer."""
+    def _deliver(self, asked: Asked, frames: Frames, posted_at: float | None = None) -> Answer:
+        """Ask until there is an answer. `posted_at`: it was asked once already."""
         if isinstance(asked, Leave):
             return self._leave(asked)
         session = self.sessions
         while True:
-            started = time.monotonic()
-            answer = self._insist(lambda: self._addressed(asked), frames, 4 * self.welcome.get("size", 0))
+            started = posted_at or time.monotonic()
+            answer = self._insist(lambda: self._addressed(asked), frames, 4 * self.welcome.get("size", 0), posted_at is not None)
+            posted_at = None
             reason = answer.header.get("reason") if answer.header.get("kind") == "refused" else None
             if reason is None:
                 self.round_trip_s = time.monotonic() - started
@@ -133,7 +164,7 @@ class Courier:
             return self.line.call(self._addressed(asked), (), _ANSWER_S)
         return Answer({"kind": "goodbye"}, ())
 
-    def _insist(self, header: Callable[[], dict[str, Any]], frames: Frames, answer_bytes: int = 0) -> Answer:
+    def _insist(self, header: Callable[[], dict[str, Any]], frames: Frames, answer_bytes: int = 0, posted: bool = False) -> Answer:
         """Call until the line answers, or patience is at its end. The answer may be as long as all weights are: over a slow link that takes
         its time, and to ask again would make it longer."""
         size = sum(len(frame) for frame in frames) + answer_bytes
@@ -141,8 +172,9 @@ class Courier:
         since, pause = time.monotonic(), 0.1
         while True:
             try:
-                return self.line.call(header(), frames, timeout)
+                return self.line.answer(timeout) if posted else self.line.call(header(), frames, timeout)
             except Lost as lost:
+                posted = False
                 if self._closing.is_set():
                     raise Left("closed") from None
                 gone = time.monotonic() - since

@@ -9,7 +9,6 @@ import json
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from shoal.config.schema.updates import NoCodec, Updates
 from shoal.updates import codecs
 from shoal.updates.messages import Contribute, Leave, Pull
-from shoal.worker.courier import Answer, Courier
+from shoal.worker.courier import Answer, Courier, Pending
 from shoal.worker.loop import Feed, StepResult
 from shoal.worker.outgoing import Engine, Outgoing
 
@@ -30,6 +29,8 @@ _LAG_TO_SPEND = 0.5
 """Share of the allowed lag that may be given away for speed, and at most so much:"""
 _MOST_LAG_SPENT = 3.0
 """On MNIST five versions of lag cost a point of accuracy, two a quarter."""
+_SOON_S = 0.05
+"""A step that takes longer leaves the courier time to come back from a lost connection beside it."""
 _MOST_AHEAD = 3.0
 """Versions that a worker looks ahead. Further than that the way does not go on straight."""
 
@@ -117,7 +118,7 @@ class Member:
         self._vectors = [torch.empty(size), torch.empty(size)]
         """One is on its way while the other is filled."""
         self.outgoing = Outgoing(engine, updates)
-        self._under_way: tuple[Future[Answer], Contribute, Any] | None = None
+        self._under_way: tuple[Pending, Contribute, Any] | None = None
         self._waited_s = 0.0
         self._step_s = 0.0
         self._versions_per_step = 1.0
@@ -194,7 +195,7 @@ class Member:
         self.seq += 1
         self.round += 1
         self.counts["sent"] += 1
-        self._under_way = (self.courier.ask(contribution, frames), contribution, frames)
+        self._under_way = (self.courier.ask(contribution, frames, soon=self._step_s < _SOON_S), contribution, frames)
 
     def _settle(self) -> None:
         """Take the answer to what is under way, and do as it says."""
@@ -209,7 +210,7 @@ class Member:
                 continue
             status = answer.header["status"]
             if status == "wait" and not self.stopping:  # it was taken; ask again when its round has closed, without sending it again
-                self._under_way = (self.courier.ask(contribution), contribution, ())
+                self._under_way = (self.courier.ask(contribution, soon=True), contribution, ())
                 continue
             status = "accepted" if status == "wait" else status
             self._note(contribution, status, answer.header["version"])

@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import zmq
@@ -100,19 +101,38 @@ class ZmqClient:
         self._closed = False
 
     def call(self, message: Message, timeout_s: float) -> Message:
+        deadline = time.monotonic() + timeout_s
+        self.post(message, timeout_s)
+        return self.answer(deadline - time.monotonic())
+
+    def post(self, message: Message, timeout_s: float) -> None:
         with self._calling:
-            if self._closed:
-                raise Unreachable("the connection was closed on this side")
+            self._expect_open()
             self._number += 1
             parts = self._encoded(message)
-            deadline = time.monotonic() + timeout_s
             line = self._line = self._line or self._connect()
-            try:
-                self._ask(line, parts, deadline)
-                return self._answer(line, deadline)
-            except (Unreachable, Refused):
-                self._give_up(line)
-                raise
+            with self._giving_up(line):
+                self._ask(line, parts, time.monotonic() + timeout_s)
+
+    def answer(self, timeout_s: float) -> Message:
+        with self._calling:
+            self._expect_open()
+            if (line := self._line) is None:
+                raise Unreachable(f"the connection to {self.address} was lost before the answer came")
+            with self._giving_up(line):
+                return self._answer(line, time.monotonic() + timeout_s)
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise Unreachable("the connection was closed on this side")
+
+    @contextlib.contextmanager
+    def _giving_up(self, line: _Line) -> Iterator[None]:
+        try:
+            yield
+        except (Unreachable, Refused):
+            self._give_up(line)
+            raise
 
     def _encoded(self, message: Message) -> list[Frame]:
         try:
