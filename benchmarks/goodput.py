@@ -3,7 +3,7 @@
 Goodput is samples per second that went into the weights, from the fifth round on. Afterwards `shoal audit` must be content. Beside it
 torchft's DiLoCo, with a model of the same size, the same rounds and the same deaths: how long until a round has the killed one in it
 again, and how long the others went without a round. Ours starts its processes again itself; torchft's replicas are started again at once
-by this program, as torchrun would.
+by this program, whatever they ended of, as torchrun would.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import peers
 from run import Row
 
-EVERY_S, KILLS = 20.0, 6
+EVERY_S, KILLS, START_S = 20.0, 6, 120.0
 CONFIG = """\
 dialect: shoal
 model: {kind: gpt, hidden_size: 64, num_layers: 2, num_heads: 4, max_seq_len: 64, dropout: 0.0}
@@ -68,7 +68,10 @@ class Outcome(NamedTuple):
 
 def watched(rounds: Callable[[], list[Round]], kill: Callable[[str], None] | None, names: list[str]) -> Outcome:
     """Kill one worker after the other, if that is wanted, and say what it cost."""
+    until = time.monotonic() + START_S
     while len(rounds()) < 5:
+        if time.monotonic() > until:
+            raise RuntimeError(f"there were {len(rounds())} rounds in {START_S:.0f} s")
         time.sleep(0.2)
     first, deaths = rounds()[-1], list[tuple[float, str]]()
     for number in range(KILLS):
@@ -79,11 +82,16 @@ def watched(rounds: Callable[[], list[Round]], kill: Callable[[str], None] | Non
     time.sleep(EVERY_S)
     there = rounds()
     last = there[-1]
-    back = [next((one.at - died for one in there if one.at > died and name in one.workers), EVERY_S) for died, name in deaths]
+    back = [_back(there, died, name) for died, name in deaths]
     still = [next((one.at - died for one in there if one.at > died), EVERY_S) for died, _ in deaths]
     return Outcome(
         (last.samples - first.samples) / (last.at - first.at), *(statistics.median(each) if each else 0.0 for each in (back, still))
     )
+
+
+def _back(there: list[Round], died: float, name: str) -> float:
+    """What the dead one had sent before may still be in the round that was open: the rounds after that count."""
+    return next((one.at - died for one in [one for one in there if one.at > died][1:] if name in one.workers), EVERY_S)
 
 
 # --- ours ------------------------------------------------------------------------------------------------
@@ -154,6 +162,7 @@ def _island(run: Path, name: str) -> int:
 def theirs(disturb: bool) -> Outcome:
     seen: dict[int, Round] = {}
     running: dict[str, subprocess.Popen[str]] = {}
+    over = threading.Event()
     lighthouse = _started("lighthouse", LIGHTHOUSE)
     try:
         assert lighthouse.stdout is not None
@@ -161,17 +170,18 @@ def theirs(disturb: bool) -> Outcome:
 
         def start(name: str) -> None:
             running[name] = _started("replica", SPEC | {"name": name, "seed": NAMES.index(name), "lighthouse": address})
-            threading.Thread(target=_hear, args=(running[name], name, seen), daemon=True).start()
+            threading.Thread(target=_hear, args=(running[name], name, seen, again), daemon=True).start()
 
-        def kill(name: str) -> None:
-            running[name].kill()
+        def again(name: str) -> None:
             running[name].wait()
-            start(name)
+            if not over.is_set():
+                start(name)
 
         for name in NAMES:
             start(name)
-        return watched(lambda: _totals(seen), kill if disturb else None, NAMES)
+        return watched(lambda: _totals(seen), (lambda name: running[name].kill()) if disturb else None, NAMES)
     finally:
+        over.set()
         for process in (*running.values(), lighthouse):
             process.kill()
             process.wait()
@@ -182,19 +192,26 @@ def _started(role: str, spec: dict[str, Any]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
-def _hear(process: subprocess.Popen[str], name: str, seen: dict[int, Round]) -> None:
-    """Each replica tells of each round; the first to tell says when it was."""
+_HEARING = threading.Lock()
+
+
+def _hear(process: subprocess.Popen[str], name: str, seen: dict[int, Round], again: Callable[[str], None]) -> None:
+    """Each replica tells of each round; the first to tell says when it was. One that ends is started again."""
     assert process.stdout is not None
     for told in map(json.loads, process.stdout):
-        known = seen.get(told["round"], Round(told["at"], 0.0, frozenset()))
-        seen[told["round"]] = Round(known.at, known.samples + told["samples"], known.workers | {name})
+        with _HEARING:
+            known = seen.get(told["round"], Round(told["at"], 0.0, frozenset()))
+            seen[told["round"]] = Round(known.at, known.samples + told["samples"], known.workers | {name})
+    again(name)
 
 
 def _totals(seen: dict[int, Round]) -> list[Round]:
     there, samples = [], 0.0
-    for number in sorted(seen):
-        samples += seen[number].samples
-        there.append(seen[number]._replace(samples=samples))
+    with _HEARING:
+        rounds = sorted(seen.items())
+    for _, one in rounds:
+        samples += one.samples
+        there.append(one._replace(samples=samples))
     return there
 
 

@@ -185,14 +185,15 @@ def work(given: dict[str, Any]) -> None:
     chance = random.Random(f"{given['seed']} {given['slowdown']}")
 
     class Forgetful(Member):
-        def _send(self, *contribution: Any) -> None:
+        def _send(self, *contribution: Any, **options: Any) -> None:
             if chance.random() >= DROPOUT:
-                super()._send(*contribution)
+                super()._send(*contribution, **options)
 
     joining.Member = Forgetful  # type: ignore[misc]
     invitation = given["invitation"]
     way = joining.Way(invitation["address"], invitation["token"], invitation["key"], slowdown=given["slowdown"])
     joined = joining.Joined(way, lambda text: None)
+    joined.prepare()
     print('"ready"', flush=True)
     sys.stdin.readline()
     joined.work()

@@ -21,6 +21,7 @@ from shoal.strategies.coordinating import Coordinating
 from shoal.strategies.leasing import Leasing
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.view import look, trail
+from shoal.updates.privacy import Accountant, sample_level_multiplier
 
 
 def train(coordinating: Coordinating) -> dict[str, Any]:
@@ -251,11 +252,13 @@ def test_statistics_of_the_networks_reach_the_coordinator(school: School) -> Non
 
 
 @pytest.mark.parametrize("strategy", ["syncps", "async", "edp"])
-def test_other_strategies_go_through_the_database_too(school: School, strategy: str) -> None:
+def test_other_strategies_go_through_the_database_too(school: School, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
     from shoal.strategies.joining import Joined, Way
     from shoal.strategies.leasing import join
+    from shoal.watch.blackboard import Blackboard
 
-    coordinating = school.coordinate({"strategy": {"kind": strategy}}, workers=2)
+    coordinating = school.coordinate({"strategy": {"kind": strategy}, "logging": {"every_steps": 5}}, workers=2)
+    coordinating.loop.reporters.append(Blackboard())
     joined: list[Any] = []
 
     def work(name: str) -> None:
@@ -272,4 +275,31 @@ def test_other_strategies_go_through_the_database_too(school: School, strategy: 
         thread.join(30)
     assert all(isinstance(worker, Joined) for worker in joined)
     assert summary["status"] == "completed"
+    assert main(["status", school.access.address]) == 0
+    shown = capsys.readouterr().out
+    assert {"w0", "w1", "accepted"} <= set(shown.split())
+    assert "units" not in shown
     assert school.ask("SELECT * FROM shoal.orphans()") == []
+
+
+def test_students_hear_of_an_end_that_makes_no_new_weights(school: School) -> None:
+    """The rule needs results of three, and two have come: when no unit is left, what they handed in will never be enough."""
+    coordinating = school.coordinate({"updates": {"aggregation": {"kind": "krum", "byzantine": 0}}})
+    for name in ("ada", "bob"):
+        school.worker(name)
+    train(coordinating)
+    school.finish()  # of themselves: nobody stops them
+    assert coordinating.loop.coordinator.state.version == 0
+
+
+def test_what_privacy_has_cost_counts_every_unit_that_was_handed_in(school: School) -> None:
+    private = {"updates": {"clip_norm": 1.0, "privacy": {"enabled": True, "noise_multiplier": 1.0, "unit": "contribution"}}}
+    coordinating = school.coordinate(private)
+    school.worker("ada")
+    summary, loop = train(coordinating), coordinating.loop
+    school.finish()
+    units, late = summary["contributions"]["accepted"], sum(one["late"] + one["cancelled"] for one in loop.crowd)
+    expected = Accountant(sample_level_multiplier(1.0), loop.sampling_rate, loop.run.updates.privacy.delta)
+    expected.record("units", units + late)
+    assert units > 0
+    assert loop.epsilon() == expected.spent() > 0

@@ -12,7 +12,7 @@ from tiny_cluster import Numbers
 
 from shoal.config.schema.updates import Krum, NoCodec, Updates
 from shoal.coordinator import Coordinator, Policy, Quorum
-from shoal.coordinator.effects import Effect, Entry, Issue, Persist, Published
+from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published
 from shoal.coordinator.machine import Passed, Plan
 from shoal.coordinator.units import Cut, Settled
 from shoal.updates import codecs
@@ -37,6 +37,7 @@ class Board:
         self.records: list[tuple[dict[str, Any], tuple[bytes, ...]]] = []
         self.ledger: list[dict[str, Any]] = []
         self.published: list[Published] = []
+        self.notes: list[str] = []
         self.carry_out([coordinator.offer()])
 
     def carry_out(self, effects: list[Effect]) -> None:
@@ -51,6 +52,8 @@ class Board:
                 self.ledger.append(effect.line)
             elif isinstance(effect, Published):
                 self.published.append(effect)
+            elif isinstance(effect, Note):
+                self.notes.append(effect.text)
 
     def deliver(self, number: int, worker: str = "w", value: float = 1.0, frames: Any = None, base: int | None = None) -> None:
         self.offered.discard(number)
@@ -187,3 +190,29 @@ def test_workers_cannot_pass_themselves_off_as_the_keeper_of_leases() -> None:
         parse(header)
     with pytest.raises(BadMessage):
         parse_from_leases(header | {"start": -1})
+
+
+def test_more_units_are_given_out_while_a_rule_waits_for_results_of_more_workers() -> None:
+    updates = Updates(aggregation=Krum(byzantine=0))
+    board = Board(made(quorum=3, cut=Cut(1000, 1, 1), needed=3, updates=updates))
+    done = 0
+    for _ in range(100):
+        number = min(board.offered)
+        board.deliver(number, "ab"[number % 2])
+        done += 1
+    assert board.coordinator.state.version == 0
+    assert board.notes == ["krum needs results of 3 workers, and 2 have handed in: waiting for 1 more"]
+    board.deliver(min(board.offered), "c")
+    assert board.coordinator.state.version == 1
+    assert len(board.spans()) == done + 1
+
+
+def test_or_the_run_stops_where_that_is_wanted() -> None:
+    updates = Updates(aggregation=Krum(byzantine=0), below_quorum="stop")
+    board = Board(made(quorum=3, cut=Cut(1000, 1, 1), needed=3, updates=updates))
+    for worker in "abc":
+        board.deliver(min(board.offered), worker)
+    assert board.coordinator.state.version == 1
+    while board.offered and not board.coordinator.finished:
+        board.deliver(min(board.offered), "a")
+    assert board.coordinator.stopped == "krum needs results of 3 workers, and 1 have handed in: stopped, as updates.below_quorum says"

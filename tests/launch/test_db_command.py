@@ -14,7 +14,7 @@ from shoal.cli.main import main
 from shoal.errors import ShoalError
 from shoal.launch.postgres import EmbeddedPostgres
 from shoal.transports.databases import parse
-from shoal.transports.postgres.access import connect, create_database
+from shoal.transports.postgres.access import Error, connect, create_database
 
 Shoal = Callable[..., tuple[int, str, str]]
 
@@ -154,3 +154,19 @@ def test_a_coordinators_and_a_readers_way_in_is_told(shoal: Shoal, address: str)
         assert connection.execute("SELECT * FROM shoal.worker_list").fetchall() == []
     out = shoal("db", "grant", "coordinator", "second", address)[1]
     assert re.search(r"user: second\}\nin its environment:\n  DB_PASSWORD=\S{16}$", out.strip())
+
+
+def test_who_is_shut_out_is_thrown_out_at_once(shoal: Shoal, address: str) -> None:
+    shoal("db", "init", address)
+    shoal("db", "grant", "student", "eve", address, "--password", "secret")
+    theirs = parse(address)._replace(user="eve", password="secret")
+    connection = connect(theirs)
+    code, out, _ = shoal("db", "revoke", "eve", address)
+    assert (code, "shut out" in out) == (0, True)
+    with pytest.raises(Error):
+        connection.execute("SELECT 1")
+    with pytest.raises(ShoalError, match="not permitted to log in"):
+        connect(theirs)
+    assert "`eve` was not let in here; there are none" in shoal("db", "revoke", "eve", address)[2]
+    shoal("db", "grant", "student", "eve", address, "--password", "new")
+    connect(theirs._replace(password="new")).close()

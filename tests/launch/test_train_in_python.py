@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal import ConfigError, TrainerConfig, train
+from shoal.errors import ShoalError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("datasets")
@@ -64,3 +65,13 @@ def test_a_wrong_field_is_told_and_nothing_starts(config: TrainerConfig, tmp_pat
     with pytest.raises(ConfigError, match="did you mean `SGD`"):
         train(config, overrides=OURS, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_several_workers_share_what_a_configuration_for_one_describes(tmp_path: Path) -> None:
+    summary = train("starter", workers=2, overrides=["training.max_steps=3", "evaluation.strategy=never"], run_dir=tmp_path / "run")
+    assert (summary["status"], summary["contributions"]["accepted"]) == ("completed", 6)
+
+
+def test_a_run_through_a_database_is_for_the_command_line(tmp_path: Path) -> None:
+    with pytest.raises(ShoalError, match="start this run with `shoal train`"):
+        train("starter", overrides=["strategy.kind=workunits", "transport.kind=postgres"], run_dir=tmp_path / "run")

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from shoal.config.load import resolve_data
+from shoal.strategies.cluster import needed
+
 CLEAN = 0.93
 """What honest workers reach at least on the digits, in so few steps."""
 
@@ -38,3 +41,14 @@ def test_a_rule_that_compares_keeps_what_was_learned(byzantine: Any, rule: str, 
 @pytest.mark.parametrize("rule", ["trimmed mean", "Krum", "Bulyan"])
 def test_also_with_the_largest_one_per_cent_and_stale_weights(byzantine: Any, rule: str) -> None:
     assert byzantine.accuracy(rule, "sign flip", byzantine.SPARSE_AND_STALE, 300, {}) > 0.95 * CLEAN
+
+
+@pytest.mark.parametrize(
+    ("mixing", "least"), [({"kind": "none"}, 5), ({"kind": "bucketing", "size": 2}, 9), ({"kind": "nearest-neighbours", "byzantine": 3}, 7)]
+)
+def test_mixing_counts_in_how_many_contributions_a_round_needs(mixing: Any, least: int) -> None:
+    updates = {"aggregation": {"kind": "krum", "byzantine": 1}, "mixing": mixing}
+    run = resolve_data(
+        {"strategy": {"kind": "syncps"}, "cluster": {"num_workers": 9}, "updates": updates}, name="n", dialect="shoal", environ={}
+    )
+    assert needed(run.run) == least

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -337,3 +338,15 @@ def test_a_stuck_upload_does_not_hold_up_the_coordinator(database: Database, ser
         assert time.monotonic() - began < 2.0
         stuck.execute("ROLLBACK")
     assert database.rows("SELECT count(*) FROM shoal.parts") == [(0,)]
+
+
+def test_who_tries_in_vain_hears_of_it_meanwhile() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    told: list[str] = []
+    desk = UnitDesk(f"postgresql://eve@127.0.0.1:{port}/school", poll_interval_s=1.0, patience_s=1.5, tell=told.append)
+    with pytest.raises(Unreachable, match="no PostgreSQL answers"):
+        desk.welcome(1.5)
+    desk.close()
+    assert [text.partition(" at ")[0] for text in told] == ["no PostgreSQL answers"]
+    assert told[0].endswith("Trying again")

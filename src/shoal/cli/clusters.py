@@ -47,6 +47,8 @@ def coordinate(
     from shoal.watch.sinks import sinks_for
 
     run = loaded.run
+    if isinstance(run.transport, Postgres) and len(hosts) > (run.transport.host == "embedded"):
+        raise ShoalError("--host: a database of the run's own listens at one address, and another one listens where it does")
     if run.transport.kind == "in-process":
         raise ShoalError("transport.kind: workers are processes of their own, which in-process does not reach: choose zmq or xmlrpc")
     progress = progress_for(sys.stderr, run.log_level, cluster=True)

@@ -31,6 +31,7 @@ commands:
   status WHERE             what is in it (--json)
   reset WHERE              delete the run that is in it (asks first; --yes does not)
   grant KIND NAME WHERE    let somebody in: a student works, a reader looks, a coordinator runs it
+  revoke NAME WHERE        shut somebody out
 
 WHERE is a configuration whose transport is postgres, the folder of a run, or an address: postgresql://user@host:5432/shoal
 
@@ -49,7 +50,7 @@ class Place(NamedTuple):
 
 
 def run(argv: list[str]) -> int:
-    commands = {"init": init, "status": status, "reset": reset, "grant": grant}
+    commands = {"init": init, "status": status, "reset": reset, "grant": grant, "revoke": revoke}
     if not argv or argv[0] in ("--help", "-h"):
         print(HELP, end="")
         return 0
@@ -114,6 +115,19 @@ def grant(argv: list[str]) -> int:
         password = arguments.password or (None if known else secrets.token_urlsafe(12))
         schema.grant(connection, arguments.name, password, arguments.kind)
     _tell_granted(arguments, place, password)
+    return 0
+
+
+def revoke(argv: list[str]) -> int:
+    made = parser("db revoke", "Shut somebody out who was let in. Who is at work is thrown out; what they handed in stays.", files="")
+    made.add_argument("name", metavar="NAME", help="the role, as it was granted")
+    made.add_argument("files", nargs="*", metavar="WHERE", help="a configuration, a run's folder or an address")
+    arguments, overrides = parse(made, argv)
+    with place_of(arguments, overrides) as place, connected(place.access) as connection:
+        from shoal.transports.postgres import schema
+
+        schema.revoke(connection, arguments.name)
+    print(f"`{arguments.name}` is shut out (`shoal db grant … --password NEW` lets it in again)")
     return 0
 
 
@@ -222,7 +236,7 @@ def _rows(access: Access, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "schema", str(found["schema_version"])
     yield "run", "none yet" if found["run"] is None else _listed(found["run"])
     for name in ("facts", "units", "workers", "roles"):
-        yield name, _listed(found[name]) or "none"
+        yield name, _listed({key: value for key, value in found[name].items() if key != "members"}) or "none"
     largest = sorted(found["bytes"].items(), key=lambda item: -item[1])[:_MOST_TABLES]
     yield "size", f"{_size(sum(found['bytes'].values()))} ({_listed({name: _size(size) for name, size in largest})}, …)"
     if found["orphans"]:

@@ -65,8 +65,9 @@ def _drawn(view: View) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     for name, text in classroom.lines(view):
         head.add_row(name, text)
-    table = Table(*classroom.COLUMNS, box=None, pad_edge=False)
-    for row in classroom.rows(view.workers):
+    columns, *rows = classroom.table(view)
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
         table.add_row(*row)
     return Group(head, "", table)
 
@@ -76,8 +77,8 @@ def _print(view: View) -> None:
 
     for name, text in classroom.lines(view):
         print(f"{name:<12} {text}")
-    rows = [classroom.COLUMNS, *classroom.rows(view.workers)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(classroom.COLUMNS))]
+    rows = classroom.table(view)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     print()
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
         raise ShoalError(
             f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({loaded.run.strategy.kind})"
         )
-    count += loaded.run.coordinator.trains and not arguments.workers
+    count += bool(count and loaded.run.coordinator.trains and not arguments.workers)
     from shoal.cli.clusters import coordinate
 
     return coordinate(loaded, arguments.run_dir, arguments.resume, workers=count, netem=arguments.netem, slowdown=arguments.slowdown)

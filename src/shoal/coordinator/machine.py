@@ -76,6 +76,7 @@ class Coordinator:
             self._reassure()
         if not (isinstance(event, Passed) and event.more):
             self._close_what_is_due()
+            self._offer_more()
         self._watch_quorum()
         return self._effects
 
@@ -301,6 +302,19 @@ class Coordinator:
         self._offered = list(self.book.settled.open(cut.total, most))
         return Issue(self.state.version, self._offered)
 
+    def _offer_more(self) -> None:
+        """All units on offer are settled, and the round is still open: units were given up, or the rule needs results of more workers."""
+        if not self._offered or self.finished or not all(unit in self.book.settled for unit in self._offered):
+            return None
+        needed, there = self.plan.needed, self.rounds.workers(self.state.version)
+        if there < needed:
+            text = f"{self.plan.updates.aggregation.kind} needs results of {needed} workers, and {there} have handed in"
+            if self.plan.updates.below_quorum == "stop" and self.state.version > 0:
+                self.stopped = f"{text}: stopped, as updates.below_quorum says"
+                return self._effects.append(Stop(self.stopped))
+            self._effects.append(Note(f"{text}: waiting for {needed - there} more"))
+        return self._effects.append(self.offer())
+
     def _take_from_leases(self, event: Passed) -> None:
         cut, asked = self.plan.cut, event.asked
         assert cut is not None
@@ -316,6 +330,7 @@ class Coordinator:
         self._effects = []
         self._spoil(epoch, start, why)
         self._close_what_is_due()
+        self._offer_more()
         return self._effects
 
     def _spoil(self, epoch: int, start: int, why: str) -> None:
@@ -334,8 +349,6 @@ class Coordinator:
         self._spoiled.pop(number, None)
         fields = {name: getattr(asked, name) for name in ("epoch", "start", "batches", "reason")}
         self._take({"kind": "failed", "unit": number, **fields})
-        if all(unit in self.book.settled for unit in self._offered):
-            self._effects.append(self.offer())
         self._effects.append(Note(f"warning: unit {number} of epoch {asked.epoch + 1} is given up: {_printable(asked.reason)}"))
 
     def _deliver(self, asked: Delivered, frames: Frames, number: int) -> None:

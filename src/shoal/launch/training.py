@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.config.load import File, Loaded, parse_override, resolve
 from shoal.config.problems import ConfigError
+from shoal.config.schema.cluster import XmlRpc, Zmq
 from shoal.config.trainer_config import TrainerConfig
 from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorkers, gpus_of
@@ -28,9 +29,13 @@ def train(
 ) -> dict[str, Any]:
     """Train what a `TrainerConfig`, a file or a preset describes, with so many workers on this machine; the run's summary.
 
+    Several workers need a strategy between them: syncps, where the configuration names none.
     `overrides` are `path=value`, as on the command line. Raises ConfigError, or ShoalError where the run cannot go on.
     """
+    overrides = [*overrides]
     loaded = _loaded(config, overrides)
+    if loaded.ok and loaded.run.strategy.kind == "local" and workers > 1:
+        loaded = _loaded(config, [*overrides, "strategy.kind=syncps"])
     if not loaded.ok:
         raise ConfigError(loaded.problems)
     common: dict[str, Any] = {"run_dir": str(run_dir) if run_dir else None, "resume": resume, "reporters": [*reporters]}
@@ -43,6 +48,8 @@ def train(
         alone = local.prepare(loaded, **common, here=here)
         return _finished(alone, alone.train())
     refuse_torchrun()
+    if not isinstance(loaded.run.transport, (Zmq, XmlRpc)):
+        raise ShoalError(f"transport.kind {loaded.run.transport.kind}: start this run with `shoal train`, or choose zmq")
     near = loaded.run.transport.replace(host=None, port=0)
     made = coordinating.prepare(loaded, **common, workers=workers, hosts=("127.0.0.1",), transport=near)
     loop = made.loop

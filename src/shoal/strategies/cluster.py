@@ -10,6 +10,7 @@ from shoal import data
 from shoal.config import Run
 from shoal.config.derive import quorum
 from shoal.config.schema.strategy import DiLoCo, WorkUnits
+from shoal.config.schema.updates import Bucketing, NearestNeighbours
 from shoal.coordinator import Barrier, Policy
 from shoal.coordinator.units import Cut
 from shoal.errors import ShoalError
@@ -33,8 +34,10 @@ def policy_of(run: Run, expected: int) -> Policy:
 
 def needed(run: Run) -> int:
     """Contributions without which the aggregation rule cannot work."""
-    rule = run.updates.aggregation
-    return quorum(rule.kind, getattr(rule, "byzantine", None) or 0)
+    rule, mixing = run.updates.aggregation, run.updates.mixing
+    byzantine = getattr(rule, "byzantine", None) or 0
+    least = quorum(rule.kind, byzantine, mixing.size if isinstance(mixing, Bucketing) else 1)
+    return max(least, quorum("nearest-neighbours", mixing.byzantine or 0)) if isinstance(mixing, NearestNeighbours) else least
 
 
 def ranks_of(run: Run) -> int:

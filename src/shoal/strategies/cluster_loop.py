@@ -98,6 +98,8 @@ class ClusterLoop(Loop):
         self._unwritten: list[Effect] = []
         self._unconsumed: list[Request] = []
         """What was taken from the leases for a round that is open: the database has it until the round closes."""
+        self._over = False
+        """Whether the weights that hang out say that the run is over."""
         self.crowd: list[dict[str, Any]] = []
         """Who leases units, as it was a moment ago."""
         self._crowd_at = 0.0
@@ -252,7 +254,7 @@ class ClusterLoop(Loop):
 
         def begin() -> None:
             self._publish(board)
-            if board.iteration() != offer.version:
+            if board.iteration() != offer.version or not board.has_open_units():
                 self._issue(board, offer)
 
         self.store.carry_out(begin)
@@ -260,8 +262,11 @@ class ClusterLoop(Loop):
     def _publish(self, board: Board) -> None:
         """Hang out the newest weights, for all who lease units."""
         if not self._replaying:
-            header = {"step": self.coordinator.step, "done": self.coordinator.finished}
-            board.publish(self.coordinator.state.version, "full", header, self.coordinator.publisher.everything())
+            self._hang_out(board, self.coordinator.state.version, self.coordinator.finished)
+
+    def _hang_out(self, board: Board, version: int, done: bool) -> None:
+        board.publish(version, "full", {"step": self.coordinator.step, "done": done}, self.coordinator.publisher.everything())
+        self._over = done
 
     def _issue(self, board: Board, effect: Issue) -> None:
         cut, rounds = self.coordinator.plan.cut, self.coordinator.policy.rounds
@@ -271,9 +276,16 @@ class ClusterLoop(Loop):
             board.issue(effect.version, units, rounds.lease_s, rounds.max_retries, quorum)
 
     def _say_goodbye(self) -> None:
-        """Let every worker hear that it is over."""
-        until = time.monotonic() + _GOODBYE_S
-        while self.coordinator.members.by_name and time.monotonic() < until:
+        """Let every worker hear that it is over. Who leases units hears it with new weights, or with the last ones once more."""
+        board, until = self.board, time.monotonic() + _GOODBYE_S
+        ends = board is not None and self.stopping != "interrupted"
+        if board is not None and ends and not self._over:
+            self.store.carry_out(lambda: self._hang_out(board, self.coordinator.state.version + 1, True))
+
+        def some_are_here() -> bool:
+            return any(one["alive"] for one in board.workers()) if board is not None and ends else bool(self.coordinator.members.by_name)
+
+        while some_are_here() and time.monotonic() < until:
             self._serve_all(self.server.poll(_TICK_S))
             self._carry_out(self.coordinator.handle(Tick(), time.monotonic()))
             self.beside()
@@ -313,6 +325,9 @@ class ClusterLoop(Loop):
         accountant = privacy.Accountant(multiplier, self.sampling_rate, settings.delta)
         for name, seat in state.seats.items():
             accountant.record(f"seat {seat}", state.sequences.get(name, -1) + 1)
+        if self.board is not None:  # all units are of the same data
+            late = sum(one["late"] + one["cancelled"] for one in self.crowd)
+            accountant.record("units", sum(state.contributions.values()) + late)
         return accountant.spent()
 
     def _finish_evaluation(self) -> None:

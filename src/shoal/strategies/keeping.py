@@ -87,6 +87,10 @@ class Board(Server, Protocol):
         """What units are on offer for, if any ever were."""
         ...
 
+    def has_open_units(self) -> bool:
+        """Whether there is a unit that somebody does, or may do."""
+        ...
+
     def issue(
         self, iteration: int, units: Sequence[tuple[int, int, int]], lease_timeout_s: float, max_retries: int, quorum: int | None
     ) -> None: ...

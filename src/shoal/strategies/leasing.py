@@ -23,7 +23,7 @@ from shoal.worker.member import Receipts
 
 def join(way: Way, tell: Callable[[str], None]) -> Joined | Leasing:
     """Join the run in a database, in the way it is run."""
-    desk = UnitDesk(way.address, poll_interval_s=1.0, patience_s=way.patience_s)
+    desk = UnitDesk(way.address, poll_interval_s=1.0, patience_s=way.patience_s, tell=tell)
     try:
         welcome = desk.welcome(wait_s=way.patience_s)
         run = configuration(welcome.header, ())

@@ -15,15 +15,19 @@ class Blackboard(Quiet):
     def start(self, loop: Loop) -> None:
         self.loop, self.server = loop, loop.server  # type: ignore[attr-defined]
         self._shown = ""
+        self.members = loop.coordinator.members if loop.board is None else None  # type: ignore[attr-defined]
+        """None: the database itself knows who leases what."""
         length, run = loop.engine.total_steps, loop.run
         plan = {"name": run.name or loop.directory.path.name, "strategy": run.strategy.kind, "steps": length, "epochs": run.training.epochs}
         self.server.set_fact("plan", plan | {"parameters": loop.engine.size})
         self.server.set_fact("end", None)
 
     def record(self, record: dict[str, Any]) -> None:
-        figures = metrics_of(record) | {name: record[name] for name in ("samples", "epoch") if name in record}
+        figures = metrics_of(record) | {name: record[name] for name in ("step", "samples", "epoch") if name in record}
         try:
             self.server.metrics([(record["step"], figures)])
+            if self.members is not None and self.members.by_name:  # at the end they have gone: who was there last stays
+                self.server.set_fact("members", self.members.table())
             self._show_samples()
         except ShoalError as error:
             self.loop.message(f"warning: step {record['step']} is not on the blackboard: {error}")

@@ -8,6 +8,32 @@ from typing import Any
 COLUMNS = ("worker", "state", "images/s", "idle", "taken", "late", "images", "share")
 
 
+MEMBER_COLUMNS = ("worker", "state", "steps/s", "lag", "accepted", "rejected", "received")
+
+
+def member_rows(members: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """The workers of a run without units, likewise."""
+    return [
+        (
+            str(row["worker"]),
+            str(row["state"]),
+            "-" if row["rate"] is None else f"{row['rate']:.3g}",
+            str(row["lag"]),
+            str(row["accepted"]),
+            str(row["rejected"]),
+            f"{row['bytes'] / 1e6:.1f} MB",
+        )
+        for row in sorted(members, key=lambda row: str(row["worker"]))
+    ]
+
+
+def table(view: Any) -> list[tuple[str, ...]]:
+    """Who is there and does what, with the columns' names first."""
+    if "members" in view.facts:
+        return [MEMBER_COLUMNS, *member_rows(view.facts["members"])]
+    return [COLUMNS, *rows(view.workers)]
+
+
 def rows(workers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """One row for each, in the order of their names, as text."""
     whole = sum(_figure(worker, "samples") for worker in workers)
@@ -40,17 +66,23 @@ def lines(view: Any) -> Iterator[tuple[str, str]]:
     epoch = f"epoch {figures['epoch']:.2f} of {plan.get('epochs', '?')}, " if "epoch" in figures else ""
     images = max(figures.get("samples", 0), sum(_figure(worker, "samples") for worker in view.workers))
     yield "run", f"{plan.get('name', '?')}: {plan.get('strategy', '?')}, {plan.get('parameters', 0):,} parameters"
-    yield "progress", f"{epoch}iteration {view.iteration or 0} of {plan.get('steps', '?')}, {images:,.0f} images"
-    units = view.units
-    done, late = units.get("completed", 0), units.get("dropped", 0)
-    rate = f" ({100 * done / (done + late):.0f} % of those handed in)" if done + late else ""
-    open_now = f"{units.get('pending', 0)} open, {units.get('claimed', 0)} in work"
-    yield "units", f"{done} completed{rate}, {units.get('cancelled', 0)} cancelled, {units.get('failed', 0)} failed, {open_now}"
+    in_units = "members" not in view.facts
+    iteration = (view.iteration if in_units else round(figures.get("step", 0))) or 0
+    yield "progress", f"{epoch}iteration {iteration} of {plan.get('steps', '?')}, {images:,.0f} {'images' if in_units else 'samples'}"
+    if in_units:
+        yield "units", _units(view.units)
     losses = {name: value for name, value in figures.items() if name.endswith(("loss", "accuracy"))}
     yield "figures", "  ".join(f"{name} {value:.4g}" for name, value in losses.items()) or "none yet"
     yield "coordinator", _coordinator(view)
     if view.picture is not None:
         yield "samples", f"of iteration {view.picture[0]}, at {view.picture[1].astimezone():%H:%M:%S} (--grid FILE saves them)"
+
+
+def _units(units: Mapping[str, int]) -> str:
+    done, late = units.get("completed", 0), units.get("dropped", 0)
+    rate = f" ({100 * done / (done + late):.0f} % of those handed in)" if done + late else ""
+    open_now = f"{units.get('pending', 0)} open, {units.get('claimed', 0)} in work"
+    return f"{done} completed{rate}, {units.get('cancelled', 0)} cancelled, {units.get('failed', 0)} failed, {open_now}"
 
 
 def _coordinator(view: Any) -> str:

@@ -100,8 +100,9 @@ class PlainCluster(PlainProgress):
         if now - self._table_at < max(self.every_s, 5.0):
             return
         self._table_at = now
-        for row in rows_of(loop):
-            self.message("  " + "  ".join(row))
+        (_, _, *names), *rows = rows_of(loop)
+        for name, state, *cells in rows:
+            self.message("  " + "  ".join([name, state, *(f"{cell} {what}" for what, cell in zip(names, cells, strict=True))]))
 
     _table_at = float("-inf")
 
@@ -120,32 +121,18 @@ class LiveCluster(LiveProgress):
         self.live.stop()
 
 
-COLUMNS = ("worker", "state", "steps/s", "lag", "accepted", "rejected", "received")
-
-
 def rows_of(loop: Loop) -> list[tuple[str, ...]]:
-    """What every worker does, as text."""
+    """What every worker does, as text; the names of the columns first."""
     if loop.board is not None:  # type: ignore[attr-defined]
-        return classroom.rows(loop.crowd)  # type: ignore[attr-defined]
-    workers = loop.coordinator.members.table()  # type: ignore[attr-defined]
-    return [
-        (
-            row["worker"],
-            row["state"],
-            "-" if row["rate"] is None else f"{row['rate']:.3g}/s",
-            f"lag {row['lag']}",
-            f"{row['accepted']} accepted",
-            f"{row['rejected']} rejected",
-            f"{row['bytes'] / 1e6:.1f} MB",
-        )
-        for row in sorted(workers, key=lambda row: str(row["worker"]))
-    ]
+        return [classroom.COLUMNS, *classroom.rows(loop.crowd)]  # type: ignore[attr-defined]
+    return [classroom.MEMBER_COLUMNS, *classroom.member_rows(loop.coordinator.members.table())]  # type: ignore[attr-defined]
 
 
 def table_of(loop: Loop) -> Table:
-    table = Table(*(COLUMNS if loop.board is None else classroom.COLUMNS), box=None, pad_edge=False)  # type: ignore[attr-defined]
-    for row in rows_of(loop):
-        table.add_row(*(cell.removesuffix(" accepted").removesuffix(" rejected").removeprefix("lag ") for cell in row))
+    columns, *rows = rows_of(loop)
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -30,7 +30,8 @@ _LAG_TO_SPEND = 0.5
 _MOST_LAG_SPENT = 3.0
 """On MNIST five versions of lag cost a point of accuracy, two a quarter."""
 _SOON_S = 0.05
-"""A step that takes longer leaves the courier time to come back from a lost connection beside it."""
+"""A step that takes longer leaves the courier time to come back from a lost connection beside it. And only the courier can tell how long an
+answer took that nobody waited for."""
 _MOST_AHEAD = 3.0
 """Versions that a worker looks ahead. Further than that the way does not go on straight."""
 
@@ -159,8 +160,9 @@ class Member:
         self._settle()
         if self.feed is not feed:  # the coordinator has given us another place at the data meanwhile: this is somebody else's to send
             return
-        self._send(result, base, frames)
-        if not self._may_overlap():
+        overlaps = self._may_overlap()
+        self._send(result, base, frames, soon=self._step_s < _SOON_S and (self.ways.worker_steps or not overlaps))
+        if not overlaps:
             self._settle()
 
     def _may_overlap(self) -> bool:
@@ -174,7 +176,7 @@ class Member:
 
     # --- sending and receiving -----------------------------------------------------------------------
 
-    def _send(self, result: StepResult, base: int, frames: list[memoryview]) -> None:
+    def _send(self, result: StepResult, base: int, frames: list[memoryview], soon: bool = False) -> None:
         pulls = self.steps % self.ways.pull_every == 0
         metrics = {name: float(value) for name, value in result.metrics.items()}
         feed = self.feed.state_dict()
@@ -195,7 +197,7 @@ class Member:
         self.seq += 1
         self.round += 1
         self.counts["sent"] += 1
-        self._under_way = (self.courier.ask(contribution, frames, soon=self._step_s < _SOON_S), contribution, frames)
+        self._under_way = (self.courier.ask(contribution, frames, soon), contribution, frames)
 
     def _settle(self) -> None:
         """Take the answer to what is under way, and do as it says."""
@@ -214,7 +216,8 @@ class Member:
                 continue
             status = "accepted" if status == "wait" else status
             self._note(contribution, status, answer.header["version"])
-            self._lag += 0.2 * (max(0, answer.header["version"] - contribution.base - 1) - self._lag)
+            if status == "accepted":
+                self._lag += 0.2 * (min(_MOST_AHEAD, max(0, answer.header["version"] - contribution.base - 1)) - self._lag)
             self._turn(contribution.round, status, answer.header["round"])
             self._take(answer)
 
@@ -284,23 +287,22 @@ class Member:
         if self.extra:
             self.engine.load_buffers(codecs.decode(_PLAIN, self.extra, answer.frames[-1:]))
         before, self.version = self.version, header["version"]
-        self._blend(1.0 if before < 0 else self.ways.blend, span)
+        pulled = self.base[span]
         if self._before is not None and before >= 0:
-            self._look_ahead(self._before, max(1, self.version - before))
+            pulled = self._look_ahead(self._before, max(1, self.version - before))
+        self._blend(1.0 if before < 0 else self.ways.blend, pulled, span)
 
-    def _blend(self, share: float, span: slice) -> None:
+    def _blend(self, share: float, pulled: Tensor, span: slice) -> None:
         """The worker's weights become the coordinator's, or a mixture of both."""
         vector = self.engine.vector
         if vector is not self.base:
             own = vector[span]
-            pulled = self.base[span].to(own)
-            own.copy_(pulled) if share == 1 else own.lerp_(pulled, share)
+            own.copy_(pulled) if share == 1 else own.lerp_(pulled.to(own), share)
         self.engine.changed()
 
-    def _look_ahead(self, before: Tensor, versions: int) -> None:
-        """Go on the way that the weights have come lately, as far as they will get until the next gradient arrives."""
+    def _look_ahead(self, before: Tensor, versions: int) -> Tensor:
+        """Where the weights will be when the next gradient arrives, if they go on as they did lately."""
         if len(self.engine.layouts) > 1:
             self.engine.expect((self.base - before) / versions)
-        if self.ways.look_ahead and (ahead := min(self._lag, _MOST_AHEAD) / versions) > 0:
-            self.engine.vector.copy_(torch.lerp(before, self.base, 1 + ahead))
-            self.engine.changed()
+        ahead = min(self._lag, _MOST_AHEAD) / versions if self.ways.look_ahead else 0.0
+        return torch.lerp(before, self.base, 1 + ahead) if ahead > 0 else self.base

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.transports.bell import Bell
+from shoal.transports.databases import Access
 from shoal.transports.interface import Refused, Unreachable
+from shoal.transports.postgres import access
 
 try:
     import psycopg
@@ -43,13 +45,17 @@ _FOR_GOOD = (
 )
 """What the server says to somebody it will not let in the next time either. (Such an error reaches us as text, without its code.)"""
 _LONGEST_PAUSE_S = 2.0
+_TELLING_S = 0.5
+"""A pause after which it is no hiccup any more."""
 Result = TypeVar("Result")
 
 
 class Line:
     """One connection. `run`, `wait` and `close` belong to one thread at a time; `ring` to any."""
 
-    def __init__(self, conninfo: str, channels: Sequence[str] = ()) -> None:
+    def __init__(self, conninfo: str, channels: Sequence[str] = (), tell: Callable[[str], None] = lambda text: None) -> None:
+        """`tell`: of a database that does not answer, while it is tried again."""
+        self.tell = tell
         self.conninfo = conninfos.make_conninfo(conninfo, **{k: v for k, v in _CONNECTING.items() if k not in _given(conninfo)})
         self.place = place(conninfo)
         self.connects = 0
@@ -67,9 +73,11 @@ class Line:
         while True:
             try:
                 return self.once(work)
-            except Unreachable:
+            except Unreachable as problem:
                 if time.monotonic() + pause > deadline or self.hung_up.wait(pause * random.uniform(0.7, 1.3)):
                     raise
+                if pause < _TELLING_S <= 2 * pause:
+                    self.tell(f"{problem}. Trying again")
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def once(self, work: Callable[[Connection], Result]) -> Result:
@@ -93,10 +101,10 @@ class Line:
         try:
             connection = psycopg.connect(self.conninfo, autocommit=True, prepare_threshold=None)
         except psycopg.OperationalError as problem:
-            text = _first_line(problem)
+            text, told = _first_line(problem), str(access.explained(problem, access_of(self.conninfo)))
             if any(sign in text for sign in _FOR_GOOD) and "starting up" not in text:
-                raise Refused(f"{self.place} does not let us in: {text}. Check user, password and database name", "unauthorised") from None
-            raise Unreachable(f"nobody answers at {self.place}: {text}. Is the server running, and may this machine reach it?") from None
+                raise Refused(told, "unauthorised") from None
+            raise Unreachable(told) from None
         connection.add_notify_handler(lambda notify: self._hear())
         for channel in self._channels:
             connection.execute(f"LISTEN {channel}")
@@ -169,6 +177,13 @@ def conninfo_of(settings: Postgres) -> str:
     return conninfos.make_conninfo(
         "", host=settings.host, port=settings.port, dbname=settings.database, user=settings.user, password=password
     )
+
+
+def access_of(conninfo: str) -> Access:
+    """The way into a database, as it is told to people."""
+    given = _given(conninfo)
+    host = given.get("host") or given.get("hostaddr") or "localhost"
+    return Access(host, int(given.get("port", 5432)), given.get("dbname", ""), given.get("user", ""))
 
 
 def place(conninfo: str) -> str:

@@ -101,6 +101,16 @@ def grant(connection: Connection, role: str, password: str | None, kind: str) ->
         _allow(connection, role, kind)
 
 
+def revoke(connection: Connection, role: str) -> None:
+    """Shut a role out, now: it may not log in any more, and who is logged in is thrown out. `grant` with a password lets it in again."""
+    with connection.transaction():
+        if not connection.execute("DELETE FROM shoal.roles WHERE name = %s RETURNING 1", (role,)).fetchone():
+            known = [name for (name,) in connection.execute("SELECT name FROM shoal.roles ORDER BY name").fetchall()]
+            raise ShoalError(f"`{role}` was not let in here; there are {', '.join(known) or 'none'}")
+        connection.execute(sql.SQL("ALTER ROLE {} NOLOGIN").format(sql.Identifier(role)))
+    connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = %s", (role,))
+
+
 def describe(connection: Connection) -> dict[str, Any]:
     """What is in the database, for `shoal db status`."""
     check(connection)

@@ -127,6 +127,11 @@ class PostgresServer(Mailbox):
 
         return Store(self)
 
+    def has_open_units(self) -> bool:
+        """Whether there is a unit that somebody does, or may do."""
+        counts = self.table()
+        return counts["pending"] + counts["claimed"] > 0
+
     def iteration(self) -> int | None:
         """What units are on the board for, if any ever were."""
         newest: int | None = self.fetch("SELECT max(iteration) FROM shoal.iterations")[0][0]
@@ -185,7 +190,7 @@ class PostgresServer(Mailbox):
                 (version, kind, base, packed, self.flyers(frames)),
             )
             if kind == "full":
-                self.fetch("DELETE FROM shoal.weights WHERE version < %s RETURNING 1", (version,))
+                self.fetch("DELETE FROM shoal.weights WHERE version <> %s RETURNING 1", (version,))  # a run that went on may be behind
             self.fetch("SELECT pg_notify('shoal_work', '')")
 
         self.carry_out(put_up)

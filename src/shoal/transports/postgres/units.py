@@ -11,7 +11,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
@@ -51,12 +51,14 @@ class Weights(NamedTuple):
 class UnitDesk:
     """`beat` belongs to a thread of its own, `wake` and `close` to any; the rest to one."""
 
-    def __init__(self, conninfo: str, *, poll_interval_s: float, patience_s: float = 60.0) -> None:
-        """`patience_s`: how long a lost connection is tried again before Unreachable."""
+    def __init__(
+        self, conninfo: str, *, poll_interval_s: float, patience_s: float = 60.0, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """`patience_s`: how long a lost connection is tried again before Unreachable; `tell` hears of it meanwhile."""
         self.poll_interval_s = poll_interval_s
         self.patience_s = patience_s
         self._secret = uuid.uuid4()
-        self._line = Line(conninfo, ["shoal_work"])
+        self._line = Line(conninfo, ["shoal_work"], tell)
         self._pulse = Line(conninfo)
         self._working, self._beating = threading.RLock(), threading.RLock()
         self._woken = threading.Event()
@@ -66,10 +68,13 @@ class UnitDesk:
 
     def welcome(self, wait_s: float = 0.0) -> Message:
         """The run's description. Raises ShoalError where there is none after `wait_s`."""
-        deadline = time.monotonic() + wait_s
+        deadline, waits = time.monotonic() + wait_s, False
         with self._working:
             self._line.run(schema.check, self.patience_s)
             while (told := self._read("SELECT frame, sizes, data, header FROM shoal.welcome() ORDER BY frame, n", ())) is None:
+                if not waits and wait_s:
+                    self._line.tell(f"{self._line.place} holds no run yet: waiting for the coordinator")
+                waits = True
                 if (left := deadline - time.monotonic()) <= 0 or self._woken.is_set():
                     raise ShoalError(f"{self._line.place} holds no run yet: start the coordinator, then join again")
                 self._line.wait(min(left, self.poll_interval_s))
