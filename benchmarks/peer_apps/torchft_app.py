@@ -15,7 +15,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from small_gpt import Gpt
+from torch import nn
 from torch.distributed import TCPStore
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
@@ -23,19 +24,6 @@ from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
 WAIT = timedelta(seconds=10)
-
-
-class Gpt(nn.Module):
-    def __init__(self, width: int, layers: int, heads: int, length: int) -> None:
-        super().__init__()
-        self.symbols, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.mask = nn.Transformer.generate_square_subsequent_mask(length)
-
-    def forward(self, tokens_BL: Tensor) -> Tensor:
-        hidden_BLE = self.symbols(tokens_BL) + self.places.weight
-        return self.layers(hidden_BLE, mask=self.mask, is_causal=True) @ self.symbols.weight.T
 
 
 def lighthouse(spec: dict[str, Any]) -> None:
