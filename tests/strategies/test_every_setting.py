@@ -89,9 +89,9 @@ def test_what_is_sent_is_clipped_by_the_unit_of_privacy(cluster: Callable[..., A
         member = joined.member
         assert member is not None
         send, taken = member._send, member.engine.gradients_by_sample
-        member._send = lambda result, base, frames: (  # type: ignore[method-assign]
+        member._send = lambda result, base, frames, soon: (  # type: ignore[method-assign]
             sent.append(torch.frombuffer(bytearray(frames[0]), dtype=torch.float32)),
-            send(result, base, frames),
+            send(result, base, frames, soon),
         )[1]
         member.engine.gradients_by_sample = lambda batches, limit: (by_sample.append(1), taken(batches, limit))[1]
 

@@ -179,12 +179,12 @@ def test_a_role_of_another_kind_loses_what_it_could(database: Database) -> None:
 def test_a_wrong_password_is_refused_and_a_missing_server_is_not(database: Database) -> None:
     for conninfo in (database.conninfo("student").replace(":correct", ":wrong"), database.conninfo("student") + "_no"):
         client = PostgresClient(conninfo, max_frame_bytes=1000)
-        with pytest.raises(Refused, match="Check user, password and database name") as problem:
+        with pytest.raises(Refused, match=r"does not take this password|there is no database") as problem:
             client.call(Message({}), 5.0)
         assert "correct-horse" not in str(problem.value)
         client.close()
     desk = UnitDesk("postgresql://student:pw@127.0.0.1:1/none", poll_interval_s=1.0, patience_s=0.2)
-    with pytest.raises(Unreachable, match=r"Is the server running"):
+    with pytest.raises(Unreachable, match="no PostgreSQL answers at"):
         desk.enter(None, {})
     desk.close()
 
