@@ -183,3 +183,10 @@ def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
 def test_python_m_shoal_works() -> None:
     result = subprocess.run([sys.executable, "-m", "shoal", "--version"], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.startswith("shoal ")
+
+
+def test_a_database_listens_at_one_address_or_where_it_does(run) -> None:
+    database = ("--set", "strategy.kind=workunits", "--set", "transport.kind=postgres")
+    for more in (("--host", "127.0.0.1", "--host", "127.0.0.2"), ("--set", "transport.host=db.example", "--host", "127.0.0.1")):
+        code, _, err = run("coordinate", "starter", *database, *more)
+        assert (code, "--host: a database" in err) == (2, True)

@@ -235,8 +235,9 @@ def _rows(access: Access, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "database", access.shown
     yield "schema", str(found["schema_version"])
     yield "run", "none yet" if found["run"] is None else _listed(found["run"])
-    for name in ("facts", "units", "workers", "roles"):
-        yield name, _listed({key: value for key, value in found[name].items() if key != "members"}) or "none"
+    facts = {name: value for name, value in found["facts"].items() if name != "members"}  # who they are is for `shoal status`
+    for name, items in (("facts", facts), *((name, found[name]) for name in ("units", "workers", "roles"))):
+        yield name, _listed(items) or "none"
     largest = sorted(found["bytes"].items(), key=lambda item: -item[1])[:_MOST_TABLES]
     yield "size", f"{_size(sum(found['bytes'].values()))} ({_listed({name: _size(size) for name, size in largest})}, …)"
     if found["orphans"]:

@@ -182,6 +182,12 @@ def least_staleness(settings: Settings) -> None:
 
 
 @_step
+def looking_ahead(settings: Settings) -> None:
+    if settings.get("strategy.kind") == "edp" and settings.get("strategy.look_ahead") is None:
+        settings.derive("strategy.look_ahead", settings.get("strategy.pull_every_steps") == 1, "where workers pull at every step")
+
+
+@_step
 def byzantine(settings: Settings) -> None:
     count, _ = contributions(settings)
     rule = settings.get("updates.aggregation.kind")

@@ -326,7 +326,7 @@ class ClusterLoop(Loop):
         for name, seat in state.seats.items():
             accountant.record(f"seat {seat}", state.sequences.get(name, -1) + 1)
         if self.board is not None:  # all units are of the same data
-            late = sum(one["late"] + one["cancelled"] for one in self.crowd)
+            late = sum(one["late"] + one["cancelled"] for one in self.board.workers())
             accountant.record("units", sum(state.contributions.values()) + late)
         return accountant.spent()
 

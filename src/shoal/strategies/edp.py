@@ -1,5 +1,7 @@
 """Elastic and asynchronous: every gradient is applied when it arrives, scaled by 1/(1+lag); workers come and go.
 
+Where workers pull at every step they look ahead, as under async.
+
 Holds: the lag of a gradient is the versions its weights do not know of. A worker steps its own weights between pulls, so those it made
 itself do not count. A rule that needs several contributions gets the latest of that many workers.
 """
@@ -20,5 +22,5 @@ def policy(run: Run, expected: int) -> Policy:
         admission=lambda lag, speed: weight(lag),
         pull_every=settings.pull_every_steps,
         worker_steps=True,
-        look_ahead=settings.pull_every_steps == 1,  # between pulls its own steps lead it elsewhere
+        look_ahead=bool(settings.look_ahead),
     )

@@ -33,6 +33,8 @@ class Edp(Section):
     kind: Literal["edp"] = "edp"
     pull_every_steps: PositiveInt = 10
     """Steps between pulls of the weights."""
+    look_ahead: bool | None = None
+    """As under async; null: where workers pull at every step. Between pulls their own steps lead them elsewhere."""
 
 
 class SyncPs(Section):

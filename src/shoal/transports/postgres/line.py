@@ -188,9 +188,8 @@ def access_of(conninfo: str) -> Access:
 
 def place(conninfo: str) -> str:
     """The database in words, without anything secret."""
-    given = _given(conninfo)
-    host = given.get("host") or given.get("hostaddr") or "this machine"
-    return f"the database {given.get('dbname', '')} at {host}:{given.get('port', 5432)}"
+    where = access_of(conninfo)
+    return f"the database {where.database} at {where.host}:{where.port}"
 
 
 def _given(conninfo: str) -> dict[str, Any]:

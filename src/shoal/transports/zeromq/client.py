@@ -97,13 +97,14 @@ class ZmqClient:
         self._line: _Line | None = None
         self._number = 0
         self._patience_s = LEAST_PATIENCE_S
-        self._calling = threading.Lock()
+        self._calling = threading.RLock()
         self._closed = False
 
     def call(self, message: Message, timeout_s: float) -> Message:
-        deadline = time.monotonic() + timeout_s
-        self.post(message, timeout_s)
-        return self.answer(deadline - time.monotonic())
+        with self._calling:  # nobody's question comes between this one and its answer
+            deadline = time.monotonic() + timeout_s
+            self.post(message, timeout_s)
+            return self.answer(deadline - time.monotonic())
 
     def post(self, message: Message, timeout_s: float) -> None:
         with self._calling:
