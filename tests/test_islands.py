@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,9 +51,7 @@ def trained(processes: Processes, run: str, *settings: str) -> dict[str, Tensor]
     """The weights at the end of a run."""
     code, output = processes.run("train", "config.yaml", "--run-dir", run, *settings)
     assert code == 0, output
-    found = Checkpoints(processes.folder / run / "checkpoints", 1).newest(lambda text: None)
-    assert found is not None
-    return dict(found.weights)
+    return weights_of(processes.folder / run)
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
@@ -122,15 +123,132 @@ def test_an_island_that_loses_a_process_comes_back_and_the_others_never_stop(pro
     assert code == 0, output
 
 
+# --- collectives -----------------------------------------------------------------------------------------
+
+COLLECTIVES = ["--set", "transport.kind=collectives", "--set", "launch.devices_per_node=null"]
+
+
+def test_collectives_with_one_step_a_round_are_one_process_with_the_combined_batch(processes: Processes) -> None:
+    """The mean of weights after a step of plain SGD is a step along the mean of the gradients."""
+    sgd = ["--set", "training.optimizer.name=SGD", "--set", "training.optimizer.learning_rate=0.1"]
+    sgd += ["--set", "training.clipping.enabled=false"]
+    alone = trained(processes, "alone", *sgd, "--set", "training.batch_size=12")
+    each_step = [*PLAIN, "--set", "strategy.inner_steps=1", *COLLECTIVES]
+    together = trained(processes, "together", *sgd, *each_step, "--workers", "2")
+    assert_same(together, alone, 1e-6)
+    code, output = processes.run("audit", "together")
+    assert code == 0, output
+
+
+def test_collectives_go_on_with_the_very_optimizers_they_had(processes: Processes) -> None:
+    """Each process has an optimizer of its own, and keeps it: a run in two parts is a run in one."""
+    settings = ["--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4", *COLLECTIVES]
+    whole = trained(processes, "whole", *settings, "--workers", "2")
+    assert summary_of(processes.folder / "whole")["samples"] == 12 * 6 * 2
+    trained(processes, "part", *settings, "--workers", "2", "--set", "training.max_steps=8")
+    start = ["--set", f"checkpoint.resume_from={processes.folder / 'part'}"]
+    rest = trained(processes, "rest", *settings, "--workers", "2", *start)
+    assert_same(rest, whole, 0.0)
+
+
+def test_torchrun_trains_over_collectives(processes: Processes) -> None:
+    settings = ["config.yaml", "--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4", *COLLECTIVES]
+    alike = trained(processes, "alike", *settings[1:], "--workers", "2")
+    with torchrun(processes.folder, *HERE, "-m", "shoal", "train", *settings, "--run-dir", "fleet") as fleet:
+        code = fleet.wait(120)
+    assert code == 0, (processes.folder / "torchrun.log").read_text()
+    assert_same(weights_of(processes.folder / "fleet"), alike, 0.0)
+
+
+# --- started by torchrun -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def torchrun(folder: Path, *arguments: str, log: str = "torchrun.log") -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.2", *arguments]
+    with (folder / log).open("w") as file:
+        started = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        yield started
+    finally:
+        started.terminate()
+        started.wait()
+
+
+def weights_of(run: Path) -> dict[str, Tensor]:
+    found = Checkpoints(run / "checkpoints", 1).newest(lambda text: None)
+    assert found is not None
+    return dict(found.weights)
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return summary
+
+
+HERE = ("--nproc-per-node", "2", "--standalone", "--max-restarts", "1")
+
+
 def test_torchrun_starts_the_processes_of_an_island(processes: Processes) -> None:
     coordinator, command = processes.coordinate("--set", "engine.kind=fsdp", *PLAIN)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shoal", *command]
-    with (processes.folder / "torchrun.log").open("w") as log:
-        worker = subprocess.Popen(torchrun, cwd=processes.folder, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
+    with torchrun(processes.folder, *HERE[:3], "-m", "shoal", *command) as worker:
         output, _ = coordinator.communicate(timeout=100)
         assert coordinator.returncode == 0, output
         assert worker.wait(30) == 0, (processes.folder / "torchrun.log").read_text()
-    finally:
-        worker.kill()
-        worker.wait()
+
+
+def test_torchrun_alone_trains_with_each_process_as_a_worker(processes: Processes) -> None:
+    settings = ["config.yaml", "--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4", "--set", "launch.devices_per_node=null"]
+    with torchrun(processes.folder, *HERE, "-m", "shoal", "train", *settings, "--run-dir", "fleet") as fleet:
+        code = fleet.wait(120)
+    assert code == 0, (processes.folder / "torchrun.log").read_text()
+    assert (summary_of(processes.folder / "fleet")["status"], summary_of(processes.folder / "fleet")["steps"]) == ("completed", 3)
+    assert {path.stem for path in (processes.folder / "fleet" / "workers").glob("*.jsonl")} == {"w1", "w2"}
+    alike = trained(processes, "alike", *settings[1:], "--workers", "2")
+    assert_same(weights_of(processes.folder / "fleet"), alike, 1e-6)
+    code, output = processes.run("audit", "fleet")
+    assert code == 0, output
+
+
+def test_torchrun_on_two_machines_makes_each_an_island(processes: Processes) -> None:
+    settings = ["--set", "engine.kind=fsdp", "--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{probe.getsockname()[1]}"
+    nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--local-addr", "127.0.0.1"]
+    command = [*nodes, "-m", "shoal", "train", "config.yaml", *settings, "--run-dir", "fleet"]
+    with torchrun(processes.folder, *command) as one, torchrun(processes.folder, *command, log="other.log") as other:
+        codes = [node.wait(200) for node in (one, other)]
+    assert codes == [0, 0], [(processes.folder / name).read_text() for name in ("torchrun.log", "other.log")]
+    alike = trained(processes, "alike", *settings, "--workers", "2")
+    assert_same(weights_of(processes.folder / "fleet"), alike, 1e-5)
+    code, output = processes.run("audit", "fleet")
+    assert code == 0, output
+
+
+def test_torchrun_starts_a_killed_fleet_again_from_what_it_confirmed(processes: Processes) -> None:
+    """From Python, with what each process is told at the end."""
+    (processes.folder / "program.py").write_text(
+        "import os, sys, threading, time\n"
+        "from pathlib import Path\n"
+        "from shoal import train\n"
+        "rank, restart = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "def die():\n"
+        "    while not list(Path('fleet/checkpoints').glob('step-*')): time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "if rank == '1' and restart == '0':\n"
+        "    threading.Thread(target=die, daemon=True).start()\n"
+        "overrides = ['strategy.kind=diloco', 'strategy.inner_steps=4', 'launch.devices_per_node=null', 'training.max_steps=240',\n"
+        "             'training.epochs=1000']\n"
+        "summary = train('config.yaml', overrides=overrides, run_dir='fleet')\n"
+        "Path(f'{rank}.told').write_text(summary['status'])\n"
+    )
+    with torchrun(processes.folder, *HERE, "program.py") as fleet:
+        code = fleet.wait(200)
+    assert code == 0, (processes.folder / "torchrun.log").read_text()
+    summary = summary_of(processes.folder / "fleet")
+    assert (summary["status"], summary["steps"]) == ("completed", 60)
+    assert summary["resumed_from"], "it went on, and did not begin anew"
+    assert [(processes.folder / f"{rank}.told").read_text() for rank in (0, 1)] == ["completed"] * 2
+    code, output = processes.run("audit", "fleet")
+    assert code == 0, output

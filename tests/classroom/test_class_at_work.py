@@ -134,6 +134,43 @@ def test_a_coordinator_goes_on_from_the_database_alone(school: School) -> None:
     school.balance()
 
 
+def test_with_a_codec_students_read_what_changed(school: School) -> None:
+    """And after the coordinator began anew, all of it: a student never has anything but what hangs out."""
+    codec = {"updates": {"codec": {"kind": "int8"}}, "training": {"batch_size": 32, "epochs": 4}}
+    read: list[str] = []
+    apart: list[float] = []
+
+    def watch(joined: Leasing) -> None:
+        member = joined.member
+        assert member is not None
+        take, name = member._take, joined.name
+
+        def taken(newer: Any) -> None:
+            take(newer)
+            read.append(f"{name} {newer.kind}")
+            exact = loops[-1].engine.vector  # it may have moved on by a version or two
+            apart.append(float((member.base - exact).abs().max()))
+
+        member._take = taken  # type: ignore[method-assign]
+
+    first = school.coordinate(codec)
+    loops = [first.loop]
+    first.loop.beside = lambda: setattr(loops[0], "stopping", "interrupted") if loops[0].step >= 8 else None
+    for number in range(2):
+        school.worker(f"w{number}", watch)
+    train(first)
+    ((most,),) = school.ask("SELECT sum(octet_length(data)) FROM shoal.flyer_parts")
+    assert most < 6 * 4 * first.loop.engine.vector.numel(), "old ones go"
+    loops.append(school.coordinate(codec, resume=True, run_dir="elsewhere").loop)
+    assert loops[1].train()["status"] == "completed"
+    loops[1].server.close()
+    school.finish()
+    assert violations(school) == []
+    assert {"w0 full", "w0 difference", "w1 difference"} <= set(read)
+    assert read.count("w0 difference") > read.count("w0 full")
+    assert max(apart) < 0.1
+
+
 def test_a_worker_that_dies_is_missed_after_its_lease_and_somebody_else_does_its_unit(school: School) -> None:
     strategy = {"kind": "workunits", "batches_per_unit": 15, "units_per_update": 3, "lease_timeout_s": 1.0}
     coordinating = school.coordinate({"strategy": strategy})

@@ -30,6 +30,17 @@ BROKEN = [
         ["engine.kind", "strategy.kind"],
     ),
     ("transport", "strategy: {kind: workunits}\ntransport: {kind: zmq}\n", ["strategy.kind", "transport.kind"]),
+    ("transport", "strategy: {kind: edp}\ntransport: {kind: collectives}\n", ["strategy.kind", "transport.kind"]),
+    (
+        "transport",
+        "strategy: {kind: diloco}\ntransport: {kind: collectives}\nupdates: {codec: {kind: int8}}\n",
+        ["updates.codec.kind", "transport.kind"],
+    ),
+    (
+        "transport",
+        "strategy: {kind: diloco, quorum: 2}\ntransport: {kind: collectives}\n",
+        ["strategy.quorum", "transport.kind"],
+    ),
     (
         "rounds",
         "strategy: {kind: diloco, inner_steps: 10, rounds: 3}\ntraining: {max_steps: 40}\n",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.config.schema.updates import Codec, Fp16Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec
 from shoal.coordinator import publisher as publishing
-from shoal.coordinator.publisher import Publisher
+from shoal.coordinator.publisher import Bulletin, Notice, Publisher
 from shoal.updates import codecs
 
 CODECS = (NoCodec(), Fp16Codec(), Int8Codec(), Int4Codec(), TopKCodec(ratio=0.05))
@@ -25,12 +25,7 @@ class Replica:
         self.codec, self.version, self.vector = codec, -1, torch.empty(SIZE)
 
     def take(self, kind: str, version: int, frames: Sequence[memoryview]) -> int:
-        if kind == "full":
-            codecs.decode(NoCodec(), SIZE, frames, out=self.vector)
-        elif kind == "changes":
-            codecs.apply_changes(self.vector, frames)
-        elif kind == "difference":
-            codecs.decode_into(self.codec, SIZE, frames, self.vector, 1.0)
+        codecs.renew(self.vector, kind, self.codec, frames)
         self.version = version
         return sum(frame.nbytes for frame in frames)
 
@@ -121,3 +116,67 @@ def test_what_is_being_sent_does_not_change_with_the_next_version() -> None:
     _, frames = publisher.since("s", -1)
     vector += 1
     assert [bytes(frame) for frame in frames] == [bytes(16), torch.ones(2).numpy().tobytes()]
+
+
+class Board:
+    """What hangs out: the newest full weights and what follows, as the database keeps it."""
+
+    def __init__(self) -> None:
+        self.hanging: dict[tuple[int, str], Notice] = {}
+
+    def hang_out(self, version: int, notices: list[Notice]) -> None:
+        for notice in notices:
+            self.hanging[version, notice.kind] = notice
+            if notice.kind == "full":
+                self.hanging = {key: value for key, value in self.hanging.items() if key[0] == version}
+
+    def read(self, worker: Replica) -> None:
+        """What a worker does: one difference after the other, or all of it."""
+        while True:
+            newest = max((version for version, kind in self.hanging if kind == "full"), default=-1)
+            if (found := self.hanging.get((worker.version + 1, "difference"))) is not None:
+                worker.take(found.header["weights"], worker.version + 1, found.frames)
+            elif newest > worker.version:
+                worker.take("full", newest, self.hanging[newest, "full"].frames)
+            else:
+                return
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.kind)
+def test_all_who_read_the_bulletin_have_the_same_however_often_they_look(codec: Codec) -> None:
+    chance, generator = random.Random(5), torch.Generator().manual_seed(5)
+    vector, board = torch.randn(SIZE, generator=generator), Board()
+    publisher = Publisher(codec)
+    bulletin = Bulletin(publisher)
+    readers = [Replica(codec) for _ in range(4)]
+    for version in range(150):
+        moved(vector, generator, 0.02 if chance.random() < 0.8 else 1.0)
+        publisher.publish(version, vector, torch.empty(0))
+        board.hang_out(version, bulletin.notices())
+        assert bulletin.notices() is bulletin.notices(), "to do it again changes nothing"
+        if chance.random() < 0.1:  # the coordinator ends, and goes on from the same version
+            publisher = Publisher(codec)
+            publisher.publish(version, vector, torch.empty(0))
+            bulletin = Bulletin(publisher)
+            board.hang_out(version, bulletin.notices())
+        else:
+            known = publisher._replicas.get("all", (version, vector))[1]
+            assert float((known - vector).abs().max()) < 0.1
+            for reader in readers:
+                if chance.random() < 0.5:
+                    board.read(reader)
+                    assert reader.version == version
+                    assert torch.equal(reader.vector, known)
+        assert sum(frame.nbytes for notice in board.hanging.values() for frame in notice.frames) <= 3 * 4 * SIZE
+
+
+def test_differences_hang_out_and_everything_now_and_then() -> None:
+    publisher, vector = Publisher(Int8Codec()), torch.zeros(SIZE)
+    bulletin = Bulletin(publisher)
+    kinds = []
+    for version in range(11):
+        moved(vector, torch.Generator().manual_seed(version), 1.0)
+        publisher.publish(version, vector, torch.empty(0))
+        kinds.append([notice.kind for notice in bulletin.notices()])
+    alone, both = ["difference"], ["full", "difference"]
+    assert kinds == [["full"], ["full"], alone, alone, alone, both, alone, alone, alone, both, alone]

@@ -231,7 +231,13 @@ def test_what_does_not_fit_is_told_before_anything_starts(
     for name, value in environment_of(Place(0, 2, 0, 2, file="meeting")).items():
         monkeypatch.setenv(name, value)
     assert main([*base, "--set", "strategy.kind=diloco", "--workers", "2"]) == 2
-    assert "torchrun starts the processes of one worker" in capsys.readouterr().err
+    assert "--workers is for workers that Shoal starts here" in capsys.readouterr().err
+    assert main([*base, "--set", "strategy.kind=diloco", "--set", "engine.kind=ddp", "--set", "launch.devices_per_node=3"]) == 2
+    assert "launch.devices_per_node is 3, and torchrun started 2" in capsys.readouterr().err
+    assert main([*base, "--set", "strategy.kind=diloco", "--set", "cluster.num_workers=3"]) == 2
+    assert "cluster.num_workers is 3, and torchrun started 2" in capsys.readouterr().err
+    assert main([*base, "--set", "strategy.kind=diloco", "--set", "transport.kind=postgres"]) == 2
+    assert "the processes of torchrun speak zmq" in capsys.readouterr().err
     assert main(base) == 2
     assert "torchrun started 2 processes, and the engine single is one" in capsys.readouterr().err
     assert main([*base, "--set", "engine.kind=ddp", "--set", "launch.devices_per_node=3"]) == 2

@@ -43,7 +43,8 @@ class Desk:
     def weights(self, have: int) -> Any:
         if have >= 0 and not self.over:
             return None
-        return SimpleNamespace(version=have + 1, header={"step": 0.0, "done": have >= 0}, frames=(frame_of(torch.ones(3).numpy()),))
+        header = {"weights": "full", "step": 0.0, "done": have >= 0}
+        return SimpleNamespace(version=have + 1, kind="full", header=header, frames=(frame_of(torch.ones(3).numpy()),))
 
     def submit(self, unit: Unit, header: dict[str, Any], frames: Any) -> str:
         self.log.append(("submit", unit.id, header["samples"], torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).tolist()))
@@ -184,9 +185,8 @@ def test_of_several_networks_each_is_told_where_the_others_are_going() -> None:
     class Moving(Desk):
         def weights(self, have: int) -> Any:
             version, value = published.pop(0)
-            return SimpleNamespace(
-                version=version, header={"step": 0.0, "done": False}, frames=(frame_of(torch.full((3,), value).numpy()),)
-            )
+            header = {"weights": "full", "step": 0.0, "done": False}
+            return SimpleNamespace(version=version, kind="full", header=header, frames=(frame_of(torch.full((3,), value).numpy()),))
 
     made = worker(Moving([]), Engine())
     for _ in range(3):

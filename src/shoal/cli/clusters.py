@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.cli.train import conclude, download, stopping_on_signals
 from shoal.config.load import Loaded
-from shoal.config.schema.cluster import Postgres
+from shoal.config.schema.cluster import Collectives, Postgres, Zmq
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.config import Run
     from shoal.config.schema.cluster import Transport
     from shoal.launch import EmbeddedPostgres, LocalWorkers
+    from shoal.launch.fleet import Fleet
     from shoal.strategies.coordinating import Coordinating
     from shoal.strategies.inviting import Invitation
     from shoal.watch.progress import Progress
@@ -37,8 +38,9 @@ def coordinate(
     netem: str | None = None,
     slowdown: list[str] | None = None,
     hosts: tuple[str, ...] = (),
+    fleet: Fleet | None = None,
 ) -> int:
-    """Coordinate a run, with so many workers on this machine; `invite` lets others join."""
+    """Coordinate a run, with so many workers on this machine; `invite` lets others join. `fleet`: the others are torchrun's processes."""
     from shoal.launch import wait_quietly
 
     wait_quietly()
@@ -51,8 +53,10 @@ def coordinate(
         raise ShoalError("--host: a database of the run's own listens at one address, and another one listens where it does")
     if run.transport.kind == "in-process":
         raise ShoalError("transport.kind: workers are processes of their own, which in-process does not reach: choose zmq or xmlrpc")
+    if run.transport.kind == "collectives" and invite:
+        raise ShoalError("transport.kind: who meets in collectives starts together: use `torchrun … -m shoal train`, or choose zmq")
     progress = progress_for(sys.stderr, run.log_level, cluster=True)
-    listening = (hosts or ("0.0.0.0",)) if invite else ("127.0.0.1",)
+    listening = (hosts or ("0.0.0.0",)) if invite else fleet.hosts if fleet is not None else ("127.0.0.1",)
     with _ground(run, run_dir, resume, listening, invite) as ground:
         coordinating = prepare(
             loaded,
@@ -66,12 +70,21 @@ def coordinate(
         )
         if ground.invitation is not None:
             coordinating = coordinating._replace(invitation=ground.invitation)
-        return _run(coordinating, ground, progress, workers, invite, netem, slowdown or [])
+        return _run(coordinating, ground, progress, workers, invite, netem, slowdown or [], fleet)
 
 
 def _run(
-    coordinating: Coordinating, ground: Ground, progress: Progress, workers: int, invite: bool, netem: str | None, slowdown: list[str]
+    coordinating: Coordinating,
+    ground: Ground,
+    progress: Progress,
+    workers: int,
+    invite: bool,
+    netem: str | None,
+    slowdown: list[str],
+    fleet: Fleet | None,
 ) -> int:
+    from shoal.launch.local import names_for
+
     loop, run = coordinating.loop, coordinating.loop.run
     if not invite and not workers:  # a run that goes on has as many as it was begun for
         workers = loop.coordinator.plan.expected
@@ -82,8 +95,11 @@ def _run(
     progress.message(f"{run.strategy.kind}, {loop.engine.size:,} parameters, in {loop.directory.path}")
     if invite:
         _invite(coordinating, ground)
-    names = _names(workers, (run.cluster.server or "here",) if invite else run.cluster.workers)
-    started = _start_workers(coordinating, names, netem, slowdown)
+    names = names_for(workers, (run.cluster.server or "here",) if invite else run.cluster.workers)
+    if fleet is not None:
+        fleet.announce(coordinating.invitation, loop.directory.path)
+        names = [fleet.name]  # and each of the others starts its own
+    started = _start_workers(coordinating, names, netem, slowdown, alone=fleet is not None)
     loop.beside = lambda: started.look_after(loop.message)
     try:
         with stopping_on_signals(loop):
@@ -169,18 +185,16 @@ def _kept_alive(server: EmbeddedPostgres) -> Iterator[None]:
 
 def _transport(settings: Transport, invite: bool, hosts: bool) -> Transport:
     """Where to listen: `--host` counts more than the configuration, and workers of this machine need no particular port."""
+    if isinstance(settings, Collectives):  # for the one of them that speaks for all
+        return Zmq(port=0)
     if invite and not hosts:
         return settings
     changed: Transport = settings.replace(host=None) if invite else settings.replace(host=None, port=0)
     return changed
 
 
-def _names(count: int, listed: tuple[str, ...]) -> list[str]:
-    """Names for the workers here: those that are listed first."""
-    return [*listed[:count], *(f"w{number}" for number in range(len(listed[:count]) + 1, count + 1))]
-
-
-def _start_workers(coordinating: Coordinating, names: list[str], netem: str | None, slowdown: list[str]) -> LocalWorkers:
+def _start_workers(coordinating: Coordinating, names: list[str], netem: str | None, slowdown: list[str], alone: bool) -> LocalWorkers:
+    """`alone`: each is one process, whatever its engine; somebody else starts the others."""
     from shoal.launch import Crew, LocalWorkers
     from shoal.launch.local import gpus_of
 
@@ -188,7 +202,7 @@ def _start_workers(coordinating: Coordinating, names: list[str], netem: str | No
     factors = _factors(slowdown, names)
     common = ["--netem", netem] if netem else []
     arguments = {name: [*common, *(["--slowdown", factors[name]] if name in factors else [])] for name in names}
-    crew = Crew.of(loop.run, "join", loop.message, max(1, len(names)))
+    crew = None if alone else Crew.of(loop.run, "join", loop.message, max(1, len(names)))
     told = invitation._asdict() | ({"crew": crew} if crew is not None else {})
     workers = LocalWorkers(loop.directory.path / "workers", told, arguments, gpus_of(loop.run))
     workers.start()

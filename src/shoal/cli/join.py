@@ -12,13 +12,13 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.cli.ranks import as_rank, island
+from shoal.cli.ranks import as_rank, ignore_signals, island
 from shoal.cli.train import download
 from shoal.config.environment import database_password
 from shoal.config.load import File, parse_override, resolve
-from shoal.config.ranks import place
+from shoal.config.ranks import of_several, place
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.transports.addresses import bracketed
@@ -29,6 +29,7 @@ from shoal.transports.databases import parse as parse_address
 if TYPE_CHECKING:
     from shoal.config.ranks import Place
     from shoal.launch import Crew
+    from shoal.launch.fleet import Leaver
     from shoal.strategies.joining import Joined, Way
     from shoal.strategies.leasing import Leasing
     from shoal.transports.weather import Proxy
@@ -83,7 +84,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
 
     invitation, crew = _invitation(arguments)
     working: list[Leaver] = []
-    _leave_when_asked(arguments.stdin, working)
+    leave_when_asked(arguments.stdin, working)
     if crew is not None:
         return _lead(crew, arguments, argv, invitation, working)
     in_database = is_address(invitation.address)
@@ -92,15 +93,15 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         weather, address = _through_weather(invitation.address, arguments.netem)
         reached = invitation._replace(address=address)
     try:
-        joined = _join_in_database(_way(arguments, reached)) if in_database else Joined(_way(arguments, reached), _tell)
+        joined = _join_in_database(_way(arguments, reached)) if in_database else Joined(_way(arguments, reached), tell)
         here = place_in(joined.run)
-        if isinstance(joined, Joined) and here is None and joined.run.engine.kind != "single":
+        if isinstance(joined, Joined) and here is None and of_several(joined.run):
             joined.leave()
-            arguments.name, crew = joined.name, Crew.of(joined.run, "join", _tell)
+            arguments.name, crew = joined.name, Crew.of(joined.run, "join", tell)
             assert crew is not None
             return _lead(crew, arguments, argv, invitation, working)
         working.append(joined)
-        _tell(f"joined as {joined.name}")
+        tell(f"joined as {joined.name}")
         joined.prepare(download, here)
         joined.work()
         print(f"{joined.name}: {joined.summary()}", flush=True)
@@ -114,14 +115,14 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
 def _join_in_database(way: Way) -> Joined | Leasing:
     from shoal.strategies.leasing import join  # asks for a driver that others do without
 
-    return join(way, _tell)
+    return join(way, tell)
 
 
 def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:
     """Start the processes of a worker and look after them. What they keep of themselves outlives them, here or where it was told to."""
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
         kept = [] if arguments.state else ["--state", folder]
-        started = island(crew, arguments.name, [*argv, *kept], invitation._asdict(), _tell)
+        started = island(crew, arguments.name, [*argv, *kept], invitation._asdict(), tell)
         working.append(started)
         return started.run()
 
@@ -130,8 +131,7 @@ def _follow(arguments: argparse.Namespace, here: Place) -> int:
     """Work as one of several processes, of which the first has joined and decides when to stop."""
     from shoal.strategies.joining import follow
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     follow(here, _way(arguments, Invitation("", "", None)))
     return 0
 
@@ -195,17 +195,11 @@ def _through_weather(address: str, name: str) -> tuple[Proxy, str]:
     return weather, access._replace(host=reached.host, port=reached.port).address
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-class Leaver(Protocol):
-    """Who works here, and can be asked to stop."""
-
-    def stop(self) -> None: ...
-
-
-def _leave_when_asked(with_parent: bool, working: list[Leaver]) -> None:
+def leave_when_asked(with_parent: bool, working: list[Leaver]) -> None:
     """Stop on a signal, at once on a second one; `with_parent`: also when whoever started this worker is gone."""
     asked = [0]
 
@@ -213,7 +207,7 @@ def _leave_when_asked(with_parent: bool, working: list[Leaver]) -> None:
         asked[0] += 1
         if asked[0] > 1 or not working:
             os._exit(130)
-        _tell("leaving after this step; once more to leave at once")
+        tell("leaving after this step; once more to leave at once")
         for one in working:
             one.stop()
 

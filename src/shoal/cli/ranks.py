@@ -78,6 +78,12 @@ def as_rank(here: Place, work: Callable[[], int], watch: bool = True) -> int:
     os._exit(code)
 
 
+def ignore_signals() -> None:
+    """For a process that stops when the first of its worker says so."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _leave_with_standard_input() -> None:
     """The process that started this one holds the other end; when it is gone, so is this one."""
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.main import report
 from shoal.cli.options import load, parse, parser, require
-from shoal.cli.ranks import as_rank, start_ranks
+from shoal.cli.ranks import as_rank, ignore_signals, start_ranks
 from shoal.config.load import Loaded, Override
 from shoal.config.problems import ConfigError
+from shoal.config.ranks import place
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def run(argv: list[str]) -> int:
         loaded = require(load(arguments, [*overrides, Override("strategy.kind", "syncps", "--workers")], resolved=resolved))
     if loaded.problems:
         report(ConfigError(loaded.problems))
-    from shoal.launch import place_in, refuse_torchrun
+    from shoal.launch import place_in
 
     if loaded.run.strategy.kind == "local":
         for option in ("netem", "slowdown"):
@@ -56,8 +57,13 @@ def run(argv: list[str]) -> int:
             refuse_unbuilt(loaded)
             return start_ranks(loaded.run, argv)
         return train(loaded, arguments.run_dir, arguments.resume)
-    refuse_torchrun()
-    count = arguments.workers or loaded.run.cluster.num_workers or 0
+    here, count = place(), arguments.workers or loaded.run.cluster.num_workers or 0
+    if loaded.run.transport.kind == "collectives" and (here is not None or count):
+        number = here.size if here is not None else count
+        loaded = require(load(arguments, [*overrides, Override("cluster.num_workers", str(number), "--workers")], resolved=resolved))
+        count = 1  # to the coordinator they are one
+    if here is not None:
+        return _in_fleet(loaded, arguments, here)
     if not count and not arguments.resume:
         raise ShoalError(
             f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({loaded.run.strategy.kind})"
@@ -66,6 +72,33 @@ def run(argv: list[str]) -> int:
     from shoal.cli.clusters import coordinate
 
     return coordinate(loaded, arguments.run_dir, arguments.resume, workers=count, netem=arguments.netem, slowdown=arguments.slowdown)
+
+
+def _in_fleet(loaded: Loaded, arguments: argparse.Namespace, here: Place) -> int:
+    """As one of the processes that torchrun started, each of which is a worker, or one of a worker's."""
+    from shoal.cli.join import leave_when_asked, tell
+    from shoal.launch.fleet import Fleet, Leaver
+
+    for option in ("workers", "netem", "slowdown"):
+        if getattr(arguments, option):
+            raise ShoalError(f"--{option} is for workers that Shoal starts here, and torchrun has started these: leave it out")
+    fleet = Fleet(loaded.run, here)
+    if fleet.first:
+        from shoal.cli.clusters import coordinate
+
+        resume = arguments.resume or fleet.goes_on(arguments.run_dir)
+        return coordinate(loaded, arguments.run_dir, resume, workers=fleet.workers, fleet=fleet)
+
+    def work() -> int:
+        working: list[Leaver] = []
+        if fleet.leads:
+            leave_when_asked(False, working)
+        else:
+            ignore_signals()
+        fleet.work(tell, working)
+        return 0
+
+    return as_rank(here, work)
 
 
 def continued_from(arguments: argparse.Namespace) -> bool:

@@ -6,10 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from shoal.config.schema import Run
 from shoal.errors import ShoalError
 
 RENDEZVOUS = "SHOAL_RENDEZVOUS"
 """A file in which the processes that Shoal starts on one machine find each other; torchrun's find each other at an address."""
+GROUP = "SHOAL_GROUP"
+"""Which of several groups of torchrun's processes it belongs to, where each is a worker of its own."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -28,6 +31,8 @@ class Place(NamedTuple):
     """torchrun's agent listens at the address; else the first process does."""
     restart: int = 0
     """How often torchrun has started the processes again."""
+    group: str = ""
+    """Which part of torchrun's processes these are; empty: all."""
 
     @property
     def nodes(self) -> int:
@@ -49,10 +54,21 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
         raise ShoalError("the environment has RANK and WORLD_SIZE, but no MASTER_ADDR and MASTER_PORT: start with torchrun")
     rank, size, local_rank, local_size = numbers
     hosted = there.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, size, local_rank, local_size, file, address, port, hosted, restart)
+    return Place(rank, size, local_rank, local_size, file, address, port, hosted, restart, there.get(GROUP, ""))
+
+
+def of_several(run: Run) -> bool:
+    """Whether a worker of this run is several processes."""
+    return run.engine.kind != "single" or run.transport.kind == "collectives"
 
 
 def environment_of(here: Place) -> dict[str, str]:
-    """The variables that tell a process its place."""
-    numbers = zip(_NAMES, here[:4], strict=True)
-    return {name: str(number) for name, number in numbers} | {RENDEZVOUS: here.file}
+    """The variables that tell a process its place; those that say where torchrun's meet are there already."""
+    numbers = {name: str(number) for name, number in zip(_NAMES, here[:4], strict=True)}
+    return numbers | {RENDEZVOUS: here.file, GROUP: here.group} | ({"TORCHELASTIC_USE_AGENT_STORE": "True"} if here.hosted else {})
+
+
+def forget_place() -> None:
+    """This process, and those that it starts, are not one of several."""
+    for name in (*_NAMES, RENDEZVOUS, GROUP):
+        os.environ.pop(name, None)

@@ -132,6 +132,36 @@ def units_are_kept_in_a_database(settings: Settings, kind: str, transport: str) 
         settings.report("transport", message, "strategy.kind", "transport.kind", help="set transport.kind to postgres")
 
 
+@rule("transport.kind")
+def collectives_add_up(settings: Settings, kind: str) -> None:
+    """All that an all-reduce can do is to add up plain numbers of all, at once."""
+    if kind != "collectives":
+        return
+    for path, only in _COLLECTIVE.items():
+        try:
+            given = settings.get(path)
+        except UnavailableError:
+            continue
+        if given != only:
+            told = "null" if only is None else str(only).lower() if isinstance(only, bool) else only
+            message = f"collectives add up the weights of all workers at once: `{settings.spelling(path)}` would have to be {told}"
+            settings.report("transport", message, path, "transport.kind", help="or set transport.kind to zmq")
+
+
+_COLLECTIVE = {
+    "strategy.kind": "diloco",
+    "strategy.fragments": 1,
+    "strategy.overlap_steps": 0,
+    "strategy.quorum": None,
+    "strategy.balance_speeds": False,
+    "engine.kind": "single",
+    "updates.codec.kind": "none",
+    "updates.aggregation.kind": "mean",
+    "updates.mixing.kind": "none",
+    "updates.privacy.enabled": False,
+}
+
+
 @rule("strategy.kind", "engine.kind")
 def a_unit_is_for_one_process(settings: Settings, kind: str, engine: str) -> None:
     if kind == "workunits" and engine in ("ddp", "fsdp", "deepspeed"):

@@ -5,7 +5,7 @@ For a worker that gets differences, a replica of what it has is kept, so what on
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ MOST_REPLICA_BYTES = 2 << 30
 """Memory for all replicas together; workers beyond it get full weights."""
 _RETRY = 16
 """Pulls until changes are looked for again, after they were found to be everywhere."""
+_ALL = "all"
+"""Those who read the bulletin, as one worker: all read the same. No session is called that."""
 
 
 class Publisher:
@@ -96,5 +98,55 @@ class Publisher:
             self._full = (frame_of(self.vector.clone().numpy()), *self._buffer_frame())
         return self._full
 
+    def replica(self, session: str) -> tuple[memoryview, ...]:
+        """All of the weights, as a worker has them that got differences."""
+        return (frame_of(self._replicas[session][1].clone().numpy()), *self._buffer_frame())
+
     def _buffer_frame(self) -> tuple[memoryview, ...]:
         return (frame_of(self.buffers.clone().numpy()),) if self.buffers.numel() else ()
+
+
+class Notice(NamedTuple):
+    """Weights for all to read: `full`, or the `difference` to the version before."""
+
+    kind: str
+    header: dict[str, Any]
+    frames: tuple[memoryview, ...]
+
+
+class Bulletin:
+    """The newest weights for workers that read them where they hang out, each when it likes: what changed, where a codec makes it shorter,
+    and all of them as often as the changes since the last time add up to as much."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._have = self._newest = -1
+        self._notices: list[Notice] = []
+        self._bytes = 0
+        """Of differences since the last full weights."""
+
+    def notices(self) -> list[Notice]:
+        """What to hang out for the newest version; the same when asked again."""
+        version = self._publisher.version
+        if self._newest == version:
+            return self._notices
+        if self._newest < 0:
+            # The version that a coordinator begins with may be one that its predecessor hung out, not quite the same. Nothing builds on it.
+            self._notices = [Notice("full", {"weights": "full"}, self._publisher.everything())]
+        else:
+            self._notices = self._news()
+            self._have = version
+        self._newest = version
+        return self._notices
+
+    def _news(self) -> list[Notice]:
+        header, frames = self._publisher.since(_ALL, self._have)
+        if header["weights"] == "full":
+            self._bytes = 0
+            return [Notice("full", header, frames)]
+        difference = Notice("difference", header, frames)
+        self._bytes += sum(frame.nbytes for frame in frames)
+        if self._bytes < 4 * self._publisher.vector.numel():
+            return [difference]
+        self._bytes = 0
+        return [Notice("full", {"weights": "full"}, self._publisher.replica(_ALL)), difference]

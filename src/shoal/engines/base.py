@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,12 @@ class StepResult(NamedTuple):
     weight: int
     """Samples or tokens that counted."""
     samples: int
+
+
+class Source(Protocol):
+    """Batches, one after the other."""
+
+    def __next__(self) -> Batch: ...
 
 
 class Engine(ABC):
@@ -106,6 +112,11 @@ class Engine(ABC):
 
     @abstractmethod
     def _load_moments(self, player: str, state: Mapping[str, Any]) -> None: ...
+
+    @property
+    def crew(self) -> World:
+        """The processes that make up a worker: those that step together, unless each steps by itself."""
+        return self.world
 
     # --- the flat view -----------------------------------------------------------------------------
 
@@ -199,6 +210,10 @@ class Engine(ABC):
         self.scaler.update()
         self.step_count += 1
         return StepResult(metrics, weighing.total, weighing.samples)
+
+    def walk(self, feed: Source, accumulation: int, most: int) -> tuple[StepResult, int]:
+        """Some steps, at most so many, and how many they were: the figures of all of them."""
+        return self.step([next(feed) for _ in range(accumulation)]), 1
 
     def apply_own(self, step: float) -> dict[str, Tensor]:
         """Step every network along the gradient that is there."""

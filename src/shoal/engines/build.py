@@ -8,6 +8,7 @@ import torch
 
 from shoal.config import Run
 from shoal.engines.base import Engine
+from shoal.engines.replicas import Replicas
 from shoal.engines.single import SingleEngine
 from shoal.engines.world import World
 from shoal.tasks import Task
@@ -17,7 +18,9 @@ OF_SEVERAL = {"ddp": "DdpEngine", "fsdp": "FsdpEngine", "deepspeed": "DeepSpeedE
 
 
 def build(run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> Engine:
-    """The engine that `run.engine` asks for."""
+    """The engine that `run.engine` asks for; where workers meet in collectives alone, all of them at once."""
+    if run.transport.kind == "collectives":
+        return Replicas(run, task, device, total_steps, world)
     if run.engine.kind not in OF_SEVERAL:
         return SingleEngine(run, task, device, total_steps)
     module = import_module(f"shoal.engines.{run.engine.kind}")

@@ -47,14 +47,6 @@ class DdpEngine(SingleEngine):
         self._agree_on_statistics()
         return result
 
-    def _agree_on_statistics(self) -> None:
-        """BatchNorm's running figures: the mean over the processes. Not before all backward passes are done, which still need them."""
-        if not self.statistics:
-            return
-        flat = torch.cat([buffer.detach().float().flatten() for buffer in self.statistics])
-        dist.all_reduce(flat)
-        self.load_buffers(flat / self.world.size)
-
     def finite(self) -> bool:
         return not self.world.any(not super().finite())
 

@@ -5,6 +5,7 @@ What it says is an order and three numbers, and where weights come with it, thos
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum, auto
 from typing import Any, Protocol
@@ -12,11 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.engines.base import Engine, StepResult
+from shoal.engines.base import Engine, Source, StepResult
 from shoal.engines.single import SingleEngine
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.tasks import Batch
+
+_STRIDE_S = 1.0
 
 
 class Feed(Protocol):
@@ -41,6 +44,7 @@ class Order(IntEnum):
     LEAVE = auto()
     SIT = auto()
     STEP = auto()
+    WALK = auto()
     GRADIENTS = auto()
     UNSCALE = auto()
     APPLY = auto()
@@ -57,12 +61,23 @@ class Rank:
     """What every process of an island does."""
 
     def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: Keepsakes) -> None:
-        self.engine, self.crew = engine, engine.world
+        self.engine, self.crew = engine, engine.crew
         self.feed_for, self.keepsakes = feed_for, keepsakes
 
     def counted(self, result: StepResult) -> StepResult:
         """The figures of all processes together."""
         return StepResult(self.crew.total(result.metrics), result.weight, result.samples)
+
+    def walked(self, feed: Source, accumulation: int, count: int) -> StepResult:
+        """Steps that each process takes by itself; the figures of all of them together."""
+        sums, weight, samples = dict[str, Tensor](), 0, 0
+        for _ in range(count):
+            result = self.engine.step([next(feed) for _ in range(accumulation)])
+            for name, value in result.metrics.items():
+                sums[name] = sums.get(name, 0.0) + value * result.weight
+            weight, samples = weight + result.weight, samples + result.samples
+        whole, of_samples = map(int, self.crew.begin_sum([weight, samples]).wait())
+        return StepResult({name: value / whole for name, value in self.crew.total(sums).items()}, whole, of_samples)
 
     def load(self, vector: Tensor | None) -> None:
         """All networks' weights, which the first process has."""
@@ -108,6 +123,10 @@ class Follower(Rank):
             case Order.STEP:
                 engine.step_count = int(second)
                 self.counted(engine.step(self._batches(int(first))))
+            case Order.WALK:
+                assert self.feed is not None
+                engine.step_count = int(third)
+                self.walked(self.feed, int(first), int(second))
             case Order.GRADIENTS:
                 self.counted(engine.gradients(self._batches(int(first))))
             case Order.UNSCALE:
@@ -145,6 +164,8 @@ class Island(Rank):
         self._vector, self._gradient = torch.empty(engine.size), torch.empty(engine.size)
         self._moved = True
         """The weights have moved since they were gathered."""
+        self._stride = 1
+        """Steps that the processes take by themselves before they look up."""
 
     def _say(self, order: Order, *numbers: float) -> None:
         self.crew.of_first([float(order), *numbers, *[0.0] * (3 - len(numbers))])
@@ -174,6 +195,17 @@ class Island(Rank):
         self._say(Order.STEP, len(batches), self.step_count)
         self._moved = True
         return self.counted(self.engine.step(batches))
+
+    def walk(self, feed: Source, accumulation: int, most: int) -> tuple[StepResult, int]:
+        """One step where they step together; else so many that they hear of each other about once a second."""
+        if self.crew is self.engine.world:
+            return self.step([next(feed) for _ in range(accumulation)]), 1
+        count, started = min(most, self._stride), time.monotonic()
+        self._say(Order.WALK, accumulation, count, self.step_count)
+        self._moved = True
+        result = self.walked(feed, accumulation, count)
+        self._stride = max(1, round(_STRIDE_S * count / (time.monotonic() - started)))
+        return result, count
 
     def gradients(self, batches: list[Batch]) -> StepResult:
         self._say(Order.GRADIENTS, len(batches))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.config import Run
@@ -49,12 +50,15 @@ class SingleEngine(Engine):
         """Somebody wrote into `vector`: the networks see it already."""
 
     def wholes(self) -> Iterator[Tensor]:
+        return self._own()
+
+    def _own(self) -> Iterator[Tensor]:
         for network in self.networks.values():
             for _, value in network.layout.views(network.vector):
                 yield value
 
     def take(self, wholes: Iterable[Tensor]) -> None:
-        for own, value in zip(self.wholes(), wholes, strict=True):
+        for own, value in zip(self._own(), wholes, strict=True):
             own.copy_(value)
 
     # --- gradients ---------------------------------------------------------------------------------
@@ -139,6 +143,14 @@ class SingleEngine(Engine):
         for buffer in self.statistics:
             buffer.copy_(values[offset : offset + buffer.numel()].view_as(buffer))
             offset += buffer.numel()
+
+    def _agree_on_statistics(self) -> None:
+        """BatchNorm's running figures: the mean over the processes. Not before all backward passes are done, which still need them."""
+        if not self.statistics:
+            return
+        flat = torch.cat([buffer.detach().float().flatten() for buffer in self.statistics])
+        dist.all_reduce(flat)
+        self.load_buffers(flat / self.crew.size)
 
     def weights(self) -> dict[str, Tensor]:
         return {f"{player}.{name}": value for player, module in self.task.players.items() for name, value in tensors_of(module)}

@@ -137,6 +137,19 @@ class Meeting:
         self.store.set_timeout(timedelta(seconds=patience_s))
         return self._found(lambda: [self.store.get(f"word {number}") for number in range(int(self.store.get("words")))])
 
+    def leave_word(self, name: str, word: str, heard: list[str], patience_s: float) -> None:
+        """Say something, and wait until all these were said in return. Raises ShoalError."""
+        self.store.set_timeout(timedelta(seconds=patience_s))
+        self.store.set(name, word)
+        self._found(lambda: [self.store.get(answer) for answer in heard])
+
+    def take_word(self, name: str, answer: str, patience_s: float) -> bytes:
+        """What was said, and that it was heard. Raises ShoalError."""
+        self.store.set_timeout(timedelta(seconds=patience_s))
+        word: bytes = self._found(lambda: self.store.get(name))
+        self._found(lambda: self.store.set(answer, ""))
+        return word
+
     def enter(self, device: torch.device) -> World:
         """Begin to work together. Raises ShoalError."""
         return self._found(lambda: self._enter(device))
@@ -167,7 +180,7 @@ def _store(here: Place) -> Store:
         return FileStore(here.file, here.size)
     listening = here.rank == 0 and not here.hosted
     store = TCPStore(here.address, here.port, here.size, listening, timeout=timedelta(seconds=_MEET_S), wait_for_workers=False)
-    return PrefixStore(f"start-{here.restart}", store)
+    return PrefixStore(f"start-{here.restart} {here.group}", store)
 
 
 def lost(error: Exception) -> bool:

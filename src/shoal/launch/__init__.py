@@ -2,7 +2,7 @@
 
 from shoal.launch.local import LocalWorkers, wait_quietly
 from shoal.launch.postgres import EmbeddedPostgres
-from shoal.launch.ranks import LOST, Crew, LocalIsland, LocalRanks, RankLost, place_in, refuse_torchrun
+from shoal.launch.ranks import LOST, Crew, LocalIsland, LocalRanks, RankLost, place_in
 
 __all__ = [
     "LOST",
@@ -13,6 +13,5 @@ __all__ = [
     "LocalWorkers",
     "RankLost",
     "place_in",
-    "refuse_torchrun",
     "wait_quietly",
 ]

@@ -34,6 +34,11 @@ def wait_quietly() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def names_for(count: int, listed: Sequence[str]) -> list[str]:
+    """Names for so many workers: those that are listed first."""
+    return [*listed[:count], *(f"w{number}" for number in range(len(listed[:count]) + 1, count + 1))]
+
+
 def gpus_of(run: Run) -> list[str]:
     """The GPUs that workers of this machine share, by the names under which CUDA is asked for them; none where the run is not for them."""
     import torch

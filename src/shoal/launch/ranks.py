@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.config import Run
-from shoal.config.ranks import Place, environment_of, place
+from shoal.config.ranks import Place, environment_of, of_several, place
 from shoal.errors import ShoalError
 from shoal.launch.local import MOST_FAILURES, fair_threads, last_line
 
@@ -53,8 +53,10 @@ class Crew(NamedTuple):
         """
         import torch
 
-        if run.engine.kind == "single":
+        if not of_several(run):
             return None
+        if run.transport.kind == "collectives":
+            return cls(run.cluster.num_workers or 1, run.training.device == "cpu")
         nodes, wanted, device = run.launch.nodes or 1, run.launch.devices_per_node, run.training.device
         if nodes > 1:
             raise ShoalError(
@@ -76,7 +78,7 @@ def place_in(run: Run) -> Place | None:
     here = place()
     if here is None:
         return None
-    if run.engine.kind == "single":
+    if not of_several(run):
         if here.size > 1:
             raise ShoalError(
                 f"torchrun started {here.size} processes, and the engine single is one: set engine.kind to ddp, fsdp or deepspeed"
@@ -89,15 +91,6 @@ def place_in(run: Run) -> Place | None:
         if wanted is not None and wanted != found:
             raise ShoalError(f"{setting} is {wanted}, and torchrun started {found}")
     return here
-
-
-def refuse_torchrun() -> None:
-    """Before a coordinator begins, which is one process. Raises ShoalError."""
-    here = place()
-    if here is not None and here.size > 1:
-        raise ShoalError(
-            "torchrun starts the processes of one worker: run `shoal coordinate` once, and each worker with `torchrun … -m shoal join …`"
-        )
 
 
 class LocalRanks:

@@ -8,11 +8,13 @@ from typing import Any
 
 from shoal.config.load import File, Loaded, parse_override, resolve
 from shoal.config.problems import ConfigError
-from shoal.config.schema.cluster import XmlRpc, Zmq
+from shoal.config.ranks import place
+from shoal.config.schema.cluster import Collectives, XmlRpc, Zmq
 from shoal.config.trainer_config import TrainerConfig
 from shoal.errors import ShoalError
-from shoal.launch.local import LocalWorkers, gpus_of
-from shoal.launch.ranks import Crew, place_in, refuse_torchrun
+from shoal.launch.fleet import Fleet
+from shoal.launch.local import LocalWorkers, gpus_of, names_for
+from shoal.launch.ranks import Crew, place_in
 from shoal.strategies import coordinating, local
 from shoal.strategies.trained import save_final
 from shoal.worker import Loop, Reporter
@@ -47,23 +49,50 @@ def train(
             )
         alone = local.prepare(loaded, **common, here=here)
         return _finished(alone, alone.train())
-    refuse_torchrun()
-    if not isinstance(loaded.run.transport, (Zmq, XmlRpc)):
+    if not isinstance(loaded.run.transport, (Zmq, XmlRpc, Collectives)):
         raise ShoalError(f"transport.kind {loaded.run.transport.kind}: start this run with `shoal train`, or choose zmq")
-    near = loaded.run.transport.replace(host=None, port=0)
-    made = coordinating.prepare(loaded, **common, workers=workers, hosts=("127.0.0.1",), transport=near)
+    here = place()
+    if isinstance(loaded.run.transport, Collectives):
+        loaded = _loaded(config, [*overrides, f"cluster.num_workers={here.size if here is not None else workers}"])
+        workers = 1  # to the coordinator they are one
+    fleet = Fleet(loaded.run, here) if here is not None else None
+    if fleet is not None and workers not in (1, fleet.workers):
+        raise ShoalError(f"workers is {workers}, and torchrun started {fleet.workers}: leave it out")
+    if fleet is None or fleet.first:
+        return _coordinate(loaded, common, workers if fleet is None else fleet.workers, fleet)
+
+    def tell(text: str) -> None:
+        for reporter in common["reporters"]:
+            reporter.message(text)
+
+    fleet.work(tell, [])
+    return fleet.outcome()
+
+
+def _coordinate(loaded: Loaded, common: dict[str, Any], workers: int, fleet: Fleet | None) -> dict[str, Any]:
+    """With workers on this machine; with `fleet`, those that torchrun started."""
+    transport, hosts = loaded.run.transport, fleet.hosts if fleet is not None else ("127.0.0.1",)
+    near = transport.replace(host=None, port=0) if isinstance(transport, (Zmq, XmlRpc)) else Zmq(port=0)
+    if fleet is not None:
+        common["resume"] |= fleet.goes_on(common["run_dir"])
+    made = coordinating.prepare(loaded, **common, workers=workers, hosts=hosts, transport=near)
     loop = made.loop
-    names = [f"w{number}" for number in range(1, loop.coordinator.plan.expected + 1)]
-    crew = Crew.of(loop.run, "join", loop.message, len(names))
+    names = [fleet.name] if fleet is not None else names_for(loop.coordinator.plan.expected, ())
+    crew = Crew.of(loop.run, "join", loop.message, len(names)) if fleet is None else None
     told = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
     started = LocalWorkers(loop.directory.path / "workers", told, dict.fromkeys(names, ()), gpus_of(loop.run))
     loop.beside = lambda: started.look_after(loop.message)
     try:
+        if fleet is not None:
+            fleet.announce(made.invitation, loop.directory.path)
         started.start()
-        return _finished(loop, loop.train())
+        summary = _finished(loop, loop.train())
     finally:
         started.close()
         loop.server.close()
+    if fleet is not None:
+        fleet.end(summary)
+    return summary
 
 
 def _finished(loop: Loop, summary: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.machine import Called, Passed, Tick
 from shoal.coordinator.policies import Quorum
+from shoal.coordinator.publisher import Bulletin, Notice
 from shoal.coordinator.scribe import Scribe
 from shoal.engines import StepResult
 from shoal.errors import ShoalError
@@ -87,6 +88,7 @@ class ClusterLoop(Loop):
         self.store, self.journal, self.ledger, self.snapshots = store, store.journal, store.ledger, store.snapshots
         self.board: Board | None = cast(Board, server) if length.cut is not None else None
         """Where units are leased, if they are."""
+        self.bulletin = Bulletin(coordinator.publisher)
         batches = held_out(parts.run, parts.data.eval)
         self.judge = Judge(parts, batches, directory) if batches is not None and parts.run.evaluation.batches != 0 else None
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
@@ -262,10 +264,11 @@ class ClusterLoop(Loop):
     def _publish(self, board: Board) -> None:
         """Hang out the newest weights, for all who lease units."""
         if not self._replaying:
-            self._hang_out(board, self.coordinator.state.version, self.coordinator.finished)
+            self._hang_out(board, self.coordinator.state.version, self.bulletin.notices(), self.coordinator.finished)
 
-    def _hang_out(self, board: Board, version: int, done: bool) -> None:
-        board.publish(version, "full", {"step": self.coordinator.step, "done": done}, self.coordinator.publisher.everything())
+    def _hang_out(self, board: Board, version: int, notices: list[Notice], done: bool) -> None:
+        for kind, header, frames in notices:
+            board.publish(version, kind, header | {"step": self.coordinator.step, "done": done}, frames)
         self._over = done
 
     def _issue(self, board: Board, effect: Issue) -> None:
@@ -280,7 +283,8 @@ class ClusterLoop(Loop):
         board, until = self.board, time.monotonic() + _GOODBYE_S
         ends = board is not None and self.stopping != "interrupted"
         if board is not None and ends and not self._over:
-            self.store.carry_out(lambda: self._hang_out(board, self.coordinator.state.version + 1, True))
+            last = [Notice("full", {"weights": "full"}, self.coordinator.publisher.everything())]
+            self.store.carry_out(lambda: self._hang_out(board, self.coordinator.state.version + 1, last, True))
 
         def some_are_here() -> bool:
             return any(one["alive"] for one in board.workers()) if board is not None and ends else bool(self.coordinator.members.by_name)

@@ -222,14 +222,14 @@ class Share(NamedTuple):
     ) -> Share:
         parts = parts_for(header, frames, way.overrides, progress, meeting)
         policy = policy_of(parts.run, header["shards"])
-        torch.manual_seed(parts.run.seed + header["seat"] + 1_000_003 * parts.engine.world.rank)
+        torch.manual_seed(parts.run.seed + header["seat"] + 1_000_003 * parts.engine.crew.rank)
         return cls(parts, policy, header["shards"], _keepsakes(parts, policy, way, header["name"], tell))
 
     def feed_for(self, seat: int, epoch: int, position: int) -> data.Feed:
         """The batches of a seat, from a position that counts batches of one process."""
-        world = self.parts.engine.world
-        feed = feed_of(self.parts.run, self.parts.data, seat, self.shards, (world.rank, world.size))
-        _go_to(feed, epoch, -(-position // world.size))
+        crew = self.parts.engine.crew
+        feed = feed_of(self.parts.run, self.parts.data, seat, self.shards, (crew.rank, crew.size))
+        _go_to(feed, epoch, -(-position // crew.size))
         return feed
 
 
@@ -240,10 +240,12 @@ def _keepsakes(parts: Parts, policy: Policy, way: Way, name: str, tell: Callable
     earlier = Path(settings.resume_from) if settings.resume_from else None
     if earlier is not None and (earlier / "state.json").exists():
         earlier = earlier.parent.parent
+    crew = parts.engine.crew
+    own = "" if crew is parts.engine.world else f"process-{crew.rank}"  # where each steps by itself, each keeps its own
     return Keepsakes(
         parts.engine,
-        way.state,
-        earlier / "workers" / name if earlier else None,
+        way.state / own if way.state else None,
+        earlier / "workers" / name / own if earlier else None,
         lambda version: bool(every) and inner is not None and inner.passes(version, every or 1),
         settings.keep_last,
         tell,
@@ -259,7 +261,7 @@ def _follow(meeting: Meeting, way: Way) -> World:
     header, *frames = meeting.hear(way.patience_s + _LONGER_S)
     share = Share.of(json.loads(header), frames, way, meeting, lambda text: None)
     Follower(share.parts.engine, share.feed_for, share.keepsakes).work()
-    return share.parts.engine.world
+    return share.parts.engine.crew
 
 
 def about_here() -> dict[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.config.schema.cluster import InProcess, Postgres, Transport, XmlRpc
+from shoal.config.schema.cluster import InProcess, Postgres, Transport, XmlRpc, Zmq
 from shoal.errors import ShoalError
 from shoal.transports import addresses
 from shoal.transports.interface import Client, Server
@@ -52,6 +52,8 @@ def serve(
         from shoal.transports.xmlrpc import XmlRpcServer
 
         return XmlRpcServer(listening[0], settings.port, token=token, max_frame_bytes=max_frame_bytes, insecure=insecure)
+    if not isinstance(settings, Zmq):
+        raise ShoalError(f"transport.kind {settings.kind} has no server")
     from shoal.transports.zeromq import ZmqServer
 
     secret_key = keys.secret if keys else None

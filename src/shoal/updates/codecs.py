@@ -33,6 +33,7 @@ __all__ = [
     "encode",
     "encode_changes",
     "encoded_bytes",
+    "renew",
     "residual_for",
 ]
 
@@ -125,6 +126,16 @@ def apply_changes(vector: Tensor, frames: Sequence[Frame]) -> None:
     """Turn the old vector into the new one, in place. An error leaves it as it was."""
     positions, values = sparse.read(frames, None, len(vector))
     vector.numpy()[positions] = values
+
+
+def renew(weights: Tensor, kind: str, codec: Codec, frames: Sequence[Frame]) -> None:
+    """Older weights become newer ones, in place, by what was published: `full` ones, `changes`, or a `difference`."""
+    if kind == "full":
+        decode(NoCodec(), weights.numel(), frames, out=weights)
+    elif kind == "changes":
+        apply_changes(weights, frames)
+    else:
+        decode_into(codec, weights.numel(), frames, weights, 1.0)
 
 
 def _kept(codec: TopKCodec, size: int) -> int:

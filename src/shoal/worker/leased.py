@@ -46,6 +46,11 @@ class Weights(Protocol):
     @property
     def version(self) -> int: ...
     @property
+    def kind(self) -> str:
+        """`full`, or the `difference` to the version before."""
+        ...
+
+    @property
     def header(self) -> Mapping[str, Any]: ...
     @property
     def frames(self) -> Sequence[bytes | memoryview]: ...
@@ -93,7 +98,10 @@ class Leased:
         self.name, self.desk, self.engine, self.read, self.tell = name, desk, engine, read, tell
         self.slowdown = slowdown
         self.receipts = receipts or Receipts(None)
-        self.outgoing = Outgoing(engine, updates)
+        self.updates, self.outgoing = updates, Outgoing(engine, updates)
+        in_place = engine.vector.device.type == "cpu" and engine.vector.dtype == torch.float32
+        self.base = engine.vector if in_place else torch.empty(engine.vector.numel())
+        """The weights as they were read."""
         self.version = -1
         self.state = "starting"
         self.stopping = self.done = False
@@ -223,19 +231,23 @@ class Leased:
         newer = self.desk.weights(self.version)
         if newer is None:
             return
+        had, before = self.version, self.base.clone() if len(self.engine.layouts) > 1 and self.version >= 0 else None
+        while newer is not None:
+            self._take(newer)
+            follows = newer.kind == "difference"  # there may be more of them
+            newer = self.desk.weights(self.version) if follows else None
+        if self.engine.vector is not self.base:
+            self.engine.vector.copy_(self.base)
+        self.engine.changed()
+        if before is not None:
+            self.engine.expect((self.base - before) / (self.version - had))
+
+    def _take(self, newer: Weights) -> None:
         extra = self.engine.buffers.numel()
         body = newer.frames[:-1] if extra else newer.frames
-        vector = self.engine.vector
-        before = vector.clone() if len(self.engine.layouts) > 1 and self.version >= 0 else None
-        if vector.dtype == torch.float32 and vector.device.type == "cpu":
-            codecs.decode(_PLAIN, vector.numel(), body, out=vector)
-        else:
-            vector.copy_(codecs.decode(_PLAIN, vector.numel(), body))
-        self.engine.changed()
+        codecs.renew(self.base, newer.header["weights"], self.updates.codec, body)
         if extra:
             self.engine.load_buffers(codecs.decode(_PLAIN, extra, newer.frames[-1:]))
-        if before is not None:
-            self.engine.expect((vector - before) / (newer.version - self.version))
         self.version, self.done = newer.version, bool(newer.header["done"])
 
 

@@ -77,10 +77,11 @@ class LocalSteps(Member):
                 self._settle()
             if self.stopping or self.done or self.feed is not feed:
                 return None
-            result = self.engine.step([next(feed) for _ in range(self.accumulation)])
+            until = self.ways.inner.overlap if self.walked < self.ways.inner.overlap else self.wanted
+            result, steps = self.engine.walk(feed, self.accumulation, until - self.walked)
             window.add(result)
             samples += result.samples
-            self.walked += 1
+            self.walked += steps
         weight = window.weight
         metrics = {name: torch.tensor(value) for name, value in window.take(self.engine.world).items()}
         metrics |= {f"inner_{name}": torch.tensor(value) for name, value in self.engine.learning_rates().items()}

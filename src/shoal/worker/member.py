@@ -278,12 +278,7 @@ class Member:
         if self._before is not None:
             self._before.copy_(self.base)
         body = answer.frames[:-1] if self.extra else answer.frames
-        if kind == "full":
-            codecs.decode(_PLAIN, base.numel(), body, out=base)
-        elif kind == "changes":
-            codecs.apply_changes(base, body)
-        else:
-            codecs.decode_into(self.updates.codec, base.numel(), body, base, 1.0)
+        codecs.renew(base, kind, self.updates.codec, body)
         if self.extra:
             self.engine.load_buffers(codecs.decode(_PLAIN, self.extra, answer.frames[-1:]))
         before, self.version = self.version, header["version"]

@@ -61,7 +61,13 @@ class InProcess(Section):
     kind: Literal["in-process"] = "in-process"
 
 
-Transport = Union[Zmq, XmlRpc, Postgres, InProcess]
+class Collectives(Section):
+    """torch.distributed between workers that start together and end together (gloo, or NCCL on GPUs): for diloco in one machine room."""
+
+    kind: Literal["collectives"] = "collectives"
+
+
+Transport = Union[Zmq, XmlRpc, Postgres, Collectives, InProcess]
 
 
 class Host(Section):
