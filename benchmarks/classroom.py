@@ -74,15 +74,19 @@ def _flatness(queue: Queue) -> float:
 
 
 def latency() -> list[Row]:
-    seen = classroom_latency.measure()
+    return [row for codec in ("none", "int8") for row in _latency(codec)]
+
+
+def _latency(codec: str) -> list[Row]:
+    seen = classroom_latency.measure(codec)
     first, each = (1000 * statistics.median(waits) for waits in (seen.first_s, seen.all_s))
     log, least = seen.wal_bytes / 1e6, classroom_latency.WORKERS * seen.gradient_bytes / 1e6
     rows = [
-        Row(f"last result to new weights, {title}", value, MOST_MS, "ms", value / MOST_MS, "≤ 1", _load())
+        Row(f"last result to new weights, codec {codec}, {title}", value, MOST_MS, "ms", value / MOST_MS, "≤ 1", _load())
         for title, value in (("first worker", first), ("every worker", each))
     ]
     note = f"the database grows by {seen.grown_bytes / 1e6:.0f} MB a round; peer: the gradients themselves"
-    return [*rows, Row("log of the database, a round", log, least, "MB", log / least, "told", note)]
+    return [*rows, Row(f"log of the database, a round, codec {codec}", log, least, "MB", log / least, "told", note)]
 
 
 def _load() -> str:

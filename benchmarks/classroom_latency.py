@@ -1,14 +1,16 @@
 """How soon a class sees what it has learned: from the quorum's last result to new weights at a worker, for a DCGAN of 6.3M parameters.
 
 The coordinator is the real one, in a process of its own; three workers in theirs lease units through real desks and hand in a gradient
-that was prepared before. What counts starts when the last `submit` of a round has returned, and ends when `weights` has returned the new
-version: read what was handed in, aggregate, an Adam step for each network, journal, publish, be told, claim, read 25 MB. Nobody polls:
-the interval is a minute. `python benchmarks/classroom_latency.py` tells where the coordinator's time goes, too.
+that was prepared before. What counts starts when the last `submit` of a round has returned, and ends when a worker has decoded the new
+version: read what was handed in, aggregate, an Adam step for each network, journal, publish, be told, claim, read and decode 25 MB
+(6.3 MB with the codec int8). Nobody polls: the interval is a minute. `CODEC=none python benchmarks/classroom_latency.py` tells where the
+coordinator's time goes, too.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -45,7 +47,7 @@ class Seen(NamedTuple):
     first_s: list[float]
     """Until one worker had the new version."""
     all_s: list[float]
-    """Until each of them had: a figure for every worker and round."""
+    """Until each of those had that waited for it, and were not busy with another unit: a figure for every worker and round."""
     wal_bytes: float
     """Per round, what was written to the database's log."""
     grown_bytes: float
@@ -55,17 +57,17 @@ class Seen(NamedTuple):
     """Milliseconds of the coordinator per round."""
 
 
-def measure() -> Seen:
+def measure(codec: str = "none") -> Seen:
     with tempfile.TemporaryDirectory() as folder, EmbeddedPostgres(Path(folder)) as server:
         with connect(server.access) as connection:
             schema.init(connection)
             schema.grant(connection, "pupil", "secret", "student")
         where = {name: value for name, value in server.access._asdict().items() if name != "options"}
-        helpers = [Helper(__file__, "coordinate", 1, folder=folder, **where)]
+        helpers = [Helper(__file__, "coordinate", 1, folder=folder, codec=codec, **where)]
         try:
             helpers[0].hear()
             student = server.access._replace(user="pupil", password="secret").address
-            helpers += [Helper(__file__, "work", 1, address=student) for _ in range(WORKERS)]
+            helpers += [Helper(__file__, "work", 1, address=student, codec=codec) for _ in range(WORKERS)]
             size, *_ = [worker.hear() for worker in helpers[1:]]
             for worker in helpers[1:]:
                 worker.say("go")
@@ -83,7 +85,6 @@ def _watch(helpers: list[Helper], access: Access, size: int) -> Seen:
         started = time.time()
         told = [worker.hear() for worker in helpers[1:]]
         after = _sizes(connection)
-    rounds = min(len(versions) for _, versions in told)
     submitted: dict[int, float] = {}
     for submits, _ in told:
         for version, at in submits:
@@ -93,7 +94,7 @@ def _watch(helpers: list[Helper], access: Access, size: int) -> Seen:
         for version, at in versions:
             if version - 1 in submitted:
                 waits.setdefault(version, []).append(at - submitted[version - 1])
-    whole = [found for found in waits.values() if len(found) == WORKERS]
+    rounds, whole = len(submitted), list(waits.values())
     helpers[0].say([started, time.time()])
     where = helpers[0].hear()
     return Seen(
@@ -123,8 +124,9 @@ def coordinate(given: dict[str, Any]) -> None:
     from shoal.strategies.coordinating import prepare
     from shoal.updates import codecs
 
-    folder = given.pop("folder")
+    folder, codec = given.pop("folder"), given.pop("codec")
     settings = DCGAN | {"transport": {"kind": "postgres", "host": given["host"], "port": given["port"]}}
+    settings["updates"] = {"codec": {"kind": codec}}
     loaded = resolve_data(settings, name="class", dialect="shoal", environ={})
     given["password"] = Secret(given["password"])
     transport = Postgres(poll_interval_s=60.0, **given)
@@ -162,6 +164,10 @@ def coordinate(given: dict[str, Any]) -> None:
 
 def work(given: dict[str, Any]) -> None:
     import numpy as np
+    import torch
+
+    from shoal.config.schema.updates import Int8Codec, NoCodec
+    from shoal.updates import codecs
 
     desk = UnitDesk(given["address"], poll_interval_s=60.0)
     welcome = desk.welcome(30.0)
@@ -171,26 +177,33 @@ def work(given: dict[str, Any]) -> None:
         desk.claim(1, 1.0)
         weights = desk.weights(-1)
     random = np.random.default_rng()
-    frames = [memoryview((1e-4 * random.standard_normal(len(frame) // 4)).astype(np.float32)).cast("B") for frame in weights.frames]
-    frames[-1] = memoryview(weights.frames[-1])  # statistics of the networks
+    codec = {"none": NoCodec(), "int8": Int8Codec()}[given["codec"]]
+    base = torch.empty(welcome.header["size"])
+    gradient = torch.from_numpy((1e-4 * random.standard_normal(base.numel())).astype(np.float32))
+    frames = [*codecs.encode(codec, gradient, None), memoryview(weights.frames[-1])]  # and statistics of the networks
+    codecs.renew(base, "full", codec, weights.frames[:-1])
     print(json.dumps(4 * welcome.header["size"]), flush=True)
     sys.stdin.readline()
     have, begun = weights.version, weights.version
     submits: list[tuple[int, float]] = []
     versions: list[tuple[int, float]] = []
+    waits = True
     while have < begun + WARM_UP + ROUNDS:
         units = desk.claim(1, 60.0)
         newer = desk.weights(have)
         if newer is not None:
             have = newer.version
-            versions.append((have, time.time()))
+            codecs.renew(base, newer.header["weights"], codec, newer.frames[:-1])
+            if waits:
+                versions.append((have, time.time()))
             if have == begun + WARM_UP:
                 submits.clear(), versions.clear()
                 print(json.dumps("warm"), flush=True)
         if units and units[0].iteration == have:
             time.sleep(random.uniform(*COMPUTING_S))
             header = {"base": have, "weight": 16.0, "samples": 16, "metrics": {"generator_loss": 1.0}}
-            if desk.submit(units[0], header, frames) == "accepted":
+            waits = desk.submit(units[0], header, frames) == "accepted"
+            if waits:
                 submits.append((have, time.time()))
     desk.leave()
     print(json.dumps([submits, versions]), flush=True)
@@ -200,7 +213,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         {"coordinate": coordinate, "work": work}[sys.argv[1]](json.loads(sys.argv[2]))
         sys.exit()
-    seen = measure()
+    seen = measure(os.environ.get("CODEC", "none"))
     for title, waits in (("first", seen.first_s), ("all", seen.all_s)):
         print(f"{title}: median {1000 * statistics.median(waits):.0f} ms, {1000 * min(waits):.0f} to {1000 * max(waits):.0f} ms")
     log, grown = seen.wal_bytes / 1e6, seen.grown_bytes / 1e6

@@ -48,6 +48,27 @@ def test_a_round_with_its_quorum_closes_after_the_grace_window() -> None:
     assert cluster.coordinator.state.version == 1
 
 
+def test_who_missed_a_round_is_waited_for_again_when_there_is_a_sign_of_it() -> None:
+    cluster, (one, two, three) = cluster_of(3, quorum=2, grace_s=3.0)
+
+    def round_of(*workers: FakeWorker) -> None:
+        for worker in workers:
+            worker.round = cluster.coordinator.state.version
+            cluster.contribute(worker)
+
+    round_of(one, two)
+    cluster.pass_time(3.5)
+    assert cluster.coordinator.state.version == 1
+    round_of(one, two)
+    assert cluster.coordinator.state.version == 2, "it may be dead: nobody waits for it a second time"
+    cluster.beat(three)
+    round_of(one, two)
+    assert cluster.coordinator.state.version == 2, "it lives"
+    round_of(three)
+    assert cluster.coordinator.state.version == 3
+    assert [line[0] for line in cluster.ledger[-1]["from"]] == ["w0", "w1", "w2"]
+
+
 def test_whoever_comes_within_the_grace_window_is_in_the_round() -> None:
     cluster, workers = cluster_of(3, quorum=2, grace_s=3.0)
     for worker in workers[:2]:

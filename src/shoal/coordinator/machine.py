@@ -117,6 +117,7 @@ class Coordinator:
         if not self._is_new(worker, asked.number, isinstance(asked, Heartbeat)):
             return self._refuse(event.caller, "replayed")
         self.members.hear(worker, self.now)
+        self.rounds.hear(worker.name)
         return self._answer_member(event, asked, worker)
 
     def _is_new(self, worker: Worker, number: int, beats: bool) -> bool:
@@ -368,6 +369,8 @@ class Coordinator:
         while not self.finished and self.closing.due(self.state.version, self.now):
             number = self.state.version
             held = sorted(self.rounds.open[number].held.values(), key=lambda one: (one.record["worker"], one.record["seq"]))
+            if isinstance(self.policy.rounds, Barrier):
+                self.rounds.miss(number)
             self._take({"kind": "closed", "round": number, "workers": [one.key for one in held]})
             if self.plan.cut is not None:
                 self._effects.append(self.offer())

@@ -78,7 +78,7 @@ class Publisher:
             codecs.apply_changes(replica, changes)
             return "changes", changes
         frames = codecs.encode(self.codec, vector - replica, None)
-        codecs.decode_into(self.codec, vector.numel(), frames, replica, 1.0)
+        codecs.decode_into(self.codec, vector.numel(), frames, replica, 1.0, own=True)
         return "difference", frames
 
     def _remember(self, session: str) -> None:

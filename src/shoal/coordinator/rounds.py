@@ -29,13 +29,27 @@ class Rounds:
         self.open: dict[int, Round] = {}
         self.active: set[str] = set()
         """Workers that have weights, so rounds wait for them."""
+        self.absent: set[str] = set()
+        """Workers that a round closed without, and that nobody has heard of since: they may be dead, so no round waits for them."""
 
     def activate(self, name: str) -> None:
+        self.absent.discard(name)
         if name not in self.active:
             self.active.add(name)
             self._recount(name, 1)
 
+    def miss(self, number: int) -> None:
+        """A round closes: whoever is missing is waited for again when there is a sign of it."""
+        for name in self.active - self.open[number].held.keys():
+            self.deactivate(name)
+            self.absent.add(name)
+
+    def hear(self, name: str) -> None:
+        if name in self.absent:
+            self.activate(name)
+
     def deactivate(self, name: str) -> None:
+        self.absent.discard(name)
         if name in self.active:
             self.active.remove(name)
             self._recount(name, -1)

@@ -21,12 +21,17 @@ from shoal.errors import ShoalError
 MOST_FAILURES = 3
 """Ends in a row with an error of its own before a worker is given up; one that somebody killed is always started again."""
 _USER_ERROR = 2
-_PAUSE_S = 1.0
+_PAUSE_S, _LASTED_S = 1.0, 10.0
 
 
 def fair_threads(workers: int) -> int:
     """Threads for each of so many workers. The coordinator beside them has one: it mostly waits."""
     return max(1, (os.cpu_count() or 1) // max(1, workers))
+
+
+def pause_s(lasted_s: float) -> float:
+    """How long to wait before a process that lasted so long is started again: one that dies when it starts must not do so all the time."""
+    return 0.0 if lasted_s > _LASTED_S else _PAUSE_S
 
 
 def wait_quietly() -> None:
@@ -56,7 +61,7 @@ class LocalWorker:
         self.name, self.arguments = name, list(arguments)
         self.process: subprocess.Popen[bytes] | None = None
         self.failures = 0
-        self.restart_at = 0.0
+        self.started_at = self.restart_at = 0.0
         self.failed = ""
 
 
@@ -73,6 +78,7 @@ class LocalWorkers:
             self._start(worker)
 
     def _start(self, worker: LocalWorker) -> None:
+        worker.started_at = time.monotonic()
         command = [sys.executable, "-m", "shoal", "join", "--stdin", "--name", worker.name]
         command += ["--receipts", str(self.folder / f"{worker.name}.jsonl"), "--state", str(self.folder / worker.name), *worker.arguments]
         with self.log(worker).open("ab") as log:
@@ -112,7 +118,7 @@ class LocalWorkers:
                 continue
             if not worker.restart_at:
                 self._ended(worker, worker.process.returncode, tell)
-            elif time.monotonic() >= worker.restart_at:
+            if worker.restart_at and time.monotonic() >= worker.restart_at:
                 worker.restart_at = 0.0
                 self._start(worker)
         if self.workers and all(worker.failed for worker in self.workers):
@@ -125,7 +131,7 @@ class LocalWorkers:
             worker.failed = f"{worker.name}: {last.removeprefix('error: ')}"
             tell(f"warning: {worker.name} cannot work: {last} (see {self.log(worker)})")
             return
-        worker.restart_at = time.monotonic() + _PAUSE_S
+        worker.restart_at = time.monotonic() + pause_s(time.monotonic() - worker.started_at)
         how = f"was killed (signal {-code})" if code < 0 else f"ended with code {code}: {last}"
         tell(f"warning: {worker.name} {how}; starting it again")
 

@@ -20,13 +20,12 @@ from typing import NamedTuple
 from shoal.config import Run
 from shoal.config.ranks import Place, environment_of, of_several, place
 from shoal.errors import ShoalError
-from shoal.launch.local import MOST_FAILURES, fair_threads, last_line
+from shoal.launch.local import MOST_FAILURES, fair_threads, last_line, pause_s
 
 LOST = 75
 """The exit code of a process that ended since another one had."""
 _LOOK_S = 0.05
 _PATIENCE_S = 5.0
-_PAUSE_S = 1.0
 _ENDED = (0, 2, 130)
 """Exit codes of processes that did what they were asked to, or have said what is wrong with that."""
 
@@ -180,7 +179,7 @@ class LocalIsland:
         """Until the work is done; the exit code. Raises ShoalError when it fails again and again."""
         failures = 0
         while True:
-            self.ranks = self.make()
+            self.ranks, started = self.make(), time.monotonic()
             try:
                 if (code := self.ranks.run()) in _ENDED or self.stopping:
                     return code
@@ -192,7 +191,7 @@ class LocalIsland:
             if failures >= MOST_FAILURES:
                 raise ShoalError(f"the processes of this worker failed {failures} times in a row: {problem}")
             self.tell(f"warning: {problem}; starting all again")
-            time.sleep(_PAUSE_S)
+            time.sleep(pause_s(time.monotonic() - started))
 
     def stop(self) -> None:
         """Leave soon; from any thread."""

@@ -86,15 +86,17 @@ def borrow(codec: Codec, size: int, frames: Sequence[Frame]) -> Tensor | None:
     return torch.from_numpy(values)
 
 
-def decode_into(codec: Codec, size: int, frames: Sequence[Frame], target: Tensor, scale: float) -> None:
-    """`target += scale × decoded`. Everything is checked before anything is added, so an error leaves the target as it was."""
+def decode_into(codec: Codec, size: int, frames: Sequence[Frame], target: Tensor, scale: float, own: bool = False) -> None:
+    """`target += scale × decoded`. Everything is checked before anything is added, so an error leaves the target as it was.
+    `own`: the frames were made here, so there is nothing to check."""
     values: Floats = target.numpy()
     if isinstance(codec, TopKCodec):
         positions, found = sparse.read(frames, _kept(codec, size), size)
         values[positions] += found * scale
         return
     packed = _DENSE[type(codec)].read(size, frames)
-    in_blocks(size, lambda start, end: _unpack(packed, scratch(end - start), start, end))
+    if not own:
+        in_blocks(size, lambda start, end: _unpack(packed, scratch(end - start), start, end))
     in_blocks(size, lambda start, end: _add(packed, values[start:end], scale, start, end))
 
 
