@@ -210,45 +210,59 @@ def test_torchrun_alone_trains_with_each_process_as_a_worker(processes: Processe
     assert code == 0, output
 
 
-def test_torchrun_on_two_machines_makes_each_an_island(processes: Processes) -> None:
-    settings = ["--set", "engine.kind=fsdp", "--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4"]
+@contextlib.contextmanager
+def two_machines(folder: Path, *arguments: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """What two machines would start."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = f"127.0.0.1:{probe.getsockname()[1]}"
-    nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--local-addr", "127.0.0.1"]
-    command = [*nodes, "-m", "shoal", "train", "config.yaml", *settings, "--run-dir", "fleet"]
-    with torchrun(processes.folder, *command) as one, torchrun(processes.folder, *command, log="other.log") as other:
-        codes = [node.wait(200) for node in (one, other)]
-    assert codes == [0, 0], [(processes.folder / name).read_text() for name in ("torchrun.log", "other.log")]
+    command = ["--nnodes", "2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--local-addr", "127.0.0.1"]
+    with torchrun(folder, *command, *arguments) as one, torchrun(folder, *command, *arguments, log="other.log") as other:
+        yield [one, other]
+
+
+def logs_in(folder: Path) -> list[str]:
+    return [(folder / name).read_text() for name in ("torchrun.log", "other.log")]
+
+
+def test_torchrun_on_two_machines_makes_each_an_island(processes: Processes) -> None:
+    """Nobody says how many processes an island has, and the run still knows how long an epoch is."""
+    settings = ["--set", "engine.kind=fsdp", "--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4"]
+    settings += ["--set", "training.max_steps=null", "--set", "training.epochs=1", "--set", "training.batch_size=40"]
+    command = ["--nproc-per-node", "2", "-m", "shoal", "train", "config.yaml", *settings, "--set", "launch.devices_per_node=null"]
+    with two_machines(processes.folder, *command, "--run-dir", "fleet") as machines:
+        codes = [machine.wait(200) for machine in machines]
+    assert codes == [0, 0], logs_in(processes.folder)
     alike = trained(processes, "alike", *settings, "--workers", "2")
+    assert summary_of(processes.folder / "fleet")["samples"] == summary_of(processes.folder / "alike")["samples"]
     assert_same(weights_of(processes.folder / "fleet"), alike, 1e-5)
     code, output = processes.run("audit", "fleet")
     assert code == 0, output
 
 
 def test_torchrun_starts_a_killed_fleet_again_from_what_it_confirmed(processes: Processes) -> None:
-    """From Python, with what each process is told at the end."""
+    """From Python, on two machines, of which each counts its own restarts. The program trains twice, and its variables are its own."""
     (processes.folder / "program.py").write_text(
-        "import os, sys, threading, time\n"
+        "import os, threading, time\n"
         "from pathlib import Path\n"
         "from shoal import train\n"
-        "rank, restart = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "def die():\n"
-        "    while not list(Path('fleet/checkpoints').glob('step-*')): time.sleep(0.01)\n"
+        "def die(after):\n"
+        "    while len(list(Path('fleet/checkpoints').glob('step-*'))) < after: time.sleep(0.01)\n"
+        "    Path(f'death-{after}').write_text('')\n"
         "    os.kill(os.getpid(), 9)\n"
-        "if rank == '1' and restart == '0':\n"
-        "    threading.Thread(target=die, daemon=True).start()\n"
-        "overrides = ['strategy.kind=diloco', 'strategy.inner_steps=4', 'launch.devices_per_node=null', 'training.max_steps=240',\n"
-        "             'training.epochs=1000']\n"
-        "summary = train('config.yaml', overrides=overrides, run_dir='fleet')\n"
-        "Path(f'{rank}.told').write_text(summary['status'])\n"
+        "deaths = len(list(Path('.').glob('death-*')))\n"
+        "if os.environ['RANK'] == '1' and deaths < 2:\n"
+        "    threading.Thread(target=die, args=(4 * deaths + 1,), daemon=True).start()\n"
+        "common = ['strategy.kind=diloco', 'strategy.inner_steps=4', 'launch.devices_per_node=null', 'training.epochs=1000']\n"
+        "summary = train('config.yaml', overrides=[*common, 'training.max_steps=160'], run_dir='fleet')\n"
+        "again = train('config.yaml', overrides=[*common, 'training.max_steps=8'], run_dir='again')\n"
+        "Path(f\"{os.environ['RANK']}.told\").write_text(f\"{summary['status']} {summary['steps']} {again['status']} {again['steps']}\")\n"
     )
-    with torchrun(processes.folder, *HERE, "program.py") as fleet:
-        code = fleet.wait(200)
-    assert code == 0, (processes.folder / "torchrun.log").read_text()
-    summary = summary_of(processes.folder / "fleet")
-    assert (summary["status"], summary["steps"]) == ("completed", 60)
-    assert summary["resumed_from"], "it went on, and did not begin anew"
-    assert [(processes.folder / f"{rank}.told").read_text() for rank in (0, 1)] == ["completed"] * 2
+    with two_machines(processes.folder, "--nproc-per-node", "1", "program.py") as machines:
+        codes = [machine.wait(200) for machine in machines]
+    assert codes == [0, 0], logs_in(processes.folder)
+    assert len(list(processes.folder.glob("death-*"))) == 2
+    assert summary_of(processes.folder / "fleet")["resumed_from"], "it went on, and did not begin anew"
+    assert [(processes.folder / f"{rank}.told").read_text() for rank in (0, 1)] == ["completed 40 completed 2"] * 2
     code, output = processes.run("audit", "fleet")
     assert code == 0, output

@@ -13,6 +13,7 @@ from shoal.config.schema.updates import Codec, Int4Codec, Int8Codec, NoCodec, To
 from shoal.coordinator import Coordinator, Policy
 from shoal.updates import codecs
 from shoal.updates.fragments import spans
+from shoal.updates.messages import Gone
 
 
 def policy(expected: int, **settings: Any) -> Policy:
@@ -107,6 +108,39 @@ def test_who_joins_in_mid_run_is_told_where_the_run_is_and_is_waited_for_from_th
 
 
 # --- late ones ------------------------------------------------------------------------------------------
+
+
+def test_who_joins_in_mid_round_is_asked_to_end_with_the_others() -> None:
+    cluster, workers = cluster_of(3, quorum=2, grace_s=1.0)
+    assert [cluster.answers[call]["inner_steps"] for call in cluster.answers if "inner_steps" in cluster.answers[call]] == [8] * 3
+    for _ in range(2):
+        cluster.pass_time(4.0)
+        calls = [cluster.contribute(worker) for worker in workers]
+        for worker, call in zip(workers, calls, strict=True):
+            cluster.take(worker, call)
+    cluster.pass_time(3.0)
+    assert cluster.pull(cluster.join("w3", pull=False))["inner_steps"] == 2, "they have a quarter of the round before them"
+    for worker in workers:
+        cluster.contribute(worker)
+    assert cluster.pull(cluster.join("w4", pull=False))["inner_steps"] == 1, "they wait for it"
+
+
+def test_who_is_known_to_be_gone_is_not_waited_for() -> None:
+    cluster, (one, two, three) = cluster_of(3)
+    cluster.contribute(one)
+    cluster.contribute(two)
+    assert cluster.coordinator.state.version == 0
+    cluster.carry_out(cluster.coordinator.lost("w2", cluster.now))
+    assert cluster.coordinator.state.version == 1
+    assert cluster.status(cluster.contribute(three)) == "unknown-session", "it has to come back"
+    assert not cluster.coordinator.lost("stranger", cluster.now)
+    one, two, three = (cluster.join(name) for name in ("w0", "w1", "w2"))
+    cluster.contribute(one)
+    cluster.contribute(two)
+    told = cluster.ask(Gone("w2"))
+    assert cluster.answers[told]["kind"] == "goodbye"
+    assert cluster.coordinator.state.version == 2
+    assert "w2" not in cluster.coordinator.members.by_name
 
 
 def test_a_late_contribution_is_dropped_and_its_worker_gets_the_new_weights() -> None:

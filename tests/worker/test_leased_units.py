@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 
-from shoal.config.schema.updates import Updates
+from shoal.config.schema.updates import Int8Codec, Updates
 from shoal.errors import ShoalError
+from shoal.updates import codecs
 from shoal.updates.frames import frame_of
 from shoal.worker.leased import Leased
 
@@ -47,7 +48,8 @@ class Desk:
         return SimpleNamespace(version=have + 1, kind="full", header=header, frames=(frame_of(torch.ones(3).numpy()),))
 
     def submit(self, unit: Unit, header: dict[str, Any], frames: Any) -> str:
-        self.log.append(("submit", unit.id, header["samples"], torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).tolist()))
+        values = torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).tolist() if len(frames) == 1 else []
+        self.log.append(("submit", unit.id, header["samples"], values))
         return self.status
 
     def give_back(self, unit: Unit) -> None:
@@ -192,3 +194,24 @@ def test_of_several_networks_each_is_told_where_the_others_are_going() -> None:
     for _ in range(3):
         made._refresh()
     assert expected == [[2.0] * 3, [2.0] * 3]
+
+
+def test_who_is_far_behind_reads_on_until_it_has_what_its_unit_is_for() -> None:
+    codec = Int8Codec()
+    ones = codecs.encode(codec, torch.ones(3), None)
+    hanging = {-1: (4, "full", (frame_of(torch.full((3,), 4.0).numpy()),)), 4: (5, "difference", ones), 5: (6, "difference", ones)}
+
+    class Behind(Desk):
+        def weights(self, have: int) -> Any:
+            if have not in hanging:
+                return None
+            version, kind, frames = hanging[have]
+            return SimpleNamespace(version=version, kind=kind, header={"weights": kind, "step": 0.0, "done": False}, frames=frames)
+
+    desk, engine = Behind([]), MeanEngine()
+    made = Leased("w", desk, cast(Any, engine), read, Updates(codec=codec), tell=lambda text: None)
+    made._do(cast(Any, Unit(7, iteration=6)))
+    assert (made.version, engine.vector.tolist()) == (6, pytest.approx([6.0] * 3, rel=1e-2))
+    assert [entry[:2] for entry in desk.log] == [("submit", 7)]
+    made._do(cast(Any, Unit(8, iteration=9)))
+    assert desk.log[-1] == ("give back", 8), "nobody has the weights for it yet"

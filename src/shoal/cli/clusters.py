@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -96,11 +97,12 @@ def _run(
     if invite:
         _invite(coordinating, ground)
     names = names_for(workers, (run.cluster.server or "here",) if invite else run.cluster.workers)
-    if fleet is not None:
-        fleet.announce(coordinating.invitation, loop.directory.path)
-        names = [fleet.name]  # and each of the others starts its own
-    started = _start_workers(coordinating, names, netem, slowdown, alone=fleet is not None)
-    loop.beside = lambda: started.look_after(loop.message)
+    if fleet is not None:  # each of the others starts its own
+        started, loop.goodbye_s = fleet.announce(coordinating.invitation, loop.directory.path), math.inf
+    else:
+        started = _workers(coordinating, names, netem, slowdown)
+    started.start()
+    loop.beside = lambda: started.look_after(loop.message, loop.lost)
     try:
         with stopping_on_signals(loop):
             summary = loop.train()
@@ -193,8 +195,7 @@ def _transport(settings: Transport, invite: bool, hosts: bool) -> Transport:
     return changed
 
 
-def _start_workers(coordinating: Coordinating, names: list[str], netem: str | None, slowdown: list[str], alone: bool) -> LocalWorkers:
-    """`alone`: each is one process, whatever its engine; somebody else starts the others."""
+def _workers(coordinating: Coordinating, names: list[str], netem: str | None, slowdown: list[str]) -> LocalWorkers:
     from shoal.launch import Crew, LocalWorkers
     from shoal.launch.local import gpus_of
 
@@ -202,11 +203,9 @@ def _start_workers(coordinating: Coordinating, names: list[str], netem: str | No
     factors = _factors(slowdown, names)
     common = ["--netem", netem] if netem else []
     arguments = {name: [*common, *(["--slowdown", factors[name]] if name in factors else [])] for name in names}
-    crew = None if alone else Crew.of(loop.run, "join", loop.message, max(1, len(names)))
+    crew = Crew.of(loop.run, "join", loop.message, max(1, len(names)))
     told = invitation._asdict() | ({"crew": crew} if crew is not None else {})
-    workers = LocalWorkers(loop.directory.path / "workers", told, arguments, gpus_of(loop.run))
-    workers.start()
-    return workers
+    return LocalWorkers(loop.directory.path / "workers", told, arguments, gpus_of(loop.run))
 
 
 def _factors(slowdown: list[str], names: list[str]) -> dict[str, str]:

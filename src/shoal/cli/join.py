@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shoal.cli.ranks import as_rank, ignore_signals, island
 from shoal.cli.train import download
@@ -29,7 +29,6 @@ from shoal.transports.databases import parse as parse_address
 if TYPE_CHECKING:
     from shoal.config.ranks import Place
     from shoal.launch import Crew
-    from shoal.launch.fleet import Leaver
     from shoal.strategies.joining import Joined, Way
     from shoal.strategies.leasing import Leasing
     from shoal.transports.weather import Proxy
@@ -84,7 +83,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
 
     invitation, crew = _invitation(arguments)
     working: list[Leaver] = []
-    leave_when_asked(arguments.stdin, working)
+    _leave_when_asked(arguments.stdin, working)
     if crew is not None:
         return _lead(crew, arguments, argv, invitation, working)
     in_database = is_address(invitation.address)
@@ -120,9 +119,11 @@ def _join_in_database(way: Way) -> Joined | Leasing:
 
 def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:
     """Start the processes of a worker and look after them. What they keep of themselves outlives them, here or where it was told to."""
+    from shoal.strategies.joining import say_gone
+
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
         kept = [] if arguments.state else ["--state", folder]
-        started = island(crew, arguments.name, [*argv, *kept], invitation._asdict(), tell)
+        started = island(crew, arguments.name, [*argv, *kept], invitation._asdict(), tell, lambda: say_gone(_way(arguments, invitation)))
         working.append(started)
         return started.run()
 
@@ -199,7 +200,13 @@ def tell(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def leave_when_asked(with_parent: bool, working: list[Leaver]) -> None:
+class Leaver(Protocol):
+    """Who works here, and can be asked to stop."""
+
+    def stop(self) -> None: ...
+
+
+def _leave_when_asked(with_parent: bool, working: list[Leaver]) -> None:
     """Stop on a signal, at once on a second one; `with_parent`: also when whoever started this worker is gone."""
     asked = [0]
 

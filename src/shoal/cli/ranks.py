@@ -41,12 +41,14 @@ def start_ranks(run: Run, argv: list[str]) -> int:
             signal.signal(number, handler)
 
 
-def island(crew: Crew, name: str, argv: list[str], invitation: Mapping[str, Any], tell: Callable[[str], None]) -> LocalIsland:
+def island(
+    crew: Crew, name: str, argv: list[str], invitation: Mapping[str, Any], tell: Callable[[str], None], gone: Callable[[], None]
+) -> LocalIsland:
     """The processes of a worker, each of which runs `shoal join`; the first of them joins under the worker's name."""
     from shoal.launch import LocalIsland, LocalRanks
 
     arguments, secret = ["join", *argv, "--stdin", "--name", name], json.dumps(dict(invitation))
-    return LocalIsland(lambda: LocalRanks(crew, arguments, secret), tell)
+    return LocalIsland(lambda: LocalRanks(crew, arguments, secret), tell, gone)
 
 
 def _tell(text: str) -> None:

@@ -43,6 +43,7 @@ def run(argv: list[str]) -> int:
     if loaded.problems:
         report(ConfigError(loaded.problems))
     from shoal.launch import place_in
+    from shoal.launch.ranks import facts_of
 
     if loaded.run.strategy.kind == "local":
         for option in ("netem", "slowdown"):
@@ -58,12 +59,15 @@ def run(argv: list[str]) -> int:
             return start_ranks(loaded.run, argv)
         return train(loaded, arguments.run_dir, arguments.resume)
     here, count = place(), arguments.workers or loaded.run.cluster.num_workers or 0
-    if loaded.run.transport.kind == "collectives" and (here is not None or count):
-        number = here.size if here is not None else count
-        loaded = require(load(arguments, [*overrides, Override("cluster.num_workers", str(number), "--workers")], resolved=resolved))
-        count = 1  # to the coordinator they are one
+    facts = facts_of(loaded.run, here, count)
+    if facts:
+        loaded = require(load(arguments, [*overrides, *facts], resolved=resolved))
     if here is not None:
         return _in_fleet(loaded, arguments, here)
+    if loaded.run.transport.kind == "collectives":
+        if not count:
+            raise ShoalError("how many workers? --workers N starts them here")
+        count = 1  # to the coordinator they are one
     if not count and not arguments.resume:
         raise ShoalError(
             f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({loaded.run.strategy.kind})"
@@ -76,8 +80,8 @@ def run(argv: list[str]) -> int:
 
 def _in_fleet(loaded: Loaded, arguments: argparse.Namespace, here: Place) -> int:
     """As one of the processes that torchrun started, each of which is a worker, or one of a worker's."""
-    from shoal.cli.join import leave_when_asked, tell
-    from shoal.launch.fleet import Fleet, Leaver
+    from shoal.cli.join import tell
+    from shoal.launch.fleet import Fleet
 
     for option in ("workers", "netem", "slowdown"):
         if getattr(arguments, option):
@@ -86,19 +90,11 @@ def _in_fleet(loaded: Loaded, arguments: argparse.Namespace, here: Place) -> int
     if fleet.first:
         from shoal.cli.clusters import coordinate
 
-        resume = arguments.resume or fleet.goes_on(arguments.run_dir)
-        return coordinate(loaded, arguments.run_dir, resume, workers=fleet.workers, fleet=fleet)
-
-    def work() -> int:
-        working: list[Leaver] = []
-        if fleet.leads:
-            leave_when_asked(False, working)
-        else:
-            ignore_signals()
-        fleet.work(tell, working)
-        return 0
-
-    return as_rank(here, work)
+        begun = fleet.begun()
+        return coordinate(loaded, begun or arguments.run_dir, bool(begun or arguments.resume), workers=fleet.workers, fleet=fleet)
+    ignore_signals()  # what this one starts is asked to stop, too, and it ends with that
+    fleet.work(tell)
+    return 0
 
 
 def continued_from(arguments: argparse.Namespace) -> bool:

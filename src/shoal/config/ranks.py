@@ -68,7 +68,6 @@ def environment_of(here: Place) -> dict[str, str]:
     return numbers | {RENDEZVOUS: here.file, GROUP: here.group} | ({"TORCHELASTIC_USE_AGENT_STORE": "True"} if here.hosted else {})
 
 
-def forget_place() -> None:
-    """This process, and those that it starts, are not one of several."""
-    for name in (*_NAMES, RENDEZVOUS, GROUP):
-        os.environ.pop(name, None)
+def without_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables for a process that is not one of several."""
+    return {name: value for name, value in environ.items() if name not in (*_NAMES, RENDEZVOUS, GROUP)}

@@ -159,6 +159,10 @@ _COLLECTIVE = {
     "updates.aggregation.kind": "mean",
     "updates.mixing.kind": "none",
     "updates.privacy.enabled": False,
+    "updates.clip_norm": None,
+    "coordinator.trains": False,
+    "launch.devices_per_node": None,
+    "launch.nodes": None,
 }
 
 

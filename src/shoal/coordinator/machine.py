@@ -21,7 +21,7 @@ from shoal.coordinator.publisher import Publisher
 from shoal.coordinator.state import Called, Learner, Passed, Plan, State, Tick, Waiting, accepted, delivered
 from shoal.coordinator.units import ISSUED_PER_QUORUM, LEAST_ISSUED
 from shoal.updates import codecs, staleness
-from shoal.updates.messages import PROTOCOL, Asked, Contribute, Delivered, Failed, Heartbeat, Join, Pull
+from shoal.updates.messages import PROTOCOL, Asked, Contribute, Delivered, Failed, Gone, Heartbeat, Join, Pull
 
 __all__ = ["Called", "Coordinator", "Learner", "Passed", "Plan", "State", "Tick"]
 
@@ -64,9 +64,7 @@ class Coordinator:
 
     def handle(self, event: Called | Passed | Tick, now: float) -> list[Effect]:
         """What is to be done about an event. When the clock jumps back, time stands still for a moment and then goes on from there."""
-        self.now += max(0.0, now - (now if self._clock is None else self._clock))
-        self._clock = now
-        self._effects = []
+        self._begin(now)
         if isinstance(event, Called):
             self._answer(event)
         elif isinstance(event, Passed):
@@ -107,10 +105,17 @@ class Coordinator:
         """The run is over: what waits in rounds that will not close is written off, by name."""
         return self.book.write_off()
 
+    def _begin(self, now: float) -> None:
+        self.now += max(0.0, now - (now if self._clock is None else self._clock))
+        self._clock, self._effects = now, []
+
     def _answer(self, event: Called) -> None:
         asked = event.asked
         if isinstance(asked, Join):
             return self._join(event, asked)
+        if isinstance(asked, Gone):
+            self._lose(asked.name, "has lost a process, and starts again")
+            return self._effects.append(Reply(event.caller, {"kind": "goodbye"}))
         worker = self.members.by_session.get(asked.session)
         if worker is None:
             return self._refuse(event.caller, "unknown-session")
@@ -151,7 +156,7 @@ class Coordinator:
         common = {"version": self.state.version, "step": self.step, "done": self.finished, "most_lag": most_lag}
         if self.policy.inner is not None and have > _NONE_WANTED:
             worker.began_at = self.now
-            common["inner_steps"] = inner_steps(self.policy.inner, self.plan, self.state.version, worker, self.members)
+            common["inner_steps"] = inner_steps(self.policy, self.plan, self.state.version, worker, self.members, self.now)
         self._effects.append(Reply(caller, header | common | fields, frames))
 
     # --- members -----------------------------------------------------------------------------------
@@ -191,6 +196,17 @@ class Coordinator:
         if waited is not None:
             self._refuse(waited.caller, "unknown-session")
         self._effects.append(Note(f"{worker.name} {why}"))
+
+    def lost(self, name: str, now: float) -> list[Effect]:
+        """Somebody who knows says that a worker is gone: nobody waits for it until it comes back."""
+        self._begin(now)
+        self._lose(name, "is gone")
+        return self._effects
+
+    def _lose(self, name: str, why: str) -> None:
+        if (worker := self.members.by_name.get(name)) is not None:
+            self._remove(worker, why)
+            self._close_what_is_due()
 
     def _evict_silent(self) -> None:
         while (worker := self.members.silent(self.now)) is not None:

@@ -38,6 +38,8 @@ class Worker:
     """When it was given the weights that it works on now."""
     pace: float | None = None
     """Smoothed batches a second, from weights to contribution: what it waited for others is not in it."""
+    batches: int = 1
+    """What its last contribution was made of."""
     lag: int = 0
     accepted: int = 0
     rejected: int = 0
@@ -163,7 +165,7 @@ class Membership:
         if worker.began_at is not None and now > worker.began_at:
             pace = batches / (now - worker.began_at)
             worker.pace = pace if worker.pace is None else alpha * pace + (1 - alpha) * worker.pace
-        worker.began_at = None
+        worker.began_at, worker.batches = None, batches
 
     def free_name(self) -> str:
         while True:

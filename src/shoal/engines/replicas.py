@@ -12,9 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.config import Run
+from shoal.engines.base import StepResult
 from shoal.engines.single import SingleEngine
+from shoal.engines.weighing import length
 from shoal.engines.world import World
-from shoal.tasks import Task
+from shoal.errors import ShoalError
+from shoal.tasks import Batch, Task
 
 
 class Replicas(SingleEngine):
@@ -23,17 +26,35 @@ class Replicas(SingleEngine):
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
         super().__init__(run, task, device, total_steps)
         self._crew = world
+        self._weight = 0
+        """What it has learned from since the weights were last told."""
+        self._figures: dict[str, Tensor] = {}
 
     @property
     def crew(self) -> World:
         return self._crew
 
+    def step(self, batches: list[Batch]) -> StepResult:
+        """One that has no share of a last small batch goes on without a step; the others wait for its figures alone."""
+        there = [batch for batch in batches if length(batch)]
+        if there:
+            result = super().step(there)
+        elif self._figures:
+            self.step_count += 1
+            result = StepResult({name: torch.zeros_like(value) for name, value in self._figures.items()}, 0, 0)
+        else:
+            raise ShoalError(f"there are fewer samples than processes ({self.crew.size}): take more data, or fewer workers")
+        self._figures, self._weight = result.metrics, self._weight + result.weight
+        return result
+
     def wholes(self) -> Iterator[Tensor]:
-        """The mean over all processes, each of which must go through all of it. Their own weights stay as they are."""
+        """The mean over all processes, weighed by what each has learned from since the last time. All must go through all of it; their
+        own weights stay as they are."""
         self._agree_on_statistics()
-        mean = self.vector.clone()
+        (total,) = self.crew.begin_sum([self._weight]).wait()
+        mean = self.vector * (self._weight / total if total else 1 / self.crew.size)
+        self._weight = 0
         dist.all_reduce(mean)
-        mean /= self.crew.size
         at = 0
         for own in self._own():
             yield mean[at : at + own.numel()].view_as(own)

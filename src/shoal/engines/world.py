@@ -126,29 +126,19 @@ class Meeting:
         self.here = here
         self.store = self._found(lambda: _store(here))
 
-    def say(self, words: list[bytes]) -> None:
+    def say(self, name: str, word: str | bytes) -> None:
+        """Leave word for others, under a name."""
         self.store.set_timeout(timedelta(seconds=_MEET_S))
-        self.store.set("words", str(len(words)))
-        for number, word in enumerate(words):
-            self.store.set(f"word {number}", word)  # type: ignore[arg-type]
+        self._found(lambda: self.store.set(name, word))  # type: ignore[arg-type]
 
-    def hear(self, patience_s: float) -> list[bytes]:
-        """What the first has to say, as soon as it does. Raises ShoalError."""
+    def hear(self, name: str, patience_s: float) -> bytes:
+        """What was left under a name, as soon as it is there. Raises ShoalError."""
         self.store.set_timeout(timedelta(seconds=patience_s))
-        return self._found(lambda: [self.store.get(f"word {number}") for number in range(int(self.store.get("words")))])
+        return self._found(lambda: self.store.get(name))
 
-    def leave_word(self, name: str, word: str, heard: list[str], patience_s: float) -> None:
-        """Say something, and wait until all these were said in return. Raises ShoalError."""
-        self.store.set_timeout(timedelta(seconds=patience_s))
-        self.store.set(name, word)
-        self._found(lambda: [self.store.get(answer) for answer in heard])
-
-    def take_word(self, name: str, answer: str, patience_s: float) -> bytes:
-        """What was said, and that it was heard. Raises ShoalError."""
-        self.store.set_timeout(timedelta(seconds=patience_s))
-        word: bytes = self._found(lambda: self.store.get(name))
-        self._found(lambda: self.store.set(answer, ""))
-        return word
+    def word(self, name: str) -> str | None:
+        """What was left under a name, if it is there by now. Raises ShoalError."""
+        return self._found(lambda: self.store.get(name).decode() if self.store.check([name]) else None)
 
     def enter(self, device: torch.device) -> World:
         """Begin to work together. Raises ShoalError."""
@@ -180,7 +170,7 @@ def _store(here: Place) -> Store:
         return FileStore(here.file, here.size)
     listening = here.rank == 0 and not here.hosted
     store = TCPStore(here.address, here.port, here.size, listening, timeout=timedelta(seconds=_MEET_S), wait_for_workers=False)
-    return PrefixStore(f"start-{here.restart} {here.group}", store)
+    return PrefixStore(here.group or f"start-{here.restart}", store)
 
 
 def lost(error: Exception) -> bool:

@@ -1,39 +1,38 @@
-"""The processes that torchrun started, as the workers of a run: the first one coordinates, too.
+"""The processes that torchrun started, as the workers of a run: the first one coordinates, and each starts a worker, or its part of one.
 
 Where an engine is one process, each of them is a worker; where it spans several, those of a machine are (or of as many machines as
 `launch.nodes` says); where workers meet in collectives, all of them are one to the coordinator. All they know of each other is what
-torchrun's variables say; the rest they hear from the first one.
+torchrun's variables say; the rest they hear from the first one, in torchrun's own store. How often torchrun has started them again is not
+the same on all machines, so nothing goes by that: who starts asks under a number that it has made up, and is answered under that.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import os
+import secrets
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shoal.config import Run
-from shoal.config.ranks import Place, environment_of, forget_place, of_several
+from shoal.config.ranks import Place, environment_of, of_several, without_place
 from shoal.config.schema.cluster import Collectives, XmlRpc, Zmq
 from shoal.engines import Meeting
 from shoal.errors import ShoalError
-from shoal.launch.local import gpus_of, names_for
-from shoal.strategies.assembly import continued
+from shoal.launch.local import LocalWorkers, gpus_of, names_for
 from shoal.strategies.inviting import Invitation
-from shoal.strategies.joining import Joined, Way, follow
 from shoal.transports.addresses import parse
 
 _PATIENCE_S = 1800.0
-"""How long the others wait for the first one to begin: it may have data and a model to load from far away."""
+"""How long the others wait for the first one to begin and to end: it may have data and a model to load from far away, and much to judge."""
 _GOODBYE_S = 30.0
-
-
-class Leaver(Protocol):
-    """Who works here, and can be asked to stop."""
-
-    def stop(self) -> None: ...
+_LOOK_S = 0.1
+_RUNS = itertools.count()
+"""A program may train more than once, in all its processes alike."""
 
 
 class Fleet:
@@ -43,18 +42,19 @@ class Fleet:
         self.here, self.run = here, run
         if not isinstance(run.transport, (Zmq, XmlRpc, Collectives)):
             raise ShoalError(f"transport.kind {run.transport.kind}: the processes of torchrun speak zmq; start others with `shoal join`")
-        per_worker = self._per_worker()
-        self.workers = here.size // per_worker
-        expected = here.size if run.transport.kind == "collectives" else self.workers
-        if run.cluster.num_workers not in (None, expected):
-            raise ShoalError(f"cluster.num_workers is {run.cluster.num_workers}, and torchrun started {expected}")
-        group, rank = divmod(here.rank, per_worker)
-        self.name = names_for(self.workers, run.cluster.workers)[group]
-        own = here._replace(rank=rank, size=per_worker, hosted=True, group=f"island-{group}")
-        self.island = own if of_several(run) else None
-        """The place in the worker that this process belongs to; None: it is one by itself."""
-        self.meeting = Meeting(here)
-        self._settle()
+        self.machines = int(os.environ.get("GROUP_WORLD_SIZE", here.nodes))
+        self.per_worker = self._per_worker()
+        self.workers = here.size // self.per_worker
+        there = here.size if run.transport.kind == "collectives" else self.workers
+        expected = run.cluster.num_workers
+        if expected is not None and there not in (expected, expected + run.coordinator.trains):
+            raise ShoalError(f"cluster.num_workers is {expected}, and torchrun started {there}")
+        self.group, self.rank = divmod(here.rank, self.per_worker)
+        self.name = names_for(self.workers, run.cluster.workers)[self.group]
+        self.number = next(_RUNS)
+        self.start = ""
+        """What tells this start from those before it: all have heard the same."""
+        self.meeting = Meeting(here._replace(group="fleet"))
 
     def _per_worker(self) -> int:
         """Processes that make up one worker."""
@@ -66,80 +66,92 @@ class Fleet:
         if settings.devices_per_node not in (None, here.local_size):
             raise ShoalError(f"launch.devices_per_node is {settings.devices_per_node}, and torchrun started {here.local_size}")
         span = settings.nodes or 1
-        if here.nodes % span:
-            raise ShoalError(f"launch.nodes is {span}: {here.nodes} machines cannot be shared out among workers of so many")
+        if self.machines * here.local_size != here.size:
+            raise ShoalError("torchrun started different numbers of processes on the machines: a worker has the same number on each")
+        if self.machines % span:
+            raise ShoalError(f"launch.nodes is {span}: {self.machines} machines cannot be shared out among workers of so many")
         return span * here.local_size
-
-    def _settle(self) -> None:
-        """From now on this process, and what it starts, is one of its worker's processes."""
-        gpus = gpus_of(self.run)
-        if self.island is not None:
-            os.environ.update(environment_of(self.island))
-            return
-        forget_place()
-        if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[self.here.local_rank % len(gpus)]
 
     @property
     def first(self) -> bool:
         return self.here.rank == 0
 
     @property
-    def leads(self) -> bool:
-        """Whether it speaks for its worker."""
-        return self.island is None or self.island.rank == 0
-
-    @property
     def hosts(self) -> tuple[str, ...]:
         """Where the coordinator listens."""
-        return ("127.0.0.1",) if self.here.nodes == 1 else ("0.0.0.0",)
-
-    def goes_on(self, run_dir: str | None) -> bool:
-        """Whether torchrun has started the processes again, and there is a run to go on with."""
-        if not self.here.restart:
-            return False
-        with contextlib.suppress(ShoalError):
-            directory, _ = continued(self.run, run_dir, lambda text: None)
-            folder = Path(self.run.coordinator.state_path or directory.path / "coordinator")
-            return (folder / "secrets.json").exists()
-        return False
+        return ("127.0.0.1",) if self.machines == 1 else ("0.0.0.0",)
 
     # --- the first process -------------------------------------------------------------------------
 
-    def announce(self, invitation: Invitation, folder: Path) -> None:
-        """Tell the others whom to join, and where the run's folder is."""
-        address = parse(invitation.address)
-        if self.here.nodes > 1:
+    def begun(self) -> str | None:
+        """The folder of the run, where torchrun has started the processes again since it began."""
+        return self.meeting.word(f"begun {self.number}")
+
+    def announce(self, invitation: Invitation, folder: Path) -> LocalWorkers:
+        """Tell the others whom to join, and where the run's folder is. What this process does for it besides is returned."""
+        address, self.start = parse(invitation.address), secrets.token_hex(4)
+        if self.machines > 1:
             address = address._replace(host=self.here.address)
-        self.meeting.say([json.dumps([str(address), *invitation[1:], str(folder.absolute())]).encode()])
+        self.meeting.say(f"begun {self.number}", str(folder.absolute()))
+        told = json.dumps([self.start, str(address), *invitation[1:], str(folder.absolute())])
+        threading.Thread(target=self._answer, args=(told,), name="fleet", daemon=True).start()
+        return self._worker(invitation, folder)
+
+    def _answer(self, told: str) -> None:
+        """Answer everybody who asks, until all have heard it. Who asked before it was killed will not."""
+        meeting, missing = Meeting(self.here._replace(group="fleet", hosted=True)), set(range(1, self.here.size))
+        while missing:
+            for rank in tuple(missing):
+                asked = meeting.word(f"hello {self.number} {rank}")
+                if asked is None:
+                    continue
+                if meeting.word(f"heard {asked}") is not None:
+                    missing.remove(rank)
+                else:
+                    meeting.say(f"answer {asked}", told)
+            time.sleep(_LOOK_S)
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Tell the others what came of it, and wait until they have heard."""
-        with contextlib.suppress(ShoalError):
-            self.meeting.leave_word("summary", json.dumps(summary), [f"heard by {rank}" for rank in range(1, self.here.size)], _GOODBYE_S)
+        """Tell the others what came of it, and wait a little until they have heard."""
+        self.meeting.say(f"summary {self.start}", json.dumps(summary))
+        until = time.monotonic() + _GOODBYE_S
+        while time.monotonic() < until and any(self.meeting.word(f"told {self.start} {rank}") is None for rank in range(1, self.here.size)):
+            time.sleep(_LOOK_S)
 
     # --- the others --------------------------------------------------------------------------------
 
-    def work(self, tell: Callable[[str], None], working: list[Leaver]) -> None:
-        """Until the run is over, or what stands in `working` is told to stop."""
-        (words,) = self.meeting.hear(_PATIENCE_S)
-        address, token, key, folder = json.loads(words)
-        kept = Path(folder) / "workers"
-        kept.mkdir(parents=True, exist_ok=True)
-        way = Way(address, token, key, self.name, (), kept / f"{self.name}.jsonl", state=kept / self.name)
-        if not self.leads:
-            assert self.island is not None
-            return follow(self.island, way)
-        joined = Joined(way, tell)
-        working.append(joined)
-        tell(f"joined as {joined.name}")
-        joined.prepare(here=self.island)
-        joined.work()
-        tell(f"{joined.name}: {joined.summary()}")
-        joined.part()
-        return None
+    def work(self, tell: Callable[[str], None]) -> None:
+        """Until the run is over. Raises ShoalError where the worker cannot go on."""
+        asked = secrets.token_hex(8)
+        self.meeting.say(f"hello {self.number} {self.here.rank}", asked)
+        self.start, address, token, key, folder = json.loads(self.meeting.hear(f"answer {asked}", _PATIENCE_S))
+        self.meeting.say(f"heard {asked}", "")
+        started = self._worker(Invitation(address, token, key), Path(folder))
+        try:
+            started.start()
+            while not started.ended:
+                started.look_after(tell)
+                time.sleep(_LOOK_S)
+        finally:
+            started.close()
 
     def outcome(self) -> dict[str, Any]:
         """The run's summary, as the first process has it."""
-        summary: dict[str, Any] = json.loads(self.meeting.take_word("summary", f"heard by {self.here.rank}", _GOODBYE_S))
+        summary: dict[str, Any] = json.loads(self.meeting.hear(f"summary {self.start}", _PATIENCE_S))
+        self.meeting.say(f"told {self.start} {self.here.rank}", "")
         return summary
+
+    # --- all ---------------------------------------------------------------------------------------
+
+    def _worker(self, invitation: Invitation, folder: Path) -> LocalWorkers:
+        """The process that computes here. Those of an island start again together, which is torchrun's to do."""
+        told, gpus, several = invitation._asdict(), gpus_of(self.run), of_several(self.run)
+        environ = dict(os.environ)
+        if several:
+            here = self.here._replace(rank=self.rank, size=self.per_worker, hosted=True, group=f"{self.start} {self.group}")
+            environ |= environment_of(here)
+        else:
+            environ = without_place(environ)
+            gpus = gpus[self.here.local_rank % len(gpus) :][:1] if gpus else []
+        log = f"{self.name}-{self.rank}" if several else self.name
+        return LocalWorkers(folder / "workers", told, {self.name: ()}, gpus, environ=environ, again=not several, log=log)

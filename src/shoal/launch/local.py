@@ -68,8 +68,20 @@ class LocalWorker:
 class LocalWorkers:
     """The workers of a run on this machine."""
 
-    def __init__(self, folder: Path, invitation: Mapping[str, Any], workers: Mapping[str, Sequence[str]], gpus: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        invitation: Mapping[str, Any],
+        workers: Mapping[str, Sequence[str]],
+        gpus: Sequence[str] = (),
+        *,
+        environ: Mapping[str, str] | None = None,
+        again: bool = True,
+        log: str = "",
+    ) -> None:
+        """`environ`: where theirs is not that of this process. `again`: start again what died. `log`: a name of its own for the log."""
         self.folder, self.invitation, self.gpus = folder, dict(invitation), gpus
+        self.environ, self.again, self._log = environ, again, log
         self.workers = [LocalWorker(name, arguments) for name, arguments in workers.items()]
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -82,9 +94,8 @@ class LocalWorkers:
         command = [sys.executable, "-m", "shoal", "join", "--stdin", "--name", worker.name]
         command += ["--receipts", str(self.folder / f"{worker.name}.jsonl"), "--state", str(self.folder / worker.name), *worker.arguments]
         with self.log(worker).open("ab") as log:
-            worker.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(os.environ) | self._threads() | self._devices(worker)
-            )
+            environ = dict(self.environ or os.environ) | self._threads() | self._devices(worker)
+            worker.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environ)
         stdin: IO[bytes] | None = worker.process.stdin
         assert stdin is not None
         try:
@@ -109,14 +120,21 @@ class LocalWorkers:
         return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
     def log(self, worker: LocalWorker) -> Path:
-        return self.folder / f"{worker.name}.log"
+        return self.folder / f"{self._log or worker.name}.log"
 
-    def look_after(self, tell: Callable[[str], None]) -> None:
-        """Start again what died. A worker that says why it cannot work is not asked again. Raises ShoalError when none is left."""
+    @property
+    def ended(self) -> bool:
+        """Whether all have done what there was to do."""
+        return all(worker.process is not None and worker.process.poll() == 0 for worker in self.workers)
+
+    def look_after(self, tell: Callable[[str], None], lost: Callable[[str], None] = lambda name: None) -> None:
+        """Start again what died, and tell of it. A worker that says why it cannot work is not asked again. Raises ShoalError when none is
+        left."""
         for worker in self.workers:
             if worker.process is None or worker.failed or worker.process.poll() in (None, 0):
                 continue
             if not worker.restart_at:
+                lost(worker.name)
                 self._ended(worker, worker.process.returncode, tell)
             if worker.restart_at and time.monotonic() >= worker.restart_at:
                 worker.restart_at = 0.0
@@ -133,6 +151,8 @@ class LocalWorkers:
             return
         worker.restart_at = time.monotonic() + pause_s(time.monotonic() - worker.started_at)
         how = f"was killed (signal {-code})" if code < 0 else f"ended with code {code}: {last}"
+        if not self.again:
+            raise ShoalError(f"a process of {worker.name} {how}")
         tell(f"warning: {worker.name} {how}; starting it again")
 
     def close(self, patience_s: float = 10.0) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.config import Run
+from shoal.config.load import Override
 from shoal.config.ranks import Place, environment_of, of_several, place
 from shoal.errors import ShoalError
 from shoal.launch.local import MOST_FAILURES, fair_threads, last_line, pause_s
@@ -70,6 +71,18 @@ class Crew(NamedTuple):
         if wanted is None and not there:
             tell(f"{run.engine.kind} with one process, on the CPU: there is no GPU here (launch.devices_per_node says how many)")
         return cls(wanted or share, device == "cpu")
+
+
+def facts_of(run: Run, here: Place | None, workers: int) -> list[Override]:
+    """Settings that follow from what was started, where nobody gave them: how long a run is depends on how many take part."""
+    given, facts = run.launch.devices_per_node, dict[str, int]()
+    if run.transport.kind == "collectives":
+        number = here.size if here is not None else workers
+        facts = {"cluster.num_workers": number} if number and run.cluster.num_workers is None else {}
+    elif run.engine.kind != "single" and given is None:
+        crew = Crew.of(run, "train", lambda text: None, max(1, workers)) if here is None else None
+        facts = {"launch.devices_per_node": here.local_size if here is not None else crew.size if crew is not None else 1}
+    return [Override(path, str(value), "--workers" if here is None else "torchrun") for path, value in facts.items()]
 
 
 def place_in(run: Run) -> Place | None:
@@ -170,8 +183,9 @@ class LocalRanks:
 class LocalIsland:
     """The processes of one worker. When one of them dies the others end, and all are started again: the run has gone on meanwhile."""
 
-    def __init__(self, make: Callable[[], LocalRanks], tell: Callable[[str], None]) -> None:
-        self.make, self.tell = make, tell
+    def __init__(self, make: Callable[[], LocalRanks], tell: Callable[[str], None], gone: Callable[[], None] = lambda: None) -> None:
+        """`gone` is called when the processes have ended and are to be started again."""
+        self.make, self.tell, self.gone = make, tell, gone
         self.ranks: LocalRanks | None = None
         self.stopping = False
 
@@ -191,6 +205,7 @@ class LocalIsland:
             if failures >= MOST_FAILURES:
                 raise ShoalError(f"the processes of this worker failed {failures} times in a row: {problem}")
             self.tell(f"warning: {problem}; starting all again")
+            self.gone()
             time.sleep(pause_s(time.monotonic() - started))
 
     def stop(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shoal.config.load import File, Loaded, parse_override, resolve
+from shoal.config.load import File, Loaded, Override, parse_override, resolve
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import place
 from shoal.config.schema.cluster import Collectives, XmlRpc, Zmq
@@ -14,7 +15,7 @@ from shoal.config.trainer_config import TrainerConfig
 from shoal.errors import ShoalError
 from shoal.launch.fleet import Fleet
 from shoal.launch.local import LocalWorkers, gpus_of, names_for
-from shoal.launch.ranks import Crew, place_in
+from shoal.launch.ranks import Crew, facts_of, place_in
 from shoal.strategies import coordinating, local
 from shoal.strategies.trained import save_final
 from shoal.worker import Loop, Reporter
@@ -52,8 +53,9 @@ def train(
     if not isinstance(loaded.run.transport, (Zmq, XmlRpc, Collectives)):
         raise ShoalError(f"transport.kind {loaded.run.transport.kind}: start this run with `shoal train`, or choose zmq")
     here = place()
-    if isinstance(loaded.run.transport, Collectives):
-        loaded = _loaded(config, [*overrides, f"cluster.num_workers={here.size if here is not None else workers}"])
+    if facts := facts_of(loaded.run, here, workers):
+        loaded = _loaded(config, overrides, facts)
+    if loaded.run.transport.kind == "collectives":
         workers = 1  # to the coordinator they are one
     fleet = Fleet(loaded.run, here) if here is not None else None
     if fleet is not None and workers not in (1, fleet.workers):
@@ -65,7 +67,7 @@ def train(
         for reporter in common["reporters"]:
             reporter.message(text)
 
-    fleet.work(tell, [])
+    fleet.work(tell)
     return fleet.outcome()
 
 
@@ -73,18 +75,19 @@ def _coordinate(loaded: Loaded, common: dict[str, Any], workers: int, fleet: Fle
     """With workers on this machine; with `fleet`, those that torchrun started."""
     transport, hosts = loaded.run.transport, fleet.hosts if fleet is not None else ("127.0.0.1",)
     near = transport.replace(host=None, port=0) if isinstance(transport, (Zmq, XmlRpc)) else Zmq(port=0)
-    if fleet is not None:
-        common["resume"] |= fleet.goes_on(common["run_dir"])
+    if fleet is not None and (begun := fleet.begun()) is not None:
+        common |= {"run_dir": begun, "resume": True}
     made = coordinating.prepare(loaded, **common, workers=workers, hosts=hosts, transport=near)
     loop = made.loop
-    names = [fleet.name] if fleet is not None else names_for(loop.coordinator.plan.expected, ())
-    crew = Crew.of(loop.run, "join", loop.message, len(names)) if fleet is None else None
-    told = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
-    started = LocalWorkers(loop.directory.path / "workers", told, dict.fromkeys(names, ()), gpus_of(loop.run))
-    loop.beside = lambda: started.look_after(loop.message)
+    if fleet is not None:
+        started, loop.goodbye_s = fleet.announce(made.invitation, loop.directory.path), math.inf
+    else:
+        names = names_for(loop.coordinator.plan.expected, ())
+        crew = Crew.of(loop.run, "join", loop.message, len(names))
+        told = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
+        started = LocalWorkers(loop.directory.path / "workers", told, dict.fromkeys(names, ()), gpus_of(loop.run))
+    loop.beside = lambda: started.look_after(loop.message, loop.lost)
     try:
-        if fleet is not None:
-            fleet.announce(made.invitation, loop.directory.path)
         started.start()
         summary = _finished(loop, loop.train())
     finally:
@@ -101,6 +104,6 @@ def _finished(loop: Loop, summary: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def _loaded(config: TrainerConfig | str | Path, overrides: Iterable[str]) -> Loaded:
-    settings = [parse_override(text) for text in overrides]
+def _loaded(config: TrainerConfig | str | Path, overrides: Iterable[str], facts: Iterable[Override] = ()) -> Loaded:
+    settings = [*(parse_override(text) for text in overrides), *facts]
     return config.resolve(overrides=settings) if isinstance(config, TrainerConfig) else resolve([File(str(config))], settings)

@@ -97,6 +97,8 @@ class ClusterLoop(Loop):
         self.photographs = Photographs(store)
         self.beside: Callable[[], None] = lambda: None
         """Called now and then: who started worker processes looks after them here."""
+        self.goodbye_s = _GOODBYE_S
+        """How long to wait at the end until all have heard that it is over."""
         self._unwritten: list[Effect] = []
         self._unconsumed: list[Request] = []
         """What was taken from the leases for a round that is open: the database has it until the round closes."""
@@ -152,6 +154,10 @@ class ClusterLoop(Loop):
         """Long enough to be worth a snapshot, and short enough to be taken again in a second or two."""
         long = max(_LEAST_JOURNAL_BYTES, _JOURNAL_STATES * self._state_bytes)
         return self.journal.bytes_since_snapshot > long or self.journal.records_since_snapshot > _MOST_RECORDS
+
+    def lost(self, name: str) -> None:
+        """Who started a worker has seen it die."""
+        self._carry_out(self.coordinator.lost(name, time.monotonic()))
 
     def _serve_all(self, requests: list[Request]) -> None:
         if self.scribe is not None:
@@ -280,8 +286,9 @@ class ClusterLoop(Loop):
 
     def _say_goodbye(self) -> None:
         """Let every worker hear that it is over. Who leases units hears it with new weights, or with the last ones once more."""
-        board, until = self.board, time.monotonic() + _GOODBYE_S
-        ends = board is not None and self.stopping != "interrupted"
+        interrupted, board = self.stopping == "interrupted", self.board
+        until = time.monotonic() + (_GOODBYE_S if interrupted else self.goodbye_s)
+        ends = board is not None and not interrupted
         if board is not None and ends and not self._over:
             last = [Notice("full", {"weights": "full"}, self.coordinator.publisher.everything())]
             self.store.carry_out(lambda: self._hang_out(board, self.coordinator.state.version + 1, last, True))

@@ -27,7 +27,7 @@ from shoal.strategies.assembly import Parts, Progress, assemble, feed_of
 from shoal.strategies.cluster import fingerprint, fragments_of, policy_of
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
-from shoal.updates.messages import PROTOCOL, Join, Leave
+from shoal.updates.messages import PROTOCOL, Gone, Join, Leave, header_of
 from shoal.worker.courier import Answer, Courier, Frames, Lost, Pulse
 from shoal.worker.keepsake import Keepsakes
 from shoal.worker.local_steps import LocalSteps
@@ -39,6 +39,7 @@ OWN_SETTINGS = ("data.source", "data.loader", "training.device", "training.compi
 """What a worker may set for itself: where its data lies, and how and on how many devices it computes. Everything else is the run's."""
 _LONGER_S = 60.0
 """A process waits so much longer for the first one's word than that one does for the coordinator."""
+_GONE_S = 2.0
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
@@ -116,7 +117,7 @@ class Joined:
         self.name: str = answer.header["name"]
         line.expect(4 * answer.header["size"] + (1 << 20))
         pulse_line = ClientLine(way.address, way.token, way.key)
-        self.pulse = Pulse(lambda: self.courier.beat(pulse_line, self.state), answer.header["heartbeat_s"])
+        self.pulse = Pulse(lambda: self._beat(pulse_line), answer.header["heartbeat_s"])
         self.lines = (line, pulse_line)
         try:
             self.run = configuration(answer.header, way.overrides)
@@ -132,6 +133,10 @@ class Joined:
             self.close()
             raise
 
+    def _beat(self, line: ClientLine) -> None:
+        if self.courier.beat(line, self.state):
+            self.stop()  # it is over: what it computes now is of no use
+
     @property
     def state(self) -> str:
         return self.member.state if self.member else "preparing"
@@ -140,7 +145,10 @@ class Joined:
         header = self.welcome.header
         meeting = Meeting(here) if here is not None else None
         if meeting is not None:
-            meeting.say([json.dumps(header).encode(), *(bytes(frame) for frame in self.welcome.frames)])
+            words = [json.dumps(header).encode(), *(bytes(frame) for frame in self.welcome.frames)]
+            meeting.say("words", str(len(words)))
+            for number, word in enumerate(words):
+                meeting.say(f"word {number}", word)
         share = Share.of(header, self.welcome.frames, self.way, meeting, self.tell, progress)
         common: dict[str, Any] = {
             "accumulation": self.run.training.gradient_accumulation_steps,
@@ -258,10 +266,21 @@ def follow(here: Place, way: Way) -> None:
 
 
 def _follow(meeting: Meeting, way: Way) -> World:
-    header, *frames = meeting.hear(way.patience_s + _LONGER_S)
+    count = int(meeting.hear("words", way.patience_s + _LONGER_S))
+    header, *frames = [meeting.hear(f"word {number}", way.patience_s + _LONGER_S) for number in range(count)]
     share = Share.of(json.loads(header), frames, way, meeting, lambda text: None)
     Follower(share.parts.engine, share.feed_for, share.keepsakes).work()
     return share.parts.engine.crew
+
+
+def say_gone(way: Way) -> None:
+    """For a worker whose processes have ended: nobody need wait for it. Where this does not arrive, its silence tells."""
+    with contextlib.suppress(ShoalError, Lost):
+        line = ClientLine(way.address, way.token, way.key)
+        try:
+            line.call(header_of(Gone(way.name or "")), (), _GONE_S)
+        finally:
+            line.close()
 
 
 def about_here() -> dict[str, str]:

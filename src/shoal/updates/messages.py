@@ -38,6 +38,12 @@ class Leave(NamedTuple):
     number: int
 
 
+class Gone(NamedTuple):
+    """Said for a worker whose processes have ended: it does not take part until they are started again."""
+
+    name: str
+
+
 class Heartbeat(NamedTuple):
     """I am still here, and this is what I do."""
 
@@ -99,7 +105,7 @@ class Failed(NamedTuple):
     reason: str
 
 
-Asked = Join | Leave | Heartbeat | Pull | Contribute
+Asked = Join | Leave | Gone | Heartbeat | Pull | Contribute
 FromLeases = Delivered | Failed
 """Not from workers: from who keeps the leases."""
 
@@ -130,6 +136,7 @@ _SESSION = {"session": _text(64), "number": _integer(0)}
 _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
     "join": (Join, {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16), "instance": _text(64)}),
     "leave": (Leave, _SESSION),
+    "gone": (Gone, {"name": lambda value: value is not None and _is_name(value)}),
     "heartbeat": (Heartbeat, _SESSION | {"state": _text(40)}),
     "pull": (Pull, _SESSION | {"have": _integer(-1)}),
     "contribute": (

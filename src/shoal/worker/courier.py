@@ -113,10 +113,12 @@ class Courier:
         if self._thread.is_alive():
             self._thread.join(5.0)
 
-    def beat(self, line: Line, state: str) -> None:
-        """A sign of life, over a line of its own, so that a long upload does not look like death. One that is lost is no matter."""
+    def beat(self, line: Line, state: str) -> bool:
+        """A sign of life, over a line of its own, so that a long upload does not look like death. One that is lost is no matter.
+        Whether the run is over, as far as is known."""
         with contextlib.suppress(Lost, ShoalError):
-            line.call(self._addressed(Heartbeat("", 0, state)), (), _ANSWER_S)
+            return bool(line.call(self._addressed(Heartbeat("", 0, state)), (), _ANSWER_S).header.get("done"))
+        return False
 
     def _post(self, asked: Asked, frames: Frames) -> bool:
         with contextlib.suppress(Lost):

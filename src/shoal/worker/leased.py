@@ -157,7 +157,7 @@ class Leased:
         """Learn from a unit, and hand in the result."""
         self._refresh()
         if unit.iteration != self.version or self.done:
-            return None
+            return self.desk.give_back(unit) if unit.iteration > self.version else None
         self.state = "computing"
         started = time.monotonic()
         result = self._learn(unit)
@@ -234,8 +234,7 @@ class Leased:
         had, before = self.version, self.base.clone() if len(self.engine.layouts) > 1 and self.version >= 0 else None
         while newer is not None:
             self._take(newer)
-            follows = newer.kind == "difference"  # there may be more of them
-            newer = self.desk.weights(self.version) if follows else None
+            newer = self.desk.weights(self.version) if self.updates.codec.kind != "none" else None  # differences may follow
         if self.engine.vector is not self.base:
             self.engine.vector.copy_(self.base)
         self.engine.changed()

@@ -130,6 +130,8 @@ def same_settings(first: Run, second: Run) -> bool:
     Another engine gives the same numbers. Where one is of several processes, how a step's samples are cut up among them may change, too:
     the feed sees to it that it goes on at a whole step.
     """
+    if (first.transport.kind == "collectives") != (second.transport.kind == "collectives"):
+        return False  # the data is shared out in another way
     free = {"name", "output_dir", "log_level", "checkpoint", "logging", "hub", "serving", "transport", "engine", "launch"}
     left, right = as_data(first), as_data(second)
     if first.engine.kind != "single" or second.engine.kind != "single":
