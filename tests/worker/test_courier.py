@@ -97,3 +97,11 @@ def test_a_short_patience_is_short() -> None:
     with pytest.raises(ShoalError, match="has not answered"):
         courier.join()
     assert max(line.timeouts) <= 0.2
+
+
+def test_a_sign_of_life_tells_whether_the_run_is_over() -> None:
+    courier = Courier(Line(WELCOME), Join("w", 1, {}), 1.0, lambda text: None)
+    courier.join()
+    pulse = Line({"kind": "pulse", "done": False}, {"kind": "pulse", "done": True}, {"kind": "refused", "reason": "unknown-session"})
+    assert [courier.beat(pulse, "computing") for _ in range(4)] == [False, True, False, False], "a lost one says nothing"
+    courier.close()
