@@ -31,8 +31,9 @@ from shoal.worker.checkpoint import Saved, save_weights
 
 _TICK_S = 0.1
 _CROWD_S = 1.0
-_GOODBYE_S = 15.0
-"""How long a coordinator that is done waits for its workers to hear of it."""
+_GOODBYE_S, _PARTING_S = 120.0, 15.0
+"""How long a coordinator that is done waits for its workers to hear of it: the last weights may take long over a slow link. One that was
+interrupted waits less."""
 _LEAST_JOURNAL_BYTES = 128 << 20
 _JOURNAL_STATES = 4
 """A snapshot is taken when the journal is this many times as large as what a snapshot holds. Up to three journals are there at a time, and
@@ -287,7 +288,7 @@ class ClusterLoop(Loop):
     def _say_goodbye(self) -> None:
         """Let every worker hear that it is over. Who leases units hears it with new weights, or with the last ones once more."""
         interrupted, board = self.stopping == "interrupted", self.board
-        until = time.monotonic() + (_GOODBYE_S if interrupted else self.goodbye_s)
+        until = time.monotonic() + (_PARTING_S if interrupted else self.goodbye_s)
         ends = board is not None and not interrupted
         if board is not None and ends and not self._over:
             last = [Notice("full", {"weights": "full"}, self.coordinator.publisher.everything())]
