@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import peers
@@ -31,6 +32,8 @@ strategy: {{kind: diloco, inner_steps: {ROUND}}}
 evaluation: {{strategy: never}}
 checkpoint: {{strategy: never}}
 """
+PATIENCE_S = 300.0
+"""For hivemind's three rounds: at 10 Mbit/s they would take more than a quarter of an hour."""
 STREAMING = ["strategy.fragments=4", "strategy.overlap_steps=6", "updates.codec.kind=int8"]
 
 
@@ -51,18 +54,24 @@ def busy(rate: int, settings: list[str]) -> float:
 
 
 def hivemind_busy(rate: int) -> float:
-    """The same of hivemind's two peers, the second of which reaches the first through the proxy."""
+    """The same of hivemind's two peers, the second of which reaches the first through the proxy; 0 where they are not done in time."""
     spec = {"width": WIDTH, "layers": LAYERS, "heads": HEADS, "length": LENGTH, "batch": BATCH, "steps": STEPS, "steps_per_round": ROUND}
     app, python = Path(__file__).with_name("peer_apps") / "hivemind_app.py", peers.python("hivemind")
     first = Helper(app, "first", python=python, **spec)
-    helpers, weather = [first], None
+    helpers, weather, late = [first], None, threading.Timer(0, lambda: None)
     try:
         _, _, host, _, port, _, identity = first.hear().split("/")
         weather = Proxy(f"tcp://{host}:{port}", profile(f"{rate}mbit"))
         helpers.append(Helper(app, "second", python=python, **spec))
         helpers[1].say(f"/ip4/127.0.0.1/tcp/{weather.address.rpartition(':')[2]}/p2p/{identity}")
+        late = threading.Timer(PATIENCE_S, lambda: [helper.close() for helper in helpers])
+        late.start()
         told = [helper.hear() for helper in helpers]
+    except RuntimeError as problem:
+        print(f"  hivemind at {rate} Mbit/s: not done after {PATIENCE_S:.0f} s ({problem})", file=sys.stderr, flush=True)
+        return 0.0
     finally:
+        late.cancel()
         for helper in helpers:
             helper.close()
         if weather is not None:
@@ -77,5 +86,7 @@ def measure() -> list[Row]:
         ours = busy(rate, STREAMING)
         target = "≥ 0.95" if rate == 50 else ""
         for name, peer in (("plain DiLoCo", busy(rate, [])), ("hivemind", hivemind_busy(rate))):
-            rows.append(Row(f"slow-link, {rate} Mbit/s: computing, against {name}", ours, peer, "of the time", ours, target))
+            row = Row(f"slow-link, {rate} Mbit/s: computing, against {name}", ours, peer, "of the time", ours, target)
+            print(row, file=sys.stderr, flush=True)
+            rows.append(row)
     return rows
