@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
     if here is None:
         return _take_part(arguments, argv)
     work = (lambda: _follow(arguments, here)) if here.rank else (lambda: _take_part(arguments, argv))
-    return as_rank(here, work, watch=here.rank > 0)
+    return as_rank(here, work, watch=here.rank > 0 and arguments.stdin)
 
 
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:

@@ -55,7 +55,7 @@ def _tell(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def as_rank(here: Place, work: Callable[[], int], watch: bool = True) -> int:
+def as_rank(here: Place, work: Callable[[], int], watch: bool) -> int:
     """Do the work of one process among several. One that fails ends at once: cleaning up would wait for others that are gone.
 
     `watch`: end with the process that started this one.
@@ -63,7 +63,7 @@ def as_rank(here: Place, work: Callable[[], int], watch: bool = True) -> int:
     from shoal.engines.world import lost
     from shoal.launch import LOST
 
-    if here.file and watch:
+    if watch:
         _leave_with_standard_input()
     try:
         return work()

@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
                 raise ShoalError(f"--{option} needs workers: add --workers N")
         here = place_in(loaded.run)
         if here is not None:
-            return as_rank(here, lambda: train(loaded, arguments.run_dir, arguments.resume, here))
+            return as_rank(here, lambda: train(loaded, arguments.run_dir, arguments.resume, here), watch=bool(here.file))
         if loaded.run.engine.kind in ("ddp", "fsdp", "deepspeed"):
             from shoal.strategies.assembly import refuse_unbuilt
 
