@@ -98,14 +98,14 @@ class Fleet:
         return self._worker(invitation, folder)
 
     def _answer(self, told: str) -> None:
-        """Answer everybody who asks, until all have heard it. Who asked before it was killed will not."""
+        """Answer everybody who asks, until all have heard it. Who was killed has not, or has heard of an earlier start."""
         meeting, missing = Meeting(self.here._replace(group="fleet", hosted=True)), set(range(1, self.here.size))
         while missing:
             for rank in tuple(missing):
                 asked = meeting.word(f"hello {self.number} {rank}")
                 if asked is None:
                     continue
-                if meeting.word(f"heard {asked}") is not None:
+                if meeting.word(f"heard {asked}") == self.start:
                     missing.remove(rank)
                 else:
                     meeting.say(f"answer {asked}", told)
@@ -122,11 +122,7 @@ class Fleet:
 
     def work(self, tell: Callable[[str], None]) -> None:
         """Until the run is over. Raises ShoalError where the worker cannot go on."""
-        asked = secrets.token_hex(8)
-        self.meeting.say(f"hello {self.number} {self.here.rank}", asked)
-        self.start, address, token, key, folder = json.loads(self.meeting.hear(f"answer {asked}", _PATIENCE_S))
-        self.meeting.say(f"heard {asked}", "")
-        started = self._worker(Invitation(address, token, key), Path(folder))
+        started = self._worker(*self.ask())
         try:
             started.start()
             while not started.ended:
@@ -134,6 +130,14 @@ class Fleet:
                 time.sleep(_LOOK_S)
         finally:
             started.close()
+
+    def ask(self) -> tuple[Invitation, Path]:
+        """Whom to join, and where the run's folder is. Raises ShoalError where nobody says."""
+        asked = secrets.token_hex(8)
+        self.meeting.say(f"hello {self.number} {self.here.rank}", asked)
+        self.start, address, token, key, folder = json.loads(self.meeting.hear(f"answer {asked}", _PATIENCE_S))
+        self.meeting.say(f"heard {asked}", self.start)
+        return Invitation(address, token, key), Path(folder)
 
     def outcome(self) -> dict[str, Any]:
         """The run's summary, as the first process has it."""

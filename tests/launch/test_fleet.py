@@ -1,0 +1,43 @@
+"""How the processes that torchrun started find the first one."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from shoal.config.load import File, parse_override, resolve
+from shoal.config.ranks import Place
+from shoal.launch import fleet as fleets
+from shoal.launch.fleet import Fleet
+from shoal.strategies.inviting import Invitation
+
+
+def test_who_is_started_again_hears_of_the_new_start_whoever_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What those before it asked and heard is still in torchrun's store, and is not taken for its own."""
+    monkeypatch.setattr(fleets, "_PATIENCE_S", 30.0)
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run = resolve([File("demo-gpt")], [parse_override("strategy.kind=diloco")], environ={}).run
+
+    def process(rank: int) -> Fleet:
+        fleet = Fleet(run, Place(rank, 2, rank, 2, address="127.0.0.1", port=agent.port, hosted=True))
+        fleet.number = 0  # as in a program of its own
+        return fleet
+
+    heard = []
+    for start in range(3):
+        asked = process(1).meeting.word("hello 0 1")
+        before = asked and process(1).meeting.word(f"answer {asked}")
+        first = process(0)
+        first.announce(Invitation(f"zmq://127.0.0.1:{5000 + start}", "token", None), tmp_path)
+        until = time.monotonic() + 30
+        while asked and first.meeting.word(f"answer {asked}") == before and time.monotonic() < until:
+            time.sleep(0.01)  # the new one sees what the old one asked, before anybody new does
+        other = process(1)
+        heard.append(other.ask()[0].address)
+        assert other.start == first.start
+        for thread in threading.enumerate():
+            if thread.name == "fleet":
+                thread.join(30)  # torchrun starts nobody before those of the start before are gone
+    assert heard == [f"zmq://127.0.0.1:{5000 + start}" for start in range(3)]
