@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ISLANDS = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
 SLIPS = "dialect: shoal\nmodel:\n  kind: gtp\nstrategy:\n  kind: syncps\n  pull_evry_steps: 10\n"
 
 
@@ -24,8 +25,8 @@ def shell(command: str, folder: Path) -> str:
     return result.stdout
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 def test_the_shown_output_is_what_is_printed(tmp_path: Path) -> None:
@@ -38,9 +39,10 @@ def test_the_shown_output_is_what_is_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_the_commands_run(tmp_path: Path) -> None:
-    commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("shoal")]
-    assert len(commands) >= 8
+@pytest.mark.parametrize(("page", "least"), [(README, 8), (ISLANDS, 3)], ids=["README", "islands"])
+def test_the_commands_run(page: str, least: int, tmp_path: Path) -> None:
+    commands = [line for block in blocks("sh", page) for line in block.splitlines() if line.startswith("shoal")]
+    assert len(commands) >= least
     for command in commands:
         output = shell(command, tmp_path)
         assert "error" not in output.split("\n")[0], (command, output)

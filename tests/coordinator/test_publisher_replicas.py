@@ -14,7 +14,7 @@ from shoal.coordinator import publisher as publishing
 from shoal.coordinator.publisher import Bulletin, Notice, Publisher
 from shoal.updates import codecs
 
-CODECS = (NoCodec(), Fp16Codec(), Int8Codec(), Int4Codec(), TopKCodec(ratio=0.05))
+CODECS = (NoCodec(), Fp16Codec(), Int8Codec(), Int4Codec(), TopKCodec(ratio=0.05), TopKCodec(values="int4"))
 SIZE = 5000
 
 
@@ -35,7 +35,7 @@ def moved(vector: Tensor, generator: torch.Generator, share: float) -> None:
     vector[chosen] += torch.randn(int(chosen.sum()), generator=generator) * 0.01
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.kind)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.kind}{getattr(codec, 'values', '')}")
 def test_every_replica_is_what_the_coordinator_thinks_it_is(codec: Codec) -> None:
     chance, generator = random.Random(3), torch.Generator().manual_seed(3)
     publisher, vector = Publisher(codec), torch.randn(SIZE, generator=generator)
@@ -52,7 +52,7 @@ def test_every_replica_is_what_the_coordinator_thinks_it_is(codec: Codec) -> Non
             worker.take(fields["weights"], version, frames)
             known = publisher._replicas.get(session)
             assert known is None or known[0] != version or torch.equal(worker.vector, known[1])
-            if codec.kind in ("none", "topk"):
+            if codecs.of_weights(codec).kind == "none":
                 assert torch.equal(worker.vector, vector), "changes are exact"
             else:
                 assert float((worker.vector - vector).abs().max()) < 0.1
@@ -62,7 +62,14 @@ def test_every_replica_is_what_the_coordinator_thinks_it_is(codec: Codec) -> Non
 
 
 @pytest.mark.parametrize(
-    ("codec", "share", "kind"), [(TopKCodec(), 0.01, "changes"), (TopKCodec(), 1.0, "full"), (Int8Codec(), 1.0, "difference")]
+    ("codec", "share", "kind"),
+    [
+        (TopKCodec(), 0.01, "changes"),
+        (TopKCodec(), 1.0, "full"),
+        (Int8Codec(), 1.0, "difference"),
+        (TopKCodec(values="int4"), 0.01, "changes"),
+        (TopKCodec(values="int4"), 0.3, "difference"),
+    ],
 )
 def test_the_smaller_way_is_taken(codec: Codec, share: float, kind: str) -> None:
     generator = torch.Generator().manual_seed(0)

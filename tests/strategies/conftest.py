@@ -60,7 +60,7 @@ def cluster(tmp_path: Path) -> Callable[..., Outcome]:
                 worker.work()
             except BaseException as problem:
                 problems.append(problem)
-                loop.stopping = "a worker failed"
+                loop.goodbye_s, loop.stopping = 0.0, "a worker failed"
 
         threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(1, workers + 1)]
         for thread in threads:

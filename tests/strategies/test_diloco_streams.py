@@ -102,12 +102,13 @@ def test_a_fragment_is_all_that_is_on_its_way(cluster: Callable[..., Any]) -> No
         {"strategy": {"fragments": 3, "overlap_steps": 2}},
         {"strategy": {"fragments": 2}, "updates": {"codec": {"kind": "int4"}}},
         {"strategy": {"outer": {"learning_rate": 1.0, "momentum": 0.0}}, "updates": {"codec": {"kind": "topk", "ratio": 0.1}}},
+        {"strategy": {"fragments": 2}, "updates": {"codec": {"kind": "topk", "ratio": 0.2, "values": "ternary"}}},
         {"strategy": {"fragments": 2, "outer": {"name": "Muon", "learning_rate": 0.1}}},
         {"strategy": {"quorum": 2, "grace_s": 0.05}},
         {"strategy": {"quorum": 1, "late": "weigh", "outer": {"learning_rate": 1.0, "momentum": 0.0}}},
         {"strategy": {"balance_speeds": True}},
     ],
-    ids=["overlap", "int4", "sparse", "muon", "quorum", "asynchronous", "balanced"],
+    ids=["overlap", "int4", "sparse", "sparse and ternary", "muon", "quorum", "asynchronous", "balanced"],
 )
 def test_each_way_learns(cluster: Callable[..., Any], settings: dict[str, Any]) -> None:
     assert cluster(SMALL, DILOCO, LONGER, settings, workers=3).accuracy > 0.85

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.errors import ShoalError
 from shoal.strategies.joining import Joined
 
 SMALL = {
@@ -23,7 +22,14 @@ STRATEGIES = {
     "async": {"strategy": {"kind": "async", "contributions_per_update": 2}},
     "diloco": {"strategy": {"kind": "diloco", "inner_steps": 2, "round_timeout_s": 60.0}},
 }
-CODECS = [{"kind": "fp16"}, {"kind": "int8"}, {"kind": "int4"}, {"kind": "ternary"}, {"kind": "topk", "ratio": 0.05}]
+CODECS = [
+    {"kind": "fp16"},
+    {"kind": "int8"},
+    {"kind": "int4"},
+    {"kind": "ternary"},
+    {"kind": "topk", "ratio": 0.05},
+    {"kind": "topk", "ratio": 0.1, "values": "int4", "error_decay": 0.9},
+]
 RULES = [
     {"kind": "trimmed-mean"},
     {"kind": "median"},
@@ -35,7 +41,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["kind"])
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["kind"] + codec.get("values", ""))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_codec_sends_fewer_bytes_and_still_learns(cluster: Callable[..., Any], strategy: str, codec: Any) -> None:
     learning = {"training": {"max_steps": 40}, "evaluation": {"strategy": "epoch"}}
@@ -140,7 +146,7 @@ def test_a_worker_whose_gradients_are_never_finite_gives_up(cluster: Callable[..
         member.engine.vector.fill_(math.nan)
         member._take = lambda answer: None  # type: ignore[method-assign]
 
-    with pytest.raises((AssertionError, ShoalError), match=r"not finite|coordinator"):
+    with pytest.raises(AssertionError, match="not finite"):
         cluster(SMALL, STRATEGIES["syncps"], workers=1, change=poison)
 
 

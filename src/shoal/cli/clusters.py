@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from shoal.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.config import Run
     from shoal.config.schema.cluster import Transport
-    from shoal.launch import EmbeddedPostgres, LocalWorkers
+    from shoal.launch import EmbeddedPostgres
     from shoal.launch.fleet import Fleet
     from shoal.strategies.coordinating import Coordinating
     from shoal.strategies.inviting import Invitation
@@ -85,6 +84,7 @@ def _run(
     fleet: Fleet | None,
 ) -> int:
     from shoal.launch.local import names_for
+    from shoal.launch.training import train_with
 
     loop, run = coordinating.loop, coordinating.loop.run
     if not invite and not workers:  # a run that goes on has as many as it was begun for
@@ -97,18 +97,11 @@ def _run(
     if invite:
         _invite(coordinating, ground)
     names = names_for(workers, (run.cluster.server or "here",) if invite else run.cluster.workers)
-    if fleet is not None:  # each of the others starts its own
-        started, loop.goodbye_s = fleet.announce(coordinating.invitation, loop.directory.path), math.inf
-    else:
-        started = _workers(coordinating, names, netem, slowdown)
-    started.start()
-    loop.beside = lambda: started.look_after(loop.message, loop.lost)
-    try:
-        with stopping_on_signals(loop):
-            summary = loop.train()
-    finally:
-        started.close()
-        loop.server.close()
+    factors = _factors(slowdown, names)
+    common = ["--netem", netem] if netem else []
+    arguments = {name: [*common, *(["--slowdown", factors[name]] if name in factors else [])] for name in names}
+    with stopping_on_signals(loop):
+        summary = train_with(coordinating, arguments, fleet)
     return conclude(loop, summary)
 
 
@@ -193,19 +186,6 @@ def _transport(settings: Transport, invite: bool, hosts: bool) -> Transport:
         return settings
     changed: Transport = settings.replace(host=None) if invite else settings.replace(host=None, port=0)
     return changed
-
-
-def _workers(coordinating: Coordinating, names: list[str], netem: str | None, slowdown: list[str]) -> LocalWorkers:
-    from shoal.launch import Crew, LocalWorkers
-    from shoal.launch.local import gpus_of
-
-    loop, invitation = coordinating.loop, coordinating.invitation
-    factors = _factors(slowdown, names)
-    common = ["--netem", netem] if netem else []
-    arguments = {name: [*common, *(["--slowdown", factors[name]] if name in factors else [])] for name in names}
-    crew = Crew.of(loop.run, "join", loop.message, max(1, len(names)))
-    told = invitation._asdict() | ({"crew": crew} if crew is not None else {})
-    return LocalWorkers(loop.directory.path / "workers", told, arguments, gpus_of(loop.run))
 
 
 def _factors(slowdown: list[str], names: list[str]) -> dict[str, str]:

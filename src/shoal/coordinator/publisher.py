@@ -69,17 +69,26 @@ class Publisher:
 
     def _difference(self, replica: Tensor, vector: Tensor) -> tuple[str, tuple[memoryview, ...]] | None:
         """The way from the replica to the weights, if it is shorter than all of them; the replica goes along."""
+        codec = codecs.of_weights(self.codec)
         if self.codec.kind == "topk":
-            self._dense = max(0, self._dense - 1)
-            changes = None if self._dense else codecs.encode_changes(replica, vector)
-            if changes is None:
-                self._dense = self._dense or _RETRY
-                return None
-            codecs.apply_changes(replica, changes)
-            return "changes", changes
-        frames = codecs.encode(self.codec, vector - replica, None)
-        codecs.decode_into(self.codec, vector.numel(), frames, replica, 1.0, own=True)
+            changes = self._changes(replica, vector, codecs.encoded_bytes(codec, vector.numel()))
+            if changes is not None:
+                codecs.apply_changes(replica, changes)
+                return "changes", changes
+        if codec.kind == "none":
+            return None
+        frames = codecs.encode(codec, vector - replica, None)
+        codecs.decode_into(codec, vector.numel(), frames, replica, 1.0, own=True)
         return "difference", frames
+
+    def _changes(self, replica: Tensor, vector: Tensor, most: int) -> tuple[memoryview, ...] | None:
+        """Where the replica is not to the bit what the weights are, if few are and it takes no more than so many bytes."""
+        self._dense = max(0, self._dense - 1)
+        changes = None if self._dense else codecs.encode_changes(replica, vector)
+        if changes is None or sum(frame.nbytes for frame in changes) > most:
+            self._dense = self._dense or _RETRY
+            return None
+        return changes
 
     def _remember(self, session: str) -> None:
         if self.codec.kind == "none":

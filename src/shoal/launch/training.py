@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from shoal.launch.fleet import Fleet
 from shoal.launch.local import LocalWorkers, gpus_of, names_for
 from shoal.launch.ranks import Crew, facts_of, place_in
 from shoal.strategies import coordinating, local
+from shoal.strategies.coordinating import Coordinating
 from shoal.strategies.trained import save_final
 from shoal.worker import Loop, Reporter
 
@@ -78,24 +79,30 @@ def _coordinate(loaded: Loaded, common: dict[str, Any], workers: int, fleet: Fle
     if fleet is not None and (begun := fleet.begun()) is not None:
         common |= {"run_dir": begun, "resume": True}
     made = coordinating.prepare(loaded, **common, workers=workers, hosts=hosts, transport=near)
+    names = names_for(made.loop.coordinator.plan.expected, ())
+    summary = _finished(made.loop, train_with(made, dict.fromkeys(names, ()), fleet))
+    if fleet is not None:
+        fleet.end(summary)
+    return summary
+
+
+def train_with(made: Coordinating, workers: Mapping[str, Sequence[str]], fleet: Fleet | None) -> dict[str, Any]:
+    """Coordinate a run with workers of this machine, each by its name with arguments of its own; with `fleet`, each of the processes that
+    torchrun started has its own."""
     loop = made.loop
     if fleet is not None:
         started, loop.goodbye_s = fleet.announce(made.invitation, loop.directory.path), math.inf
     else:
-        names = names_for(loop.coordinator.plan.expected, ())
-        crew = Crew.of(loop.run, "join", loop.message, len(names))
+        crew = Crew.of(loop.run, "join", loop.message, max(1, len(workers)))
         told = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
-        started = LocalWorkers(loop.directory.path / "workers", told, dict.fromkeys(names, ()), gpus_of(loop.run))
+        started = LocalWorkers(loop.directory.path / "workers", told, workers, gpus_of(loop.run))
     loop.beside = lambda: started.look_after(loop.message, loop.lost)
     try:
         started.start()
-        summary = _finished(loop, loop.train())
+        return loop.train()
     finally:
         started.close()
         loop.server.close()
-    if fleet is not None:
-        fleet.end(summary)
-    return summary
 
 
 def _finished(loop: Loop, summary: dict[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,15 @@ numbers are ever allocated. A vector to encode must be finite (`clipping.norm` t
 
     none   values <f4                        fp16   values <f2, saturated
     int8   scales <f4 per chunk, values i1   int4   scales <f4 per chunk, two values in a byte
-    topk   packed positions, values <f4      ternary   scales <f4 per chunk, five values in a byte
+    topk   packed positions, values as in none, int8, int4 or ternary
+    ternary   scales <f4 per chunk, five values in a byte
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from shoal.config.schema.updates import Codec, Fp16Codec, Int4Codec, Int8Codec, 
 from shoal.updates import sparse, trits
 from shoal.updates.blocks import Floats, all_finite, in_blocks, scratch
 from shoal.updates.dense import Bytes, Dense, Half, Nibbles, Plain, chunks
-from shoal.updates.frames import Frame, Frames, UpdateError, frame_of
+from shoal.updates.frames import Frame, Frames, UpdateError, expect_frames, frame_of
 from shoal.updates.trits import Trits
 
 __all__ = [
@@ -33,11 +35,14 @@ __all__ = [
     "encode",
     "encode_changes",
     "encoded_bytes",
+    "of_weights",
     "renew",
     "residual_for",
 ]
 
 _DENSE: dict[type, type[Dense]] = {NoCodec: Plain, Fp16Codec: Half, Int8Codec: Bytes, Int4Codec: Nibbles, TernaryCodec: Trits}
+_KEPT: dict[str, Codec] = {"float32": NoCodec(), "int8": Int8Codec(), "int4": Int4Codec(), "ternary": TernaryCodec()}
+"""How the values travel that top-k keeps."""
 
 
 def residual_for(codec: Codec, size: int) -> Tensor | None:
@@ -53,7 +58,7 @@ def encode(codec: Codec, vector: Tensor, residual: Tensor | None) -> Frames:
     values: Floats = vector.detach().numpy()
     lost: Floats | None = None if residual is None else residual.numpy()
     if isinstance(codec, TopKCodec):
-        return _encode_largest(_kept(codec, len(values)), values, lost)
+        return _encode_largest(codec, values, lost)
     if isinstance(codec, NoCodec) and lost is None:
         return (frame_of(values),)
     packed = _DENSE[type(codec)].empty(len(values))
@@ -66,7 +71,7 @@ def decode(codec: Codec, size: int, frames: Sequence[Frame], out: Tensor | None 
     vector = torch.empty(size) if out is None else out
     values: Floats = vector.numpy()
     if isinstance(codec, TopKCodec):
-        positions, found = sparse.read(frames, _kept(codec, size), size)
+        positions, found = _read_largest(codec, size, frames)
         values[:] = 0
         values[positions] = found
         return vector
@@ -91,7 +96,7 @@ def decode_into(codec: Codec, size: int, frames: Sequence[Frame], target: Tensor
     `own`: the frames were made here, so there is nothing to check."""
     values: Floats = target.numpy()
     if isinstance(codec, TopKCodec):
-        positions, found = sparse.read(frames, _kept(codec, size), size)
+        positions, found = _read_largest(codec, size, frames)
         values[positions] += found * scale
         return
     packed = _DENSE[type(codec)].read(size, frames)
@@ -104,7 +109,7 @@ def encoded_bytes(codec: Codec, size: int) -> int:
     """The most bytes an encoded vector takes."""
     if isinstance(codec, TopKCodec):
         kept = _kept(codec, size)
-        return 4 * kept + sparse.index_bytes(kept, size)
+        return sparse.index_bytes(kept, size) + encoded_bytes(_KEPT[codec.values], kept)
     if isinstance(codec, Int8Codec):
         return size + 4 * chunks(size, Bytes.chunk)
     if isinstance(codec, Int4Codec):
@@ -126,8 +131,13 @@ def encode_changes(old: Tensor, new: Tensor) -> Frames | None:
 
 def apply_changes(vector: Tensor, frames: Sequence[Frame]) -> None:
     """Turn the old vector into the new one, in place. An error leaves it as it was."""
-    positions, values = sparse.read(frames, None, len(vector))
+    positions, values = sparse.read(frames, len(vector))
     vector.numpy()[positions] = values
+
+
+def of_weights(codec: Codec) -> Codec:
+    """What shortens differences of weights, which may have moved everywhere, where updates are shortened by `codec`."""
+    return _KEPT[codec.values] if isinstance(codec, TopKCodec) else codec
 
 
 def renew(weights: Tensor, kind: str, codec: Codec, frames: Sequence[Frame]) -> None:
@@ -137,22 +147,34 @@ def renew(weights: Tensor, kind: str, codec: Codec, frames: Sequence[Frame]) -> 
     elif kind == "changes":
         apply_changes(weights, frames)
     else:
-        decode_into(codec, weights.numel(), frames, weights, 1.0)
+        decode_into(of_weights(codec), weights.numel(), frames, weights, 1.0)
 
 
 def _kept(codec: TopKCodec, size: int) -> int:
     return min(size, max(1, round(codec.ratio * size)))
 
 
-def _encode_largest(count: int, values: Floats, lost: Floats | None) -> Frames:
-    if count == 0:
-        return memoryview(b""), memoryview(b"")
+def _encode_largest(codec: TopKCodec, values: Floats, lost: Floats | None) -> Frames:
+    count = _kept(codec, len(values))
+    if not len(values):
+        return memoryview(b""), *encode(_KEPT[codec.values], torch.empty(0), None)
     if lost is None:
         positions, found = sparse.largest(values, count)
-    else:
-        positions, found = sparse.largest(lost, count, values)
-        lost[positions] = 0
-    return sparse.pack(positions, len(values)), frame_of(found)
+        return sparse.pack(positions, len(values)), *encode(_KEPT[codec.values], torch.from_numpy(found), None)
+    if codec.error_decay < 1:
+        lost *= np.float32(codec.error_decay)
+    positions, found = sparse.largest(lost, count, values)
+    rest = torch.zeros(count)
+    frames = encode(_KEPT[codec.values], torch.from_numpy(found), rest)
+    lost[positions] = rest.numpy()
+    return sparse.pack(positions, len(values)), *frames
+
+
+def _read_largest(codec: TopKCodec, size: int, frames: Sequence[Frame]) -> tuple[sparse.Positions, Floats]:
+    count, kept = _kept(codec, size), _KEPT[codec.values]
+    expect_frames(len(frames), 1 + len(encode(kept, torch.empty(0), None)))
+    values: Floats = decode(kept, count, frames[1:]).numpy()
+    return sparse.unpack(frames[0], count, size), values
 
 
 def _pack(packed: Dense, values: Floats, lost: Floats | None, start: int, end: int) -> None:

@@ -131,10 +131,10 @@ def unpack(frame: Frame, count: int, size: int) -> Positions:
     return positions
 
 
-def read(frames: Sequence[Frame], count: int | None, size: int) -> tuple[Positions, Floats]:
-    """Positions and values, all of them checked; any number of them where `count` is None."""
+def read(frames: Sequence[Frame], size: int) -> tuple[Positions, Floats]:
+    """Any number of positions with their values, all of them checked."""
     expect_frames(len(frames), 2)
-    present = memoryview(frames[1]).nbytes // 4 if count is None else count
+    present = memoryview(frames[1]).nbytes // 4
     if present > size:
         raise UpdateError(f"values: {present} for a vector of {size}")
     values: Floats = values_of(frames[1], "<f4", present, "values")

@@ -49,8 +49,12 @@ class TopKCodec(Section):
     kind: Literal["topk"] = "topk"
     ratio: PositiveShare = 0.01
     """Share of the values that is kept."""
+    values: Literal["float32", "int8", "int4", "ternary"] = "float32"
+    """How those travel, and weights back where most of them moved: whole, or shortened as the codec of that name does."""
     error_feedback: bool = True
     """What was left out is added to the next update."""
+    error_decay: PositiveShare = 1.0
+    """Share of what was left out that is still there when the next update comes; below 1 what no update confirms fades."""
 
 
 Codec = Union[NoCodec, Fp16Codec, Int8Codec, Int4Codec, TernaryCodec, TopKCodec]
