@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,8 @@ class Helper:
     ) -> None:
         command = [str(python), str(script), role, json.dumps(given)]
         env = environment(threads) | {"OMP_WAIT_POLICY": "PASSIVE"}  # as `shoal coordinate` sets it for itself
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env, start_new_session=True)
 
     def hear(self) -> Any:
         assert self.process.stdout is not None
@@ -73,8 +75,9 @@ class Helper:
         self.process.stdin.flush()
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        """End it, and whatever it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
