@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from diloco import MILDER, SPARSE
 from run import Row
 
 WORKERS = 8
@@ -36,7 +37,6 @@ training:
 checkpoint: {strategy: never}
 logging: {every_steps: 50}
 """
-SPARSE = ["updates.codec.kind=topk", "updates.codec.ratio=0.02", "strategy.outer.learning_rate=1.0", "strategy.outer.momentum=0.0"]
 GENTLE = "strategy.outer.learning_rate=0.4"
 MUON = ["training.optimizer.name=Muon", "training.optimizer.learning_rate=0.02", "training.optimizer.beta2=null"]
 WAYS: tuple[tuple[str, int, list[str]], ...] = (
@@ -45,7 +45,7 @@ WAYS: tuple[tuple[str, int, list[str]], ...] = (
     ("H = 100", 100, []),
     ("H = 30, streaming in 3 fragments", 30, [GENTLE, "strategy.fragments=3", "strategy.overlap_steps=2"]),
     ("H = 30, 4-bit", 30, [GENTLE, "updates.codec.kind=int4"]),
-    ("H = 30, sparse 2 %", 30, SPARSE),
+    ("H = 30, sparse 18 %", 30, SPARSE + MILDER),
     ("H = 30, Muon", 30, [GENTLE, *MUON]),
 )
 

@@ -48,7 +48,7 @@ def test_the_commands_run(page: str, least: int, tmp_path: Path) -> None:
         assert "error" not in output.split("\n")[0], (command, output)
 
 
-@pytest.mark.parametrize("command", re.findall(r"^\| .* \| `(shoal [^`]*)` \|$", README, re.MULTILINE))
+@pytest.mark.parametrize("command", re.findall(r"^\| .* \| `(shoal [^`]*)`.* \|$", README, re.MULTILINE))
 def test_the_starting_points_work(command: str, tmp_path: Path) -> None:
     shell(command, tmp_path)
     if "init" in command:
