@@ -42,6 +42,11 @@ BROKEN = [
         ["strategy.quorum", "transport.kind"],
     ),
     (
+        "codec",
+        "updates: {codec: {kind: topk, error_feedback: false, error_decay: 0.9}}\n",
+        ["updates.codec.error_decay", "updates.codec.error_feedback"],
+    ),
+    (
         "rounds",
         "strategy: {kind: diloco, inner_steps: 10, rounds: 3}\ntraining: {max_steps: 40}\n",
         ["strategy.rounds", "training.max_steps"],

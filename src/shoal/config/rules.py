@@ -118,6 +118,13 @@ def privacy_needs_clipping(settings: Settings, private: bool, clip: float | None
         settings.report("privacy", message, "updates.privacy.enabled", "updates.clip_norm", help="set a clip norm above 0")
 
 
+@rule("updates.codec.error_feedback", "updates.codec.error_decay")
+def what_fades_is_kept(settings: Settings, kept: bool, decay: float) -> None:
+    if decay < 1 and not kept:
+        message = "what was left out is to fade, and none of it is kept"
+        settings.report("codec", message, "updates.codec.error_decay", "updates.codec.error_feedback", help="leave one of them out")
+
+
 @rule("updates.aggregation.kind", "updates.aggregation.byzantine")
 def robust_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
     bucket = bucket_size(settings)
