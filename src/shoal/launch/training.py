@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +91,17 @@ def train_with(made: Coordinating, workers: Mapping[str, Sequence[str]], fleet: 
     """Coordinate a run with workers of this machine, each by its name with arguments of its own; with `fleet`, each of the processes that
     torchrun started has its own."""
     loop = made.loop
-    if fleet is not None:
-        started, loop.goodbye_s = fleet.announce(made.invitation, loop.directory.path), math.inf
-    else:
-        crew = Crew.of(loop.run, "join", loop.message, max(1, len(workers)))
-        told = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
-        started = LocalWorkers(loop.directory.path / "workers", told, workers, gpus_of(loop.run))
-    loop.beside = lambda: started.look_after(loop.message, loop.lost)
-    try:
-        started.start()
-        return loop.train()
-    finally:
-        started.close()
-        loop.server.close()
+    with closing(loop.server):
+        if fleet is not None:
+            started, loop.goodbye_s = fleet.announce(made.invitation, loop.directory.path), math.inf
+        else:
+            crew = Crew.of(loop.run, "join", loop.message, max(1, len(workers)))
+            told = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
+            started = LocalWorkers(loop.directory.path / "workers", told, workers, gpus_of(loop.run))
+        loop.beside = lambda: started.look_after(loop.message, loop.lost)
+        with closing(started):
+            started.start()
+            return loop.train()
 
 
 def _finished(loop: Loop, summary: dict[str, Any]) -> dict[str, Any]:

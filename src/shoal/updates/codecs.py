@@ -172,7 +172,7 @@ def _encode_largest(codec: TopKCodec, values: Floats, lost: Floats | None) -> Fr
 
 def _read_largest(codec: TopKCodec, size: int, frames: Sequence[Frame]) -> tuple[sparse.Positions, Floats]:
     count, kept = _kept(codec, size), _KEPT[codec.values]
-    expect_frames(len(frames), 1 + len(encode(kept, torch.empty(0), None)))
+    expect_frames(len(frames), 2 if isinstance(kept, NoCodec) else 3)
     values: Floats = decode(kept, count, frames[1:]).numpy()
     return sparse.unpack(frames[0], count, size), values
 
