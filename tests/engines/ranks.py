@@ -113,11 +113,12 @@ def agreement(world: World, *engines: str) -> dict[str, Any]:
 
 
 def flat_view(world: World, *engines: str) -> dict[str, Any]:
-    """The gradient of a batch, and the weights after it is applied, as every rank sees them."""
+    """The gradient of the third batch, after two that came to nothing, and the weights after it is applied, as every rank sees them."""
     found = {}
     for text in engines:
         engine = engine_of(world, json.loads(text), optimizer=PLAIN)
-        engine.gradients(batches(0, world.rank, world.size))
+        for step in range(3):
+            engine.gradients(batches(step, world.rank, world.size))
         gradient = engine.gradient.clone()
         engine.apply(gradient, 10)
         found[text] = {"gradient": gradient.tolist(), "vector": engine.vector.tolist()}

@@ -13,7 +13,7 @@ import torch
 DDP, FSDP = json.dumps({"kind": "ddp"}), json.dumps({"kind": "fsdp"})
 KEPT = json.dumps({"kind": "fsdp", "reshard_after_forward": False})
 ZERO = [json.dumps({"kind": "deepspeed", "zero_stage": stage, "stage3_param_persistence_threshold": 10}) for stage in (1, 2, 3)]
-OFFLOADED = json.dumps({"kind": "deepspeed", "zero_stage": 3, "cpu_offload": True})
+OFFLOADED = [json.dumps({"kind": "deepspeed", "zero_stage": stage, "cpu_offload": True}) for stage in (1, 2, 3)]
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed (shoal[deepspeed])")
 
 
@@ -34,18 +34,27 @@ def test_ddp_and_fsdp_follow_one_process_over_fifty_steps(alone: list[float]) ->
 
 @needs_deepspeed
 def test_zero_1_2_and_3_follow_one_process_over_fifty_steps(alone: list[float]) -> None:
-    check_agreement(ranks.together("agreement", 2, *ZERO, OFFLOADED), alone)
+    check_agreement(ranks.together("agreement", 2, *ZERO, OFFLOADED[-1]), alone)
 
 
-def test_every_rank_sees_the_whole_gradient_and_the_whole_weights() -> None:
+def check_flat_view(seen_by_all: list[dict[str, Any]]) -> None:
     single = ranks.engine_of(optimizer=ranks.PLAIN)
-    single.gradients(ranks.batches(0))
+    single.gradients(ranks.batches(2))
     gradient = single.gradient.clone()
     single.apply(gradient, 10)
-    for seen in ranks.together("flat_view", 3, DDP, FSDP):
+    for seen in seen_by_all:
         for name, values in seen.items():
             torch.testing.assert_close(torch.tensor(values["gradient"]), gradient, rtol=1e-4, atol=1e-7, msg=name)
             torch.testing.assert_close(torch.tensor(values["vector"]), single.vector, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_every_rank_sees_the_whole_gradient_and_the_whole_weights() -> None:
+    check_flat_view(ranks.together("flat_view", 3, DDP, FSDP))
+
+
+@needs_deepspeed
+def test_every_rank_of_zero_sees_the_whole_gradient_and_the_whole_weights() -> None:
+    check_flat_view(ranks.together("flat_view", 2, *ZERO, *OFFLOADED))
 
 
 def test_running_figures_of_batchnorm_are_the_same_in_all_ranks() -> None:

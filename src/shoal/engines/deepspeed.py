@@ -21,7 +21,8 @@ from shoal.engines.base import Engine, tensors_of
 from shoal.engines.fsdp import refuse_several
 from shoal.engines.shards import as_shard, part_of
 from shoal.engines.world import World
-from shoal.engines.zero_config import library, zero_config
+from shoal.engines.zero_config import Disk, library, zero_config
+from shoal.engines.zero_disk import Scratch, Window, check_disk_access
 from shoal.errors import ShoalError
 from shoal.tasks import Task
 from shoal.updates.layout import Layout
@@ -36,6 +37,9 @@ class DeepSpeedEngine(Engine):
         refuse_several(run, task)
         self.library = library(device)
         self.stage = run.engine.zero_stage
+        if run.engine.nvme_offload:
+            check_disk_access()
+        self.scratch = Scratch(run.engine.nvme_path) if run.engine.nvme_offload else None
         self.mesh = init_device_mesh(device.type, (world.size,))
         self.model = task.players["model"].to(device).train()
         self.trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -45,6 +49,7 @@ class DeepSpeedEngine(Engine):
         self.zero = self._initialise(run)
         task.players["model"] = Front(self.zero, self.model, whole=self.stage < 3)
         self.optimizers = {"model": self.zero.optimizer.optimizer}
+        self.window = Window(self.zero.optimizer)
 
     def _initialise(self, run: Run) -> Any:
         settings = self.chosen["model"]
@@ -53,17 +58,23 @@ class DeepSpeedEngine(Engine):
                 f"training.optimizer: {settings.name} looks at whole matrices, and ZeRO cuts them: take AdamW, or the engine ddp"
             )
         optimizer = optimizers.make(settings, list(self.trained.values()))
-        config = zero_config(run, self.world.size, self.clip_limit())
+        largest = max(parameter.numel() for parameter in self.model.parameters()) // self.world.size
+        disk = Disk(self.scratch.path, largest) if self.scratch is not None else None
+        config = zero_config(run, self.world.size, self.clip_limit(), disk)
         zero, *_ = self.library.initialize(model=self.model, optimizer=optimizer, config=config, dist_init_required=False)
         return zero
 
     # --- gradients ---------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        pass  # DeepSpeed does, with each step
+        """DeepSpeed adds to what it has until it steps; where somebody else does, it has to begin anew."""
+        inner = self.zero.optimizer
+        inner.zero_grad()
+        inner.micro_step_id = 0 if self.stage == 3 else -1  # counts up to 0 when the gradients come
 
     def _backward(self, value: Tensor, player: str, last: bool) -> None:
         """DeepSpeed takes the mean over the processes, and the shares want the sum."""
+        self.window.close()
         self.zero.set_gradient_accumulation_boundary(last)
         self.zero.backward(value * self.world.size, scale_wrt_gas=False)
         if not last:
@@ -84,12 +95,14 @@ class DeepSpeedEngine(Engine):
             yield name, self._whole_gradient(name)
 
     def _whole_gradient(self, name: str) -> Tensor:
+        self.window.show(self.trained[name])
         gradient: Tensor | None = self.library.utils.safe_get_full_grad(self.trained[name])
         if gradient is None:
             raise ShoalError("logging.track_gradients: DeepSpeed gives gradients up with each step; the engines ddp and fsdp keep them")
         return gradient
 
     def _set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
+        self.window.show(parameter)
         self.library.utils.safe_set_full_grad(parameter, value)
 
     def _step_network(self, name: str, step: float, metrics: dict[str, Tensor], scaled: bool) -> None:
@@ -98,6 +111,7 @@ class DeepSpeedEngine(Engine):
         for group in self.optimizers[name].param_groups:
             group["lr"] = rate
         self.zero.optimizer.clip_grad = limit or 0.0
+        self.window.close()
         self.zero.step()
         if limit is not None:
             norm = self._norm(name)
@@ -166,6 +180,7 @@ class DeepSpeedEngine(Engine):
         if self.stage < 3:
             whole: Tensor = utils.safe_get_full_optimizer_state(parameter, key) if key else utils.safe_get_full_fp32_param(parameter)
             return whole
+        self.window.show(parameter)
         part = utils.safe_get_local_optimizer_state(parameter, key) if key else utils.safe_get_local_fp32_param(parameter)
         part = part.to(self.device).contiguous()
         parts = [torch.empty_like(part) for _ in range(self.world.size)]
@@ -182,6 +197,7 @@ class DeepSpeedEngine(Engine):
         length = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
         padded = nn.functional.pad(value.flatten(), (0, length * self.world.size - value.numel()))
         part = padded[self.world.rank * length : (self.world.rank + 1) * length].to(self.device)
+        self.window.show(parameter)
         utils.safe_set_local_optimizer_state(parameter, part, key) if key else utils.safe_set_local_fp32_param(parameter, part)
 
     def _moments(self, player: str) -> dict[str, Any]:
@@ -203,7 +219,8 @@ class DeepSpeedEngine(Engine):
         if not keys and not shared:
             return
         inner = self.zero.optimizer
-        for part in inner.single_partition_of_fp32_groups if self.stage < 3 else inner.fp32_partitioned_groups_flat:
+        for number, part in enumerate(inner.single_partition_of_fp32_groups if self.stage < 3 else inner.fp32_partitioned_groups_flat):
+            self.window.show_group(number)
             room: dict[str, Any] = {key: torch.zeros_like(part) for key in keys}
             inner.optimizer.state[part] = room | moments.copied(shared)
         if self.stage < 3:

@@ -6,13 +6,26 @@ import logging
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal.config import Run
 from shoal.config.schema.engine import DeepSpeed
 from shoal.errors import ShoalError
+
+_BUFFER_MARGIN = 1 << 20
+"""Elements: buffers are aligned."""
+_GROUP = 100_000_000
+"""Elements of each process that are on their way from or to the disk at a time."""
+
+
+class Disk(NamedTuple):
+    """Where parameters and optimizer state are kept while they are not in use."""
+
+    path: str
+    largest: int
+    """Elements of the largest parameter that a process holds."""
 
 
 def library(device: torch.device) -> Any:
@@ -36,7 +49,7 @@ def library(device: torch.device) -> Any:
     return deepspeed
 
 
-def zero_config(run: Run, size: int, limit: float | None) -> dict[str, Any]:
+def zero_config(run: Run, size: int, limit: float | None, disk: Disk | None = None) -> dict[str, Any]:
     """The configuration that `deepspeed.initialize` takes."""
     engine, accumulation = run.engine, run.training.gradient_accumulation_steps
     assert isinstance(engine, DeepSpeed)
@@ -44,14 +57,12 @@ def zero_config(run: Run, size: int, limit: float | None) -> dict[str, Any]:
         raise ShoalError("engine.zero_stage: stage 0 shards nothing; that is the engine ddp")
     batch_size = run.training.batch_size or 1
     precision = run.training.precision.kind
-    if engine.nvme_offload:
-        _check_disk_access()
     return {
         "train_batch_size": batch_size * accumulation * size,
         "train_micro_batch_size_per_gpu": batch_size,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": limit or 0.0,
-        "zero_optimization": _zero(engine),
+        "zero_optimization": _zero(engine, disk),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "torch_autocast": {"enabled": precision == "bf16", "dtype": "bfloat16"},
@@ -60,16 +71,7 @@ def zero_config(run: Run, size: int, limit: float | None) -> dict[str, Any]:
     }
 
 
-def _check_disk_access() -> None:
-    from deepspeed.accelerator import get_accelerator
-
-    if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
-        raise ShoalError(
-            "engine.nvme_offload: DeepSpeed needs libaio and a compiler for it, and they are not here (apt install libaio-dev)"
-        )
-
-
-def _zero(engine: DeepSpeed) -> dict[str, Any]:
+def _zero(engine: DeepSpeed, disk: Disk | None) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "stage": engine.zero_stage,
         "allgather_bucket_size": engine.allgather_bucket_size,
@@ -77,7 +79,7 @@ def _zero(engine: DeepSpeed) -> dict[str, Any]:
         "overlap_comm": True,
         "contiguous_gradients": True,
     }
-    offload = _offload(engine)
+    offload = _offload(engine) if disk is None else {"device": "nvme", "nvme_path": disk.path}
     if offload:
         settings["offload_optimizer"] = offload
     if engine.zero_stage == 3:
@@ -86,10 +88,11 @@ def _zero(engine: DeepSpeed) -> dict[str, Any]:
             "stage3_param_persistence_threshold": engine.stage3_param_persistence_threshold,
             "stage3_max_live_parameters": engine.stage3_max_live_parameters,
         } | ({"offload_param": offload} if offload else {})
+    if disk is not None:
+        settings["offload_param"] = offload | {"buffer_size": disk.largest + _BUFFER_MARGIN}
+        settings["sub_group_size"] = _GROUP
     return settings
 
 
 def _offload(engine: DeepSpeed) -> dict[str, Any]:
-    if engine.nvme_offload:
-        return {"device": "nvme", "nvme_path": engine.nvme_path}
     return {"device": "cpu", "pin_memory": torch.cuda.is_available()} if engine.cpu_offload else {}
