@@ -10,15 +10,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.config.ranks import Place, environment_of, place
-from shoal.engines import Engine, SingleEngine, World, build, enter
+from shoal.engines import Engine, SingleEngine, World, build, choose_device, enter
 from shoal.models import build as build_models
 from shoal.tasks import Batch
 from shoal.tasks.gan import Gan
@@ -29,7 +31,16 @@ PLAIN = {"name": "SGD", "learning_rate": 0.5}
 """An optimizer that does not blow differences in the last digit up."""
 
 
-def together(name: str, count: int, *arguments: str) -> list[Any]:
+DEVICE = os.environ.get("SHOAL_TEST_DEVICE", "cpu")
+"""Where the ranks compute: on GPUs they are as many as there are of those, and speak NCCL."""
+DDP, FSDP = json.dumps({"kind": "ddp"}), json.dumps({"kind": "fsdp"})
+KEPT = json.dumps({"kind": "fsdp", "reshard_after_forward": False})
+ZERO = [json.dumps({"kind": "deepspeed", "zero_stage": stage, "stage3_param_persistence_threshold": 10}) for stage in (1, 2, 3)]
+OFFLOADED = [json.dumps({"kind": "deepspeed", "zero_stage": stage, "cpu_offload": True}) for stage in (1, 2, 3)]
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed (shoal[deepspeed])")
+
+
+def together(name: str, count: int, *arguments: str, device: str = "cpu") -> list[Any]:
     """Run a function of this file in so many processes; what each returned. None is left behind."""
     with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder) / f"{rank}.json" for rank in range(count)]
@@ -37,7 +48,7 @@ def together(name: str, count: int, *arguments: str) -> list[Any]:
         processes = []
         for rank in range(count):
             here = Place(rank, count, rank, count, file=f"{folder}/meeting")
-            environ = os.environ | environment_of(here) | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            environ = os.environ | environment_of(here) | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device, "SHOAL_TEST_DEVICE": device}
             command = [sys.executable, __file__, str(results[rank]), name, *arguments]
             with logs[rank].open("wb") as log:
                 processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
@@ -68,7 +79,7 @@ def run_of(engine: dict[str, Any], **training: Any) -> Run:
         "optimizer": {"learning_rate": 3e-3, "weight_decay": 0.1},
         "schedule": {"kind": "cosine", "warmup_steps": 5},
         "clipping": {"max_norm": 0.5},
-        "device": "cpu",
+        "device": DEVICE,
     } | training
     return resolve_data({"model": model, "engine": engine, "training": settings}, name="test", dialect="shoal", environ={}).run
 
@@ -76,7 +87,7 @@ def run_of(engine: dict[str, Any], **training: Any) -> Run:
 def engine_of(world: World | None = None, engine: dict[str, Any] | None = None, **training: Any) -> Engine:
     run = run_of(engine or {"kind": "single"}, **training)
     task = LanguageModelling(build_models(run, Shapes()))
-    device = torch.device("cpu")
+    device = choose_device(run.training.device, world.rank if world else 0)
     return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
 
 
@@ -110,6 +121,12 @@ def losses_of(engine: Engine, first: int = 0, last: int = STEPS) -> list[float]:
 def agreement(world: World, *engines: str) -> dict[str, Any]:
     """Fifty steps of each engine."""
     return {text: losses_of(engine_of(world, json.loads(text))) for text in engines}
+
+
+def half_agreement(world: World, *engines: str) -> dict[str, Any]:
+    """Fifty steps of each engine in bfloat16, activations computed twice."""
+    settings: dict[str, Any] = {"precision": {"kind": "bf16"}, "gradient_checkpointing": True}
+    return {text: losses_of(engine_of(world, json.loads(text), **settings)) for text in engines}
 
 
 def flat_view(world: World, *engines: str) -> dict[str, Any]:
@@ -151,7 +168,7 @@ def small_last_batch(world: World) -> list[float]:
 def main() -> None:
     here = place()
     assert here is not None
-    world = enter(here, torch.device("cpu"))
+    world = enter(here, choose_device(DEVICE, here.local_rank))
     found = globals()[sys.argv[2]](world, *sys.argv[3:])
     Path(sys.argv[1]).write_text(json.dumps(found))
     world.close()

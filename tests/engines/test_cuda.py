@@ -1,10 +1,17 @@
-"""What only a GPU shows: the fused loss in a real step, exact resume, precisions."""
+"""What only GPUs show: the fused loss in a real step, exact resume, precisions, NCCL; with several of them, several processes."""
 
 from __future__ import annotations
 
-import pytest
-import torch
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
+import ranks
+import torch
+from ranks import DDP, FSDP, KEPT, OFFLOADED, ZERO, needs_deepspeed
+
+from commands import Processes, processes_in
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
 from shoal.models import build
@@ -43,3 +50,91 @@ def test_half_precision_learns_the_same(kind: str, compiled: bool) -> None:
     for batch in batches(1) * 20:
         expected, found = exact.step([batch]), half.step([batch])
     assert float(found.metrics["loss"]) == pytest.approx(float(expected.metrics["loss"]), rel=0.05)
+
+
+# --- engines of several processes: one on each GPU ------------------------------------------------------
+
+GPUS = torch.cuda.device_count()
+IN_MEMORY = json.dumps({"kind": "fsdp", "cpu_offload": True})
+
+
+def alone(**training: object) -> list[float]:
+    return ranks.losses_of(ranks.engine_of(device="cuda", **training))
+
+
+def test_ddp_and_fsdp_over_nccl_follow_one_gpu_over_fifty_steps() -> None:
+    expected = alone()
+    for found in ranks.together("agreement", GPUS, DDP, FSDP, KEPT, IN_MEMORY, device="cuda"):
+        for name, losses in found.items():
+            assert losses == pytest.approx(expected, rel=1e-4), name
+
+
+@needs_deepspeed
+def test_zero_over_nccl_follows_one_gpu_over_fifty_steps() -> None:
+    expected = alone()
+    for found in ranks.together("agreement", GPUS, *ZERO, *OFFLOADED, device="cuda"):
+        for name, losses in found.items():
+            assert losses == pytest.approx(expected, rel=1e-4), name
+
+
+def test_halves_over_nccl_learn_the_same() -> None:
+    expected = alone(precision={"kind": "bf16"})
+    for found in ranks.together("half_agreement", GPUS, DDP, FSDP, IN_MEMORY, device="cuda"):
+        for name, losses in found.items():
+            assert losses == pytest.approx(expected, rel=0.02), name
+
+
+@needs_deepspeed
+def test_halves_of_zero_learn_the_same() -> None:
+    expected = alone(precision={"kind": "bf16"})
+    for found in ranks.together("half_agreement", GPUS, *ZERO, OFFLOADED[-1], device="cuda"):
+        for name, losses in found.items():
+            assert losses == pytest.approx(expected, rel=0.02), name
+
+
+# --- as a user starts them ------------------------------------------------------------------------------
+
+CONFIG = """\
+dialect: shoal
+model: {kind: gpt, hidden_size: 64, num_layers: 2, num_heads: 2, max_seq_len: 32, dropout: 0.0}
+data: {source: {kind: text, path: text.txt}, tokenizer: characters}
+training: {max_steps: 24, batch_size: 8, device: cuda, clipping: {max_norm: 1.0}, precision: {kind: bf16}}
+evaluation: {strategy: steps, every_steps: 24}
+checkpoint: {strategy: steps, every_steps: 8, keep_last: 9}
+transport: {port: 0}
+"""
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    with processes_in(tmp_path) as made:
+        yield made
+
+
+def loss_of(processes: Processes, run: str, *settings: str) -> float:
+    """The loss at the end of a run."""
+    chosen = [word for setting in settings for word in (("--set", setting) if "=" in setting else (setting,))]
+    code, output = processes.run("train", "config.yaml", "--run-dir", run, *chosen)
+    assert code == 0, output
+    found: float = json.loads((processes.folder / run / "summary.json").read_text())["metrics"]["eval"]["loss"]
+    return found
+
+
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("deepspeed", marks=needs_deepspeed)])
+def test_a_checkpoint_goes_on_under_another_engine(processes: Processes, engine: str) -> None:
+    settings = [f"engine.kind={engine}", *(["engine.zero_stage=3"] if engine == "deepspeed" else [])]
+    whole = loss_of(processes, "whole", *settings)
+    loss_of(processes, "part", *settings, "training.max_steps=16", "training.schedule.kind=constant")
+    rows = f"training.batch_size={8 * GPUS}"
+    assert loss_of(processes, "rest", "engine.kind=single", rows, "checkpoint.resume_from=part") == pytest.approx(whole, rel=0.01)
+
+
+@pytest.mark.parametrize("transport", ["zmq", "collectives"])
+def test_diloco_with_a_worker_on_each_gpu(processes: Processes, transport: str) -> None:
+    workers = str(GPUS) if transport == "collectives" else str(max(2, GPUS))
+    diloco = ["strategy.kind=diloco", "strategy.inner_steps=8", f"transport.kind={transport}"]
+    assert loss_of(processes, "run", *diloco, "--workers", workers) < 2.5
+    code, output = processes.run("audit", "run")
+    assert code == 0, output

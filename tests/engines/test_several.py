@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import ranks
 import torch
-
-DDP, FSDP = json.dumps({"kind": "ddp"}), json.dumps({"kind": "fsdp"})
-KEPT = json.dumps({"kind": "fsdp", "reshard_after_forward": False})
-ZERO = [json.dumps({"kind": "deepspeed", "zero_stage": stage, "stage3_param_persistence_threshold": 10}) for stage in (1, 2, 3)]
-OFFLOADED = [json.dumps({"kind": "deepspeed", "zero_stage": stage, "cpu_offload": True}) for stage in (1, 2, 3)]
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed (shoal[deepspeed])")
+from ranks import DDP, FSDP, KEPT, OFFLOADED, ZERO, needs_deepspeed
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +18,7 @@ def alone() -> list[float]:
 def check_agreement(found: list[dict[str, list[float]]], alone: list[float]) -> None:
     for name, losses in found[0].items():
         assert losses == pytest.approx(alone, rel=1e-4), name
-        assert found[1][name] == losses, "all ranks are told the same"
+        assert all(rank[name] == losses for rank in found), "all ranks are told the same"
 
 
 def test_ddp_and_fsdp_follow_one_process_over_fifty_steps(alone: list[float]) -> None:
