@@ -38,7 +38,7 @@ checkpoint: {strategy: never}
 logging: {every_steps: 50}
 """
 GENTLE = "strategy.outer.learning_rate=0.4"
-MUON = ["training.optimizer.name=Muon", "training.optimizer.learning_rate=0.02", "training.optimizer.beta2=null"]
+MUON = ["training.optimizer.name=Muon", "training.optimizer.beta2=null"]
 WAYS: tuple[tuple[str, int, list[str]], ...] = (
     ("H = 10", 10, ["strategy.outer.learning_rate=0.3"]),
     ("H = 30", 30, [GENTLE]),
@@ -88,11 +88,11 @@ def measure() -> list[Row]:
     if not torch.cuda.is_available():
         print("gpu-diloco: skipped, there is no GPU here")
         return []
-    peer = trained([f"training.batch_size={16 * WORKERS}"], 1)
+    peer = trained([f"training.batch_size={8 * WORKERS}"], 1)
     synchronous = STEPS * WORKERS * 2 * 4 * peer.parameters
     rows = []
     for name, inner, settings in WAYS:
-        ours = trained(["training.batch_size=16", "strategy.kind=diloco", f"strategy.inner_steps={inner}", *settings], WORKERS)
+        ours = trained(["training.batch_size=8", "strategy.kind=diloco", f"strategy.inner_steps={inner}", *settings], WORKERS)
         rows.append(Row(f"gpu-diloco, {name}: loss", ours.loss, peer.loss, "nats/byte", ours.loss / peer.loss, ""))
         rows.append(Row(f"gpu-diloco, {name}: bytes", ours.sent, synchronous, "both ways", synchronous / ours.sent, ""))
     return rows

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from shoal.config import Run, load
+from shoal.config.load import resolve_data
 from shoal.config.schema.training import GradientHealth, Optimizer, OptimizerName, Schedule
 from shoal.engines import SingleEngine
 from shoal.engines.health import HealthMonitor
-from shoal.engines.optimizers import arguments, step
+from shoal.engines.optimizers import arguments, build, step
 from shoal.engines.schedule import learning_rate
 from shoal.errors import ShoalError
+from shoal.models import build as build_models
 from shoal.tasks.classification import Classification
 from shoal.updates.layout import FlatNetwork
 
@@ -79,7 +81,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     model = network()
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    made = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+    made = [torch.optim.Muon(matrices, lr=0.01, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(others, lr=0.01)]
     for batch in data:
         engine.step([batch])
         model.zero_grad()
@@ -87,6 +89,25 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
         for optimizer in made:
             optimizer.step()
     assert torch.allclose(engine.networks["model"].vector, torch.cat([p.detach().flatten() for p in model.parameters()]), atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_leaves_tables_of_words_to_adamw(tied: bool) -> None:
+    class Words:
+        image_shape, num_classes, vocab_size = None, None, 61
+
+    model = {"kind": "gpt", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 12, "tied_embeddings": tied}
+    run = resolve_data({"model": model, "training": {"optimizer": {"name": "Muon"}}}, name="test", dialect="shoal", environ={}).run
+    network = FlatNetwork(build_models(run, Words())["model"])
+    optimizer = build(run.training.optimizer, network)
+    muon, adamw = ({id(parameter) for parameter in group["params"]} for group in optimizer.param_groups)
+    names = {id(parameter): name for name, parameter in network.network.named_parameters()}
+    assert {names[key] for key in muon} == {name for name in names.values() if name.startswith("blocks") and not is_vector(network, name)}
+    assert muon | adamw == set(names)
+
+
+def is_vector(network: FlatNetwork, name: str) -> bool:
+    return network.network.get_parameter(name).ndim == 1
 
 
 def test_clipping_follows_torch() -> None:

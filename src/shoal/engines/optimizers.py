@@ -30,10 +30,10 @@ def merged(settings: Optimizer, player: PlayerOptimizer | None) -> Optimizer:
 
 def build(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
     """An optimizer for a network's vector, or for its parameters where their shapes matter."""
+    if settings.name == "Muon":
+        return _muon(settings, network)
     if settings.name in SHAPED:
         parameters: list[torch.Tensor] = list(network.parameters)
-        if settings.name == "Muon" and any(parameter.ndim != 2 for parameter in parameters):
-            return _muon(settings, network)
     else:
         whole = nn.Parameter(network.vector)
         whole.grad = network.gradient
@@ -83,11 +83,25 @@ def arguments(settings: Optimizer) -> dict[str, Any]:
 
 
 def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
-    """Muon for matrices; AdamW with the same learning rate for everything else."""
-    matrices = [parameter for parameter in network.parameters if parameter.ndim == 2]
-    others = [parameter for parameter in network.parameters if parameter.ndim != 2]
+    """Muon for the matrices of hidden layers; AdamW for tables of words, and for what is no matrix.
+
+    Muon's steps are made as large as AdamW's, so that one learning rate suits both, unless `kwargs` says otherwise.
+    """
+    tables = _tables(network.network)
+    matrices = [parameter for parameter in network.parameters if parameter.ndim == 2 and id(parameter) not in tables]
+    others = [parameter for parameter in network.parameters if parameter.ndim != 2 or id(parameter) in tables]
+    keywords = {"adjust_lr_fn": "match_rms_adamw"} | arguments(settings)
     rest = {"lr": settings.learning_rate} | ({} if settings.weight_decay is None else {"weight_decay": settings.weight_decay})
-    return Together(_make("Muon", arguments(settings), list(matrices)), _make("AdamW", rest, list(others)))
+    made = [_make(name, own, list(part)) for name, own, part in (("Muon", keywords, matrices), ("AdamW", rest, others)) if part]
+    return Together(*made) if len(made) > 1 else made[0]
+
+
+def _tables(network: nn.Module) -> set[int]:
+    """The parameters that have a row for each word: a batch moves few of them, and not in the direction that Muon would make of it."""
+    tables = [module.weight for module in network.modules() if isinstance(module, nn.Embedding)]
+    words = max((len(table) for table in tables), default=0)
+    last = [module.weight for module in network.modules() if isinstance(module, nn.Linear)][-1:]
+    return {id(table) for table in [*tables, *(weight for weight in last if len(weight) == words)]}
 
 
 class Together(torch.optim.Optimizer):

@@ -36,7 +36,7 @@ class Optimizer(Section):
     """An optimizer of torch.optim. A setting that the optimizer does not take is refused when it is given."""
 
     name: OptimizerName = "AdamW"
-    """Class name in torch.optim."""
+    """Class name in torch.optim. Muon steps the matrices of hidden layers, as far as AdamW would, and AdamW the rest."""
     learning_rate: NonNegativeFloat = 1e-3
     """Step size, before the schedule."""
     weight_decay: NonNegativeFloat | None = None
