@@ -50,8 +50,8 @@ def test_every_replica_is_what_the_coordinator_thinks_it_is(codec: Codec) -> Non
             if chance.random() < 0.2:  # the answer is lost
                 continue
             worker.take(fields["weights"], version, frames)
-            known = publisher._replicas.get(session)
-            assert known is None or known[0] != version or torch.equal(worker.vector, known[1])
+            known = publisher._held.get(session)
+            assert known is None or known[0] != version or torch.equal(worker.vector, known[1].vector)
             if codecs.of_weights(codec).kind == "none":
                 assert torch.equal(worker.vector, vector), "changes are exact"
             else:
@@ -107,14 +107,26 @@ def test_an_answer_that_was_lost_is_followed_by_everything() -> None:
     assert publisher.since("stranger", 0)[0]["weights"] == "full"
 
 
+@pytest.mark.parametrize("codec", CODECS[1:], ids=lambda codec: f"{codec.kind}{getattr(codec, 'values', '')}")
+def test_workers_that_were_sent_the_same_share_a_replica_and_what_is_found_for_it(codec: Codec) -> None:
+    publisher, generator, vector = Publisher(codec), torch.Generator().manual_seed(0), torch.zeros(SIZE)
+    for version in range(3):
+        moved(vector, generator, 1.0)
+        publisher.publish(version, vector, torch.empty(0))
+        answers = [publisher.since(f"s{number}", version - 1) for number in range(4)]
+        assert all(a is b for _, frames in answers[1:] for a, b in zip(frames, answers[0][1], strict=True)), "found once"
+        assert len({id(replica) for _, replica in publisher._held.values()}) == 1
+
+
 def test_replicas_take_no_more_memory_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are all at different versions have different weights."""
     monkeypatch.setattr(publishing, "MOST_REPLICA_BYTES", 3 * 4 * SIZE)
     publisher, vector = Publisher(Int8Codec()), torch.zeros(SIZE)
-    for version in range(2):
-        publisher.publish(version, vector, torch.empty(0))
-        for number in range(6):
-            publisher.since(f"s{number}", version - 1)
-    assert len(publisher._replicas) == 3
+    for version in range(9):
+        publisher.publish(version, vector + version, torch.empty(0))
+        publisher.since(f"s{version % 6}", version - 6 if version >= 6 else -1)
+        assert len({id(replica) for _, replica in publisher._held.values()}) <= 3
+    assert len(publisher._held) == 3
 
 
 def test_what_is_being_sent_does_not_change_with_the_next_version() -> None:
@@ -167,7 +179,7 @@ def test_all_who_read_the_bulletin_have_the_same_however_often_they_look(codec: 
             bulletin = Bulletin(publisher)
             board.hang_out(version, bulletin.notices())
         else:
-            known = publisher._replicas.get("all", (version, vector))[1]
+            known = publisher._held["all"][1].vector if "all" in publisher._held else vector
             assert float((known - vector).abs().max()) < 0.1
             for reader in readers:
                 if chance.random() < 0.5:

@@ -1,6 +1,7 @@
 """Weights for those who ask: nothing new, the difference to what they have, or all of them; whichever is smaller.
 
-For a worker that gets differences, a replica of what it has is kept, so what one difference lost is in the next.
+For workers that get differences, a replica of what they have is kept, so what one difference lost is in the next. Workers that were sent
+the same have the same: they share a replica, and what is found for one of them is sent to all.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from shoal.config.schema.updates import Codec
 from shoal.updates import codecs
 from shoal.updates.fragments import Span
-from shoal.updates.frames import frame_of
+from shoal.updates.frames import Frames, frame_of
 
 MOST_REPLICA_BYTES = 2 << 30
 """Memory for all replicas together; workers beyond it get full weights."""
@@ -21,6 +22,24 @@ _RETRY = 16
 """Pulls until changes are looked for again, after they were found to be everywhere."""
 _ALL = "all"
 """Those who read the bulletin, as one worker: all read the same. No session is called that."""
+
+
+class Replica:
+    """What some workers have."""
+
+    def __init__(self, vector: Tensor, fixed: bool) -> None:
+        self.vector, self.fixed, self.holders = vector, fixed, 0
+        """Fixed: its memory is being sent, and stays as it is."""
+
+
+class Way(NamedTuple):
+    """How a replica becomes the newest weights, or those in a span."""
+
+    kind: str
+    frames: Frames
+    span: Span | None
+    end: Replica | None
+    """What those have who have gone it; None: that is not kept."""
 
 
 class Publisher:
@@ -33,55 +52,81 @@ class Publisher:
         """What changed with the newest version; None: everything may have."""
         self.vector = torch.empty(0)
         self.buffers = torch.empty(0)
-        self._full: tuple[memoryview, ...] | None = None
-        self._replicas: dict[str, tuple[int, Tensor]] = {}
+        self._held: dict[str, tuple[int, Replica]] = {}
+        self._ways: dict[tuple[Replica | None, Span | None], Way] = {}
         self._dense = 0
 
     def publish(self, version: int, vector: Tensor, buffers: Tensor, span: Span | None = None) -> None:
         """From now on these are the weights; since the version before only those in `span` have changed. They may change in place."""
-        self.version, self.vector, self.buffers, self._full = version, vector, buffers, None
-        self.span = span
+        self.version, self.vector, self.buffers, self.span = version, vector, buffers, span
+        self._ways.clear()
 
-    def since(self, session: str, have: int) -> tuple[dict[str, Any], tuple[memoryview, ...]]:
+    def since(self, session: str, have: int) -> tuple[dict[str, Any], Frames]:
         """What a worker with version `have` needs to have this one."""
         if have == self.version:
             return {"weights": "same"}, ()
-        known, replica = self._replicas.get(session, (have, None))
-        if known != have:
-            replica = None  # an answer was lost: what the worker has is not what is kept here
-        span = self.span if have == self.version - 1 and known == have else None
-        start, end = span or (0, self.vector.numel())
-        fields = {} if span is None else {"span": [start, end]}
-        if replica is not None and (difference := self._difference(replica[start:end], self.vector[start:end])) is not None:
-            self._replicas[session] = (self.version, replica)
-            kind, frames = difference
-            return {"weights": kind} | fields, (*frames, *self._buffer_frame())
-        if span is None:
-            self._remember(session)
-            return {"weights": "full"}, self.everything()
-        if replica is not None:
-            replica[start:end].copy_(self.vector[start:end])
-            self._replicas[session] = (self.version, replica)
-        return {"weights": "full"} | fields, (frame_of(self.vector[start:end].clone().numpy()), *self._buffer_frame())
+        known, replica = self._held.get(session, (have, None))
+        lost = known != have  # an answer was: what the worker has is not what is kept here
+        way = self._way(None, None) if lost else self._way(replica, self.span if have == self.version - 1 else None)
+        self.forget(session)
+        if way.end is not None:
+            way.end.holders += 1
+            self._held[session] = (self.version, way.end)
+        fields = {} if way.span is None else {"span": [*way.span]}
+        return {"weights": way.kind} | fields, (*way.frames, *self._buffer_frame())
 
     def forget(self, session: str) -> None:
-        self._replicas.pop(session, None)
+        if (held := self._held.pop(session, None)) is not None:
+            held[1].holders -= 1
 
-    def _difference(self, replica: Tensor, vector: Tensor) -> tuple[str, tuple[memoryview, ...]] | None:
-        """The way from the replica to the weights, if it is shorter than all of them; the replica goes along."""
+    def everything(self) -> Frames:
+        """A copy, made once a version: the transport may still be sending it when the weights move on."""
+        return (*self._way(None, None).frames, *self._buffer_frame())
+
+    def replica(self, session: str) -> Frames:
+        """All of the weights, as a worker has them that got differences."""
+        return (frame_of(self._held[session][1].vector.clone().numpy()), *self._buffer_frame())
+
+    def _way(self, replica: Replica | None, span: Span | None) -> Way:
+        """Found once for all who have the same."""
+        if (replica, span) not in self._ways:
+            self._ways[replica, span] = self._found(replica, span)
+        return self._ways[replica, span]
+
+    def _found(self, replica: Replica | None, span: Span | None) -> Way:
+        start, end = span or (0, self.vector.numel())
+        target = self.vector[start:end]
+        shorter = None if replica is None else self._shorter(replica.vector[start:end], target)
+        if shorter is None and span is None:
+            if replica is not None:
+                return self._way(None, None)
+            copy = self.vector.clone()
+            return Way("full", (frame_of(copy.numpy()),), None, Replica(copy, fixed=True) if self._has_room() else None)
+        kind, frames = shorter or ("full", (frame_of(target.clone().numpy()),))
+        moved = None if replica is None else self._movable(replica)
+        if moved is not None:
+            codecs.renew(moved.vector[start:end], kind, self.codec, frames)
+        return Way(kind, frames, span, moved)
+
+    def _movable(self, replica: Replica) -> Replica | None:
+        """A copy of a replica, or itself where nobody else needs it as it is; None where there is no room."""
+        alone = replica.holders == 1
+        if alone and not replica.fixed:
+            return replica
+        return Replica(replica.vector.clone(), fixed=False) if self._has_room(alone) else None
+
+    def _shorter(self, replica: Tensor, vector: Tensor) -> tuple[str, Frames] | None:
+        """The way from the replica to the weights, if it is shorter than all of them."""
         codec = codecs.of_weights(self.codec)
         if self.codec.kind == "topk":
             changes = self._changes(replica, vector, codecs.encoded_bytes(codec, vector.numel()))
             if changes is not None:
-                codecs.apply_changes(replica, changes)
                 return "changes", changes
         if codec.kind == "none":
             return None
-        frames = codecs.encode(codec, vector - replica, None)
-        codecs.decode_into(codec, vector.numel(), frames, replica, 1.0, own=True)
-        return "difference", frames
+        return "difference", codecs.encode(codec, vector - replica, None)
 
-    def _changes(self, replica: Tensor, vector: Tensor, most: int) -> tuple[memoryview, ...] | None:
+    def _changes(self, replica: Tensor, vector: Tensor, most: int) -> Frames | None:
         """Where the replica is not to the bit what the weights are, if few are and it takes no more than so many bytes."""
         self._dense = max(0, self._dense - 1)
         changes = None if self._dense else codecs.encode_changes(replica, vector)
@@ -90,28 +135,12 @@ class Publisher:
             return None
         return changes
 
-    def _remember(self, session: str) -> None:
-        if self.codec.kind == "none":
-            return
-        there = self._replicas.get(session)
-        size = self.vector.numel() * 4
-        if there is not None:
-            there[1].copy_(self.vector)
-            self._replicas[session] = (self.version, there[1])
-        elif (len(self._replicas) + 1) * size <= MOST_REPLICA_BYTES:
-            self._replicas[session] = (self.version, self.vector.clone())
+    def _has_room(self, one_goes: bool = False) -> bool:
+        """For one more replica."""
+        kept = len({id(replica) for _, replica in self._held.values()}) - one_goes
+        return self.codec.kind != "none" and (kept + 1) * self.vector.numel() * 4 <= MOST_REPLICA_BYTES
 
-    def everything(self) -> tuple[memoryview, ...]:
-        """A copy, made once a version: the transport may still be sending it when the weights move on."""
-        if self._full is None:
-            self._full = (frame_of(self.vector.clone().numpy()), *self._buffer_frame())
-        return self._full
-
-    def replica(self, session: str) -> tuple[memoryview, ...]:
-        """All of the weights, as a worker has them that got differences."""
-        return (frame_of(self._replicas[session][1].clone().numpy()), *self._buffer_frame())
-
-    def _buffer_frame(self) -> tuple[memoryview, ...]:
+    def _buffer_frame(self) -> Frames:
         return (frame_of(self.buffers.clone().numpy()),) if self.buffers.numel() else ()
 
 
@@ -120,7 +149,7 @@ class Notice(NamedTuple):
 
     kind: str
     header: dict[str, Any]
-    frames: tuple[memoryview, ...]
+    frames: Frames
 
 
 class Bulletin:

@@ -30,8 +30,10 @@ def _pool(process: int) -> ThreadPoolExecutor:
 
 
 def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may use: those that it may run on, or its share of them where it has been given one."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = os.environ.get("OMP_NUM_THREADS", "")
+    return min(there, int(share)) if share.isdecimal() and int(share) else there
 
 
 def in_blocks(size: int, work: Callable[[int, int], None], width: int = BLOCK) -> None:
