@@ -10,6 +10,7 @@ import pytest
 import torch
 from layered import loaded, merged
 
+from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import Parts, assemble, feed_of
 from shoal.strategies.joining import Joined
@@ -172,6 +173,22 @@ def test_the_held_out_data_is_judged_once_a_round_and_no_worker_sees_it(cluster:
     assert len(learned) == 2 * 4 * 5 * 20
     shared = (torch.cdist(learned.double(), held_out.double()) == 0).any(1).sum()
     assert shared <= 2  # a few digits of the set are drawn twice
+
+
+def test_an_evaluation_that_a_gpu_has_no_room_for_is_done_on_the_cpu(cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, tried = SingleEngine.evaluate, []
+
+    def full_at_first(engine: SingleEngine, batches: Any) -> dict[str, float]:
+        tried.append(engine)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return evaluate(engine, batches)
+
+    monkeypatch.setattr(SingleEngine, "evaluate", full_at_first)
+    together = cluster(SMALL, DILOCO, {"evaluation": {"strategy": None}}, workers=1)
+    judged = [record["step"] for record in together.loop.directory.metrics() if record["split"] == "eval"]
+    assert judged == [1, 2, 3, 4]
+    assert len(set(tried)) == 2, "an engine anew, and from then on that one"
 
 
 def test_steps_in_settings_are_those_of_a_worker(cluster: Callable[..., Any]) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from shoal import data
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published, Reply, Stop
@@ -82,7 +84,9 @@ class ClusterLoop(Loop):
         directory: RunDirectory,
         reporters: list[Reporter],
         welcome: Message,
+        judging: torch.device,
     ) -> None:
+        """`judging`: the device that evaluates; the weights are stepped on the CPU."""
         super().__init__(parts.run, parts.engine, SharedFeed(length.batches_per_epoch), None, directory, reporters)
         self.coordinator, self.server, self.welcome = coordinator, server, welcome
         self.learner = cast(EngineLearner, coordinator.learner)
@@ -91,7 +95,7 @@ class ClusterLoop(Loop):
         """Where units are leased, if they are."""
         self.bulletin = Bulletin(coordinator.publisher)
         batches = held_out(parts.run, parts.data.eval)
-        self.judge = Judge(parts, batches, directory) if batches is not None and parts.run.evaluation.batches != 0 else None
+        self.judge = Judge(parts, batches, directory, judging) if batches is not None and parts.run.evaluation.batches != 0 else None
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
         self.scribe = Scribe(self._write, self._keep, server.wake) if isinstance(store, Files) else None
         """Files can be written beside the work; in a database what belongs together is one transaction."""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from shoal import data
 from shoal.config import Run
 from shoal.config.load import Loaded
@@ -14,6 +16,7 @@ from shoal.config.schema.cluster import Transport
 from shoal.config.schema.strategy import DiLoCo
 from shoal.coordinator import Coordinator
 from shoal.coordinator.machine import Plan
+from shoal.engines import choose_device
 from shoal.errors import ShoalError
 from shoal.strategies.assembly import Parts, Progress, assemble, refuse_unbuilt, warner, write_info
 from shoal.strategies.cluster import Length, fingerprint, fragments_of, length_of, needed, policy_of
@@ -87,7 +90,7 @@ def prepare(
     _tell_what_is_left_out(run, place, hosts, lengths[0], warn)
     opened = home.open(directory, welcome, _largest_frame(run, learner), expected)
     coordinator = Coordinator(plan, policy, learner)
-    loop = ClusterLoop(parts, lengths[0], coordinator, opened.server, opened.store, directory, reporters, welcome)
+    loop = ClusterLoop(parts, lengths[0], coordinator, opened.server, opened.store, directory, reporters, welcome, _judging(run))
     snapshot = loop.snapshots.newest(warn) if resume else None
     if snapshot is not None:
         loop.recover(snapshot)
@@ -103,6 +106,14 @@ def prepare(
         coordinator.go_on_from(loop.step, start.state.get("coordinator", {}))
         coordinator.publisher.publish(loop.step, learner.vector, learner.buffers)
     return Coordinating(loop, opened.invitation)
+
+
+def _judging(run: Run) -> torch.device:
+    """Where to evaluate: on the device that a worker would take, if this machine has it."""
+    try:
+        return choose_device(run.training.device)
+    except ShoalError:
+        return torch.device("cpu")
 
 
 def _tell_what_is_left_out(run: Run, transport: Transport, hosts: tuple[str, ...], length: Length, warn: Callable[[str], None]) -> None:

@@ -17,15 +17,17 @@ from shoal.errors import ShoalError
 from shoal.strategies.assembly import Parts, sampler
 from shoal.worker import RunDirectory
 
+_NO_ROOM = "warning: the GPU has no room for an evaluation beside what workers have on it: from now on it is done on the CPU"
+
 
 class Judge:
-    """Evaluates copies of the weights beside everything else, so that no worker waits for it."""
+    """Evaluates copies of the weights beside everything else, so that no worker waits for it, where workers would compute here."""
 
-    def __init__(self, parts: Parts, batches: Callable[[], Any], directory: RunDirectory) -> None:
-        self.engine = SingleEngine(parts.run, copy.deepcopy(parts.engine.task), parts.engine.device, 1)
-        self.batches = batches
-        self.draw = sampler(Parts(parts.run, parts.data, self.engine, parts.feed), directory)
+    def __init__(self, parts: Parts, batches: Callable[[], Any], directory: RunDirectory, device: torch.device) -> None:
+        self.parts, self.batches, self.directory, self.device = parts, batches, directory, device
+        self.task = copy.deepcopy(parts.engine.task)
         self.verdicts: queue.Queue[tuple[int, dict[str, float], str]] = queue.Queue()
+        self._engine: SingleEngine | None = None
         self._waiting: deque[tuple[int, dict[str, Tensor]]] = deque()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -50,19 +52,30 @@ class Judge:
                     self._thread = None
                     return
                 step, weights = self._waiting.popleft()
-            with torch.no_grad():
-                self.engine.load_weights(weights)
-            self._judge(step)
+            self._judge(step, weights)
 
-    def _judge(self, step: int) -> None:
-        problem = ""
-        metrics: dict[str, float] = {}
+    def _judge(self, step: int, weights: dict[str, Tensor]) -> None:
+        problem, metrics = "", dict[str, float]()
         try:
-            metrics = self.engine.evaluate(self.batches())
-            self.draw(step)
+            engine = self._engine_with(weights)
+            metrics = engine.evaluate(self.batches())
+            sampler(Parts(self.parts.run, self.parts.data, engine, self.parts.feed), self.directory)(step)
+        except torch.OutOfMemoryError:
+            self._engine, self.device = None, torch.device("cpu")
+            self.verdicts.put((step, {}, _NO_ROOM))
+            self._judge(step, weights)
+            return
         except (ShoalError, OSError) as error:
             problem = f"warning: no evaluation or sample at step {step}: {error}"
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # workers may need it
         self.verdicts.put((step, metrics, problem))
+
+    def _engine_with(self, weights: dict[str, Tensor]) -> SingleEngine:
+        if self._engine is None:
+            self._engine = SingleEngine(self.parts.run, self.task, self.device, 1)
+        self._engine.load_weights(weights)
+        return self._engine
 
     def wait(self) -> None:
         """Until all are done."""

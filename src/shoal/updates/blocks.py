@@ -20,13 +20,16 @@ Floats = NDArray[np.float32]
 BLOCK = 1 << 17
 """Numbers in a block: half a megabyte of floats, so that a block, what it becomes and a scratch copy stay in the cache."""
 
+_MOST_THREADS = 4
+"""More are in each other's way: one at a time may begin an operation."""
+
 _own = threading.local()
 _zeros: Floats = np.zeros(BLOCK, np.float32)
 
 
 @lru_cache(maxsize=1)
 def _pool(process: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(cores(), thread_name_prefix="blocks")
+    return ThreadPoolExecutor(min(cores(), _MOST_THREADS), thread_name_prefix="blocks")
 
 
 def cores() -> int:
@@ -50,7 +53,7 @@ def in_blocks(size: int, work: Callable[[int, int], None], width: int = BLOCK) -
                 return
             work(start, min(start + width, size))
 
-    threads = min(cores(), -(-size // width))
+    threads = min(cores(), _MOST_THREADS, -(-size // width))
     for done in list(_pool(os.getpid()).map(_without_raising(take_blocks), range(threads))):
         if done is not None:
             raise done
