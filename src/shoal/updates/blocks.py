@@ -21,7 +21,6 @@ BLOCK = 1 << 17
 """Numbers in a block: half a megabyte of floats, so that a block, what it becomes and a scratch copy stay in the cache."""
 
 _MOST_THREADS = 4
-"""More are in each other's way: one at a time may begin an operation."""
 
 _own = threading.local()
 _zeros: Floats = np.zeros(BLOCK, np.float32)
@@ -29,14 +28,13 @@ _zeros: Floats = np.zeros(BLOCK, np.float32)
 
 @lru_cache(maxsize=1)
 def _pool(process: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(cores(), _MOST_THREADS), thread_name_prefix="blocks")
+    return ThreadPoolExecutor(cores(), thread_name_prefix="blocks")
 
 
 def cores() -> int:
-    """Cores this process may use: those that it may run on, or its share of them where it has been given one."""
+    """Cores this process may use, as many as are of use: of more threads too many wait for their turn to begin an operation."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = os.environ.get("OMP_NUM_THREADS", "")
-    return min(there, int(share)) if share.isdecimal() and int(share) else there
+    return min(there, _MOST_THREADS)
 
 
 def in_blocks(size: int, work: Callable[[int, int], None], width: int = BLOCK) -> None:
@@ -53,7 +51,7 @@ def in_blocks(size: int, work: Callable[[int, int], None], width: int = BLOCK) -
                 return
             work(start, min(start + width, size))
 
-    threads = min(cores(), _MOST_THREADS, -(-size // width))
+    threads = min(cores(), -(-size // width))
     for done in list(_pool(os.getpid()).map(_without_raising(take_blocks), range(threads))):
         if done is not None:
             raise done
