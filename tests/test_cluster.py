@@ -124,6 +124,24 @@ def test_a_coordinator_that_was_killed_takes_its_workers_up_again(processes: Pro
     assert code == 0, output
 
 
+def test_a_coordinator_that_trains_and_was_killed_trains_again(processes: Processes, tmp_path: Path) -> None:
+    coordinator, _ = processes.coordinate("--set", "coordinator.trains=true", *LONG)
+    wait_for(coordinator, "here +(computing|waiting)")
+    (own,) = workers_in(tmp_path)
+    coordinator.kill()
+    coordinator.communicate()
+    _gone(own)
+    again = processes.start("coordinate", "--run-dir", "run", "--resume")
+    wait_for(again, "resumed from .* at step [0-9]+")
+    wait_for(again, "here +(computing|waiting)")
+    assert len(workers_in(tmp_path)) == 1
+    again.send_signal(signal.SIGINT)
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 130, output
+    code, output = processes.run("audit", "run")
+    assert code == 0, output
+
+
 def test_workers_end_with_the_process_that_started_them(processes: Processes, tmp_path: Path) -> None:
     run = processes.start("train", "config.yaml", "--workers", "2", "--run-dir", "run", *LONG)
     wait_for(run, "w1 +(computing|waiting)")
