@@ -91,12 +91,13 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     assert torch.allclose(engine.networks["model"].vector, torch.cat([p.detach().flatten() for p in model.parameters()]), atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [12, 128])
 @pytest.mark.parametrize("tied", [True, False])
-def test_muon_leaves_tables_of_words_to_adamw(tied: bool) -> None:
+def test_muon_leaves_tables_of_words_to_adamw(tied: bool, length: int) -> None:
     class Words:
         image_shape, num_classes, vocab_size = None, None, 61
 
-    model = {"kind": "gpt", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 12, "tied_embeddings": tied}
+    model = {"kind": "gpt", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": length, "tied_embeddings": tied}
     run = resolve_data({"model": model, "training": {"optimizer": {"name": "Muon"}}}, name="test", dialect="shoal", environ={}).run
     network = FlatNetwork(build_models(run, Words())["model"])
     optimizer = build(run.training.optimizer, network)

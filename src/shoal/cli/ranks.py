@@ -61,10 +61,11 @@ def as_rank(here: Place, work: Callable[[], int], watch: bool) -> int:
     `watch`: end with the process that started this one.
     """
     from shoal.engines.world import lost
+    from shoal.engines.zero_disk import leave_nothing
     from shoal.launch import LOST
 
     if watch:
-        _leave_with_standard_input()
+        _leave_with_standard_input(leave_nothing)
     try:
         return work()
     except ShoalError as error:
@@ -77,6 +78,7 @@ def as_rank(here: Place, work: Callable[[], int], watch: bool) -> int:
         code = LOST
     sys.stdout.flush()
     sys.stderr.flush()
+    leave_nothing()
     os._exit(code)
 
 
@@ -86,12 +88,13 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _leave_with_standard_input() -> None:
+def _leave_with_standard_input(leave_nothing: Callable[[], None]) -> None:
     """The process that started this one holds the other end; when it is gone, so is this one."""
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
+        leave_nothing()
         os._exit(1)
 
     threading.Thread(target=watch, name="standard-input", daemon=True).start()

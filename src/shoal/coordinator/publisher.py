@@ -17,7 +17,7 @@ from shoal.updates.fragments import Span
 from shoal.updates.frames import Frames, frame_of
 
 MOST_REPLICA_BYTES = 2 << 30
-"""Memory for all replicas together; workers beyond it get full weights."""
+"""Memory for all replicas together, and one more while workers move on from one to the next; workers beyond it get full weights."""
 _RETRY = 16
 """Pulls until changes are looked for again, after they were found to be everywhere."""
 _ALL = "all"
@@ -66,8 +66,12 @@ class Publisher:
         if have == self.version:
             return {"weights": "same"}, ()
         known, replica = self._held.get(session, (have, None))
-        lost = known != have  # an answer was: what the worker has is not what is kept here
-        way = self._way(None, None) if lost else self._way(replica, self.span if have == self.version - 1 else None)
+        if known != have:  # an answer was lost: what the worker has is not what is kept here
+            self.forget(session)
+            replica = None
+        anew = known != have or (replica is None and self._has_room())
+        self._dense = max(0, self._dense - 1)
+        way = self._way(replica, None if anew or have != self.version - 1 else self.span)
         self.forget(session)
         if way.end is not None:
             way.end.holders += 1
@@ -110,10 +114,9 @@ class Publisher:
 
     def _movable(self, replica: Replica) -> Replica | None:
         """A copy of a replica, or itself where nobody else needs it as it is; None where there is no room."""
-        alone = replica.holders == 1
-        if alone and not replica.fixed:
+        if replica.holders == 1 and not replica.fixed:
             return replica
-        return Replica(replica.vector.clone(), fixed=False) if self._has_room(alone) else None
+        return Replica(replica.vector.clone(), fixed=False) if self._has_room() else None
 
     def _shorter(self, replica: Tensor, vector: Tensor) -> tuple[str, Frames] | None:
         """The way from the replica to the weights, if it is shorter than all of them."""
@@ -128,17 +131,16 @@ class Publisher:
 
     def _changes(self, replica: Tensor, vector: Tensor, most: int) -> Frames | None:
         """Where the replica is not to the bit what the weights are, if few are and it takes no more than so many bytes."""
-        self._dense = max(0, self._dense - 1)
         changes = None if self._dense else codecs.encode_changes(replica, vector)
         if changes is None or sum(frame.nbytes for frame in changes) > most:
             self._dense = self._dense or _RETRY
             return None
         return changes
 
-    def _has_room(self, one_goes: bool = False) -> bool:
+    def _has_room(self) -> bool:
         """For one more replica."""
-        kept = len({id(replica) for _, replica in self._held.values()}) - one_goes
-        return self.codec.kind != "none" and (kept + 1) * self.vector.numel() * 4 <= MOST_REPLICA_BYTES
+        kept, size = len({id(replica) for _, replica in self._held.values()}), 4 * self.vector.numel()
+        return self.codec.kind != "none" and max(kept, 1) * size <= MOST_REPLICA_BYTES
 
     def _buffer_frame(self) -> Frames:
         return (frame_of(self.buffers.clone().numpy()),) if self.buffers.numel() else ()

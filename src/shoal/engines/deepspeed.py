@@ -38,6 +38,8 @@ class DeepSpeedEngine(Engine):
         self.library = library(device)
         self.stage = run.engine.zero_stage
         if run.engine.nvme_offload:
+            if run.logging.track_gradients:
+                raise ShoalError("logging.track_gradients: DeepSpeed gives gradients on a disk up with each step")
             check_disk_access()
         self.scratch = Scratch(run.engine.nvme_path) if run.engine.nvme_offload else None
         self.mesh = init_device_mesh(device.type, (world.size,))
@@ -58,8 +60,8 @@ class DeepSpeedEngine(Engine):
                 f"training.optimizer: {settings.name} looks at whole matrices, and ZeRO cuts them: take AdamW, or the engine ddp"
             )
         optimizer = optimizers.make(settings, list(self.trained.values()))
-        largest = max(parameter.numel() for parameter in self.model.parameters()) // self.world.size
-        disk = Disk(self.scratch.path, largest) if self.scratch is not None else None
+        sizes = [parameter.numel() // self.world.size for parameter in self.model.parameters()]
+        disk = Disk(self.scratch.path, max(sizes), sum(sizes)) if self.scratch is not None else None
         config = zero_config(run, self.world.size, self.clip_limit(), disk)
         zero, *_ = self.library.initialize(model=self.model, optimizer=optimizer, config=config, dist_init_required=False)
         return zero
@@ -102,8 +104,12 @@ class DeepSpeedEngine(Engine):
         return gradient
 
     def _set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
+        utils = self.library.utils
+        if self.stage < 3:
+            utils.safe_set_full_grad(parameter, value)
+            return
         self.window.show(parameter)
-        self.library.utils.safe_set_full_grad(parameter, value)
+        utils.safe_set_local_grad(parameter, self._own_part(parameter, value))
 
     def _step_network(self, name: str, step: float, metrics: dict[str, Tensor], scaled: bool) -> None:
         """DeepSpeed clips by the norm that it finds, and leaves out a step whose gradient is not finite."""
@@ -194,11 +200,21 @@ class DeepSpeedEngine(Engine):
             whole = value.to(self.device)
             utils.safe_set_full_optimizer_state(parameter, whole, key) if key else utils.safe_set_full_fp32_param(parameter, whole)
             return
-        length = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-        padded = nn.functional.pad(value.flatten(), (0, length * self.world.size - value.numel()))
-        part = padded[self.world.rank * length : (self.world.rank + 1) * length].to(self.device)
+        part = self._own_part(parameter, value)
         self.window.show(parameter)
         utils.safe_set_local_optimizer_state(parameter, part, key) if key else utils.safe_set_local_fp32_param(parameter, part)
+
+    def _own_part(self, parameter: Any, whole: Tensor) -> Tensor:
+        """What this process holds of a parameter's values at stage 3: the last one's part is filled up."""
+        length = parameter.ds_tensor.numel()
+        padded = nn.functional.pad(whole.flatten(), (0, length * self.world.size - whole.numel()))
+        return padded[self.world.rank * length : (self.world.rank + 1) * length].to(self.device)
+
+    def forget_past(self) -> None:
+        self.window.close()
+        super().forget_past()
+        if self.scratch is not None:
+            self.zero.optimizer.optimizer_swapper.purge_state()
 
     def _moments(self, player: str) -> dict[str, Any]:
         optimizer = self.optimizers[player]
@@ -218,6 +234,7 @@ class DeepSpeedEngine(Engine):
         """The state that the optimizer would make at its first step, for each of the vectors that it steps here."""
         if not keys and not shared:
             return
+        self.forget_past()
         inner = self.zero.optimizer
         for number, part in enumerate(inner.single_partition_of_fp32_groups if self.stage < 3 else inner.fp32_partitioned_groups_flat):
             self.window.show_group(number)

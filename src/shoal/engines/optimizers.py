@@ -99,9 +99,9 @@ def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
 def _tables(network: nn.Module) -> set[int]:
     """The parameters that have a row for each word: a batch moves few of them, and not in the direction that Muon would make of it."""
     tables = [module.weight for module in network.modules() if isinstance(module, nn.Embedding)]
-    words = max((len(table) for table in tables), default=0)
+    words = {len(table) for table in tables}
     last = [module.weight for module in network.modules() if isinstance(module, nn.Linear)][-1:]
-    return {id(table) for table in [*tables, *(weight for weight in last if len(weight) == words)]}
+    return {id(table) for table in [*tables, *(weight for weight in last if len(weight) in words)]}
 
 
 class Together(torch.optim.Optimizer):

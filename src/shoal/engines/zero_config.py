@@ -16,8 +16,10 @@ from shoal.errors import ShoalError
 
 _BUFFER_MARGIN = 1 << 20
 """Elements: buffers are aligned."""
-_GROUP = 100_000_000
-"""Elements of each process that are on their way from or to the disk at a time."""
+_GROUP, _GROUPS = 100_000_000, 8
+"""Elements of each process that are on their way from or to the disk at a time, and into how many such groups a small model is cut."""
+_BUFFERS = 5
+"""Of the size of a group: for parameters, gradients, and what an optimizer keeps, at most three vectors."""
 
 
 class Disk(NamedTuple):
@@ -26,6 +28,8 @@ class Disk(NamedTuple):
     path: str
     largest: int
     """Elements of the largest parameter that a process holds."""
+    all: int
+    """Elements that it holds."""
 
 
 def library(device: torch.device) -> Any:
@@ -90,7 +94,8 @@ def _zero(engine: DeepSpeed, disk: Disk | None) -> dict[str, Any]:
         } | ({"offload_param": offload} if offload else {})
     if disk is not None:
         settings["offload_param"] = offload | {"buffer_size": disk.largest + _BUFFER_MARGIN}
-        settings["sub_group_size"] = _GROUP
+        settings["offload_optimizer"] = offload | {"buffer_count": _BUFFERS}
+        settings["sub_group_size"] = min(_GROUP, disk.all // _GROUPS + 1)
     return settings
 
 

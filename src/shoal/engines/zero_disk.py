@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import tempfile
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any
 from shoal.errors import ShoalError
 
 _PREFIX, _LOCK = "shoal-", "lock"
+_open: list[Scratch] = []
 
 
 class Scratch:
@@ -19,19 +19,28 @@ class Scratch:
     when they were killed goes with the next one: nobody holds its lock."""
 
     def __init__(self, where: str) -> None:
+        import fcntl
+
         try:
             self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=where)
+            self.path = self._folder.name
+            new = Path(self.path) / "new"
+            self._lock = new.open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            new.rename(new.with_name(_LOCK))  # nobody sees it before it is held
         except OSError as error:
-            raise ShoalError(f"engine.nvme_path: {where} cannot be written to ({error.strerror}): name a folder on a local disk") from None
-        self.path = self._folder.name
-        new = Path(self.path) / "new"
-        self._lock = new.open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(new.with_name(_LOCK))  # nobody sees it before it is held
+            raise ShoalError(f"engine.nvme_path: {where} cannot be used ({error.strerror}): name a folder on a local disk") from None
+        _open.append(self)
         for lock in Path(where).glob(f"{_PREFIX}*/{_LOCK}"):
             with suppress(OSError), lock.open() as left:
                 fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+def leave_nothing() -> None:
+    """Before a process ends without further ado."""
+    while _open:
+        _open.pop()._folder.cleanup()
 
 
 class Window:

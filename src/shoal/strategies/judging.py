@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.engines import SingleEngine
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, out_of_memory
 from shoal.strategies.assembly import Parts, sampler
 from shoal.worker import RunDirectory
 
@@ -55,18 +55,18 @@ class Judge:
             self._judge(step, weights)
 
     def _judge(self, step: int, weights: dict[str, Tensor]) -> None:
-        problem, metrics = "", dict[str, float]()
+        metrics, problem, full = dict[str, float](), "", False
         try:
-            engine = self._engine_with(weights)
-            metrics = engine.evaluate(self.batches())
-            sampler(Parts(self.parts.run, self.parts.data, engine, self.parts.feed), self.directory)(step)
-        except torch.OutOfMemoryError:
-            self._engine, self.device = None, torch.device("cpu")
+            metrics = self._engine_with(weights).evaluate(self.batches())
+            self._draw(step)
+        except (ShoalError, OSError, RuntimeError, ValueError) as error:
+            full = self.device.type != "cpu" and out_of_memory(error)
+            problem = f"warning: no evaluation or sample at step {step}: {error}"
+        if full:
+            self._leave_gpu()
             self.verdicts.put((step, {}, _NO_ROOM))
             self._judge(step, weights)
             return
-        except (ShoalError, OSError) as error:
-            problem = f"warning: no evaluation or sample at step {step}: {error}"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # workers may need it
         self.verdicts.put((step, metrics, problem))
@@ -76,6 +76,18 @@ class Judge:
             self._engine = SingleEngine(self.parts.run, self.task, self.device, 1)
         self._engine.load_weights(weights)
         return self._engine
+
+    def _draw(self, step: int) -> None:
+        assert self._engine is not None
+        sampler(Parts(self.parts.run, self.parts.data, self._engine, self.parts.feed), self.directory)(step)
+
+    def _leave_gpu(self) -> None:
+        """All that is there is the workers' from now on."""
+        self._engine, self.device = None, torch.device("cpu")
+        for player in self.task.players.values():
+            player.to(self.device)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
 
     def wait(self) -> None:
         """Until all are done."""

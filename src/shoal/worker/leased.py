@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import NoCodec, Updates
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, out_of_memory
 from shoal.tasks import Batch
 from shoal.updates import codecs
 from shoal.worker.loop import StepResult
@@ -203,7 +203,7 @@ class Leased:
             try:
                 result = self.outgoing.gradients([part])
             except (RuntimeError, MemoryError) as error:
-                if not _is_out_of_memory(error):
+                if not out_of_memory(error):
                     raise
                 self._shrink(unit, most)
                 continue
@@ -243,8 +243,3 @@ class Leased:
         if extra:
             self.engine.load_buffers(codecs.decode(_PLAIN, extra, newer.frames[-1:]))
         self.version, self.done = newer.version, bool(newer.header["done"])
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in text or "can't allocate memory" in text
