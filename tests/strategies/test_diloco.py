@@ -176,19 +176,20 @@ def test_the_held_out_data_is_judged_once_a_round_and_no_worker_sees_it(cluster:
 
 
 def test_an_evaluation_that_a_gpu_has_no_room_for_is_done_on_the_cpu(cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate, tried = SingleEngine.evaluate, []
+    tried = []
 
-    def full_at_first(engine: SingleEngine, batches: Any) -> dict[str, float]:
-        tried.append(engine)
-        if len(tried) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return evaluate(engine, batches)
+    def on_a_full_gpu(run: Any, task: Any, device: torch.device, steps: int) -> SingleEngine:
+        tried.append(device.type)
+        if device.type == "cuda":
+            raise RuntimeError("CUDA error: out of memory")
+        return SingleEngine(run, task, device, steps)
 
-    monkeypatch.setattr(SingleEngine, "evaluate", full_at_first)
+    monkeypatch.setattr("shoal.strategies.judging.SingleEngine", on_a_full_gpu)
+    monkeypatch.setattr("shoal.strategies.coordinating._judging", lambda run: torch.device("cuda"))
     together = cluster(SMALL, DILOCO, {"evaluation": {"strategy": None}}, workers=1)
     judged = [record["step"] for record in together.loop.directory.metrics() if record["split"] == "eval"]
     assert judged == [1, 2, 3, 4]
-    assert len(set(tried)) == 2, "an engine anew, and from then on that one"
+    assert tried == ["cuda", "cpu"], "and from then on there"
 
 
 def test_steps_in_settings_are_those_of_a_worker(cluster: Callable[..., Any]) -> None:
