@@ -1,7 +1,4 @@
-"""Two of eleven workers are false: the mean is lost, the rules that compare are not; nor with sparse and stale updates.
-
-The benchmark of the same name has every rule against every attack.
-"""
+"""Two of eleven workers are false: the mean is lost, the rules that compare are not; nor with sparse and stale updates."""
 
 from __future__ import annotations
 
@@ -32,19 +29,11 @@ def byzantine() -> Any:
 def test_honest_workers_learn_and_the_mean_is_lost_to_false_ones(byzantine: Any) -> None:
     assert byzantine.accuracy("mean", None, byzantine.PLAIN, 150, {}) > CLEAN
     assert byzantine.accuracy("mean", "sign flip", byzantine.PLAIN, 150, {}) < 0.5
+    assert byzantine.accuracy("mean", "inner product", byzantine.PLAIN, 150, {}) < 0.5
 
 
-@pytest.mark.parametrize(
-    ("rule", "attack"),
-    [
-        ("trimmed mean", "sign flip"),
-        ("trimmed mean", "inner product"),
-        ("Krum", "large noise"),
-        ("Krum", "a little is enough"),
-        ("Bulyan", "inner product"),
-        ("Bulyan", "a little is enough"),
-    ],
-)
+@pytest.mark.parametrize("attack", ["sign flip", "large noise", "a little is enough", "inner product"])
+@pytest.mark.parametrize("rule", ["trimmed mean", "Krum", "Bulyan"])
 def test_a_rule_that_compares_keeps_what_was_learned(byzantine: Any, rule: str, attack: str) -> None:
     assert byzantine.accuracy(rule, attack, byzantine.PLAIN, 150, {}) > 0.95 * CLEAN
 

@@ -109,7 +109,7 @@ class Publisher:
         kind, frames = shorter or ("full", (frame_of(target.clone().numpy()),))
         moved = None if replica is None else self._movable(replica)
         if moved is not None:
-            codecs.renew(moved.vector[start:end], kind, self.codec, frames)
+            codecs.renew(moved.vector[start:end], kind, self.codec, frames, own=True)
         return Way(kind, frames, span, moved)
 
     def _movable(self, replica: Replica) -> Replica | None:

@@ -7,11 +7,12 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from shoal.errors import ShoalError
 
 _PREFIX, _LOCK = "shoal-", "lock"
-_open: list[Scratch] = []
+_open: WeakSet[Scratch] = WeakSet()
 
 
 class Scratch:
@@ -22,7 +23,7 @@ class Scratch:
         import fcntl
 
         try:
-            self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=where)
+            self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=where, ignore_cleanup_errors=True)
             self.path = self._folder.name
             new = Path(self.path) / "new"
             self._lock = new.open("w")
@@ -30,7 +31,7 @@ class Scratch:
             new.rename(new.with_name(_LOCK))  # nobody sees it before it is held
         except OSError as error:
             raise ShoalError(f"engine.nvme_path: {where} cannot be used ({error.strerror}): name a folder on a local disk") from None
-        _open.append(self)
+        _open.add(self)
         for lock in Path(where).glob(f"{_PREFIX}*/{_LOCK}"):
             with suppress(OSError), lock.open() as left:
                 fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,9 +39,9 @@ class Scratch:
 
 
 def leave_nothing() -> None:
-    """Before a process ends without further ado."""
-    while _open:
-        _open.pop()._folder.cleanup()
+    """Before a process ends without further ado. Others of its threads may still be writing there: what they do goes with the next run."""
+    for scratch in tuple(_open):
+        scratch._folder.cleanup()
 
 
 class Window:

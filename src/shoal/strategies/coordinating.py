@@ -90,7 +90,7 @@ def prepare(
     _tell_what_is_left_out(run, place, hosts, lengths[0], warn)
     opened = home.open(directory, welcome, _largest_frame(run, learner), expected)
     coordinator = Coordinator(plan, policy, learner)
-    loop = ClusterLoop(parts, lengths[0], coordinator, opened.server, opened.store, directory, reporters, welcome, _judging(run))
+    loop = ClusterLoop(parts, lengths[0], coordinator, opened.server, opened.store, directory, reporters, welcome, _judging(run, warn))
     snapshot = loop.snapshots.newest(warn) if resume else None
     if snapshot is not None:
         loop.recover(snapshot)
@@ -108,11 +108,13 @@ def prepare(
     return Coordinating(loop, opened.invitation)
 
 
-def _judging(run: Run) -> torch.device:
+def _judging(run: Run, warn: Callable[[str], None]) -> torch.device:
     """Where to evaluate: on the device that a worker would take, if this machine has it."""
     try:
         return choose_device(run.training.device)
     except ShoalError:
+        if run.evaluation.batches != 0:
+            warn(f"there is no {run.training.device} here: workers may have it, and evaluations are done on the CPU")
         return torch.device("cpu")
 
 

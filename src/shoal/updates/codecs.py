@@ -140,14 +140,14 @@ def of_weights(codec: Codec) -> Codec:
     return _KEPT[codec.values] if isinstance(codec, TopKCodec) else codec
 
 
-def renew(weights: Tensor, kind: str, codec: Codec, frames: Sequence[Frame]) -> None:
-    """Older weights become newer ones, in place, by what was published: `full` ones, `changes`, or a `difference`."""
+def renew(weights: Tensor, kind: str, codec: Codec, frames: Sequence[Frame], own: bool = False) -> None:
+    """Older weights become newer ones, in place, by what was published: `full` ones, `changes`, or a `difference`. `own`: as above."""
     if kind == "full":
         decode(NoCodec(), weights.numel(), frames, out=weights)
     elif kind == "changes":
         apply_changes(weights, frames)
     else:
-        decode_into(of_weights(codec), weights.numel(), frames, weights, 1.0)
+        decode_into(of_weights(codec), weights.numel(), frames, weights, 1.0, own)
 
 
 def _kept(codec: TopKCodec, size: int) -> int:
