@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 from shoal.errors import ShoalError
 
@@ -23,8 +23,8 @@ class Scratch:
         import fcntl
 
         try:
-            self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=where, ignore_cleanup_errors=True)
-            self.path = self._folder.name
+            self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=where)
+            self.close = finalize(self, _remove, Path(self.path))
             new = Path(self.path) / "new"
             self._lock = new.open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -35,13 +35,24 @@ class Scratch:
         for lock in Path(where).glob(f"{_PREFIX}*/{_LOCK}"):
             with suppress(OSError), lock.open() as left:
                 fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
+                _remove(lock.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Under another name, so that nobody writes there any more; and the lock last, so that what is left is still found."""
+    gone = folder.with_name(f"{folder.name}-gone")
+    with suppress(OSError):
+        folder.rename(gone)
+        for inside in gone.iterdir():
+            if inside.name != _LOCK:
+                shutil.rmtree(inside, ignore_errors=True)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def leave_nothing() -> None:
-    """Before a process ends without further ado. Others of its threads may still be writing there: what they do goes with the next run."""
+    """Before a process ends without further ado."""
     for scratch in tuple(_open):
-        scratch._folder.cleanup()
+        scratch.close()
 
 
 class Window:
