@@ -19,9 +19,9 @@ from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
 from shoal.coordinator.machine import Called, Plan
-from shoal.strategies.assembly import assemble, feed_of, held_out
-from shoal.strategies.cluster import length_of, needed, policy_of
-from shoal.strategies.learners import EngineLearner
+from shoal.runs.agreement import length_of, needed, policy_of
+from shoal.runs.assembly import assemble, feed_of, held_out
+from shoal.runs.learners import EngineLearner
 from shoal.updates import codecs
 from shoal.updates.messages import PROTOCOL, Contribute, Join, Pull
 

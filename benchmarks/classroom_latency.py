@@ -121,7 +121,7 @@ def coordinate(given: dict[str, Any]) -> None:
     from shoal.config.fields import Secret
     from shoal.config.load import resolve_data
     from shoal.config.schema.cluster import Postgres
-    from shoal.strategies.coordinating import prepare
+    from shoal.runs.coordinating import prepare
     from shoal.updates import codecs
 
     folder, codec = given.pop("folder"), given.pop("codec")

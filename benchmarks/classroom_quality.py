@@ -25,15 +25,15 @@ from shoal.config.fields import Secret
 from shoal.config.load import Loaded, resolve_data
 from shoal.config.schema.cluster import Postgres
 from shoal.launch import EmbeddedPostgres
-from shoal.strategies.coordinating import prepare as prepare_class
-from shoal.strategies.joining import Way
-from shoal.strategies.leasing import Leasing, join
-from shoal.strategies.local import prepare as prepare_alone
+from shoal.runs.alone import prepare as prepare_alone
+from shoal.runs.coordinating import prepare as prepare_class
+from shoal.runs.joining import Way
+from shoal.runs.leasing import Leasing, join
+from shoal.runs.loop import Loop
 from shoal.tasks.gan import Gan
 from shoal.transports.databases import Access
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect, create_database
-from shoal.worker import Loop
 
 SEEDS = (1, 2, 3, 4, 5, 6)
 WORKERS = 3

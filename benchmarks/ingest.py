@@ -25,8 +25,8 @@ from processes import Helper
 from run import Row
 
 from shoal.config.load import File, Override, resolve
-from shoal.strategies.cluster_loop import ClusterLoop
-from shoal.strategies.coordinating import prepare
+from shoal.runs.cluster_loop import ClusterLoop
+from shoal.runs.coordinating import prepare
 from shoal.transports import Client, Message, connect
 from shoal.updates import codecs
 from shoal.updates.frames import frame_of

@@ -150,7 +150,7 @@ class Teller:
 
 def coordinate(given: dict[str, Any]) -> None:
     from shoal.config.load import File, Override, resolve
-    from shoal.strategies.coordinating import prepare
+    from shoal.runs.coordinating import prepare
 
     settings = processes.QUIET | processes.MLP
     settings |= {
@@ -179,7 +179,7 @@ def coordinate(given: dict[str, Any]) -> None:
 
 def work(given: dict[str, Any]) -> None:
     """A worker as `shoal join --slowdown` makes it, except that a tenth of what it would send gets lost."""
-    from shoal.strategies import joining
+    from shoal.runs import joining
     from shoal.worker.member import Member
 
     chance = random.Random(f"{given['seed']} {given['slowdown']}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from commands import Processes, processes_in, wait_for
-from shoal.worker.checkpoint import Checkpoints
+from shoal.runs.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.timeout(300)  # up to nine processes that import everything
 CONFIG = """\

@@ -16,8 +16,8 @@ import torch
 from shoal.cli.main import main
 from shoal.config.load import File, parse_override, resolve
 from shoal.engines.health import HealthMonitor
+from shoal.runs.checkpoint import Checkpoints
 from shoal.tasks.language import LanguageModelling
-from shoal.worker.checkpoint import Checkpoints
 
 TEXT = """\
 dialect: shoal
@@ -133,7 +133,7 @@ def test_a_really_full_disk(folder: Path) -> None:
 
 
 def test_secrets_are_not_kept_and_not_invented(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.strategies.trained import open_run
+    from shoal.runs.trained import open_run
 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert train("starter", "--epochs", "1", "--run-dir", "run") == 0

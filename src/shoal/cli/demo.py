@@ -41,8 +41,8 @@ def _train(preset: str, folder: Path, settings: list[str]) -> int:
 def _show_digits(folder: Path) -> None:
     import torch
 
-    from shoal.strategies.assembly import assemble
-    from shoal.strategies.trained import open_run
+    from shoal.runs.assembly import assemble
+    from shoal.runs.trained import open_run
     from shoal.tasks.images import as_text
 
     trained = open_run(str(folder), lambda text: print(text, file=sys.stderr))
@@ -65,7 +65,7 @@ def _show_digits(folder: Path) -> None:
 
 
 def _show_text(folder: Path, prompt: str) -> None:
-    from shoal.strategies.trained import generate_text, open_run
+    from shoal.runs.trained import generate_text, open_run
 
     trained = open_run(str(folder), lambda text: print(text, file=sys.stderr))
     print(f"\nwhat it writes after {prompt!r}:\n\n{prompt}", end="")

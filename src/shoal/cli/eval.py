@@ -15,8 +15,8 @@ def run(argv: list[str]) -> int:
     made.add_argument("--format", choices=("text", "json"), default="text")
     arguments = made.parse_args(argv)
 
-    from shoal.strategies.assembly import assemble, held_out
-    from shoal.strategies.trained import open_run
+    from shoal.runs.assembly import assemble, held_out
+    from shoal.runs.trained import open_run
 
     trained = open_run(arguments.run, lambda text: print(f"warning: {text}", file=sys.stderr))
     parts = assemble(trained.run, tokenizer_of=trained.root)

@@ -20,7 +20,7 @@ def run(argv: list[str]) -> int:
     made.add_argument("folder", metavar="FOLDER", help="where to: a new folder")
     arguments = made.parse_args(argv)
 
-    from shoal.strategies.trained import export
+    from shoal.runs.trained import export
 
     export(arguments.run, Path(arguments.folder), lambda text: print(f"warning: {text}", file=sys.stderr))
     print(f"written: {arguments.folder}")

@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
     if arguments.grid and not arguments.grid.lower().endswith(".png"):
         made.error("--grid takes the name of a .png file")
 
-    from shoal.strategies.trained import generate_text, open_run
+    from shoal.runs.trained import generate_text, open_run
 
     trained = open_run(arguments.run, lambda text: print(f"warning: {text}", file=sys.stderr))
     if arguments.grid:

@@ -29,8 +29,8 @@ from shoal.transports.databases import parse as parse_address
 if TYPE_CHECKING:
     from shoal.config.ranks import Place
     from shoal.launch import Crew
-    from shoal.strategies.joining import Joined, Way
-    from shoal.strategies.leasing import Leasing
+    from shoal.runs.joining import Joined, Way
+    from shoal.runs.leasing import Leasing
     from shoal.transports.weather import Proxy
 
 EPILOG = """\
@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; where several are needed and none are there, start them."""
     from shoal.launch import Crew, place_in
-    from shoal.strategies.joining import Joined
+    from shoal.runs.joining import Joined
 
     invitation, crew = _invitation(arguments)
     working: list[Leaver] = []
@@ -112,14 +112,14 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _join_in_database(way: Way) -> Joined | Leasing:
-    from shoal.strategies.leasing import join  # asks for a driver that others do without
+    from shoal.runs.leasing import join  # asks for a driver that others do without
 
     return join(way, tell)
 
 
 def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:
     """Start the processes of a worker and look after them. What they keep of themselves outlives them, here or where it was told to."""
-    from shoal.strategies.joining import say_gone
+    from shoal.runs.joining import say_gone
 
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
         kept = [] if arguments.state else ["--state", folder]
@@ -130,7 +130,7 @@ def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation
 
 def _follow(arguments: argparse.Namespace, here: Place) -> int:
     """Work as one of several processes, of which the first has joined and decides when to stop."""
-    from shoal.strategies.joining import follow
+    from shoal.runs.joining import follow
 
     ignore_signals()
     follow(here, _way(arguments, Invitation("", "", None)))
@@ -138,7 +138,7 @@ def _follow(arguments: argparse.Namespace, here: Place) -> int:
 
 
 def _way(arguments: argparse.Namespace, invitation: Invitation) -> Way:
-    from shoal.strategies.joining import Way
+    from shoal.runs.joining import Way
 
     return Way(
         *invitation,

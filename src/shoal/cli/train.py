@@ -21,8 +21,8 @@ from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.config.ranks import Place
-    from shoal.worker import Loop
-    from shoal.worker.loop import World
+    from shoal.runs.loop import Loop
+    from shoal.worker.interfaces import World
 
 
 def run(argv: list[str]) -> int:
@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
         if here is not None:
             return as_rank(here, lambda: train(loaded, arguments.run_dir, arguments.resume, here), watch=bool(here.file))
         if loaded.run.engine.kind in ("ddp", "fsdp", "deepspeed"):
-            from shoal.strategies.assembly import refuse_unbuilt
+            from shoal.runs.assembly import refuse_unbuilt
 
             refuse_unbuilt(loaded)
             return start_ranks(loaded.run, argv)
@@ -114,7 +114,7 @@ def train(loaded: Loaded, run_dir: str | None = None, resume: bool = False, here
 
 
 def _train(loaded: Loaded, run_dir: str | None, resume: bool, here: Place | None) -> tuple[int, World]:
-    from shoal.strategies.local import prepare
+    from shoal.runs.alone import prepare
     from shoal.watch.progress import progress_for
     from shoal.watch.sinks import sinks_for
 
@@ -152,7 +152,7 @@ def stopping_on_signals(loop: Loop) -> Iterator[None]:
 
 def conclude(loop: Loop, summary: dict[str, Any]) -> int:
     """Tell how it ended; the exit code."""
-    from shoal.strategies.trained import save_final
+    from shoal.runs.trained import save_final
     from shoal.watch.progress import figures
 
     last = summary["metrics"]["eval"] or summary["metrics"]["train"]

@@ -17,10 +17,10 @@ from shoal.errors import ShoalError
 from shoal.launch.fleet import Fleet
 from shoal.launch.local import LocalWorkers, gpus_of, names_for
 from shoal.launch.ranks import Crew, facts_of, place_in
-from shoal.strategies import coordinating, local
-from shoal.strategies.coordinating import Coordinating
-from shoal.strategies.trained import save_final
-from shoal.worker import Loop, Reporter
+from shoal.runs import alone, coordinating
+from shoal.runs.coordinating import Coordinating
+from shoal.runs.loop import Loop, Reporter
+from shoal.runs.trained import save_final
 
 
 def train(
@@ -50,8 +50,8 @@ def train(
             raise ShoalError(
                 f"the engine {loaded.run.engine.kind} is several processes: start this program with torchrun, or use `shoal train`"
             )
-        alone = local.prepare(loaded, **common, here=here)
-        return _finished(alone, alone.train())
+        loop = alone.prepare(loaded, **common, here=here)
+        return _finished(loop, loop.train())
     if not isinstance(loaded.run.transport, (Zmq, XmlRpc, Collectives)):
         raise ShoalError(f"transport.kind {loaded.run.transport.kind}: start this run with `shoal train`, or choose zmq")
     here = place()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.runs.loop import Loop
 from shoal.watch.sinks import Quiet, metrics_of
-from shoal.worker import Loop
 
 
 class Blackboard(Quiet):

@@ -14,10 +14,10 @@ from torch import Tensor
 from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, to_yaml
+from shoal.runs.loop import Loop
 from shoal.watch.hub_card import Story, write_card
 from shoal.watch.hub_repository import PushError, Repository
 from shoal.watch.pusher import Pusher
-from shoal.worker import Loop
 
 LAST_PUSH_S = 60.0
 _ELSEWHERE = ("transport", "cluster")

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, Time
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from shoal.runs.loop import Loop
 from shoal.watch import classroom
-from shoal.worker import Loop
 
 _LOUD = ("loss", "accuracy", "perplexity", "discriminator_loss", "generator_loss", "discriminator_accuracy")
 

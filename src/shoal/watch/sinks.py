@@ -8,9 +8,9 @@ from typing import Any
 from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.errors import ShoalError
+from shoal.runs.loop import Loop, Reporter
 from shoal.watch.hub import HubUploads
 from shoal.watch.plot import save_curves
-from shoal.worker import Loop, Reporter
 
 _NOT_METRICS = ("step", "split", "samples", "epoch", "wall_s")
 

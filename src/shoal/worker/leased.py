@@ -17,7 +17,7 @@ from shoal.config.schema.updates import NoCodec, Updates
 from shoal.errors import ShoalError, out_of_memory
 from shoal.tasks import Batch
 from shoal.updates import codecs
-from shoal.worker.loop import StepResult
+from shoal.worker.interfaces import StepResult
 from shoal.worker.member import Receipts
 from shoal.worker.outgoing import Engine, Outgoing
 

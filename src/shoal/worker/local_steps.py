@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.updates.fragments import Span
 from shoal.worker.courier import Answer
-from shoal.worker.loop import Feed, StepResult, Window
+from shoal.worker.interfaces import Feed, StepResult, Window
 from shoal.worker.member import Member
 
 

@@ -19,7 +19,7 @@ from shoal.config.schema.updates import NoCodec, Updates
 from shoal.updates import codecs
 from shoal.updates.messages import Contribute, Leave, Pull
 from shoal.worker.courier import Answer, Courier, Pending
-from shoal.worker.loop import Feed, StepResult
+from shoal.worker.interfaces import Feed, StepResult
 from shoal.worker.outgoing import Engine, Outgoing
 
 _PLAIN = NoCodec()

@@ -14,7 +14,7 @@ from shoal.errors import ShoalError
 from shoal.tasks import Batch
 from shoal.updates import clipping, codecs, privacy
 from shoal.updates.frames import frame_of
-from shoal.worker.loop import Feed, StepResult, World
+from shoal.worker.interfaces import Feed, StepResult, World
 
 _ALL = slice(None)
 MOST_POISONED = 50

@@ -11,14 +11,13 @@ from typing import NamedTuple, Protocol
 from shoal.config import Run
 from shoal.config.schema.cluster import Postgres, Transport
 from shoal.errors import ShoalError
-from shoal.strategies.assembly import continued
-from shoal.strategies.inviting import Invitation, Secrets, listen
-from shoal.strategies.joining import configuration, unpack
-from shoal.strategies.keeping import Files, Store
+from shoal.runs.assembly import continued
+from shoal.runs.inviting import Invitation, Secrets, listen
+from shoal.runs.joining import configuration, unpack
+from shoal.runs.keeping import Files, Store
+from shoal.runs.run_directory import RunDirectory, same_settings
 from shoal.transports import Message, Server
 from shoal.transports.databases import access_of
-from shoal.worker import RunDirectory
-from shoal.worker.run_directory import same_settings
 
 
 class Opened(NamedTuple):

@@ -12,52 +12,10 @@ from torch import Tensor
 
 from shoal.config import Run
 from shoal.errors import ShoalError
+from shoal.runs.checkpoint import Checkpoint, Checkpoints, Saved
+from shoal.runs.run_directory import RunDirectory
 from shoal.tasks import Batch, Task
-from shoal.worker.checkpoint import Checkpoint, Checkpoints, Saved, Writers
-from shoal.worker.run_directory import RunDirectory
-
-
-class Feed(Protocol):
-    """Batches without end, from a position that can be saved."""
-
-    batches_per_epoch: int | None
-
-    @property
-    def at_epoch_end(self) -> bool: ...
-    def __next__(self) -> Batch: ...
-    def close(self) -> None:
-        """End what loads ahead."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class StepResult(Protocol):
-    """Figures of a step: sums are on the device until somebody reads them."""
-
-    @property
-    def metrics(self) -> dict[str, Tensor]: ...
-    @property
-    def weight(self) -> int: ...
-    @property
-    def samples(self) -> int: ...
-
-
-class World(Writers, Protocol):
-    """The processes that step together. One alone is a world, too."""
-
-    rank: int
-    leaving: bool
-    """This process was asked to stop."""
-    all_leave: bool
-    """One of them was, and all know: after this step all stop."""
-
-    def close(self) -> None: ...
-    def total(self, figures: dict[str, Tensor]) -> dict[str, Tensor]: ...
-    def each(self, own: Tensor) -> list[Tensor]:
-        """Everybody's tensor, in the order of the ranks."""
-        ...
+from shoal.worker.interfaces import Feed, StepResult, Window, World
 
 
 class Engine(Protocol):
@@ -99,26 +57,6 @@ class Reporter(Protocol):
     def record(self, record: dict[str, Any]) -> None: ...
     def message(self, text: str) -> None: ...
     def close(self, summary: dict[str, Any]) -> None: ...
-
-
-class Window:
-    """The mean of the figures since the last record, kept on the device."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.weight = 0
-
-    def add(self, result: StepResult) -> None:
-        for name, value in result.metrics.items():
-            scaled = value * result.weight
-            self.sums[name] = self.sums[name] + scaled if name in self.sums else scaled
-        self.weight += result.weight
-
-    def take(self, world: World) -> dict[str, float]:
-        """The means over all processes, from here on anew."""
-        means = {name: float(value) / self.weight for name, value in world.total(self.sums).items()}
-        self.sums, self.weight = {}, 0
-        return means
 
 
 class Loop:

@@ -20,10 +20,10 @@ from shoal.config.text import data_of
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
+from shoal.runs.checkpoint import Checkpoint, Checkpoints
+from shoal.runs.loop import Reporter
+from shoal.runs.run_directory import RunDirectory, same_settings
 from shoal.tasks.images import grid, save_png
-from shoal.worker import Reporter, RunDirectory
-from shoal.worker.checkpoint import Checkpoint, Checkpoints
-from shoal.worker.run_directory import same_settings
 
 Progress = Callable[[str, int, int | None], None]
 Length = Callable[[data.Data], int]

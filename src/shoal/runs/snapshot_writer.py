@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.coordinator.effects import Frames
-from shoal.strategies.keeping import Store
+from shoal.runs.keeping import Store
 
 
 class Photographs:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError, out_of_memory
-from shoal.strategies.assembly import Parts, sampler
-from shoal.worker import RunDirectory
+from shoal.runs.assembly import Parts, sampler
+from shoal.runs.run_directory import RunDirectory
 
 _NO_ROOM = "warning: the GPU has no room for an evaluation beside what workers have on it: from now on it is done on the CPU"
 

@@ -19,17 +19,18 @@ from shoal.coordinator.publisher import Bulletin, Notice
 from shoal.coordinator.scribe import Scribe
 from shoal.engines import StepResult
 from shoal.errors import ShoalError
-from shoal.strategies.assembly import Parts, held_out
-from shoal.strategies.cluster import Length
-from shoal.strategies.judging import Judge
-from shoal.strategies.keeping import Board, Files, Store
-from shoal.strategies.learners import EngineLearner
-from shoal.strategies.photographs import Photographs
+from shoal.runs.agreement import Length
+from shoal.runs.assembly import Parts, held_out
+from shoal.runs.checkpoint import Saved, save_weights
+from shoal.runs.judging import Judge
+from shoal.runs.keeping import Board, Files, Store
+from shoal.runs.learners import EngineLearner
+from shoal.runs.loop import Loop, Reporter
+from shoal.runs.run_directory import RunDirectory
+from shoal.runs.snapshot_writer import Photographs
 from shoal.transports import Message, Request, Server
 from shoal.updates import privacy
 from shoal.updates.messages import BadMessage, parse, parse_from_leases
-from shoal.worker import Loop, Reporter, RunDirectory
-from shoal.worker.checkpoint import Saved, save_weights
 
 _TICK_S = 0.1
 _CROWD_S = 1.0

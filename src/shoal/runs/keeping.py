@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shoal.coordinator.effects import Frames
 from shoal.coordinator.journal import Journal, Ledger
+from shoal.runs.checkpoint import Checkpoints, Saved
 from shoal.transports import Request, Server
-from shoal.worker.checkpoint import Checkpoints, Saved
 
 Result = TypeVar("Result")
 

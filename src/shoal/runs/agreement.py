@@ -14,8 +14,8 @@ from shoal.config.schema.updates import Bucketing, NearestNeighbours
 from shoal.coordinator import Barrier, Policy
 from shoal.coordinator.units import Cut
 from shoal.errors import ShoalError
+from shoal.runs.assembly import feed_of, total_steps
 from shoal.strategies import asynchronous, diloco, edp, syncps, workunits
-from shoal.strategies.assembly import feed_of, total_steps
 from shoal.updates.fragments import Span, spans
 from shoal.updates.layout import Layout
 

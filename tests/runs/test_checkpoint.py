@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
+from shoal.runs import checkpoint as module
+from shoal.runs.checkpoint import Checkpoints, find, read
 from shoal.updates.packing import packed, unpacked
-from shoal.worker import checkpoint as module
-from shoal.worker.checkpoint import Checkpoints, find, read
 
 STATE: dict[str, Any] = {"a": torch.arange(3), "b": {0: (1, [torch.ones(2), None]), "x": "y"}, "c": 0.5}
 

@@ -12,8 +12,8 @@ from shoal.config.ranks import Place
 from shoal.config.schema.cluster import Postgres
 from shoal.config.schema.strategy import WorkUnits
 from shoal.errors import ShoalError
-from shoal.strategies.assembly import Parts, Progress
-from shoal.strategies.joining import Joined, Way, about_here, configuration, parts_for
+from shoal.runs.assembly import Parts, Progress
+from shoal.runs.joining import Joined, Way, about_here, configuration, parts_for
 from shoal.transports import Message
 from shoal.transports.postgres import UnitDesk
 from shoal.worker.courier import Pulse

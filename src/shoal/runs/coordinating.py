@@ -18,18 +18,19 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.machine import Plan
 from shoal.engines import choose_device
 from shoal.errors import ShoalError
-from shoal.strategies.assembly import Parts, Progress, assemble, refuse_unbuilt, warner, write_info
-from shoal.strategies.cluster import Length, fingerprint, fragments_of, length_of, needed, policy_of
-from shoal.strategies.cluster_loop import ClusterLoop
+from shoal.runs.agreement import Length, fingerprint, fragments_of, length_of, needed, policy_of
+from shoal.runs.assembly import Parts, Progress, assemble, refuse_unbuilt, warner, write_info
+from shoal.runs.checkpoint import find, load_weights
+from shoal.runs.cluster_loop import ClusterLoop
+from shoal.runs.homes import home_of
+from shoal.runs.inviting import Invitation
+from shoal.runs.learners import EngineLearner, OuterLearner
+from shoal.runs.loop import Reporter
+from shoal.runs.run_directory import RunDirectory
 from shoal.strategies.diloco import averages
-from shoal.strategies.homes import home_of
-from shoal.strategies.inviting import Invitation
-from shoal.strategies.learners import EngineLearner, OuterLearner
 from shoal.transports import Message
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs
-from shoal.worker import Reporter, RunDirectory
-from shoal.worker.checkpoint import find, load_weights
 
 
 class Coordinating(NamedTuple):

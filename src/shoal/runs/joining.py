@@ -23,13 +23,13 @@ from shoal.coordinator import Policy
 from shoal.engines import Meeting, World, choose_device
 from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
-from shoal.strategies.assembly import Parts, Progress, assemble, feed_of
-from shoal.strategies.cluster import fingerprint, fragments_of, policy_of
+from shoal.runs.agreement import fingerprint, fragments_of, policy_of
+from shoal.runs.assembly import Parts, Progress, assemble, feed_of
+from shoal.runs.keepsake import Keepsakes
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
 from shoal.updates.messages import PROTOCOL, Gone, Join, Leave, header_of
 from shoal.worker.courier import Answer, Courier, Frames, Lost, Pulse
-from shoal.worker.keepsake import Keepsakes
 from shoal.worker.local_steps import LocalSteps
 from shoal.worker.member import Member, Receipts
 

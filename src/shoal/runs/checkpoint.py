@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, Protocol
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from shoal.errors import ShoalError
+from shoal.runs.sharded import Shards, write_shards
 from shoal.updates.packing import packed, unpacked
-from shoal.worker.sharded import Shards, write_shards
+from shoal.worker.interfaces import Writers
 
 _FORMAT = 2
 _FILES = ("weights.safetensors", "state.safetensors")
@@ -54,19 +54,6 @@ class Saved(Protocol):
     def weights(self) -> Mapping[str, Tensor]: ...
     @property
     def state(self) -> dict[str, Any]: ...
-
-
-class Writers(Protocol):
-    """The processes that write a checkpoint together."""
-
-    size: int
-    talk: ProcessGroup | None
-
-    @property
-    def first(self) -> bool: ...
-    def told(self, text: str) -> str:
-        """What the first of them says."""
-        ...
 
 
 class Checkpoints:

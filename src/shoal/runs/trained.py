@@ -13,9 +13,9 @@ from shoal.config import Run
 from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
-from shoal.strategies.assembly import config_of, write_text
-from shoal.worker import RunDirectory
-from shoal.worker.checkpoint import Checkpoint, find, read_weights, save_weights
+from shoal.runs.assembly import config_of, write_text
+from shoal.runs.checkpoint import Checkpoint, find, read_weights, save_weights
+from shoal.runs.run_directory import RunDirectory
 
 
 class Shapes(NamedTuple):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.worker.checkpoint import Checkpoint, Checkpoints, read
-from shoal.worker.loop import World
+from shoal.runs.checkpoint import Checkpoint, Checkpoints, read
+from shoal.worker.interfaces import World
 
 
 class Kept(Protocol):

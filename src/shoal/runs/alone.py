@@ -10,10 +10,10 @@ from shoal.config.load import Loaded
 from shoal.config.ranks import Place
 from shoal.engines import World, choose_device, enter
 from shoal.errors import ShoalError
-from shoal.strategies.assembly import Progress, assemble, continued, held_out, refuse_unbuilt, sampler, warner, write_info
-from shoal.worker import Loop, Reporter, RunDirectory
-from shoal.worker.checkpoint import Checkpoint, find, read
-from shoal.worker.run_directory import SilentDirectory
+from shoal.runs.assembly import Progress, assemble, continued, held_out, refuse_unbuilt, sampler, warner, write_info
+from shoal.runs.checkpoint import Checkpoint, find, read
+from shoal.runs.loop import Loop, Reporter
+from shoal.runs.run_directory import RunDirectory, SilentDirectory
 
 
 def prepare(
