@@ -1,7 +1,7 @@
 """A world in which everything goes wrong: messages are lost, doubled and reordered, workers die, the coordinator dies, clocks jump.
 
-Workers behave as ours do: one message at a time, again until it is answered, join again when they are not known. What a contribution says
-follows from the batches it was made of, so the ledger alone tells what the weights must be.
+Workers speak the real protocol, one question at a time. What a contribution says follows from the batches it was made of, so the ledger
+alone tells what the weights must be.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from tiny_cluster import RATE, Numbers
+from tiny_cluster import RATE, Numbers, contribution
 
-from shoal.config.schema.updates import Updates
-from shoal.coordinator import Barrier, Coordinator, Policy
+from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Persist, Reply
-from shoal.coordinator.machine import LONGEST_WAIT_S, Called, Plan, Tick
+from shoal.coordinator.machine import LONGEST_WAIT_S
+from shoal.coordinator.state import Called, Concluded, Event, Opened, Plan, Tick
+from shoal.strategies import Strategy
 from shoal.updates import codecs
-from shoal.updates.messages import PROTOCOL, Asked, Contribute, Heartbeat, Join, Leave, Pull
+from shoal.updates.messages import PROTOCOL, Asked, Leave
+from shoal.worker.protocol import Protocol, Receipt, Seated, Unit
 
 SIZE = 2
 LONGEST = 12
@@ -38,31 +40,20 @@ class Letter(NamedTuple):
     frames: Any
 
 
-@dataclass
 class Traveller:
-    """A worker, as far as the coordinator can tell."""
+    """A worker: the protocol, a place at the data, and what has come for it."""
 
-    name: str
-    session: str = ""
-    number: int = 0
-    seq: int = 0
-    version: int = -1
-    round: int = 0
-    seat: int = -1
-    epoch: int = 0
-    position: int = 0
-    steps: int = 0
-    under_way: Contribute | None = None
-    value: float = 0.0
-    asking: str = ""
-    """What it waits for an answer to: join, pull, contribute, or nothing."""
-    call: int = -1
-    answer: tuple[dict[str, Any], Any] | None = None
-    resend: bool = False
-    """Its contribution was not taken: after the pull it goes out once more."""
-    alive: bool = True
-    seen: int = 0
-    """The newest version it was told of."""
+    def __init__(self, name: str, life: int = 0) -> None:
+        self.name, self.life = name, life
+        self.protocol = Protocol(name, {}, PROTOCOL, "", patience_s=1e9)  # not told from the one before it of the same name
+        self.protocol.ready = True
+        self.seat, self.epoch, self.position, self.steps = -1, 0, 0, 0
+        self.unit: Unit | None = None
+        self.call = -1
+        """What it waits for an answer to; -1: nothing."""
+        self.answer: tuple[dict[str, Any], Any] | None = None
+        self.seen = 0
+        """The newest version it was told of."""
 
 
 @dataclass
@@ -77,12 +68,10 @@ class Disk:
 class World:
     """The coordinator, its disk, its workers, and the weather."""
 
-    def __init__(self, policy: Policy, plan: Plan, workers: int, updates: Updates) -> None:
-        self.policy, self.plan, self.updates = policy, plan, updates
-        self.now, self.calls, self.pull_every = 50.0, 0, policy.pull_every
+    def __init__(self, strategy: Strategy, plan: Plan, workers: int) -> None:
+        self.strategy, self.plan = strategy, plan
+        self.now, self.calls = 50.0, 0
         self.disk = Disk()
-        self.coordinator = Coordinator(plan, policy, Numbers(SIZE))
-        self.snapshot()
         self.letters: list[Letter] = []
         self.callers: dict[int, Letter] = {}
         self.workers = [Traveller(f"w{number}") for number in range(workers)]
@@ -92,10 +81,13 @@ class World:
         """When each round was first seen open, and in which life of the coordinator."""
         self.dies_after: int | None = None
         """Effects of the next event that are still carried out before the coordinator dies."""
+        self.coordinator = Coordinator(plan, strategy, Numbers(SIZE))
+        self.event(Opened())
+        self.snapshot()
 
     # --- the coordinator and its disk -----------------------------------------------------------------
 
-    def event(self, event: Called | Tick) -> None:
+    def event(self, event: Event) -> None:
         effects = self.coordinator.handle(event, self.now)
         until, self.dies_after = self.dies_after, None
         for effect in effects if until is None else effects[:until]:
@@ -123,7 +115,7 @@ class World:
     def crash(self, whole: bool = True) -> None:
         """The coordinator is gone, and comes back from what its disk holds."""
         before, self.crashes = self.coordinator, self.crashes + 1
-        self.coordinator = Coordinator(self.plan, self.policy, Numbers(SIZE))
+        self.coordinator = Coordinator(self.plan, self.strategy, Numbers(SIZE))
         self.coordinator.learner.vector.copy_(self.disk.snapshot["vector"])
         self.coordinator.load_state_dict(copy.deepcopy(self.disk.snapshot))
         lines = self.disk.ledger[: self.disk.snapshot["ledger"]]
@@ -134,6 +126,7 @@ class World:
             self.check_same(before, self.coordinator)
         self.disk.ledger = lines
         self.callers.clear()
+        self.event(Opened())
 
     def check_same(self, before: Coordinator, after: Coordinator) -> None:
         assert torch.equal(before.learner.vector, after.learner.vector), "the weights are the same to the bit"
@@ -148,101 +141,72 @@ class World:
     # --- workers --------------------------------------------------------------------------------------
 
     def act(self, worker: Traveller) -> None:
-        """Hear the answer that has come, or say what is to be said next."""
-        if not worker.alive:
-            worker.alive = True
-        if worker.asking and worker.answer is None:
+        """Hear the answer that has come, and say what is to be said next."""
+        if worker.call >= 0 and worker.answer is None:
             return
         if worker.answer is not None:
-            asking, (header, frames) = worker.asking, worker.answer
-            worker.asking, worker.answer = "", None
-            self.hear(worker, asking, header, frames)
-        if not worker.asking:
-            self.speak(worker)
+            (header, frames), worker.call, worker.answer = worker.answer, -1, None
+            self.hear(worker, header, frames)
+        self.speak(worker)
 
     def speak(self, worker: Traveller) -> None:
-        if not worker.session:
-            self.send(worker, "join")
-        elif worker.version < 0 or (worker.resend and worker.version == -1):
-            self.send(worker, "pull")
-        else:
-            if worker.under_way is None:
+        """What the protocol has to say; where that is nothing, the worker computes first."""
+        protocol = worker.protocol
+        if protocol.session and protocol.have >= 0 and protocol.pending is None:
+            if not self.strategy.feed.leased:
                 self.compute(worker)
-            self.send(worker, "contribute")
+            elif worker.unit is not None:
+                self.learn(worker, worker.unit)
+            else:
+                protocol.claim()
+        self.send(worker)
 
     def compute(self, worker: Traveller) -> None:
         worker.position += 1
         if worker.position > LONGEST:
             worker.epoch, worker.position = worker.epoch + 1, 1
         worker.steps += 1
-        worker.value = value_of(worker.seat, worker.epoch, worker.position)
-        have = worker.version if worker.steps % self.pull_every == 0 else -1
-        place = (worker.epoch, worker.position, 1)
-        worker.under_way = Contribute("", 0, worker.seq, worker.version, worker.round, 1.0, 2, *place, have, {"loss": worker.value})
-        worker.seq, worker.round = worker.seq + 1, worker.round + 1
+        value = value_of(worker.seat, worker.epoch, worker.position)
+        made = contribution(worker.epoch, worker.position, worker.protocol.have, value)
+        worker.protocol.contribute(made, self.encoded(value), pulls=worker.steps % self.strategy.pull.every == 0)
 
-    def send(self, worker: Traveller, asking: str, frames: bool = True) -> None:
-        """Put a message on its way; an earlier one may still be."""
-        self.calls += 1
-        worker.number += 1
-        worker.asking, worker.call, worker.answer = asking, self.calls, None
-        asked: Asked
-        content: Any = ()
-        if asking == "join":
-            asked = Join(worker.name, PROTOCOL, {})
-        elif asking == "pull":
-            asked = Pull(worker.session, worker.number, -1)
+    def learn(self, worker: Traveller, unit: Unit) -> None:
+        """A unit counts as its last batch does."""
+        worker.unit, end = None, unit.start + unit.batches
+        if worker.steps % 7 == 3:  # now and then it cannot be done, or somebody else may do it
+            worker.protocol.fail(unit.number, "a test") if worker.steps % 2 else worker.protocol.give_back(unit.number)
         else:
-            assert worker.under_way is not None
-            asked = worker.under_way._replace(session=worker.session, number=worker.number)
-            content = codecs.encode(self.updates.codec, torch.full((SIZE,), worker.value), None) if frames else ()
-        self.letters.append(Letter(worker, self.calls, asked, content))
+            value = value_of(0, unit.epoch, end)
+            made = contribution(unit.epoch, end, worker.protocol.have, value, batches=unit.batches, unit=unit.number)
+            worker.protocol.contribute(made, self.encoded(value), pulls=False)
+        worker.steps += 1
 
-    def hear(self, worker: Traveller, asking: str, header: dict[str, Any], frames: Any) -> None:
+    def encoded(self, value: float) -> Any:
+        return codecs.encode(self.plan.updates.codec, torch.full((SIZE,), value), None)
+
+    def send(self, worker: Traveller) -> None:
+        """Put the protocol's question on its way; an earlier one may still be."""
+        question = worker.protocol.question(self.now)
+        if question is not None:
+            self.calls += 1
+            worker.call, worker.answer = self.calls, None
+            self.letters.append(Letter(worker, self.calls, question.asked, question.frames))
+
+    def hear(self, worker: Traveller, header: dict[str, Any], frames: Any) -> None:
         if header["kind"] == "refused":
             assert header["reason"] in ("unknown-session", "replayed", "asked-again"), header
-            if header["reason"] == "unknown-session":
-                worker.session = ""
-            return
-        assert header["version"] >= worker.seen, "versions never go back, whatever crashed"
-        worker.seen = header["version"]
-        if asking == "join":
-            self.welcome(worker, header)
-        elif asking == "pull":
-            worker.version = worker.round = header["version"]
-            worker.resend = False
         else:
-            self.receipt(worker, header)
-
-    def welcome(self, worker: Traveller, header: dict[str, Any]) -> None:
-        worker.session = header["session"]
-        place, sent = (header["epoch"], header["position"]), worker.under_way
-        taken = sent is not None and sent.seq == header["last_seq"]
-        here = (sent.epoch, sent.position - 1) if sent is not None and not taken else (worker.epoch, worker.position)
-        moved = worker.seat != header["seat"] or place > here
-        worker.seq = max(worker.seq, header["last_seq"] + 1)
-        if moved:
-            worker.seat, worker.epoch, worker.position = header["seat"], *place
-        if worker.under_way is not None and not taken:
-            worker.version, worker.resend = -1, True
-            if moved:
-                worker.under_way = None
-        elif worker.under_way is None:
-            worker.version = -1
-
-    def receipt(self, worker: Traveller, header: dict[str, Any]) -> None:
-        sent, status = worker.under_way, header["status"]
-        assert sent is not None
-        if status == "wait":
-            self.send(worker, "contribute", frames=False)
-            return
-        assert status in ("accepted", "late", "stale", "finished"), f"an honest worker is told {status}"
-        worker.under_way = None
-        if status == "accepted":
-            self.confirmed.append((worker.name, sent.seq))
-        worker.round = max(sent.round + (status == "accepted"), header["round"])
-        if "weights" in header:
-            worker.version = header["version"]
+            assert header.get("version", worker.seen) >= worker.seen, "versions never go back, whatever crashed"
+            worker.seen = header.get("version", worker.seen)
+        for event in worker.protocol.hear(header, frames):
+            if isinstance(event, Seated):
+                worker.seat, worker.epoch, worker.position = event
+            elif isinstance(event, Unit):
+                worker.unit = event
+            elif isinstance(event, Receipt):
+                assert event.status in ("accepted", "late", "cancelled", "stale", "finished"), f"an honest worker is told {event.status}"
+                if event.status == "accepted":
+                    self.confirmed.append((worker.name, event.seq))
 
     # --- what happens ---------------------------------------------------------------------------------
 
@@ -255,22 +219,21 @@ class World:
 
     def die(self, worker: Traveller) -> None:
         """The process ends; one of the same name knows nothing of it."""
-        index = self.workers.index(worker)
-        self.workers[index] = Traveller(worker.name, number=worker.number)
+        self.workers[self.workers.index(worker)] = Traveller(worker.name, worker.life + 1)
 
     def leave(self, worker: Traveller) -> None:
-        if worker.session and not worker.asking:
+        """It says goodbye, without waiting for the answer, and another of its name may come."""
+        protocol = worker.protocol
+        if protocol.session and worker.call < 0:
             self.calls += 1
-            worker.number += 1
-            self.letters.append(Letter(worker, self.calls, Leave(worker.session, worker.number), ()))
-            worker.session, worker.version = "", -1
+            self.letters.append(Letter(worker, self.calls, Leave(protocol.session, protocol._number + 1), ()))
+            self.die(worker)
 
     def beat(self) -> None:
         for worker in self.workers:
-            if worker.session:
-                worker.number += 1
+            if worker.protocol.session:
                 self.calls += 1
-                letter = Letter(worker, self.calls, Heartbeat(worker.session, worker.number, "waiting"), ())
+                letter = Letter(worker, self.calls, worker.protocol.heartbeat("waiting", {}), ())
                 self.callers[self.calls] = letter
                 self.event(Called(self.calls, letter.asked, ()))
 
@@ -281,9 +244,10 @@ class World:
 
     def check_patience(self) -> None:
         """Nobody is held back long without a word; no round but the first, which waits for all to start, is open beyond its deadline."""
-        now, version, rounds = self.coordinator.now, self.coordinator.state.version, self.policy.rounds
-        assert all(now - waited.since < LONGEST_WAIT_S for waited in self.coordinator.waiting.values())
-        if isinstance(rounds, Barrier) and version > 0 and version in self.coordinator.rounds.open and not self.coordinator.finished:
+        now, version, rounds = self.coordinator.now, self.coordinator.state.version, self.strategy.rounds
+        claiming = self.coordinator.lender.claiming.values() if self.coordinator.lender is not None else ()
+        assert all(now - waited.since < LONGEST_WAIT_S for waited in [*self.coordinator.waiting.values(), *claiming])
+        if rounds.waits_for_all and version > 0 and version in self.coordinator.rounds.open and not self.coordinator.finished:
             life, since = self.open_since.get(version, (self.crashes, now))
             self.open_since[version] = (self.crashes, since if life == self.crashes else now)
             assert now - self.open_since[version][1] < rounds.deadline_s
@@ -304,8 +268,9 @@ class World:
             self.deliver(letter, keep=True)
         elif kind == "lose" and letter:
             self.letters.remove(letter)
-        elif kind == "again" and worker.asking:  # no answer came in time
-            self.send(worker, worker.asking)
+        elif kind == "again" and worker.call >= 0:  # no answer came in time
+            worker.protocol.lost(self.now, "a test")
+            self.send(worker)
         elif kind == "die":
             self.die(worker)
         elif kind == "leave":
@@ -324,10 +289,10 @@ class World:
         self.letters.clear()
         self.dies_after = None
         for worker in self.workers:
-            worker.number += 1000
-            if worker.asking:
-                self.send(worker, worker.asking)
-        goal = {worker.name: len([one for one in self.confirmed if one[0] == worker.name]) + 2 for worker in self.workers}
+            if worker.call >= 0:
+                self.send(worker)
+        goal = {worker.name: self.count(worker) + 2 for worker in self.workers}
+        all_of_them = sum(goal.values())
         for _ in range(200):
             for worker in self.workers:
                 self.act(worker)
@@ -335,11 +300,15 @@ class World:
                     self.deliver(letter)
             self.beat()
             self.pass_time(1.0)
-            counts = {worker.name: len([one for one in self.confirmed if one[0] == worker.name]) for worker in self.workers}
-            if self.coordinator.finished or all(counts[name] >= goal[name] for name in goal):
-                break
-        else:
-            raise AssertionError(f"somebody waits for ever: {counts} of {goal}")
+            counts = [self.count(worker) for worker in self.workers]
+            if self.coordinator.finished or all(count >= goal[worker.name] for count, worker in zip(counts, self.workers, strict=True)):
+                return
+            if self.strategy.feed.leased and sum(counts) >= all_of_them:
+                return  # of several who have a unit, the first that hands in may make the others' results worthless, each time
+        raise AssertionError(f"somebody waits for ever: {[self.count(worker) for worker in self.workers]} of {goal}")
+
+    def count(self, worker: Traveller) -> int:
+        return sum(name == worker.name for name, _ in self.confirmed)
 
     def settle(self) -> None:
         """Answers that are still held back come, when time passes."""
@@ -348,14 +317,18 @@ class World:
         assert not self.coordinator.waiting
         assert not self.callers, "every question is answered"
         for worker in self.workers:
-            if worker.asking == "contribute" and worker.answer is not None and worker.answer[0].get("status") == "accepted":
-                assert worker.under_way is not None
-                self.confirmed.append((worker.name, worker.under_way.seq))
+            header = worker.answer[0] if worker.answer is not None else {}
+            if header.get("status") == "accepted":
+                self.confirmed.append((worker.name, header["seq"]))
+
+    def end(self) -> None:
+        if self.coordinator.finished:
+            self.event(Concluded())
 
     # --- what must hold -------------------------------------------------------------------------------
 
     def check(self) -> None:
-        applied, others, batches = [], [], []
+        applied, others = [], []
         weights = torch.zeros(SIZE, dtype=torch.float64)
         version = 0
         for line in self.disk.ledger:
@@ -364,7 +337,7 @@ class World:
                 assert line["version"] == version, "versions count up by one"
                 weights -= RATE * sum(one[3] * value_of(*one[5:8]) for one in line["from"]) / len(line["from"])
                 applied += line["from"]
-            else:
+            elif "failed" not in line:
                 others += [line["replaced"]] if "replaced" in line else line["unused"]
         assert version == self.coordinator.state.version
         waiting = [(record["worker"], record["seq"]) for record, _ in self.coordinator.pending()]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from test_journal_recovery import Durable
-from tiny_cluster import FakeWorker, policy_of
+from tiny_cluster import FakeWorker, strategy_of
 
 from shoal.cli.main import main
 from shoal.config.schema.strategy import Async
@@ -24,7 +24,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three workers, of two contributions a version, that was killed with a round open."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "config.yaml").write_text("dialect: shoal\n")
-    cluster = Durable(folder / "coordinator", policy_of(Async(contributions_per_update=2)), 3)
+    cluster = Durable(folder / "coordinator", strategy_of(Async(contributions_per_update=2)), 3)
     cluster.snapshot()
     workers = [cluster.join(name) for name in "abc"]
     receipts: dict[str, list[Any]] = {worker.name: [] for worker in workers}

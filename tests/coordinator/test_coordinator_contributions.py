@@ -6,15 +6,16 @@ import math
 
 import pytest
 import torch
-from tiny_cluster import RATE, Cluster, FakeWorker, encoded, policy_of
+from tiny_cluster import RATE, Cluster, FakeWorker, encoded, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.membership import MOST_NAMES
+from shoal.coordinator.state import Concluded, Interrupted
 from shoal.updates.messages import PROTOCOL, BadMessage, Join, parse
 
-ASYNC = policy_of(Async(max_staleness=50))
-SYNC = policy_of(SyncPs(round_timeout_s=10.0))
+ASYNC = strategy_of(Async(max_staleness=50))
+SYNC = strategy_of(SyncPs(round_timeout_s=10.0))
 
 
 def alone(policy: object = ASYNC) -> tuple[Cluster, FakeWorker]:
@@ -73,9 +74,12 @@ def test_a_contribution_of_an_open_round_is_confirmed_to_one_who_joined_again() 
     a, b = before.join("a"), before.join("b")
     before.contribute(a, 2.0)
     cluster = before.recovered()
-    a2, b2 = cluster.join("a", pull=False), cluster.join("b")
-    a2.version, a2.round, a2.position = a.version, a.round, a.position
-    call = cluster.contribute(a2, again=True, frames=())
+    b2 = cluster.join("b")
+    assert cluster.hear(a, cluster.say(a))["reason"] == "unknown-session"
+    assert cluster.hear(a, cluster.say(a))["kind"] == "welcome"
+    call = cluster.say(a)
+    assert a.protocol.pending is not None
+    assert not a.protocol.pending.frames
     assert cluster.status(call) is None, "it waits for its round, as before the crash"
     cluster.contribute(b2, 4.0)
     assert cluster.status(call) == "accepted"
@@ -137,7 +141,7 @@ def test_numbers_of_the_past_are_not_confirmed() -> None:
 
 
 def test_what_waits_when_the_run_is_over_is_named() -> None:
-    cluster = Cluster(policy_of(Async(contributions_per_update=2)), 2, steps=1)
+    cluster = Cluster(strategy_of(Async(contributions_per_update=2)), 2, steps=1)
     a, b = cluster.join("a"), cluster.join("b")
     cluster.step(a)
     cluster.step(b)
@@ -146,9 +150,9 @@ def test_what_waits_when_the_run_is_over_is_named() -> None:
     other = Cluster(SYNC, 2)
     c, _ = other.join("c"), other.join("d")
     call = other.contribute(c)
-    other.carry_out(other.coordinator.stop("enough"))
+    other.carry_out(other.coordinator.handle(Interrupted("enough"), other.now))
     assert other.status(call) == "finished"
-    other.carry_out(other.coordinator.conclude())
+    other.carry_out(other.coordinator.handle(Concluded(), other.now))
     assert [one[:2] for one in other.ledger[-1]["unused"]] == [["c", 0]]
 
 
@@ -233,7 +237,7 @@ def test_ever_new_names_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _leaving(cluster: Cluster, call: int) -> object:
-    from shoal.coordinator.machine import Called
+    from shoal.coordinator.state import Called
     from shoal.updates.messages import Leave
 
     cluster.calls += 1
@@ -259,7 +263,7 @@ def test_records_and_ledger_lines_are_small(tmp_path: object) -> None:
     import json
     from pathlib import Path
 
-    cluster, a = alone(policy_of(Edp()))
+    cluster, a = alone(strategy_of(Edp()))
     cluster.step(a)
     journal = Journal(Path(str(tmp_path)))
     journal.begin()

@@ -6,37 +6,42 @@ import random
 from typing import Any
 
 import pytest
-from hard_weather import World
+from hard_weather import LONGEST, World
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_cluster import policy_of
+from tiny_cluster import strategy_of
 
-from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs
+from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import Updates
-from shoal.coordinator import Policy
-from shoal.coordinator.machine import Plan
+from shoal.coordinator.state import Plan
+from shoal.coordinator.units import Cut
+from shoal.strategies import Strategy
 
-POLICIES: dict[str, Policy] = {
-    "syncps": policy_of(SyncPs(round_timeout_s=10.0)),
-    "syncps, window 3": policy_of(SyncPs(round_timeout_s=10.0, window=3)),
-    "syncps, blending": policy_of(SyncPs(round_timeout_s=10.0, window=2, pull_every_steps=3), polyak_alpha=0.5),
-    "edp": policy_of(Edp(pull_every_steps=3)),
-    "async": policy_of(Async(max_staleness=3, max_staleness_multiplier=2.0)),
-    "async, k = 2": policy_of(Async(max_staleness=5, contributions_per_update=2)),
-    "async, k = 3": policy_of(Async(max_staleness=50, contributions_per_update=3)),
-    "diloco": policy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0)),
-    "diloco, quorum": policy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=2, grace_s=2.0), 4),
-    "diloco, late ones weighed": policy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=2, late="weigh"), 4),
-    "diloco, asynchronous": policy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=1, late="weigh"), 4),
+STRATEGIES: dict[str, Strategy] = {
+    "syncps": strategy_of(SyncPs(round_timeout_s=10.0)),
+    "syncps, window 3": strategy_of(SyncPs(round_timeout_s=10.0, window=3)),
+    "syncps, blending": strategy_of(SyncPs(round_timeout_s=10.0, window=2, pull_every_steps=3), polyak_alpha=0.5),
+    "edp": strategy_of(Edp(pull_every_steps=3)),
+    "async": strategy_of(Async(max_staleness=3, max_staleness_multiplier=2.0)),
+    "async, k = 2": strategy_of(Async(max_staleness=5, contributions_per_update=2)),
+    "async, k = 3": strategy_of(Async(max_staleness=50, contributions_per_update=3)),
+    "diloco": strategy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0)),
+    "diloco, quorum": strategy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=2, grace_s=2.0), 4),
+    "diloco, late ones weighed": strategy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=2, late="weigh"), 4),
+    "workunits": strategy_of(WorkUnits(batches_per_unit=2, units_per_update=2)),
+    "workunits, one at a time": strategy_of(WorkUnits(batches_per_unit=5, units_per_update=1)),
+    "diloco, asynchronous": strategy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=1, late="weigh"), 4),
 }
 LIKELY = ["go"] * 8 + ["act"] * 5 + ["deliver"] * 5 + ["time"] * 3
 WRONG = ["double", "lose", "again", "again", "die", "leave", "crash", "crash", "snapshot"]
 SCHEDULE = st.lists(st.tuples(st.sampled_from(LIKELY + WRONG), st.integers(0, 11)), min_size=20, max_size=120)
 
 
-def live_through(policy: Policy, schedule: list[tuple[str, int]], workers: int, steps: int) -> World:
+def live_through(strategy: Strategy, schedule: list[tuple[str, int]], workers: int, steps: int) -> World:
     plan = Plan(Updates(), 0, workers, 1, steps, None, 8 * workers, 5.0, 0.5)
-    world = World(policy, plan, workers, plan.updates)
+    if strategy.feed.leased:
+        plan = plan._replace(cut=Cut(LONGEST, strategy.feed.batches, 30), lease_s=20.0, attempts=50)
+    world = World(strategy, plan, workers)
     for kind, number in schedule:
         world.happen(kind, number)
     world.calm_down()
@@ -44,9 +49,7 @@ def live_through(policy: Policy, schedule: list[tuple[str, int]], workers: int, 
     for worker in world.workers:
         world.act(worker)
     world.settle()
-    if world.coordinator.finished:
-        for effect in world.coordinator.conclude():
-            world.carry_out(effect)
+    world.end()
     world.check()
     return world
 
@@ -55,13 +58,13 @@ def examples(count: int) -> Any:
     return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", STRATEGIES)
 @examples(60)
 @given(schedule=SCHEDULE, workers=st.integers(1, 4), steps=st.sampled_from([4, 10**6]))
 def test_whatever_happens_nothing_confirmed_is_lost_or_doubled(
     name: str, schedule: list[tuple[str, int]], workers: int, steps: int
 ) -> None:
-    live_through(POLICIES[name], schedule, workers, steps)
+    live_through(STRATEGIES[name], schedule, workers, steps)
 
 
 def test_the_schedules_are_as_hard_as_they_claim() -> None:
@@ -70,7 +73,7 @@ def test_the_schedules_are_as_hard_as_they_claim() -> None:
     for seed in range(60):
         chance = random.Random(seed)
         schedule = [(chance.choice(LIKELY + WRONG), chance.randrange(12)) for _ in range(100)]
-        world = live_through(chance.choice(list(POLICIES.values())), schedule, 3, 10**6)
+        world = live_through(chance.choice(list(STRATEGIES.values())), schedule, 3, 10**6)
         crashes, confirmed = crashes + world.crashes, confirmed + len(world.confirmed)
         outcomes |= world.coordinator.state.contributions.keys()
     assert crashes > 200

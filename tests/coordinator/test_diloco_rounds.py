@@ -6,18 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, Numbers, policy_of
+from tiny_cluster import Cluster, FakeWorker, Numbers, strategy_of
 
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec, Updates
-from shoal.coordinator import Coordinator, Policy
+from shoal.coordinator import Coordinator
+from shoal.coordinator.state import Exited
+from shoal.strategies import Strategy
 from shoal.updates import codecs
 from shoal.updates.fragments import spans
 from shoal.updates.messages import Gone
 
 
-def policy(expected: int, **settings: Any) -> Policy:
-    return policy_of(DiLoCo(**{"inner_steps": 8, "rounds": 100} | settings), expected)
+def policy(expected: int, **settings: Any) -> Strategy:
+    return strategy_of(DiLoCo(**{"inner_steps": 8, "rounds": 100} | settings), expected)
 
 
 def cluster_of(count: int, **settings: Any) -> tuple[Cluster, list[FakeWorker]]:
@@ -84,7 +86,7 @@ def test_the_quorum_is_no_more_than_the_workers_that_are_here() -> None:
     cluster, (one, two, three) = cluster_of(3, quorum=2)
     call = cluster.contribute(one)
     cluster.contribute(two)
-    cluster.take(one, call)
+    cluster.hear(one, call)
     cluster.leave(two)
     cluster.leave(three)
     assert cluster.step(one) == "accepted"
@@ -97,7 +99,7 @@ def test_who_joins_in_mid_run_is_told_where_the_run_is_and_is_waited_for_from_th
         assert cluster.step(one) == "accepted"
     call = cluster.contribute(one)
     assert cluster.coordinator.state.version == 4
-    cluster.take(one, call)
+    cluster.hear(one, call)
     two = cluster.join("late", pull=False)
     answer = cluster.pull(two)
     assert (answer["version"], answer["step"], answer["inner_steps"]) == (4, 4, 8)
@@ -117,7 +119,7 @@ def test_who_joins_in_mid_round_is_asked_to_end_with_the_others() -> None:
         cluster.pass_time(4.0)
         calls = [cluster.contribute(worker) for worker in workers]
         for worker, call in zip(workers, calls, strict=True):
-            cluster.take(worker, call)
+            cluster.hear(worker, call)
     cluster.pass_time(3.0)
     assert cluster.pull(cluster.join("w3", pull=False))["inner_steps"] == 2, "they have a quarter of the round before them"
     for worker in workers:
@@ -130,10 +132,10 @@ def test_who_is_known_to_be_gone_is_not_waited_for() -> None:
     cluster.contribute(one)
     cluster.contribute(two)
     assert cluster.coordinator.state.version == 0
-    cluster.carry_out(cluster.coordinator.lost("w2", cluster.now))
+    cluster.carry_out(cluster.coordinator.handle(Exited("w2"), cluster.now))
     assert cluster.coordinator.state.version == 1
     assert cluster.status(cluster.contribute(three)) == "unknown-session", "it has to come back"
-    assert not cluster.coordinator.lost("stranger", cluster.now)
+    assert not cluster.coordinator.handle(Exited("stranger"), cluster.now)
     one, two, three = (cluster.join(name) for name in ("w0", "w1", "w2"))
     cluster.contribute(one)
     cluster.contribute(two)
@@ -162,10 +164,10 @@ def test_a_late_contribution_is_weighed_into_the_next_round_beside_the_workers_o
     before = cluster.learner.vector.clone()
     late = cluster.contribute(three, 4.0)
     assert cluster.status(late) == "accepted"
-    cluster.take(three, late)
+    cluster.hear(three, late)
     cluster.contribute(three, 1.0)
     for worker in (one, two):
-        cluster.take(worker, worker.seq_call)  # type: ignore[attr-defined]
+        cluster.hear(worker, worker.seq_call)  # type: ignore[attr-defined]
         cluster.contribute(worker, 1.0)
     cluster.pass_time(1.5)
     assert cluster.coordinator.state.version == 2
@@ -208,7 +210,7 @@ def test_a_slower_worker_is_asked_for_fewer_steps() -> None:
             cluster.now += wait
             calls.append(cluster.contribute(worker))
         for worker, call in zip((fast, slow, slowest), calls, strict=True):
-            cluster.take(worker, call)
+            cluster.hear(worker, call)
     asked = [cluster.answers[call]["inner_steps"] for call in calls]
     assert asked == [8, 4, 1]
 
@@ -220,7 +222,7 @@ def test_equal_workers_all_take_the_full_number() -> None:
         cluster.now += 5.0
         calls = [cluster.contribute(worker, batches=1) for worker in workers]
         for worker, call in zip(workers, calls, strict=True):
-            cluster.take(worker, call)
+            cluster.hear(worker, call)
     assert [cluster.answers[call]["inner_steps"] for call in calls] == [8, 8]
 
 
@@ -259,7 +261,7 @@ def test_only_a_fragment_travels_in_either_direction(codec: Codec) -> None:
     parts = spans([600, 300, 300], 2)
     updates = Updates(codec=codec)
     cluster = Cluster(policy(1, fragments=2), 1, updates=updates, learner=InTurn(parts))
-    cluster.coordinator = Coordinator(cluster.plan._replace(spans=parts), cluster.policy, cluster.learner)
+    cluster.coordinator = Coordinator(cluster.plan._replace(spans=parts), cluster.strategy, cluster.learner)
     worker = cluster.join("w")
     base = torch.zeros(1200)
     for number in range(6):
@@ -276,7 +278,7 @@ def test_only_a_fragment_travels_in_either_direction(codec: Codec) -> None:
             codecs.apply_changes(part, frames)
         else:
             codecs.decode_into(codec, end - start, frames, part, 1.0)
-        cluster.take(worker, call)
+        cluster.hear(worker, call)
         near = 0.2 if codec.kind == "int4" else 0.02
         assert torch.allclose(base, cluster.learner.vector, atol=near * (number + 1))
     assert float(base.abs().sum()) > 0
@@ -285,6 +287,6 @@ def test_only_a_fragment_travels_in_either_direction(codec: Codec) -> None:
 def test_a_contribution_of_the_wrong_fragment_is_malformed() -> None:
     parts = spans([600, 300], 2)
     cluster = Cluster(policy(1, fragments=2), 1, learner=InTurn(parts))
-    cluster.coordinator = Coordinator(cluster.plan._replace(spans=parts), cluster.policy, cluster.learner)
+    cluster.coordinator = Coordinator(cluster.plan._replace(spans=parts), cluster.strategy, cluster.learner)
     worker = cluster.join("w")
     assert cluster.status(cluster.contribute(worker, frames=codecs.encode(NoCodec(), torch.ones(300), None))) == "malformed"

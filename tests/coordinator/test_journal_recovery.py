@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, policy_of
+from tiny_cluster import Cluster, FakeWorker, strategy_of
 
 from shoal.config.schema.strategy import Async, SyncPs
 from shoal.coordinator.journal import Journal, Ledger, journals, path_of, read
@@ -182,7 +182,7 @@ class Durable(Cluster):
 
     @classmethod
     def of(cls, folder: Path, like: Cluster) -> Durable:
-        made = cls(folder, like.policy, like.plan.expected)
+        made = cls(folder, like.strategy, like.plan.expected)
         made.now, made.calls = like.now, like.calls
         snapshot = made.snapshots.newest(lambda text: None)
         assert snapshot is not None
@@ -214,8 +214,8 @@ def same(first: Durable, second: Durable) -> None:
 
 
 STRATEGIES = {
-    "syncps": policy_of(SyncPs(round_timeout_s=10.0, window=2)),
-    "async": policy_of(Async(contributions_per_update=3)),
+    "syncps": strategy_of(SyncPs(round_timeout_s=10.0, window=2)),
+    "async": strategy_of(Async(contributions_per_update=3)),
 }
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from tiny_cluster import Cluster, policy_of
+from tiny_cluster import Cluster, strategy_of
 
 from shoal.config.schema.strategy import Async
 from shoal.coordinator.membership import Membership, Seats, Worker
@@ -77,7 +77,7 @@ def test_the_table_has_a_row_for_each() -> None:
 
 
 def test_of_two_processes_with_one_name_the_newer_stays_and_the_older_is_told() -> None:
-    cluster = Cluster(policy_of(Async()))
+    cluster = Cluster(strategy_of(Async()))
 
     def join(instance: str) -> Mapping[str, Any]:
         return cluster.answers[cluster.ask(Join("ada", PROTOCOL, {}, instance))]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_cluster import RATE, Cluster, FakeWorker, policy_of
+from tiny_cluster import RATE, Cluster, FakeWorker, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.config.schema.updates import Krum, Updates
-from shoal.coordinator import Barrier, Every, Policy
+from shoal.coordinator import Barrier, Every
+from shoal.strategies import Strategy
 
 
-def syncps(window: int = 1, pull_every: int = 1) -> Policy:
-    return policy_of(SyncPs(round_timeout_s=10.0, window=window, pull_every_steps=pull_every))
+def syncps(window: int = 1, pull_every: int = 1) -> Strategy:
+    return strategy_of(SyncPs(round_timeout_s=10.0, window=window, pull_every_steps=pull_every))
 
 
-def cluster_of(policy: Policy, names: str, **settings: object) -> tuple[Cluster, list[FakeWorker]]:
+def cluster_of(policy: Strategy, names: str, **settings: object) -> tuple[Cluster, list[FakeWorker]]:
     cluster = Cluster(policy, len(names), **settings)  # type: ignore[arg-type]
     return cluster, [cluster.join(name) for name in names]
 
@@ -66,7 +67,7 @@ def test_a_worker_that_dies_delays_its_round_by_the_deadline_at_most() -> None:
 
 
 def test_nobody_is_held_back_for_long_without_a_word() -> None:
-    cluster, (a, b) = cluster_of(policy_of(SyncPs(round_timeout_s=1000.0)), "ab")
+    cluster, (a, b) = cluster_of(strategy_of(SyncPs(round_timeout_s=1000.0)), "ab")
     call = cluster.contribute(a)
     cluster.beat(b)
     cluster.pass_time(5.0)
@@ -134,7 +135,7 @@ def test_one_who_joined_but_has_no_weights_yet_is_not_waited_for() -> None:
 
 
 def test_edp_scales_by_the_versions_that_the_worker_does_not_know() -> None:
-    cluster, (a, b) = cluster_of(policy_of(Edp(pull_every_steps=100)), "ab")
+    cluster, (a, b) = cluster_of(strategy_of(Edp(pull_every_steps=100)), "ab")
     assert cluster.status(cluster.contribute(a, 1.0)) == "accepted"
     cluster.contribute(b, 1.0)  # one version behind: a's
     cluster.contribute(b, 1.0)  # its own version does not count, it has stepped its own weights
@@ -148,7 +149,7 @@ def test_edp_scales_by_the_versions_that_the_worker_does_not_know() -> None:
 
 
 def test_own_versions_are_remembered_no_longer_than_they_matter() -> None:
-    cluster, (a, b) = cluster_of(policy_of(Edp(pull_every_steps=5)), "ab")
+    cluster, (a, b) = cluster_of(strategy_of(Edp(pull_every_steps=5)), "ab")
     for number in range(300):
         cluster.contribute(a, base=number // 5 * 5, have=-1)
         if number % 50 == 0:
@@ -160,7 +161,7 @@ def test_own_versions_are_remembered_no_longer_than_they_matter() -> None:
 
 
 def test_edp_that_pulls_seldom_still_knows_its_own_work() -> None:
-    cluster, (a,) = cluster_of(policy_of(Edp(pull_every_steps=1000)), "a")
+    cluster, (a,) = cluster_of(strategy_of(Edp(pull_every_steps=1000)), "a")
     for _ in range(600):
         cluster.contribute(a, base=0, have=-1)
     assert {line["from"][0][3] for line in cluster.ledger} == {1.0}
@@ -170,7 +171,7 @@ def test_edp_that_pulls_seldom_still_knows_its_own_work() -> None:
 
 
 def test_a_contribution_is_rejected_exactly_beyond_the_bound() -> None:
-    cluster, (a, b) = cluster_of(policy_of(Async(max_staleness=3, adaptive=False)), "ab")
+    cluster, (a, b) = cluster_of(strategy_of(Async(max_staleness=3, adaptive=False)), "ab")
     for _ in range(3):
         cluster.step(a)
     assert cluster.status(cluster.contribute(b, base=0)) == "accepted", "three versions behind is within the bound"
@@ -183,7 +184,7 @@ def test_a_contribution_is_rejected_exactly_beyond_the_bound() -> None:
     [(1.0, 10.0), (2.0, 15.0), (0.5, 7.5)],  # speed against the median of the two: 1, 2/3, 4/3
 )
 def test_the_adaptive_bound_follows_the_speed(interval_s: float, bound: float) -> None:
-    cluster, (a, b) = cluster_of(policy_of(Async(max_staleness=10, min_staleness=2, max_staleness_multiplier=4.0)), "ab")
+    cluster, (a, b) = cluster_of(strategy_of(Async(max_staleness=10, min_staleness=2, max_staleness_multiplier=4.0)), "ab")
     start = cluster.now
     for number in range(6):
         cluster.now = start + number
@@ -198,7 +199,7 @@ def test_the_adaptive_bound_follows_the_speed(interval_s: float, bound: float) -
 
 
 def test_many_equal_workers_are_never_rejected() -> None:
-    cluster, workers = cluster_of(policy_of(Async(max_staleness=16)), "abcdefgh")
+    cluster, workers = cluster_of(strategy_of(Async(max_staleness=16)), "abcdefgh")
     for turn in range(30):
         for index, worker in enumerate(workers):
             cluster.now = 1000.0 + turn + index / 8
@@ -207,7 +208,7 @@ def test_many_equal_workers_are_never_rejected() -> None:
 
 
 def test_every_k_contributions_of_different_workers_make_an_update() -> None:
-    cluster, (a, b, c) = cluster_of(policy_of(Async(contributions_per_update=2)), "abc")
+    cluster, (a, b, c) = cluster_of(strategy_of(Async(contributions_per_update=2)), "abc")
     cluster.step(a, 1.0)
     cluster.step(a, 3.0)
     assert cluster.coordinator.state.version == 0, "a alone makes no update, however often it sends"
@@ -229,8 +230,13 @@ def krum(below: str) -> Updates:
     return Updates(aggregation=Krum(byzantine=0), below_quorum=below)  # type: ignore[arg-type]
 
 
-def every(count: int) -> Policy:
-    return Policy(Every(count), lambda lag, speed: 1.0)
+def plain(rounds: Every) -> Strategy:
+    """A strategy of which only the rounds matter."""
+    return Strategy(rounds=rounds, length=lambda extent: pytest.fail("nobody asks"))
+
+
+def every(count: int) -> Strategy:
+    return plain(Every(count))
 
 
 def test_below_the_quorum_it_waits_and_says_so() -> None:
@@ -276,7 +282,7 @@ def test_a_coordinator_that_comes_back_gives_its_workers_the_time_to_do_so_too()
 
 
 def test_a_barrier_with_a_rule_waits_beyond_its_deadline() -> None:
-    cluster, (a, b, c) = cluster_of(Policy(Barrier(1.0), lambda lag, speed: 1.0), "abc", updates=krum("wait"), needed=3)
+    cluster, (a, b, c) = cluster_of(plain(Barrier(deadline_s=1.0)), "abc", updates=krum("wait"), needed=3)
     cluster.contribute(a)
     cluster.contribute(b)
     cluster.pass_time(2.0)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_cluster import Numbers
+from tiny_cluster import Numbers, strategy_of
 
+from shoal.config.schema.strategy import WorkUnits
 from shoal.config.schema.updates import Krum, NoCodec, Updates
-from shoal.coordinator import Coordinator, Policy, Quorum
+from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published
-from shoal.coordinator.machine import Passed, Plan
+from shoal.coordinator.state import Concluded, LeaseResult, Opened, Plan
 from shoal.coordinator.units import Cut, Settled
 from shoal.updates import codecs
 from shoal.updates.messages import BadMessage, Delivered, Failed, parse, parse_from_leases
@@ -21,10 +22,10 @@ from shoal.updates.messages import BadMessage, Delivered, Failed, parse, parse_f
 
 def made(quorum: int = 3, cut: Cut | None = None, needed: int = 1, updates: Updates | None = None) -> Coordinator:
     cut = cut or Cut(batches_per_epoch=10, batches_per_unit=2, total_epochs=2)
-    policy = Policy(rounds=Quorum(quorum, 300.0, 3), admission=lambda lag, speed: 1.0)
+    strategy = strategy_of(WorkUnits(units_per_update=quorum))
     total = cut.batches_per_epoch * cut.total_epochs
-    plan = Plan(updates or Updates(), 0, 1, needed, 10**6, total, cut.batches_per_unit * quorum, 5.0, 0.5, cut)
-    return Coordinator(plan, policy, Numbers())
+    plan = Plan(updates or Updates(), 0, 1, needed, 10**6, total, cut.batches_per_unit * quorum, 5.0, 0.5, cut, 300.0, 3, True)
+    return Coordinator(plan, strategy, Numbers())
 
 
 class Board:
@@ -38,7 +39,7 @@ class Board:
         self.ledger: list[dict[str, Any]] = []
         self.published: list[Published] = []
         self.notes: list[str] = []
-        self.carry_out([coordinator.offer()])
+        self.carry_out(coordinator.handle(Opened(), self.now))
 
     def carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -63,12 +64,12 @@ class Board:
         base = self.version if base is None else base
         asked = Delivered(worker, self.seq, base, float(unit.batches), unit.batches, *unit, {"loss": value})
         content = codecs.encode(NoCodec(), torch.full((4,), value), None) if frames is None else frames
-        self.carry_out(self.coordinator.handle(Passed(asked, content), self.now))
+        self.carry_out(self.coordinator.handle(LeaseResult(asked, content), self.now))
 
     def fail(self, number: int) -> None:
         self.offered.discard(number)
         assert self.coordinator.plan.cut is not None
-        self.carry_out(self.coordinator.handle(Passed(Failed(*self.coordinator.plan.cut.unit(number), "broken"), ()), self.now))
+        self.carry_out(self.coordinator.handle(LeaseResult(Failed(*self.coordinator.plan.cut.unit(number), "broken"), ()), self.now))
 
     def spans(self) -> list[tuple[int, int, int]]:
         """(epoch, first batch, batches) of everything in the weights or given up, in order."""
@@ -153,7 +154,7 @@ def test_every_epoch_is_whole_whatever_the_order_and_whoever_dies(data: st.DataO
 def _recover(board: Board) -> None:
     """A new coordinator takes the same records again, and stands where the old one stood."""
     old = board.coordinator
-    fresh = Coordinator(old.plan, old.policy, Numbers())
+    fresh = Coordinator(old.plan, old.policies, Numbers())
     for record, frames in board.records:
         fresh.replay(record, frames)
     for name in ("version", "batches", "samples", "sequences"):
@@ -161,7 +162,7 @@ def _recover(board: Board) -> None:
     assert fresh.book.settled == old.book.settled
     assert torch.equal(fresh.learner.vector, old.learner.vector)
     board.coordinator = fresh
-    board.carry_out([fresh.offer()])
+    board.carry_out(fresh.handle(Opened(), board.now))
 
 
 def test_a_run_without_any_unit_left_ends_though_too_few_workers_came_for_the_rule() -> None:
@@ -171,7 +172,7 @@ def test_a_run_without_any_unit_left_ends_though_too_few_workers_came_for_the_ru
         board.deliver(number, "only")
     assert board.coordinator.state.version == 0
     assert board.coordinator.finished
-    assert len(board.coordinator.conclude()) == 1
+    assert len(board.coordinator.handle(Concluded(), board.now)) == 1
 
 
 def test_a_worker_with_many_units_is_one_voice_under_a_rule_that_compares() -> None:

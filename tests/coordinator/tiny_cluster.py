@@ -1,23 +1,25 @@
-"""A coordinator of a few numbers, workers that are three lines each, and a clock that the test turns."""
+"""A coordinator of a few numbers, workers that speak the real protocol, and a clock that the test turns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs
+from shoal import strategies
+from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
+from shoal.config.schema.training import Training
 from shoal.config.schema.updates import NoCodec, Updates
-from shoal.coordinator import Coordinator, Policy
+from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Note, Persist, Published, Reply, Stop
-from shoal.coordinator.machine import Called, Plan, Tick
-from shoal.strategies import asynchronous, diloco, edp, syncps
+from shoal.coordinator.state import Called, Plan, Tick
+from shoal.strategies import Strategy
 from shoal.updates import codecs
-from shoal.updates.messages import PROTOCOL, Asked, Contribute, Heartbeat, Join, Leave, Pull, header_of, parse
+from shoal.updates.messages import PROTOCOL, Asked, Contribute, header_of, parse
+from shoal.worker.protocol import Protocol
 
 RATE = 0.25
 
@@ -34,26 +36,56 @@ class Numbers:
         return {}
 
 
-def policy_of(settings: SyncPs | Edp | Async | DiLoCo, expected: int = 1, *, polyak_alpha: float | None = None) -> Policy:
+def strategy_of(settings: SyncPs | Edp | Async | DiLoCo | WorkUnits, expected: int = 1, *, polyak_alpha: float | None = None) -> Strategy:
     """The policies of a strategy, as the strategies' own files pick them."""
-    made = {"syncps": syncps.policy, "edp": edp.policy, "async": asynchronous.policy, "diloco": diloco.policy}[settings.kind]
-    run: Any = SimpleNamespace(strategy=settings, updates=Updates(), training=SimpleNamespace(polyak_alpha=polyak_alpha))
-    return made(run, expected)
+    run: Any = SimpleNamespace(strategy=settings, updates=Updates(), training=Training(polyak_alpha=polyak_alpha))
+    return strategies.of(run, expected)
 
 
-@dataclass
+def contribution(epoch: int, position: int, base: int, loss: float = 1.0, **other: Any) -> Contribute:
+    """What a worker learned from one batch; the protocol fills in its numbers."""
+    made = Contribute("", 0, 0, base, 0, 1.0, 2, epoch, position, 1, -1, {"loss": loss})
+    return made._replace(**other)
+
+
 class FakeWorker:
-    """What a worker remembers."""
+    """A worker that speaks, and computes nothing."""
 
-    name: str
-    session: str = ""
-    number: int = 0
-    seq: int = 0
-    version: int = -1
-    round: int = 0
-    seat: int = -1
-    epoch: int = 0
-    position: int = 0
+    def __init__(self, name: str | None) -> None:
+        self.protocol = Protocol(name, {}, PROTOCOL, f"instance of {name}")
+        self.epoch = self.position = 0
+
+    @property
+    def name(self) -> str:
+        return self.protocol.name
+
+    @property
+    def session(self) -> str:
+        return self.protocol.session
+
+    @property
+    def seat(self) -> int:
+        return self.protocol.seat
+
+    @property
+    def version(self) -> int:
+        return self.protocol.have
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.protocol.have = version
+
+    @property
+    def round(self) -> int:
+        return self.protocol.round
+
+    @round.setter
+    def round(self, number: int) -> None:
+        self.protocol.round = number
+
+    @property
+    def seq(self) -> int:
+        return self.protocol.seq
 
 
 class Cluster:
@@ -61,7 +93,7 @@ class Cluster:
 
     def __init__(
         self,
-        policy: Policy,
+        strategy: Strategy,
         expected: int = 1,
         *,
         updates: Updates | None = None,
@@ -70,9 +102,9 @@ class Cluster:
         learner: Any = None,
         heartbeat_s: float = 5.0,
     ) -> None:
-        self.policy, self.learner, self.updates = policy, learner or Numbers(), updates or Updates()
+        self.strategy, self.learner, self.updates = strategy, learner or Numbers(), updates or Updates()
         self.plan = Plan(self.updates, 0, expected, needed, steps, None, 8 * expected, heartbeat_s, 0.5)
-        self.coordinator = Coordinator(self.plan, policy, self.learner)
+        self.coordinator = Coordinator(self.plan, strategy, self.learner)
         self.now = 1000.0
         self.calls = 0
         self.answers: dict[int, Mapping[str, Any]] = {}
@@ -103,75 +135,71 @@ class Cluster:
         self.carry_out(self.coordinator.handle(event, self.now))
         return self.calls
 
+    def say(self, worker: FakeWorker, **other: Any) -> int:
+        """What the worker's protocol has to say; the number of the call. `other`: fields that a worker of ours would not send."""
+        question = worker.protocol.question(self.now)
+        assert question is not None
+        asked: Any = question.asked
+        return self.ask(asked._replace(**other), question.frames)
+
+    def hear(self, worker: FakeWorker, call: int) -> Mapping[str, Any]:
+        answer = self.answers[call]
+        worker.protocol.hear(answer, self.frames[call])
+        return answer
+
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.carry_out(self.coordinator.handle(Tick(), self.now))
 
     def join(self, name: str | None, pull: bool = True) -> FakeWorker:
-        answer = self.answers[self.ask(Join(name, PROTOCOL, {}))]
-        worker = FakeWorker(answer["name"], answer["session"], seq=answer["last_seq"] + 1, seat=answer["seat"])
-        worker.epoch, worker.position = answer["epoch"], answer["position"]
+        worker = FakeWorker(name)
+        self.hear(worker, self.say(worker))
+        worker.epoch, worker.position = worker.protocol.place
+        worker.protocol.ready = True
         if pull:
             self.pull(worker)
         return worker
 
     def pull(self, worker: FakeWorker) -> Mapping[str, Any]:
-        worker.number += 1
-        answer = self.answers[self.ask(Pull(worker.session, worker.number, worker.version))]
-        worker.version = worker.round = answer["version"]
-        return answer
+        worker.version = -1
+        return self.hear(worker, self.say(worker))
 
     def contribute(self, worker: FakeWorker, value: float = 1.0, *, again: bool = False, frames: Any = None, **other: Any) -> int:
         """Send what the worker computed next; the number of the call. `again`: the last one once more."""
-        worker.number += 1
-        if not again:
-            worker.position += 1
-        fields: dict[str, Any] = {
-            "session": worker.session,
-            "number": worker.number,
-            "seq": worker.seq - again,
-            "base": max(0, worker.version),
-            "round": worker.round - again,
-            "weight": 1.0,
-            "samples": 2,
-            "epoch": worker.epoch,
-            "position": worker.position,
-            "batches": 1,
-            "have": worker.version,
-            "metrics": {"loss": value},
-        }
-        worker.seq, worker.round = worker.seq + (not again), worker.round + (not again)
+        protocol = worker.protocol
+        if again:
+            assert protocol.pending is not None
+            protocol.pending.frames = protocol.pending.frames if frames is None else frames
+            return self.say(worker, **other)
+        worker.position += 1
+        protocol.have = max(0, protocol.have)
         content = codecs.encode(self.updates.codec, torch.full_like(self.learner.vector, value), None) if frames is None else frames
-        return self.ask(Contribute(**(fields | other)), content)
+        protocol.contribute(contribution(worker.epoch, worker.position, protocol.have, value), content, pulls=True)
+        return self.say(worker, **other)
 
     def status(self, call: int) -> str | None:
         """What became of a contribution; None while its answer is held back."""
         answer = self.answers.get(call)
         return None if answer is None else answer.get("status") or answer.get("reason")
 
-    def take(self, worker: FakeWorker, call: int) -> None:
-        """The worker has heard the answer: it has the weights in it."""
-        answer = self.answers[call]
-        worker.version, worker.round = answer["version"], max(worker.round, answer["round"])
-
     def step(self, worker: FakeWorker, value: float = 1.0, **other: Any) -> str | None:
-        """Send, and take the answer."""
+        """Send, and hear the answer."""
         call = self.contribute(worker, value, **other)
         if call in self.answers and "round" in self.answers[call]:
-            self.take(worker, call)
+            self.hear(worker, call)
         return self.status(call)
 
     def beat(self, worker: FakeWorker) -> Mapping[str, Any]:
-        worker.number += 1
-        return self.answers[self.ask(Heartbeat(worker.session, worker.number, "computing"))]
+        return self.answers[self.ask(worker.protocol.heartbeat("computing", {}))]
 
     def leave(self, worker: FakeWorker) -> None:
-        worker.number += 1
-        self.ask(Leave(worker.session, worker.number))
+        worker.protocol.pending = None
+        worker.protocol.leave()
+        self.hear(worker, self.say(worker))
 
     def recovered(self, records: Sequence[tuple[dict[str, Any], tuple[bytes, ...]]] | None = None) -> Cluster:
         """Another coordinator that has taken all records again; everything else about the old one is forgotten."""
-        other = Cluster(self.policy, self.plan.expected, updates=self.updates, needed=self.plan.needed, steps=self.plan.total_steps)
+        other = Cluster(self.strategy, self.plan.expected, updates=self.updates, needed=self.plan.needed, steps=self.plan.total_steps)
         other.now, other.calls = self.now, self.calls
         for record, frames in self.records if records is None else records:
             other.carry_out(other.coordinator.replay(record, frames))

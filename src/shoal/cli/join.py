@@ -29,8 +29,7 @@ from shoal.transports.databases import parse as parse_address
 if TYPE_CHECKING:
     from shoal.config.ranks import Place
     from shoal.launch import Crew
-    from shoal.runs.joining import Joined, Way
-    from shoal.runs.leasing import Leasing
+    from shoal.runs.joining import Way
     from shoal.transports.weather import Proxy
 
 EPILOG = """\
@@ -86,15 +85,14 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     _leave_when_asked(arguments.stdin, working)
     if crew is not None:
         return _lead(crew, arguments, argv, invitation, working)
-    in_database = is_address(invitation.address)
     weather, reached = None, invitation
     if arguments.netem:
         weather, address = _through_weather(invitation.address, arguments.netem)
         reached = invitation._replace(address=address)
     try:
-        joined = _join_in_database(_way(arguments, reached)) if in_database else Joined(_way(arguments, reached), tell)
+        joined = Joined(_way(arguments, reached), tell)
         here = place_in(joined.run)
-        if isinstance(joined, Joined) and here is None and of_several(joined.run):
+        if here is None and of_several(joined.run):
             joined.leave()
             arguments.name, crew = joined.name, Crew.of(joined.run, "join", tell)
             assert crew is not None
@@ -104,17 +102,11 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         joined.prepare(download, here)
         joined.work()
         print(f"{joined.name}: {joined.summary()}", flush=True)
-        joined.part()
+        joined.close_ranks()
     finally:
         if weather is not None:
             weather.close()
     return 0
-
-
-def _join_in_database(way: Way) -> Joined | Leasing:
-    from shoal.runs.leasing import join  # asks for a driver that others do without
-
-    return join(way, tell)
 
 
 def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:

@@ -21,6 +21,7 @@ from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.config.ranks import Place
+    from shoal.runs.cluster_loop import ClusterLoop
     from shoal.runs.loop import Loop
     from shoal.worker.interfaces import World
 
@@ -130,16 +131,15 @@ def _train(loaded: Loaded, run_dir: str | None, resume: bool, here: Place | None
 
 
 @contextmanager
-def stopping_on_signals(loop: Loop) -> Iterator[None]:
+def stopping_on_signals(loop: Loop | ClusterLoop) -> Iterator[None]:
     """Stop after a step when asked to, and at once when asked again."""
     own = os.getpid()
 
     def stop(number: int, frame: FrameType | None) -> None:
         if os.getpid() != own:  # a process that loads data: it ends with this one
             return
-        if loop.stopping == "interrupted":
+        if loop.interrupt():
             os._exit(130)
-        loop.stopping = "interrupted"
         loop.message("stopping after this step and saving; once more to stop at once")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -150,7 +150,7 @@ def stopping_on_signals(loop: Loop) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def conclude(loop: Loop, summary: dict[str, Any]) -> int:
+def conclude(loop: Loop | ClusterLoop, summary: dict[str, Any]) -> int:
     """Tell how it ended; the exit code."""
     from shoal.runs.trained import save_final
     from shoal.watch.progress import figures

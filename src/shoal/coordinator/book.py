@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.config.schema.updates import NoCodec, NoMixing
 from shoal.coordinator.effects import Effect, Entry, Frames, Published
-from shoal.coordinator.policies import Policy
+from shoal.coordinator.policies import Policies
 from shoal.coordinator.rounds import Rounds
 from shoal.coordinator.state import Held, Learner, Plan, State, ledger_line, mean_metrics
 from shoal.coordinator.units import Settled
@@ -35,9 +35,9 @@ _MOST_SPARE = 4
 class Book:
     """State, rounds and weights."""
 
-    def __init__(self, plan: Plan, policy: Policy, learner: Learner) -> None:
+    def __init__(self, plan: Plan, policies: Policies, learner: Learner) -> None:
         self.plan, self.learner = plan, learner
-        self.remembered = max(_LEAST_REMEMBERED, 2 * policy.pull_every) if policy.worker_steps else 0
+        self.remembered = max(_LEAST_REMEMBERED, 2 * policies.pull_every) if policies.contribution.own_steps else 0
         """Own versions of a worker that are kept at most: more than it takes between two pulls."""
         self.state = State()
         self.settled = Settled()

@@ -1,4 +1,4 @@
-"""What the coordinator wants done. It does nothing itself: whoever drives it carries these out, in order."""
+"""What the coordinator wants done. It does nothing itself: the driver carries these out, in order."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Published(NamedTuple):
 
 
 class Issue(NamedTuple):
-    """Offer these units, by number, for this version; whatever is on offer for an older one is cancelled."""
+    """Offer these units, by number, for this version, where a database keeps the leases. Units of an older version are cancelled."""
 
     version: int
     units: Sequence[int]
 
 
 class Note(NamedTuple):
-    """Tell people."""
+    """Say this to people."""
 
     text: str
 

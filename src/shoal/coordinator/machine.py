@@ -1,6 +1,6 @@
 """The coordinator: `handle(event, now) -> effects`. It opens nothing, reads no clock, starts no thread.
 
-What changes the weights goes through `_take`: first it becomes a record, then the book takes the record. Nothing is confirmed before that.
+What changes the weights goes through `record`: first it becomes a record, then the book takes the record. Nothing is confirmed before that.
 """
 
 from __future__ import annotations
@@ -13,17 +13,30 @@ from torch import Tensor
 
 from shoal.coordinator.book import Book
 from shoal.coordinator.closing import Closing
-from shoal.coordinator.effects import Effect, Frames, Issue, Note, Persist, Published, Reply, Stop
+from shoal.coordinator.effects import Effect, Frames, Note, Persist, Published, Reply, Stop
+from shoal.coordinator.lending import Lender, printable
 from shoal.coordinator.membership import Membership, Worker
-from shoal.coordinator.pacing import inner_steps
-from shoal.coordinator.policies import Barrier, Policy, Quorum
+from shoal.coordinator.pacing import steps_for
+from shoal.coordinator.policies import Policies
 from shoal.coordinator.publisher import Publisher
-from shoal.coordinator.state import Called, Learner, Passed, Plan, State, Tick, Waiting, accepted, delivered
-from shoal.coordinator.units import ISSUED_PER_QUORUM, LEAST_ISSUED
-from shoal.updates import codecs, staleness
-from shoal.updates.messages import PROTOCOL, Asked, Contribute, Delivered, Failed, Gone, Heartbeat, Join, Pull
-
-__all__ = ["Called", "Coordinator", "Learner", "Passed", "Plan", "State", "Tick"]
+from shoal.coordinator.state import (
+    Called,
+    Concluded,
+    Event,
+    Exited,
+    Interrupted,
+    Learner,
+    LeaseResult,
+    Opened,
+    Plan,
+    Spoiled,
+    State,
+    Tick,
+    Waiting,
+    accepted,
+)
+from shoal.updates import codecs
+from shoal.updates.messages import PROTOCOL, Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Join, Pull
 
 LONGEST_WAIT_S = 5.0
 """An answer is never held back longer: a worker that hears nothing may then take the connection for lost."""
@@ -31,52 +44,76 @@ _MOST_RANKS = 64
 """Processes that a worker may be made of. Each takes batches of its own."""
 _MOST_DATA = 2**31
 """No data has so many epochs, and no epoch so many batches."""
-_NONE_WANTED = -2
+_NO_WEIGHTS = -2
 
 
 class Coordinator:
     """Holds the weights and decides what enters them."""
 
-    def __init__(self, plan: Plan, policy: Policy, learner: Learner) -> None:
-        self.plan, self.policy, self.learner = plan, policy, learner
-        self.book = Book(plan, policy, learner)
+    def __init__(self, plan: Plan, policies: Policies, learner: Learner) -> None:
+        self.plan, self.policies, self.learner = plan, policies, learner
+        self.book = Book(plan, policies, learner)
         self.rounds = self.book.rounds
-        self.closing = Closing(plan, policy, self.book)
+        self.closing = Closing(plan, policies, self.book)
         self.members = Membership(plan.heartbeat_interval_s)
         self.members.known = self.state.seats
         self.publisher = Publisher(plan.updates.codec)
         self.publisher.publish(0, learner.vector, learner.buffers)
+        contributions = policies.rounds.expected_contributions(plan.expected)
+        self.lender = Lender(self, plan.cut, contributions) if plan.cut is not None else None
+        """Where the data is leased in units."""
         self.waiting: OrderedDict[str, Waiting] = OrderedDict()
         """By session, longest first: who is answered when a round has closed."""
         self.stopped = ""
         self.refused: dict[str, int] = {}
         self.now = 0.0
         """Time as the coordinator sees it: it never goes back."""
-        contributions = plan.expected if isinstance(policy.rounds, Barrier) else policy.rounds.contributions
         self.most_batches = _MOST_RANKS * max(1, plan.batches_per_step // max(1, contributions))
         """Batches that one contribution may be made of: a worker may have more devices than the others."""
-        self._offered: list[int] = []
-        self._spoiled: dict[int, int] = {}
         self._clock: float | None = None
         self._effects: list[Effect] = []
 
     # --- events ------------------------------------------------------------------------------------
 
-    def handle(self, event: Called | Passed | Tick, now: float) -> list[Effect]:
+    def handle(self, event: Event, now: float) -> list[Effect]:
         """What is to be done about an event. When the clock jumps back, time stands still for a moment and then goes on from there."""
-        self._begin(now)
-        if isinstance(event, Called):
-            self._answer(event)
-        elif isinstance(event, Passed):
-            self._take_from_leases(event)
-        else:
-            self._evict_silent()
-            self._reassure()
-        if not (isinstance(event, Passed) and event.more):
+        self.now += max(0.0, now - (now if self._clock is None else self._clock))
+        self._clock, self._effects = now, []
+        more = self._happen(event)
+        if not more:
             self._close_what_is_due()
-            self._offer_more()
+        self._lend(more)
         self._watch_quorum()
         return self._effects
+
+    def _happen(self, event: Event) -> bool:
+        """Do what the event asks for. Return whether others follow that belong to it."""
+        match event:
+            case Called():
+                self._answer(event)
+            case Tick():
+                self._evict_silent()
+                self._reassure()
+            case LeaseResult():
+                assert self.lender is not None
+                self.lender.take(event)
+                return event.more
+            case Spoiled():
+                assert self.lender is not None
+                self.lender.spoil(*event)
+            case Exited():
+                self._lose(event.name, "is gone")
+            case Opened():
+                if self.lender is not None:
+                    self.lender.offer()
+            case Interrupted():
+                self.stop_for(event.reason)
+            case Concluded():
+                self.emit(*self.book.write_off())
+        return False
+
+    def emit(self, *effects: Effect) -> None:
+        self._effects += effects
 
     @property
     def state(self) -> State:
@@ -94,20 +131,12 @@ class Coordinator:
         """Where the schedule stands: updates made, or what the batches so far are worth."""
         return self.book.step
 
-    def stop(self, reason: str) -> list[Effect]:
-        """End the run: who asks from now on is told so, and who waits too. Open rounds stay open, for a run that goes on later."""
-        self._effects = []
+    def stop_for(self, reason: str) -> None:
+        """End the run: a worker that asks from now on, or waits, is told so."""
         self.stopped = reason
         self._release()
-        return self._effects
 
-    def conclude(self) -> list[Effect]:
-        """The run is over: what waits in rounds that will not close is written off, by name."""
-        return self.book.write_off()
-
-    def _begin(self, now: float) -> None:
-        self.now += max(0.0, now - (now if self._clock is None else self._clock))
-        self._clock, self._effects = now, []
+    # --- questions ---------------------------------------------------------------------------------
 
     def _answer(self, event: Called) -> None:
         asked = event.asked
@@ -115,7 +144,7 @@ class Coordinator:
             return self._join(event, asked)
         if isinstance(asked, Gone):
             self._lose(asked.name, "has lost a process, and starts again")
-            return self._effects.append(Reply(event.caller, {"kind": "goodbye"}))
+            return self.emit(Reply(event.caller, {"kind": "goodbye"}))
         worker = self.members.by_session.get(asked.session)
         if worker is None:
             return self._refuse(event.caller, "unknown-session")
@@ -132,32 +161,59 @@ class Coordinator:
         return True
 
     def _answer_member(self, event: Called, asked: Asked, worker: Worker) -> None:
-        if isinstance(asked, Contribute):
-            worker.received_bytes += sum(len(frame) for frame in event.frames)
-            self._contribute(event, asked, worker)
-        elif isinstance(asked, Pull):
+        match asked:
+            case Contribute():
+                worker.received_bytes += sum(len(frame) for frame in event.frames)
+                self._contribute(event, asked, worker)
+            case Pull():
+                self.rounds.activate(worker.name)
+                self.answer(event.caller, {"kind": "weights"}, worker, asked.have)
+            case Heartbeat():
+                self._pulse(event.caller, asked, worker)
+            case Claim() | GiveBack() | Fail():
+                self._answer_about_unit(event.caller, asked, worker)
+            case _:
+                self._remove(worker, "left", left=True)
+                self.answer(event.caller, {"kind": "goodbye"}, worker)
+
+    def _pulse(self, caller: Any, asked: Heartbeat, worker: Worker) -> None:
+        worker.state, worker.figures = printable(asked.state), asked.figures
+        if self.lender is not None:
+            self.lender.renew(worker)
+        self.answer(caller, {"kind": "pulse"}, worker)
+
+    def _answer_about_unit(self, caller: Any, asked: Claim | GiveBack | Fail, worker: Worker) -> None:
+        lender = self.lender
+        if lender is None or lender.leases is None:
+            return self._refuse(caller, "impossible", "this run has no units on lease here")
+        if isinstance(asked, Claim):
             self.rounds.activate(worker.name)
-            self._reply(event.caller, {"kind": "weights"}, worker, asked.have)
-        elif isinstance(asked, Heartbeat):
-            worker.state = _printable(asked.state)
-            self._reply(event.caller, {"kind": "pulse"}, worker)
+            return self._answer_no_longer(lender.claim(caller, asked, worker))
+        if isinstance(asked, GiveBack):
+            lender.give_back(worker, asked.unit)
         else:
-            self._remove(worker, "left")
-            self._reply(event.caller, {"kind": "goodbye"}, worker)
+            worker.rejected += 1
+            lender.fail(worker, asked.unit, printable(asked.reason))
+        return self.answer(caller, {"kind": "noted"}, worker)
+
+    def _answer_no_longer(self, caller: Any) -> None:
+        """The worker asked again: nothing comes of its first question."""
+        if caller is not None:
+            self.emit(Reply(caller, {"kind": "refused", "reason": "asked-again", "detail": ""}))
 
     def _refuse(self, caller: Any, reason: str, detail: str = "") -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
-        self._effects.append(Reply(caller, {"kind": "refused", "reason": reason, "detail": detail}))
+        self.emit(Reply(caller, {"kind": "refused", "reason": reason, "detail": detail}))
 
-    def _reply(self, caller: Any, header: dict[str, Any], worker: Worker, have: int = _NONE_WANTED) -> None:
-        """Answer, with weights for one who has version `have`."""
-        fields, frames = self.publisher.since(worker.session, have) if have > _NONE_WANTED else ({}, ())
-        most_lag = self.policy.most_lag(self.members.speed(worker))
+    def answer(self, caller: Any, header: dict[str, Any], worker: Worker, have: int = _NO_WEIGHTS) -> None:
+        """Answer, with weights for a worker that has version `have`."""
+        fields, frames = self.publisher.since(worker.session, have) if have > _NO_WEIGHTS else ({}, ())
+        most_lag = self.policies.admission.most_lag(self.members.speed(worker))
         common = {"version": self.state.version, "step": self.step, "done": self.finished, "most_lag": most_lag}
-        if self.policy.inner is not None and have > _NONE_WANTED:
+        if self.policies.contribution.alone and have > _NO_WEIGHTS:
             worker.began_at = self.now
-            common["inner_steps"] = inner_steps(self.policy, self.plan, self.state.version, worker, self.members, self.now)
-        self._effects.append(Reply(caller, header | common | fields, frames))
+            common["inner_steps"] = steps_for(self.policies, self.plan, self.state.version, worker, self.members, self.now)
+        self.emit(Reply(caller, header | common | fields, frames))
 
     # --- members -----------------------------------------------------------------------------------
 
@@ -173,14 +229,14 @@ class Coordinator:
         if before is not None:
             if asked.instance != before.instance:
                 self.members.replace(before)
-            self._remove(before, "came back")
-        about = {key: _printable(value) for key, value in asked.about.items()}
+            self._remove(before, "came back", left=asked.instance == before.instance)
+        about = {key: printable(value) for key, value in asked.about.items()}
         worker = self.members.add(name, event.session, about, self.now, asked.instance)
         if self.state.seats.get(name) != worker.seat:
-            self._take({"kind": "seated", "worker": name, "seat": worker.seat})
-        self._reply(event.caller, self._welcome(worker), worker)
+            self.record({"kind": "seated", "worker": name, "seat": worker.seat})
+        self.answer(event.caller, self._welcome(worker), worker)
         if before is None:
-            self._effects.append(Note(f"{name} joined ({', '.join(about.values())})" if about else f"{name} joined"))
+            self.emit(Note(f"{name} joined ({', '.join(about.values())})" if about else f"{name} joined"))
 
     def _welcome(self, worker: Worker) -> dict[str, Any]:
         epoch, position = self.state.positions.get(str(worker.seat), (0, 0))
@@ -188,20 +244,17 @@ class Coordinator:
         known = {"name": worker.name, "session": worker.session, "seat": worker.seat}
         return {"kind": "welcome", **known, "epoch": epoch, "position": position, "last_seq": last}
 
-    def _remove(self, worker: Worker, why: str) -> None:
+    def _remove(self, worker: Worker, why: str, left: bool = False) -> None:
+        """A worker takes part no longer. `left`: it said so itself, or comes back at once."""
         self.members.remove(worker)
         self.rounds.deactivate(worker.name)
         self.publisher.forget(worker.session)
         waited = self.waiting.pop(worker.session, None)
-        if waited is not None:
-            self._refuse(waited.caller, "unknown-session")
-        self._effects.append(Note(f"{worker.name} {why}"))
-
-    def lost(self, name: str, now: float) -> list[Effect]:
-        """Somebody who knows says that a worker is gone: nobody waits for it until it comes back."""
-        self._begin(now)
-        self._lose(name, "is gone")
-        return self._effects
+        callers = [waited.caller if waited is not None else None, self.lender.forget(worker, left) if self.lender is not None else None]
+        for caller in callers:
+            if caller is not None:
+                self._refuse(caller, "unknown-session")
+        self.emit(Note(f"{worker.name} {why}"))
 
     def _lose(self, name: str, why: str) -> None:
         if (worker := self.members.by_name.get(name)) is not None:
@@ -222,33 +275,58 @@ class Coordinator:
             return self._refuse(event.caller, "impossible", "an update of weights that were never sent")
         if asked.batches > self.most_batches or max(asked.epoch, asked.position) >= _MOST_DATA:
             return self._refuse(event.caller, "impossible", "more data than the run has for one contribution")
+        if (asked.unit >= 0) != (self.lender is not None and self.lender.leases is not None):
+            return self._refuse(event.caller, "impossible", "not what this run's workers send")
         self.members.arrive(worker, self.now, self.plan.telemetry_alpha)
         self.members.time(worker, asked.batches, self.now, self.plan.telemetry_alpha)
         worker.lag = self._lag(worker, asked.base)
-        share = self.policy.admission(worker.lag, self.members.speed(worker))
+        return self._submit(event, asked, worker) if asked.unit >= 0 else self._admit(event, asked, worker)
+
+    def _admit(self, event: Called, asked: Contribute, worker: Worker) -> None:
+        share = self.policies.admission.share(worker.lag, self.members.speed(worker))
         problem = self._problem(worker, asked) or ("stale" if share <= 0 else "")
         if problem:
-            worker.rejected += 1
-            self.state.count(problem)
-            return self._receipt(event.caller, worker, asked, problem)
+            return self._turn_away(event.caller, asked, worker, problem)
         return self._accept(event, asked, worker, share)
 
+    def _turn_away(self, caller: Any, asked: Contribute, worker: Worker, problem: str) -> None:
+        worker.rejected += 1
+        self.state.count(problem)
+        self._receipt(caller, worker, asked, problem)
+
     def _accept(self, event: Called, asked: Contribute, worker: Worker, share: float) -> None:
-        number = max(asked.round, self.state.version) if isinstance(self.policy.rounds, Barrier) else self.state.version
-        late = isinstance(self.policy.rounds, Barrier) and asked.round < number
+        number = self.policies.rounds.round_for(asked.round, self.state.version)
+        late = self.policies.rounds.window > 0 and asked.round < number
         try:
             decoded = self.book.decode(event.frames, number)
         except codecs.UpdateError as error:
             worker.rejected += 1
             return self._refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
-        self._take(accepted(worker.name, worker.seat, asked, share, number, late), event.frames, decoded)
+        self.record(accepted(worker.name, worker.seat, asked, share, number, late), event.frames, decoded)
         self._close_what_is_due()  # the answer then brings the weights that this contribution moved
+        return self._receipt(event.caller, worker, asked, "accepted")
+
+    def _submit(self, event: Called, asked: Contribute, worker: Worker) -> None:
+        """Take a unit's result, where the coordinator keeps the leases."""
+        assert self.lender is not None
+        if self.finished:
+            return self._turn_away(event.caller, asked, worker, "finished")
+        try:
+            outcome = self.lender.submit(worker, asked, event.frames)
+        except codecs.UpdateError as error:
+            worker.rejected += 1
+            return self._refuse(event.caller, "malformed", str(error))
+        if outcome != "accepted":
+            return self._turn_away(event.caller, asked, worker, outcome)
+        worker.accepted += 1
+        self._close_what_is_due()
         return self._receipt(event.caller, worker, asked, "accepted")
 
     def _lag(self, worker: Worker, base: int) -> int:
         """Versions that the update does not know of. A worker that steps its own weights knows those it made itself."""
-        own = sum(1 for version in self.state.made.get(worker.name, ()) if version > base) if self.policy.worker_steps else 0
+        own_steps = self.policies.contribution.own_steps
+        own = sum(1 for version in self.state.made.get(worker.name, ()) if version > base) if own_steps else 0
         return max(0, self.state.version - base - own)
 
     def _problem(self, worker: Worker, asked: Contribute) -> str:
@@ -257,41 +335,32 @@ class Coordinator:
             return "finished"
         if asked.seq < self.state.sequences.get(worker.name, -1) or self._is_learned(worker.seat, asked):
             return "overtaken"
-        rounds = self.policy.rounds
-        if not isinstance(rounds, Barrier):
-            return ""
-        if asked.round < self.state.version and not rounds.late_count:
-            return "late"
-        return "ahead" if asked.round >= self.state.version + rounds.window else ""
+        return self.policies.rounds.problem(asked.round, self.state.version)
 
     def _is_learned(self, seat: int, asked: Contribute) -> bool:
-        """Whether somebody in this seat has sent what was learned from these batches already."""
+        """Whether a worker in this seat has sent already what was learned from these batches."""
         gone = self.state.positions.get(str(seat))
         return gone is not None and (asked.epoch, asked.position - asked.batches) < (gone[0], gone[1])
 
     def _receipt(self, caller: Any, worker: Worker, asked: Contribute, status: str, repeated: bool = False) -> None:
         """Answer at once, or when the round has closed if the worker may not go on before."""
-        if status == "accepted" and not self._is_free(asked.round) and not self.finished:
+        free = self.policies.rounds.may_send_next(asked.round, self.state.version)
+        if status == "accepted" and not free and not self.finished:
             before = self.waiting.pop(worker.session, None)
-            if before is not None:  # the worker asked again: nobody waits for the first answer any more
-                self._effects.append(Reply(before.caller, {"kind": "refused", "reason": "asked-again", "detail": ""}))
+            self._answer_no_longer(None if before is None else before.caller)
             self.waiting[worker.session] = Waiting(caller, asked.seq, asked.have, asked.round, self.now)
             return
-        have = asked.have if asked.have >= 0 or status != "accepted" else _NONE_WANTED
+        have = asked.have if asked.have >= 0 or status != "accepted" else _NO_WEIGHTS
         self._confirm(caller, worker, asked.seq, status, have, repeated)
 
     def _confirm(self, caller: Any, worker: Worker, seq: int, status: str, have: int, repeated: bool = False) -> None:
         header = {"kind": "receipt", "status": status, "seq": seq, "round": self.state.version, "repeated": repeated}
-        self._reply(caller, header, worker, have)
-
-    def _is_free(self, number: int) -> bool:
-        """Whether one who has sent to this round may send to the next."""
-        return not isinstance(self.policy.rounds, Barrier) or number + 1 < self.state.version + self.policy.rounds.window
+        self.answer(caller, header, worker, have)
 
     def _release(self) -> None:
         """Answer those who waited for a round that has closed by now."""
         for session, waited in list(self.waiting.items()):
-            free = self._is_free(waited.round)
+            free = self.policies.rounds.may_send_next(waited.round, self.state.version)
             if free or self.finished:
                 self._answer_waiting(session, "accepted" if free else "finished")
 
@@ -305,79 +374,8 @@ class Coordinator:
 
     def _answer_waiting(self, session: str, status: str) -> None:
         waited = self.waiting.pop(session)
-        have = waited.have if waited.have >= 0 and status != "wait" else _NONE_WANTED
+        have = waited.have if waited.have >= 0 and status != "wait" else _NO_WEIGHTS
         self._confirm(waited.caller, self.members.by_session[session], waited.seq, status, have)
-
-    # --- units -------------------------------------------------------------------------------------
-
-    def offer(self) -> Issue:
-        """The units that are to be done next, for the version there is now."""
-        cut, rounds = self.plan.cut, self.policy.rounds
-        assert cut is not None
-        assert isinstance(rounds, Quorum)
-        most = 0 if self.finished else max(LEAST_ISSUED, ISSUED_PER_QUORUM * rounds.contributions)
-        self._offered = list(self.book.settled.open(cut.total, most))
-        return Issue(self.state.version, self._offered)
-
-    def _offer_more(self) -> None:
-        """All units on offer are settled, and the round is still open: units were given up, or the rule needs results of more workers."""
-        if not self._offered or self.finished or not all(unit in self.book.settled for unit in self._offered):
-            return None
-        needed, there = self.plan.needed, self.rounds.workers(self.state.version)
-        if there < needed:
-            text = f"{self.plan.updates.aggregation.kind} needs results of {needed} workers, and {there} have handed in"
-            if self.plan.updates.below_quorum == "stop" and self.state.version > 0:
-                self.stopped = f"{text}: stopped, as updates.below_quorum says"
-                return self._effects.append(Stop(self.stopped))
-            self._effects.append(Note(f"{text}: waiting for {needed - there} more"))
-        return self._effects.append(self.offer())
-
-    def _take_from_leases(self, event: Passed) -> None:
-        cut, asked = self.plan.cut, event.asked
-        assert cut is not None
-        number = cut.number(asked.epoch, asked.start)
-        if number in self.book.settled:
-            return self.state.count("repeated")
-        if isinstance(asked, Failed):
-            return self._give_up(asked, number)
-        return self._deliver(asked, event.frames, number)
-
-    def spoil(self, epoch: int, start: int, why: str) -> list[Effect]:
-        """What was handed in for a unit cannot be used: it is done again, unless that happened too often."""
-        self._effects = []
-        self._spoil(epoch, start, why)
-        self._close_what_is_due()
-        self._offer_more()
-        return self._effects
-
-    def _spoil(self, epoch: int, start: int, why: str) -> None:
-        cut, rounds = self.plan.cut, self.policy.rounds
-        assert cut is not None
-        assert isinstance(rounds, Quorum)
-        number = cut.number(epoch, start)
-        self.state.count("malformed")
-        self._spoiled[number] = self._spoiled.get(number, 0) + 1
-        if self._spoiled[number] > rounds.max_retries:
-            return self._give_up(Failed(*cut.unit(number), why), number)
-        self._effects += [Note(f"warning: {_printable(why)}"), Issue(self.state.version, [number])]
-        return None
-
-    def _give_up(self, asked: Failed, number: int) -> None:
-        self._spoiled.pop(number, None)
-        fields = {name: getattr(asked, name) for name in ("epoch", "start", "batches", "reason")}
-        self._take({"kind": "failed", "unit": number, **fields})
-        self._effects.append(Note(f"warning: unit {number} of epoch {asked.epoch + 1} is given up: {_printable(asked.reason)}"))
-
-    def _deliver(self, asked: Delivered, frames: Frames, number: int) -> None:
-        """Take what was learned from a unit. Its worker was told so already: one that came while a round closed is in the next."""
-        try:
-            decoded = self.book.decode(frames)
-        except codecs.UpdateError as error:
-            return self._spoil(asked.epoch, asked.start, f"what {asked.worker} sent cannot be used: {error}")
-        share = staleness.weight(max(0, self.state.version - asked.base))
-        self._spoiled.pop(number, None)
-        self._take(delivered(asked, number, share, self.state.version), frames, decoded)
-        return None
 
     # --- rounds ------------------------------------------------------------------------------------
 
@@ -385,36 +383,44 @@ class Coordinator:
         while not self.finished and self.closing.due(self.state.version, self.now):
             number = self.state.version
             held = sorted(self.rounds.open[number].held.values(), key=lambda one: (one.record["worker"], one.record["seq"]))
-            if isinstance(self.policy.rounds, Barrier):
+            if self.policies.rounds.waits_for_all:
                 self.rounds.miss(number)
-            self._take({"kind": "closed", "round": number, "workers": [one.key for one in held]})
-            if self.plan.cut is not None:
-                self._effects.append(self.offer())
+            self.record({"kind": "closed", "round": number, "workers": [one.key for one in held]})
+            if self.lender is not None:
+                self.lender.offer()
             self._release()
 
+    def _lend(self, more: bool) -> None:
+        if self.lender is None:
+            return
+        self.lender.expire()
+        if not more:
+            self.lender.offer_more()
+        self.lender.serve(LONGEST_WAIT_S)
+
     def _watch_quorum(self) -> None:
-        told = None if self.finished or self.plan.cut is not None else self.closing.watch(self.state.version, self.now)
-        if told is not None:
-            self._effects.append(told)
-        if isinstance(told, Stop):
-            self.stopped = told.reason
-            self._release()
+        word = None if self.finished or self.plan.cut is not None else self.closing.watch(self.state.version, self.now)
+        if word is not None:
+            self.emit(word)
+        if isinstance(word, Stop):
+            self.stop_for(word.reason)
 
     # --- what survives -----------------------------------------------------------------------------
 
-    def _take(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None:
-        self._effects.append(Persist(record, frames))
-        self._effects += self._taken(self.book.take(record, frames, decoded))
+    def record(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None:
+        """Have a record kept, and move on by it."""
+        self.emit(Persist(record, frames))
+        self.emit(*self._publish(self.book.take(record, frames, decoded)))
 
-    def _taken(self, effects: list[Effect]) -> list[Effect]:
+    def _publish(self, effects: list[Effect]) -> list[Effect]:
         if any(isinstance(effect, Published) for effect in effects):
             span = self.plan.span(self.state.version - 1)
             self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers, span)
         return effects
 
     def replay(self, record: dict[str, Any], frames: Frames) -> list[Effect]:
-        """Take a record again that was kept before a crash."""
-        return self._taken(self.book.take(record, frames))
+        """Move on by a record that was kept before a crash."""
+        return self._publish(self.book.take(record, frames))
 
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot holds besides the learner."""
@@ -435,8 +441,3 @@ class Coordinator:
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
         """Records of contributions whose rounds are open: they belong to the journal that follows a snapshot."""
         return self.rounds.pending()
-
-
-def _printable(text: str) -> str:
-    """What strangers say of themselves is shown to people, and must not steer their terminals."""
-    return "".join(character if character.isprintable() else "?" for character in text)

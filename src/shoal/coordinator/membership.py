@@ -41,6 +41,8 @@ class Worker:
     batches: int = 1
     """What its last contribution was made of."""
     lag: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What it told of itself lately."""
     accepted: int = 0
     rejected: int = 0
     received_bytes: int = 0

@@ -5,30 +5,29 @@ from __future__ import annotations
 import statistics
 
 from shoal.coordinator.membership import Membership, Worker
-from shoal.coordinator.policies import Barrier, Policy
+from shoal.coordinator.policies import Policies
 from shoal.coordinator.state import Plan
 
 LEAST_SHARE = 1 / 8
-"""Of the steps of the fastest worker: who is slower still is waited for, or comes too late."""
+"""Of the steps of the fastest worker. A worker that is slower still is waited for, or comes too late."""
 
 
-def inner_steps(policy: Policy, plan: Plan, version: int, worker: Worker, members: Membership, now: float) -> int:
-    """The strategy's number: fewer for a slower worker where speeds are balanced, or for one who comes in mid-round where rounds do not
-    wait for all, and no more than are left of the run."""
-    inner, rounds = policy.inner, policy.rounds
-    assert inner is not None
-    steps = inner.steps
-    if version > 0 and isinstance(rounds, Barrier) and rounds.quorum is not None:
+def steps_for(policies: Policies, plan: Plan, version: int, worker: Worker, members: Membership, now: float) -> int:
+    """The strategy's number of steps: fewer for a slower worker where speeds are balanced, or for one that comes in mid-round where rounds
+    do not wait for all, and no more than are left of the run."""
+    contribution = policies.contribution
+    steps = contribution.steps
+    if version > 0 and policies.rounds.closes_early:
         steps = max(1, round(steps * _left_of_round(worker, members, now)))
-    if inner.balanced and worker.pace is not None:
+    if contribution.balanced and worker.pace is not None:
         fastest = max(one.pace for one in members.by_name.values() if one.pace is not None)
         steps = max(1, round(steps * max(LEAST_SHARE, worker.pace / fastest)))
-    left = plan.worker_steps - version * inner.steps
+    left = plan.worker_steps - version * contribution.steps
     return min(steps, left) if plan.total_batches is None and left > 0 else steps
 
 
 def _left_of_round(worker: Worker, members: Membership, now: float) -> float:
-    """The share of a round that the others still have before them, for one of whom nothing is known yet: so that it ends with them."""
+    """The share of a round that the others still have before them, for a worker that is not known yet: so that it ends with them."""
     if worker.pace is not None:
         return 1.0
     left = [

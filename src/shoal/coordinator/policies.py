@@ -1,24 +1,102 @@
-"""What a strategy is made of: a few small choices, read by the coordinator and by the worker."""
+"""The coordinator's share of a strategy: whose contribution is too late, and when a round of them becomes new weights.
+
+A strategy's other policies are the worker's (`worker/policies.py`) and the learner's (`engines/learners.py`); what the coordinator must
+know of those is in `Contribution`. Nobody asks which class a policy is: whatever differs between strategies is a method.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Sized
 from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.updates import staleness
+
+
+class Contribution(Protocol):
+    """What workers send, as far as the coordinator must know it."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of a worker that make one contribution."""
+        ...
+
+    @property
+    def own_steps(self) -> bool:
+        """Whether a worker also steps its own weights between pulls: then it knows the versions that it made itself."""
+        ...
+
+    @property
+    def alone(self) -> bool:
+        """Whether workers step alone between contributions, so that they are told how many steps to take."""
+        ...
+
+    @property
+    def balanced(self) -> bool:
+        """Whether slower workers are asked for fewer steps."""
+        ...
+
+
+class OpenRound(Protocol):
+    """A round that contributions are still coming in for."""
+
+    opened_at: float | None
+    """When the first one came, or the round before it closed."""
+    quorum_at: float | None
+    """When it had enough contributions to close without the others."""
+    present: int
+    """Active workers that have sent."""
+
+    @property
+    def held(self) -> Sized: ...
+    @property
+    def workers(self) -> int:
+        """How many different workers have sent."""
+        ...
+
+
+# --- admission: who is too late ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Barrier:
-    """A round closes when every active worker has sent, or some time after the first one did."""
+class Everything:
+    """Every contribution that its round can still take counts in full."""
 
-    deadline_s: float
-    window: int = 1
-    """Rounds that may be open at once; 1 is a strict barrier."""
-    quorum: int | None = None
-    """Contributions with which it may close earlier; None: all are waited for."""
-    grace_s: float = 0.0
-    """How long it stays open with its quorum."""
-    late_count: bool = False
-    """Whether a contribution whose round has closed goes into the one that is open."""
+    def share(self, lag: int, speed: float) -> float:
+        """What a contribution counts that lags so many versions, from a worker of this speed against the median; 0: it is too late."""
+        return 1.0
+
+    def most_lag(self, speed: float) -> float:
+        """Versions that a worker of this speed may lag. It tells workers whether they may compute while they send."""
+        return math.inf
+
+
+@dataclass(frozen=True)
+class Discounted(Everything):
+    """A contribution counts 1/(1+lag)."""
+
+    def share(self, lag: int, speed: float) -> float:
+        return staleness.weight(lag)
+
+
+@dataclass(frozen=True)
+class Bounded(Everything):
+    """A contribution that lags too many versions is rejected. `least` is the smallest bound of any worker; None: all have the same."""
+
+    most: int
+    least: int | None = None
+    multiplier: float = 1.0
+    """The largest bound, as a multiple of `most`."""
+
+    def share(self, lag: int, speed: float) -> float:
+        return 1.0 if lag <= self.most_lag(speed) else 0.0
+
+    def most_lag(self, speed: float) -> float:
+        return self.most if self.least is None else staleness.adaptive_bound(self.most, speed, self.least, self.multiplier)
+
+
+# --- rounds: when the weights move --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -26,59 +104,116 @@ class Every:
     """A round closes when so many different workers have sent; the latest contribution of each counts."""
 
     contributions: int = 1
-
-
-@dataclass(frozen=True)
-class Quorum:
-    """A round closes when so many units of the data have come in, or no unit is left."""
-
-    contributions: int
-    lease_s: float
-    """How long a worker may take for a unit before others may have it."""
-    max_retries: int
-
-
-@dataclass(frozen=True)
-class Inner:
-    """A worker takes many steps alone before it sends how far they led it."""
-
-    steps: int
-    """Steps between two contributions."""
-    averages: bool = False
-    """Whether the new weights are the mean of the workers' own: then those are sent, not how far they moved."""
-    balanced: bool = False
-    """Whether slower workers take fewer steps."""
-    fragments: int = 1
-    """Parts of the weights that take turns."""
-    overlap: int = 0
-    """Steps that a worker goes on while its contribution is on its way."""
-
-    def passes(self, version: int, every: int) -> bool:
-        """Whether this version is the first at or after one of every so many steps of a worker."""
-        return version * self.steps // every > (version - 1) * self.steps // every
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How updates become new weights."""
-
-    rounds: Barrier | Every | Quorum
-    admission: Callable[[int, float], float]
-    """(lag in versions, speed against the median) → the share a contribution counts with; 0: it is too late."""
-    pull_every: int = 1
-    """Steps of a worker between pulls of the weights."""
-    blend: float = 1.0
-    """Share of the pulled weights in the worker's own; 1: they replace them."""
-    worker_steps: bool = False
-    """Whether a worker also steps its own weights, between pulls, with its own optimizer."""
-    look_ahead: bool = False
-    """Whether a worker computes where the weights are expected to be when its contribution arrives."""
-    most_lag: Callable[[float], float] = lambda speed: float("inf")
-    """speed → versions that a worker may lag. It tells workers whether they may compute while they send."""
-    inner: Inner | None = None
-    """What workers do between two contributions; None: each is one gradient."""
+    window: int = 0
+    """Rounds that may be open at once; 0: workers wait for no round."""
+    deadline_s: float = 0.0
+    """After this time a round closes without those who are missing."""
+    waits_for_all: bool = False
+    """Whether a round waits for every active worker."""
 
     @property
-    def window(self) -> int:
-        """Rounds that may be open at once; 0: there are no rounds to wait for."""
-        return self.rounds.window if isinstance(self.rounds, Barrier) else 0
+    def closes_early(self) -> bool:
+        """Whether a round may close before all have sent, so that a worker that comes in the middle is asked for fewer steps."""
+        return False
+
+    def expected_contributions(self, expected: int) -> int:
+        """Contributions that an update is expected to be made of, with so many workers."""
+        return self.contributions
+
+    def first_workers(self, expected: int) -> int:
+        """Workers that must be here before the first round closes."""
+        return min(expected, self.contributions)
+
+    def round_for(self, asked: int, version: int) -> int:
+        """The round that a contribution goes into which was sent for round `asked`."""
+        return version
+
+    def problem(self, asked: int, version: int) -> str:
+        """Why a contribution for this round cannot be taken, in a word; empty: it can."""
+        return ""
+
+    def may_send_next(self, sent: int, version: int) -> bool:
+        """Whether a worker that has sent for round `sent` may send for the next one."""
+        return True
+
+    def due(self, there: OpenRound, active: int, needed: int, now: float, no_more: bool) -> bool:
+        """Whether the round closes now. `needed`: contributions without which the aggregation rule cannot work; `no_more`: no unit of the
+        data is left to come in."""
+        return len(there.held) >= max(needed, min(self.contributions, max(1, active)))
+
+
+@dataclass(frozen=True)
+class UnitQuorum(Every):
+    """A round closes when so many units of the data have come in, or no unit is left."""
+
+    def first_workers(self, expected: int) -> int:
+        return 1
+
+    def due(self, there: OpenRound, active: int, needed: int, now: float, no_more: bool) -> bool:
+        return (len(there.held) >= self.contributions or no_more) and there.workers >= needed
+
+
+@dataclass(frozen=True)
+class Barrier(Every):
+    """A round closes when every active worker has sent, or some time after the first one did."""
+
+    window: int = 1
+    """1 is a strict barrier."""
+    waits_for_all: bool = True
+    quorum: int | None = None
+    """Contributions with which a round may close earlier; None: all are waited for."""
+    grace_s: float = 0.0
+    """How long a round stays open with its quorum."""
+    late_count: bool = False
+    """Whether a contribution whose round has closed goes into the one that is open."""
+
+    @property
+    def closes_early(self) -> bool:
+        return self.quorum is not None
+
+    def expected_contributions(self, expected: int) -> int:
+        return expected
+
+    def first_workers(self, expected: int) -> int:
+        return expected if self.quorum is None else min(expected, self.quorum)
+
+    def round_for(self, asked: int, version: int) -> int:
+        return max(asked, version)
+
+    def problem(self, asked: int, version: int) -> str:
+        if asked < version and not self.late_count:
+            return "late"
+        return "ahead" if asked >= version + self.window else ""
+
+    def may_send_next(self, sent: int, version: int) -> bool:
+        return sent + 1 < version + self.window
+
+    def due(self, there: OpenRound, active: int, needed: int, now: float, no_more: bool) -> bool:
+        if len(there.held) < needed:
+            return False
+        if self.late_count and needed > 1 and there.workers < needed:
+            return False  # a worker's late contribution and its own of this round do not make two workers
+        assert there.opened_at is not None
+        return now >= there.opened_at + self.deadline_s or there.present == active or self._has_quorum(there, active, now)
+
+    def _has_quorum(self, there: OpenRound, active: int, now: float) -> bool:
+        """Are enough there, and have the others had their time?"""
+        if self.quorum is None or len(there.held) < min(self.quorum, max(1, active)):
+            return False
+        there.quorum_at = now if there.quorum_at is None else there.quorum_at
+        return now >= there.quorum_at + self.grace_s
+
+
+class Policies(Protocol):
+    """What the coordinator reads of a strategy."""
+
+    @property
+    def contribution(self) -> Contribution: ...
+    @property
+    def admission(self) -> Everything: ...
+    @property
+    def rounds(self) -> Every: ...
+    @property
+    def pull_every(self) -> int:
+        """Steps of a worker between pulls."""
+        ...

@@ -21,6 +21,11 @@ class Round:
     quorum_at: float | None = None
     """When it had enough contributions to close without the others."""
 
+    @property
+    def workers(self) -> int:
+        """How many different workers have sent."""
+        return len({held.record["worker"] for held in self.held.values()})
+
 
 class Rounds:
     """All open rounds, by number: the version they are made on."""
@@ -30,7 +35,7 @@ class Rounds:
         self.active: set[str] = set()
         """Workers that have weights, so rounds wait for them."""
         self.absent: set[str] = set()
-        """Workers that a round closed without, and that nobody has heard of since: they may be dead, so no round waits for them."""
+        """Workers that a round closed without, and that have been silent since: they may be dead, so no round waits for them."""
 
     def activate(self, name: str) -> None:
         self.absent.discard(name)
@@ -39,12 +44,13 @@ class Rounds:
             self._recount(name, 1)
 
     def miss(self, number: int) -> None:
-        """A round closes: whoever is missing is waited for again when there is a sign of it."""
+        """A round closes. A worker that is missing in it is waited for again when there is a sign of it."""
         for name in self.active - self.open[number].held.keys():
             self.deactivate(name)
             self.absent.add(name)
 
     def hear(self, name: str) -> None:
+        """A worker gave a sign of life."""
         if name in self.absent:
             self.activate(name)
 
@@ -60,7 +66,7 @@ class Rounds:
                 there.present += change
 
     def hold(self, number: int, held: Held) -> Held | None:
-        """Keep a contribution until its round closes; the one of the same worker that it takes the place of, if any."""
+        """Keep a contribution until its round closes. Return the one of the same worker that it replaces, if there is one."""
         there = self.open.setdefault(number, Round())
         before = there.held.get(held.key)
         there.held[held.key] = held
@@ -80,12 +86,7 @@ class Rounds:
     def workers(self, number: int) -> int:
         """How many different workers have sent."""
         there = self.open.get(number)
-        return len({held.record["worker"] for held in there.held.values()}) if there else 0
-
-    def complete(self, number: int) -> bool:
-        """Whether nobody is missing."""
-        there = self.open.get(number)
-        return there is not None and there.present == len(self.active)
+        return there.workers if there else 0
 
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
         """What a journal must begin with, so that the snapshot it follows and the journal together are all there is."""

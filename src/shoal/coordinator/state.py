@@ -49,6 +49,12 @@ class Plan(NamedTuple):
     telemetry_alpha: float
     cut: Cut | None = None
     """How the data is cut into units, where they are leased."""
+    lease_s: float = 0.0
+    """How long a worker may take for a unit without a sign of life before others may have it."""
+    attempts: int = 1
+    """How often a unit is tried before it is given up."""
+    leased_elsewhere: bool = False
+    """Whether a database keeps the leases, and the coordinator hears of their results."""
     worker_steps: int = 0
     """Steps of one worker in the whole run, where it takes many alone between contributions."""
     spans: tuple[Span, ...] = ()
@@ -60,30 +66,62 @@ class Plan(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A question of a worker, and whom to answer."""
+    """A worker asks something."""
 
     caller: Any
+    """Whom to answer; only the transport knows what is in it."""
     asked: Asked
     frames: Frames = ()
     session: str = ""
-    """For one who joins: the session to give it."""
+    """For a worker that joins: the session to give it."""
 
 
-class Passed(NamedTuple):
-    """Passed on by the keeper of the leases."""
+class LeaseResult(NamedTuple):
+    """The database that keeps the leases passes on what came of a unit."""
 
     asked: FromLeases
     frames: Frames = ()
     more: bool = False
-    """Whether others follow at once: then no round closes before they are in it."""
+    """Whether other results follow at once: then no round closes before they are in it."""
+
+
+class Spoiled(NamedTuple):
+    """What was handed in for a unit, at the database that keeps the leases, cannot be read."""
+
+    epoch: int
+    start: int
+    reason: str
+
+
+class Exited(NamedTuple):
+    """The launcher saw this worker's process exit. No round waits for the worker until it comes back."""
+
+    name: str
+
+
+class Opened(NamedTuple):
+    """The coordinator begins to serve, for the first time or after a break."""
+
+
+class Interrupted(NamedTuple):
+    """The run is to end before its time. Open rounds stay open, for a run that goes on later."""
+
+    reason: str
+
+
+class Concluded(NamedTuple):
+    """The run is over: contributions in rounds that will not close are written off, by name."""
 
 
 class Tick(NamedTuple):
     """Time has passed."""
 
 
+Event = Called | LeaseResult | Spoiled | Exited | Opened | Interrupted | Concluded | Tick
+
+
 class Waiting(NamedTuple):
-    """A worker that may not go on before a round has closed."""
+    """A worker whose answer is held back until a round has closed."""
 
     caller: Any
     seq: int
@@ -136,7 +174,7 @@ def key_of(record: Mapping[str, Any]) -> str:
 
 
 def delivered(asked: Delivered, unit: int, share: float, number: int) -> dict[str, Any]:
-    """The record of what was learned from a unit. All units are one seat's: each is done once, whoever does it."""
+    """The record of what was learned from a unit. All units are one seat's: each is done once, whichever worker does it."""
     return {
         "kind": "accepted",
         "unit": unit,
@@ -145,7 +183,7 @@ def delivered(asked: Delivered, unit: int, share: float, number: int) -> dict[st
         "round": number,
         "position": asked.start + asked.batches,
         **{name: getattr(asked, name) for name in ("worker", "seq", "base", "weight", "samples", "epoch", "batches")},
-        "metrics": {name: value for name, value in asked.metrics.items() if math.isfinite(value)},
+        "metrics": _finite(asked.metrics),
     }
 
 
@@ -159,8 +197,12 @@ def accepted(worker: str, seat: int, asked: Contribute, share: float, number: in
         "round": number,
         **({"late": True} if late else {}),
         **{name: getattr(asked, name) for name in ("seq", "base", "weight", "samples", "epoch", "position", "batches")},
-        "metrics": {name: value for name, value in asked.metrics.items() if math.isfinite(value)},
+        "metrics": _finite(asked.metrics),
     }
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def ledger_line(record: dict[str, Any]) -> list[Any]:

@@ -3,7 +3,7 @@
 from shoal.data.feed import Feed
 from shoal.data.interfaces import IGNORED, Batch, Data, Info, Progress, Samples, State, Stream
 from shoal.data.load import load
-from shoal.data.pieces import Pieces
+from shoal.data.pieces import PieceFeed, Pieces
 from shoal.data.preferences import PreferencePairs, read_preferences, read_prompts
 from shoal.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -13,6 +13,7 @@ __all__ = [
     "Data",
     "Feed",
     "Info",
+    "PieceFeed",
     "Pieces",
     "PreferencePairs",
     "Progress",

@@ -1,36 +1,86 @@
-"""Any piece of an epoch, for those who are given pieces one by one."""
+"""Any piece of an epoch, for workers that are given pieces one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from shoal.config.schema.data import Loader
-from shoal.data.interfaces import Batch, Samples
-from shoal.data.supply import shuffled
+from shoal.data.interfaces import Batch, Samples, State
+from shoal.data.supply import emptied, part_of, shuffled
 from shoal.data.workers import WorkerOptions
 
 
 class Pieces:
-    """Batches of an epoch's order, from any place. `loader.num_workers` threads load ahead; starting processes for each takes long."""
+    """Batches of an epoch's order, from any place, and at most so many at a time as a piece has.
 
-    def __init__(self, samples: Samples, *, batch_size: int, seed: int, reshuffle: bool, loader: Loader) -> None:
-        self._samples, self._batch_size, self._seed, self._reshuffle = samples, batch_size, seed, reshuffle
+    `loader.num_workers` threads load ahead; to start processes for each piece would take long. `part` (index, count) is for processes that
+    step together: each gets its part of every batch.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        batch_size: int,
+        seed: int,
+        reshuffle: bool,
+        loader: Loader,
+        batches_per_piece: int,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.samples, self.batch_size, self.batches_per_piece = samples, batch_size, batches_per_piece
+        self._seed, self._reshuffle, self._part = seed, reshuffle, part
         self._options = WorkerOptions.of(loader, None)
         self._order: tuple[int, torch.Tensor] | None = None
-        self._threads = ThreadPoolExecutor(loader.num_workers, "loader") if loader.num_workers else None
+        self.threads = ThreadPoolExecutor(loader.num_workers, "loader") if loader.num_workers else None
 
-    def read(self, epoch: int, start: int, batches: int) -> Iterator[Batch]:
-        """So many batches, from this one on. The last of an epoch may be smaller."""
+    def at(self, epoch: int, start: int) -> PieceFeed:
+        """The batches of a piece, from this one on."""
+        return PieceFeed(self, epoch, start)
+
+    def batch(self, epoch: int, number: int) -> Batch:
+        """One batch, or this process's part of it. The last of an epoch may be smaller."""
         if self._order is None or self._order[0] != epoch:
-            self._order = epoch, shuffled(self._samples, self._seed, epoch if self._reshuffle else 0)
-        order, size = self._order[1], self._batch_size
-        wanted = [order[number * size : (number + 1) * size] for number in range(start, start + batches)]
-        load = self._threads.map(self._samples.batch, wanted) if self._threads else map(self._samples.batch, wanted)
-        return (self._options.pinned(batch) for batch in load)
+            self._order = epoch, shuffled(self.samples, self._seed, epoch if self._reshuffle else 0)
+        whole = self._order[1][number * self.batch_size : (number + 1) * self.batch_size]
+        batch = self._options.pinned(self.samples.batch(part_of(whole, self._part)))
+        return emptied(batch) if len(whole) <= self._part[0] else batch
+
+    def end(self, start: int) -> int:
+        """Where the piece ends that a batch belongs to."""
+        per_epoch = -(-len(self.samples) // self.batch_size)
+        return min(per_epoch, (start // self.batches_per_piece + 1) * self.batches_per_piece)
+
+
+class PieceFeed:
+    """One piece, batch by batch."""
+
+    batches_per_epoch: int | None = None
+    at_epoch_end = False
+
+    def __init__(self, pieces: Pieces, epoch: int, start: int) -> None:
+        self._pieces, self._epoch, self._next, self._end = pieces, epoch, start, pieces.end(start)
+        self._ahead: deque[Future[Batch]] = deque()
+        if pieces.threads is not None:
+            self._ahead.extend(pieces.threads.submit(pieces.batch, epoch, number) for number in range(start, self._end))
+
+    def __next__(self) -> Batch:
+        if self._next >= self._end:
+            raise StopIteration
+        number, self._next = self._next, self._next + 1
+        return self._ahead.popleft().result() if self._ahead else self._pieces.batch(self._epoch, number)
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
+        for batch in self._ahead:
+            batch.cancel()
+        self._ahead.clear()
+
+    def state_dict(self) -> State:
+        return {"epoch": self._epoch, "position": self._next}
+
+    def load_state_dict(self, state: State) -> None:
+        self.close()
+        self._epoch, self._next, self._end = state["epoch"], state["position"], self._pieces.end(state["position"])

@@ -16,13 +16,13 @@ from shoal.errors import ShoalError
 _Several = TypeVar("_Several", torch.Tensor, list[Any])
 
 
-def _part_of(whole: _Several, part: tuple[int, int]) -> _Several:
+def part_of(whole: _Several, part: tuple[int, int]) -> _Several:
     """Every count-th of a batch's samples. A part with none gets the first, to be emptied when it is loaded."""
     index, count = part
     return whole[index::count] if len(whole) > index else whole[:1]
 
 
-def _emptied(batch: Batch) -> Batch:
+def emptied(batch: Batch) -> Batch:
     return {name: value[:0] for name, value in batch.items()}
 
 
@@ -77,7 +77,7 @@ class SampleSupply:
             batch = self._options.pinned(self._samples.batch(self._indices(self._epoch, self._next)))
         nothing = min(self._batch_size, self._size - self._next * self._batch_size) <= self._part[0]
         self._next += 1
-        return _emptied(batch) if nothing else batch, None
+        return emptied(batch) if nothing else batch, None
 
     def _from_workers(self) -> Batch:
         if self._loaded is None:
@@ -97,7 +97,7 @@ class SampleSupply:
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, self._shuffled(epoch if self._reshuffle else 0)
         whole = self._order[1][number * self._batch_size : (number + 1) * self._batch_size]
-        return _part_of(whole, self._part)
+        return part_of(whole, self._part)
 
     def _shuffled(self, epoch: int) -> torch.Tensor:
         return shuffled(self._samples, self._seed, epoch)[self._shard[0] :: self._shard[1]].contiguous()
@@ -149,8 +149,8 @@ class StreamSupply:
         samples = list(islice(self._reader, self._batch_size))
         if not samples or (self._drop_last and len(samples) < self._batch_size):
             return None
-        batch = self._stream.collate(_part_of(samples, self._part))
-        return self._options.pinned(_emptied(batch) if len(samples) <= self._part[0] else batch), self._reader.state_dict()
+        batch = self._stream.collate(part_of(samples, self._part))
+        return self._options.pinned(emptied(batch) if len(samples) <= self._part[0] else batch), self._reader.state_dict()
 
     def _from_workers(self) -> tuple[Batch, State] | None:
         assert self._loaded is not None

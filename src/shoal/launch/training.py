@@ -18,8 +18,10 @@ from shoal.launch.fleet import Fleet
 from shoal.launch.local import LocalWorkers, gpus_of, names_for
 from shoal.launch.ranks import Crew, facts_of, place_in
 from shoal.runs import alone, coordinating
+from shoal.runs.cluster_loop import ClusterLoop
 from shoal.runs.coordinating import Coordinating
-from shoal.runs.loop import Loop, Reporter
+from shoal.runs.loop import Loop
+from shoal.runs.recorder import Reporter
 from shoal.runs.trained import save_final
 
 
@@ -98,13 +100,13 @@ def train_with(made: Coordinating, workers: Mapping[str, Sequence[str]], fleet: 
             crew = Crew.of(loop.run, "join", loop.message, max(1, len(workers)))
             told = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
             started = LocalWorkers(loop.directory.path / "workers", told, workers, gpus_of(loop.run))
-        loop.beside = lambda: started.look_after(loop.message, loop.lost)
+        loop.beside = lambda: started.look_after(loop.message, loop.exited)
         with closing(started):
             started.start()
             return loop.train()
 
 
-def _finished(loop: Loop, summary: dict[str, Any]) -> dict[str, Any]:
+def _finished(loop: Loop | ClusterLoop, summary: dict[str, Any]) -> dict[str, Any]:
     if loop.engine.world.first:
         save_final(loop.run, loop.directory.path, summary)
     return summary

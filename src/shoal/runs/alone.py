@@ -1,4 +1,4 @@
-"""Nobody else: one worker, one loop. Its engine may be made of several processes, each of which is here."""
+"""A run alone, put together. Its engine may be made of several processes, each of which comes here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from shoal.engines import World, choose_device, enter
 from shoal.errors import ShoalError
 from shoal.runs.assembly import Progress, assemble, continued, held_out, refuse_unbuilt, sampler, warner, write_info
 from shoal.runs.checkpoint import Checkpoint, find, read
-from shoal.runs.loop import Loop, Reporter
+from shoal.runs.loop import Loop
+from shoal.runs.recorder import Recorder, Reporter
 from shoal.runs.run_directory import RunDirectory, SilentDirectory
 
 
@@ -41,7 +42,8 @@ def prepare(
     directory.write_config(loaded)
     if parts.engine.world.first:
         write_info(directory, parts.data.info)
-    loop = Loop(run, parts.engine, parts.feed, held_out(run, parts.data.eval), directory, reporters, sampler(parts, directory))
+    recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)
+    loop = Loop(recorder, parts.engine, parts.feed, held_out(run, parts.data.eval), sampler(parts, directory))
     if checkpoint is not None:
         loop.resume(checkpoint, same_run=True)
     elif start is not None:

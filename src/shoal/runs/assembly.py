@@ -21,12 +21,13 @@ from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
 from shoal.runs.checkpoint import Checkpoint, Checkpoints
-from shoal.runs.loop import Reporter
+from shoal.runs.recorder import Reporter
 from shoal.runs.run_directory import RunDirectory, same_settings
+from shoal.strategies import covers_all, lengths
 from shoal.tasks.images import grid, save_png
 
 Progress = Callable[[str, int, int | None], None]
-Length = Callable[[data.Data], int]
+StepsOf = Callable[[data.Data], int]
 
 # Settings that ask for a part which does not exist yet. None of them may be ignored.
 _UNBUILT = {
@@ -78,7 +79,7 @@ def assemble(
     run: Run,
     progress: Progress | None = None,
     tokenizer_of: Path | None = None,
-    length: Length | None = None,
+    length: StepsOf | None = None,
     here: Place | None = None,
     world: World | None = None,
 ) -> Parts:
@@ -96,7 +97,7 @@ def assemble(
     rank, ranks = (world.rank, world.size) if world else (0, 1)
     torch.manual_seed(run.seed + 1_000_003 * rank)
     feed = feed_of(run, samples, part=(rank, ranks))
-    steps = total_steps(run, feed.batches_per_epoch, ranks) if length is None else length(samples)
+    steps = lengths.alone(run, feed.batches_per_epoch, ranks) if length is None else length(samples)
     device = choose_device(run.training.device, here.local_rank if here else 0)
     engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps)
     return Parts(run, samples, engine, feed)
@@ -116,33 +117,10 @@ def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: 
         seed=seed + 1_000_003 * (seat // shards),
         shard=(seat % shards, shards),
         part=part,
-        drop_last=run.data.loader.drop_last and run.strategy.kind != "workunits",  # units cover every sample
+        drop_last=run.data.loader.drop_last and not covers_all(run),
         reshuffle=run.data.reshuffle_each_epoch,
         loader=run.data.loader,
     )
-
-
-def total_steps(run: Run, batches_per_epoch: int | None, ranks: int = 1) -> int:
-    """The length of the run: max_steps or the epochs, whichever comes first."""
-    accumulation, batch_size, whole = run.training.gradient_accumulation_steps, run.training.batch_size or 0, run.training.global_batch_size
-    if whole is not None and whole != batch_size * accumulation * ranks:
-        devices = (
-            f"{ranks} devices take {batch_size} × {accumulation} × {ranks}"
-            if ranks > 1
-            else f"one device takes {batch_size} × {accumulation}"
-        )
-        raise ShoalError(
-            f"training.global_batch_size is {whole}, and {devices} samples a step "
-            f"(training.batch_size × training.gradient_accumulation_steps{' × devices' if ranks > 1 else ''})"
-        )
-    if batches_per_epoch and accumulation > batches_per_epoch * (run.training.epochs or accumulation):
-        raise ShoalError(f"training.gradient_accumulation_steps: the run has fewer than {accumulation} batches")
-    limits = [run.training.max_steps] if run.training.max_steps else []
-    if run.training.epochs and batches_per_epoch:
-        limits.append(max(1, run.training.epochs * batches_per_epoch // run.training.gradient_accumulation_steps))
-    if not limits:
-        raise ShoalError("a stream has no end: set training.max_steps")
-    return min(limits)
 
 
 def held_out(run: Run, samples: data.Samples | None) -> Callable[[], Iterator[data.Batch]] | None:

@@ -18,8 +18,8 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePath
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -41,19 +41,6 @@ class Checkpoint(NamedTuple):
     step: int
     weights: Mapping[str, Tensor]
     state: dict[str, Any]
-
-
-class Saved(Protocol):
-    """A checkpoint, wherever it is."""
-
-    @property
-    def path(self) -> PurePath: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def weights(self) -> Mapping[str, Tensor]: ...
-    @property
-    def state(self) -> dict[str, Any]: ...
 
 
 class Checkpoints:

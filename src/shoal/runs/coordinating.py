@@ -9,28 +9,28 @@ from typing import NamedTuple
 
 import torch
 
-from shoal import data
+from shoal import data, strategies
 from shoal.config import Run
 from shoal.config.load import Loaded
 from shoal.config.schema.cluster import Transport
-from shoal.config.schema.strategy import DiLoCo
 from shoal.coordinator import Coordinator
-from shoal.coordinator.machine import Plan
+from shoal.coordinator.state import Plan
 from shoal.engines import choose_device
+from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError
-from shoal.runs.agreement import Length, fingerprint, fragments_of, length_of, needed, policy_of
+from shoal.runs.agreement import extent_of, fingerprint, needed
 from shoal.runs.assembly import Parts, Progress, assemble, refuse_unbuilt, warner, write_info
 from shoal.runs.checkpoint import find, load_weights
-from shoal.runs.cluster_loop import ClusterLoop
+from shoal.runs.cluster_loop import ClusterLoop, Home
 from shoal.runs.homes import home_of
 from shoal.runs.inviting import Invitation
-from shoal.runs.learners import EngineLearner, OuterLearner
-from shoal.runs.loop import Reporter
+from shoal.runs.recorder import Reporter
 from shoal.runs.run_directory import RunDirectory
-from shoal.strategies.diloco import averages
+from shoal.strategies import Length, Strategy
 from shoal.transports import Message
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs
+from shoal.updates.fragments import Span
 
 
 class Coordinating(NamedTuple):
@@ -57,11 +57,11 @@ def prepare(
     place = transport or run.transport
     home = home_of(run, run_dir, resume, place, hosts)
     expected = home.expected or workers or run.cluster.num_workers or max(1, needed(run))
-    policy = policy_of(run, expected)
+    strategy = strategies.of(run, expected)
     lengths: list[Length] = []
 
     def steps(samples: data.Data) -> int:
-        lengths.append(length_of(run, samples, policy, expected))
+        lengths.append(strategy.length(extent_of(run, samples, expected)))
         return lengths[0].steps
 
     coordinated = run.replace(training=run.training.replace(device="cpu", compile=False))
@@ -70,43 +70,52 @@ def prepare(
     directory.write_config(loaded)
     write_info(directory, parts.data.info)
     welcome = _welcome(run, directory, parts, lengths[0], expected)
-    spans = fragments_of(parts.single.layouts, policy)
-    learner = EngineLearner(parts.single)
-    if isinstance(run.strategy, DiLoCo):
-        learner = OuterLearner(parts.single, run.strategy, spans, averages=averages(run))
-    plan = Plan(
+    spans = strategy.spans(parts.single.layouts)
+    learner = strategy.apply.learner(parts.single, spans)
+    _warn_of_gaps(run, place, hosts, lengths[0], warn)
+    opened = home.open(directory, welcome, _largest_frame(run, learner), expected)
+    board = opened.board if strategy.feed.leased else None
+    plan = _plan(run, strategy, lengths[0], spans, expected)._replace(leased_elsewhere=board is not None)
+    coordinator = Coordinator(plan, strategy, learner)
+    around = Home(opened.server, opened.store, directory, board)
+    loop = ClusterLoop(parts, strategy, lengths[0], coordinator, learner, around, reporters, welcome, _judging(run, warn))
+    _go_on(loop, run, resume, warn)
+    return Coordinating(loop, opened.invitation)
+
+
+def _plan(run: Run, strategy: Strategy, length: Length, spans: tuple[Span, ...], expected: int) -> Plan:
+    return Plan(
         updates=run.updates,
         seed=run.seed,
         expected=expected,
         needed=needed(run),
-        total_steps=lengths[0].steps,
-        total_batches=lengths[0].batches,
-        batches_per_step=lengths[0].batches_per_step,
+        total_steps=length.steps,
+        total_batches=length.batches,
+        batches_per_step=length.batches_per_step,
         heartbeat_interval_s=run.coordinator.heartbeat_interval_s,
         telemetry_alpha=run.coordinator.telemetry_alpha,
-        cut=lengths[0].cut,
-        worker_steps=lengths[0].worker_steps,
+        cut=length.cut,
+        lease_s=strategy.feed.lease_s,
+        attempts=strategy.feed.attempts,
+        worker_steps=length.worker_steps,
         spans=spans,
     )
-    _tell_what_is_left_out(run, place, hosts, lengths[0], warn)
-    opened = home.open(directory, welcome, _largest_frame(run, learner), expected)
-    coordinator = Coordinator(plan, policy, learner)
-    loop = ClusterLoop(parts, lengths[0], coordinator, opened.server, opened.store, directory, reporters, welcome, _judging(run, warn))
-    snapshot = loop.snapshots.newest(warn) if resume else None
+
+
+def _go_on(loop: ClusterLoop, run: Run, resume: bool, warn: Callable[[str], None]) -> None:
+    """From where the run was when its coordinator ended, or from another run's weights, or from the start."""
+    snapshots, weights = loop.store.snapshots, run.coordinator.checkpoint_path
+    snapshot = snapshots.newest(warn) if resume else None
     if snapshot is not None:
         loop.recover(snapshot)
-    elif resume and loop.snapshots.all():
+    elif resume and snapshots.all():
         raise ShoalError("no snapshot of the coordinator can be read: restore one, or start a new run")
-    elif run.coordinator.checkpoint_path and Path(run.coordinator.checkpoint_path).exists():
-        parts.engine.load_weights(load_weights(Path(run.coordinator.checkpoint_path)))
-        coordinator.publisher.publish(0, learner.vector, learner.buffers)
-        warn(f"going on with the weights in {run.coordinator.checkpoint_path}")
+    elif weights and Path(weights).exists():
+        loop.engine.load_weights(load_weights(Path(weights)))
+        loop.coordinator.publisher.publish(0, loop.learner.vector, loop.learner.buffers)
+        warn(f"going on with the weights in {weights}")
     elif run.checkpoint.resume_from:
-        start = find(run.checkpoint.resume_from, warn)
-        loop.resume(start, same_run=False)
-        coordinator.go_on_from(loop.step, start.state.get("coordinator", {}))
-        coordinator.publisher.publish(loop.step, learner.vector, learner.buffers)
-    return Coordinating(loop, opened.invitation)
+        loop.begin_from(find(run.checkpoint.resume_from, warn))
 
 
 def _judging(run: Run, warn: Callable[[str], None]) -> torch.device:
@@ -119,8 +128,8 @@ def _judging(run: Run, warn: Callable[[str], None]) -> torch.device:
         return torch.device("cpu")
 
 
-def _tell_what_is_left_out(run: Run, transport: Transport, hosts: tuple[str, ...], length: Length, warn: Callable[[str], None]) -> None:
-    """What somebody might rely on, and cannot."""
+def _warn_of_gaps(run: Run, transport: Transport, hosts: tuple[str, ...], length: Length, warn: Callable[[str], None]) -> None:
+    """Warn of what users might rely on, and cannot."""
     if transport.kind == "xmlrpc" and needs_keys(transport, hosts):
         warn("XML-RPC is not encrypted, and the token travels in clear: use it for debugging, on a network you trust")
     if length.batches_per_epoch is None:

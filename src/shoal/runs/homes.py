@@ -10,12 +10,13 @@ from typing import NamedTuple, Protocol
 
 from shoal.config import Run
 from shoal.config.schema.cluster import Postgres, Transport
+from shoal.coordinator.store import Board, Store
 from shoal.errors import ShoalError
 from shoal.runs.assembly import continued
 from shoal.runs.inviting import Invitation, Secrets, listen
-from shoal.runs.joining import configuration, unpack
-from shoal.runs.keeping import Files, Store
+from shoal.runs.keeping import Files
 from shoal.runs.run_directory import RunDirectory, same_settings
+from shoal.runs.welcome import configuration, unpack
 from shoal.transports import Message, Server
 from shoal.transports.databases import access_of
 
@@ -26,6 +27,8 @@ class Opened(NamedTuple):
     server: Server
     store: Store
     invitation: Invitation
+    board: Board | None = None
+    """The server, where it also keeps leases of units."""
 
 
 class Home(Protocol):
@@ -97,7 +100,7 @@ class InDatabase:
         except BaseException:
             server.close()
             raise
-        return Opened(server, server.store, Invitation(self.address, "", None))
+        return Opened(server, server.store, Invitation(self.address, "", None), server)
 
 
 def home_of(run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> Home:

@@ -3,89 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import platform
-import re
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from shoal import data
-from shoal.config import Run
-from shoal.config.load import File, Override, resolve
-from shoal.config.problems import ConfigError
+from shoal import data, strategies
+from shoal.config.load import Override
 from shoal.config.ranks import Place
-from shoal.coordinator import Policy
-from shoal.engines import Meeting, World, choose_device
+from shoal.engines import Meeting, World
 from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
-from shoal.runs.agreement import fingerprint, fragments_of, policy_of
-from shoal.runs.assembly import Parts, Progress, assemble, feed_of
+from shoal.runs.assembly import Parts, Progress, feed_of
 from shoal.runs.keepsake import Keepsakes
-from shoal.transports import Client, Message, Poster, Unreachable
-from shoal.transports.connect import connect
-from shoal.updates.messages import PROTOCOL, Gone, Join, Leave, header_of
-from shoal.worker.courier import Answer, Courier, Frames, Lost, Pulse
-from shoal.worker.local_steps import LocalSteps
-from shoal.worker.member import Member, Receipts
+from shoal.runs.lines import ClientLine, lines_to
+from shoal.runs.welcome import configuration, parts_for
+from shoal.strategies import Strategy
+from shoal.updates.messages import PROTOCOL, Gone, header_of
+from shoal.worker.courier import Courier, Lost, Pulse
+from shoal.worker.protocol import Frames, Protocol
+from shoal.worker.receipts import Receipts
+from shoal.worker.worker import Policies, Worker
 
-_WELCOME_BYTES = 64 << 20
-"""The largest frame before the size of the model is known: a tokenizer's file."""
-OWN_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile", "engine", "launch")
-"""What a worker may set for itself: where its data lies, and how and on how many devices it computes. Everything else is the run's."""
 _LONGER_S = 60.0
 """A process waits so much longer for the first one's word than that one does for the coordinator."""
 _GONE_S = 2.0
-_PLAIN_NAME = re.compile(r"[\w.-]+")
-
-
-@contextlib.contextmanager
-def _losing() -> Iterator[None]:
-    """A coordinator that cannot be reached may be reached again: the courier tries."""
-    try:
-        yield
-    except Unreachable as error:
-        raise Lost(str(error)) from None
-
-
-class ClientLine:
-    """A transport's client, as the worker's courier sees it."""
-
-    def __init__(self, address: str, token: str, key: str | None) -> None:
-        self._connect: Callable[[int], Client] = lambda largest: connect(
-            address, token=token, server_key=key, max_frame_bytes=largest, insecure=True
-        )
-        self.client = self._connect(_WELCOME_BYTES)
-
-    def expect(self, largest: int) -> None:
-        """From now on frames may be this large."""
-        traffic = self.client.traffic
-        self.client.close()
-        self.client = self._connect(max(largest, _WELCOME_BYTES))
-        self.client.traffic = traffic
-
-    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
-        with _losing():
-            return Answer(*self.client.call(Message(header, tuple(frames)), timeout_s))
-
-    def post(self, header: dict[str, Any], frames: Frames) -> bool:
-        if not isinstance(self.client, Poster):
-            return False
-        with _losing():
-            self.client.post(Message(header, tuple(frames)), 0.0)
-        return True
-
-    def answer(self, timeout_s: float) -> Answer:
-        assert isinstance(self.client, Poster)
-        with _losing():
-            return Answer(*self.client.answer(timeout_s))
-
-    def close(self) -> None:
-        self.client.close()
 
 
 class Way(NamedTuple):
@@ -107,71 +53,84 @@ class Joined:
     """A worker that takes part, from its joining to its end."""
 
     def __init__(self, way: Way, tell: Callable[[str], None]) -> None:
-        self.way, self.tell = way, tell
-        line = ClientLine(way.address, way.token, way.key)
-        self.courier = Courier(line, Join(way.name, PROTOCOL, about_here()), way.patience_s, tell)
-        self.member: Member | None = None
-        self.stopping = False
+        self.way = way
+        line, pulse_line = self.lines = lines_to(way.address, way.token, way.key, way.patience_s, tell)
+        self.protocol = Protocol(way.name, about_here(), PROTOCOL, secrets.token_hex(8), way.patience_s)
+        self.courier = Courier(line, self.protocol, tell)
+        self.worker: Worker | None = None
         self.island: Island | None = None
-        answer = self.welcome = self.courier.join()
-        self.name: str = answer.header["name"]
-        line.expect(4 * answer.header["size"] + (1 << 20))
-        pulse_line = ClientLine(way.address, way.token, way.key)
-        self.pulse = Pulse(lambda: self._beat(pulse_line), answer.header["heartbeat_s"])
-        self.lines = (line, pulse_line)
         try:
-            self.run = configuration(answer.header, way.overrides)
+            self.welcome = self._join()
+            self.run = configuration(self.welcome.header, way.overrides)
         except BaseException:
-            self.close()
+            self._close_lines()
             raise
+        self.pulse = Pulse(lambda: self.courier.beat(pulse_line, self.state, self.worker.figures if self.worker else {}), self._heartbeat_s)
+
+    def _join(self) -> Welcome:
+        self.courier.converse()
+        self.lines[0].allow(4 * self.protocol.welcome["size"] + (1 << 20))
+        return Welcome(self.protocol.welcome, self.protocol.welcome_frames)
+
+    @property
+    def name(self) -> str:
+        return self.protocol.name
+
+    @property
+    def _heartbeat_s(self) -> float:
+        interval_s: float = self.welcome.header["heartbeat_s"]
+        return interval_s
 
     def prepare(self, progress: Progress | None = None, here: Place | None = None) -> None:
         """Put together what the work takes. `here`: as the first of several processes, which all get ready with it."""
         try:
-            self.member = self._member(progress, here)
+            self.worker = self._worker(progress, here)
         except BaseException:
             self.close()
             raise
 
-    def _beat(self, line: ClientLine) -> None:
-        if self.courier.beat(line, self.state):
-            self.stop()  # it is over: what it computes now is of no use
-
     @property
     def state(self) -> str:
-        return self.member.state if self.member else "preparing"
+        return self.worker.state if self.worker else "preparing"
 
-    def _member(self, progress: Progress | None, here: Place | None) -> Member:
-        header = self.welcome.header
-        meeting = Meeting(here) if here is not None else None
-        if meeting is not None:
-            words = [json.dumps(header).encode(), *(bytes(frame) for frame in self.welcome.frames)]
-            meeting.say("words", str(len(words)))
-            for number, word in enumerate(words):
-                meeting.say(f"word {number}", word)
-        share = Share.of(header, self.welcome.frames, self.way, meeting, self.tell, progress)
-        common: dict[str, Any] = {
-            "accumulation": self.run.training.gradient_accumulation_steps,
-            "receipts": Receipts(self.way.receipts),
-            "slowdown": self.way.slowdown,
-        }
+    def _worker(self, progress: Progress | None, here: Place | None) -> Worker:
+        meeting = self._meet(here) if here is not None else None
+        share = Share.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress)
         engine: Any = share.parts.engine
         feed_for: Callable[[int, int, int], Any] = share.feed_for
         keeper: Any = share.keepsakes
         if meeting is not None:
             engine = keeper = self.island = Island(share.parts.engine, share.feed_for, share.keepsakes)
-            feed_for, common["ranks"] = self.island.sit, meeting.here.size
-        told = (self.courier, engine, feed_for, share.policy, self.run.updates)
-        if share.policy.inner is None:
-            return Member(*told, **common)
-        return LocalSteps(*told, spans=fragments_of(engine.layouts, share.policy), keepsakes=keeper, **common)
+            feed_for = self.island.sit
+        strategy = share.strategy
+        return Worker(
+            self.courier,
+            engine,
+            feed_for,
+            Policies(strategy.feed, strategy.contribution, strategy.pull, strategy.rounds.window, strategy.spans(engine.layouts)),
+            self.run.updates,
+            accumulation=self.run.training.gradient_accumulation_steps,
+            ranks=1 if meeting is None else meeting.here.size,
+            receipts=Receipts(self.way.receipts),
+            keeper=keeper,
+            slowdown=self.way.slowdown,
+        )
+
+    def _meet(self, here: Place) -> Meeting:
+        """Tell the other processes of this worker what the coordinator said."""
+        meeting = Meeting(here)
+        words = [json.dumps(self.welcome.header).encode(), *(bytes(frame) for frame in self.welcome.frames)]
+        meeting.say("words", str(len(words)))
+        for number, word in enumerate(words):
+            meeting.say(f"word {number}", word)
+        return meeting
 
     def work(self) -> None:
         """Until the run is over, or `stop` is called."""
-        assert self.member is not None
+        assert self.worker is not None
         try:
-            if not self.stopping:
-                self.member.work()
+            if not self.protocol.stopping:
+                self.worker.work()
             if self.island is not None:
                 self.island.leave()
         finally:
@@ -179,44 +138,58 @@ class Joined:
 
     def leave(self) -> None:
         """Go again, without having begun."""
-        self.courier.ask(Leave("", 0)).result()
+        self.protocol.leave()
+        self.courier.converse()
         self.close()
 
-    def part(self) -> None:
-        """After the work, and when nobody asks about it any more: let go of the other processes."""
+    def close_ranks(self) -> None:
+        """After the work, when nobody asks about it any more: let go of the other processes of this worker."""
         if self.island is not None:
             crew = self.island.crew
-            self.island = self.member = None
+            self.island = self.worker = None
             crew.close()
 
     def stop(self) -> None:
         """Leave after this step."""
-        self.stopping = True
-        if self.member is not None:
-            self.member.stopping = True
+        self.protocol.stop()
+        self.lines[0].wake()
 
     def close(self) -> None:
         self.lines[1].close()
         self.pulse.close()
         self.courier.close()
 
+    def _close_lines(self) -> None:
+        for line in self.lines:
+            line.close()
+
     def summary(self) -> str:
         """What came of it, for people."""
-        assert self.member is not None
-        counts, poisoned = self.member.counts, self.member.outgoing.poisoned
-        rejected = f", {counts['rejected']} came too late" if counts["rejected"] else ""
+        assert self.worker is not None
+        worker, poisoned = self.worker, self.worker.outgoing.poisoned
+        rejected = f", {worker.counts['rejected']} came too late" if worker.counts["rejected"] else ""
         kept = f", {poisoned} were not finite and stayed here" if poisoned else ""
-        sent, busy = sum(line.client.traffic.sent_bytes for line in self.lines), self.member.busy
-        return f"{counts['accepted']} contributions taken{rejected}{kept}; {sent / 1e6:.1f} MB sent, computing {busy:.0%} of the time"
+        sent = sum(line.sent_bytes for line in dict.fromkeys(self.lines))
+        taken = f"{worker.counts['accepted']} contributions taken ({worker.samples:,} samples)"
+        return f"{taken}{rejected}{kept}; {sent / 1e6:.1f} MB sent, computing {worker.busy:.0%} of the time"
+
+
+class Welcome(NamedTuple):
+    """What the coordinator told a worker that joined."""
+
+    header: dict[str, Any]
+    frames: Frames
 
 
 class Share(NamedTuple):
     """What one process of a worker needs for the work. A worker of one process has all of it."""
 
     parts: Parts
-    policy: Policy
+    strategy: Strategy
     shards: int
     keepsakes: Keepsakes
+    pieces: data.Pieces | None
+    """The units of the data, where they are leased."""
 
     @classmethod
     def of(
@@ -229,21 +202,43 @@ class Share(NamedTuple):
         progress: Progress | None = None,
     ) -> Share:
         parts = parts_for(header, frames, way.overrides, progress, meeting)
-        policy = policy_of(parts.run, header["shards"])
-        torch.manual_seed(parts.run.seed + header["seat"] + 1_000_003 * parts.engine.crew.rank)
-        return cls(parts, policy, header["shards"], _keepsakes(parts, policy, way, header["name"], tell))
+        strategy = strategies.of(parts.run, header["shards"])
+        if strategy.feed.leased:
+            torch.seed()  # every worker draws noise of its own
+        else:
+            torch.manual_seed(parts.run.seed + header["seat"] + 1_000_003 * parts.engine.crew.rank)
+        keepsakes = _keepsakes(parts, strategy, way, header["name"], tell)
+        return cls(parts, strategy, header["shards"], keepsakes, pieces_of(parts, strategy) if strategy.feed.leased else None)
 
-    def feed_for(self, seat: int, epoch: int, position: int) -> data.Feed:
-        """The batches of a seat, from a position that counts batches of one process."""
+    def feed_for(self, seat: int, epoch: int, position: int) -> data.Feed | data.PieceFeed:
+        """The batches of a seat, from a position that counts batches of one process; or those of a leased unit."""
         crew = self.parts.engine.crew
+        if self.pieces is not None:
+            return self.pieces.at(epoch, position)
         feed = feed_of(self.parts.run, self.parts.data, seat, self.shards, (crew.rank, crew.size))
         _go_to(feed, epoch, -(-position // crew.size))
         return feed
 
 
-def _keepsakes(parts: Parts, policy: Policy, way: Way, name: str, tell: Callable[[str], None]) -> Keepsakes:
+def pieces_of(parts: Parts, strategy: Strategy) -> data.Pieces:
+    """The data as units that are leased. Of a worker of several processes each takes its part of every batch."""
+    run, crew = parts.run, parts.engine.crew
+    if not isinstance(parts.data.train, data.Samples):
+        raise ShoalError("work units are pieces of data that has an end")
+    return data.Pieces(
+        parts.data.train,
+        batch_size=run.training.batch_size or 1,
+        seed=run.data.shuffle_seed or 0,
+        reshuffle=run.data.reshuffle_each_epoch,
+        loader=run.data.loader,
+        batches_per_piece=strategy.feed.batches,
+        part=(crew.rank, crew.size),
+    )
+
+
+def _keepsakes(parts: Parts, strategy: Strategy, way: Way, name: str, tell: Callable[[str], None]) -> Keepsakes:
     """A worker keeps its own state when the coordinator saves a checkpoint."""
-    settings, inner = parts.run.checkpoint, policy.inner
+    settings, contribution = parts.run.checkpoint, strategy.contribution
     every = settings.every_steps if settings.strategy == "steps" else None
     earlier = Path(settings.resume_from) if settings.resume_from else None
     if earlier is not None and (earlier / "state.json").exists():
@@ -254,7 +249,7 @@ def _keepsakes(parts: Parts, policy: Policy, way: Way, name: str, tell: Callable
         parts.engine,
         way.state / own if way.state else None,
         earlier / "workers" / name / own if earlier else None,
-        lambda version: bool(every) and inner is not None and inner.passes(version, every or 1),
+        lambda version: bool(every) and contribution.alone and contribution.passes(version, every or 1),
         settings.keep_last,
         tell,
     )
@@ -286,56 +281,6 @@ def say_gone(way: Way) -> None:
 def about_here() -> dict[str, str]:
     """What a worker tells of itself."""
     return {"host": platform.node()[:100] or "?", "system": platform.system() or "?", "python": platform.python_version()}
-
-
-def parts_for(
-    header: dict[str, Any],
-    frames: Frames,
-    overrides: Sequence[Override],
-    progress: Progress | None,
-    meeting: Meeting | None = None,
-) -> Parts:
-    """What the run is made of, on this machine; the same as at the coordinator's, or an error."""
-    run = configuration(header, overrides)
-    here = meeting.here if meeting is not None else None
-    world = meeting.enter(choose_device(run.training.device, meeting.here.local_rank)) if meeting is not None else None
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
-        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world)
-    if fingerprint(parts.data) != header["data"]:
-        raise ShoalError(
-            f"the data here ({parts.data.info.name}) is not what the coordinator has: put the same files in place, "
-            "or name them with --set data.source.path=…"
-        )
-    if parts.engine.size != header["size"]:
-        raise ShoalError(f"the model here has {parts.engine.size} parameters, the coordinator's {header['size']}")
-    return parts
-
-
-def configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:
-    """The run's settings, as the coordinator sent them, with what this worker sets for itself."""
-    text = header["config"]
-    if hashlib.sha256(text.encode()).hexdigest() != header["digest"]:
-        raise ShoalError("the configuration was damaged on its way: try again")
-    for override in overrides:
-        if not override.path.startswith(OWN_SETTINGS):
-            raise ShoalError(f"`{override.path}` is the run's to set, not a worker's; a worker may set {', '.join(OWN_SETTINGS)}")
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(text, encoding="utf-8")
-        loaded = resolve([File(str(path))], list(overrides), dialect="shoal", resolved=True)
-    if not loaded.ok:
-        raise ConfigError(loaded.problems)
-    return loaded.run
-
-
-def unpack(folder: Path, names: Sequence[str], frames: Frames) -> None:
-    """Write the tokenizer's files; their names come from elsewhere and may not lead out of the folder."""
-    for name, content in zip(names, frames, strict=True):
-        if not _PLAIN_NAME.fullmatch(name) or name.startswith("."):
-            raise ShoalError(f"the coordinator sent a file with an impossible name: {name!r}")
-        folder.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
 
 
 def _go_to(feed: data.Feed, epoch: int, position: int) -> None:

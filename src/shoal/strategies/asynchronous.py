@@ -7,23 +7,20 @@ from __future__ import annotations
 
 from shoal.config import Run
 from shoal.config.schema.strategy import Async
-from shoal.coordinator import Every, Policy
-from shoal.updates.staleness import adaptive_bound
+from shoal.coordinator import Bounded, Every
+from shoal.strategies.lengths import in_updates
+from shoal.strategies.strategy import Strategy
+from shoal.worker.policies import Pull
 
 
-def policy(run: Run, expected: int) -> Policy:
+def strategy(run: Run, expected: int) -> Strategy:
     settings = run.strategy
     assert isinstance(settings, Async)
+    rounds = Every(settings.contributions_per_update)
     least = settings.max_staleness if settings.min_staleness is None else settings.min_staleness
-
-    def bound(speed: float) -> float:
-        if not settings.adaptive:
-            return settings.max_staleness
-        return adaptive_bound(settings.max_staleness, speed, least, settings.max_staleness_multiplier)
-
-    return Policy(
-        rounds=Every(settings.contributions_per_update),
-        admission=lambda lag, speed: 1.0 if lag <= bound(speed) else 0.0,
-        most_lag=bound,
-        look_ahead=settings.look_ahead,
+    return Strategy(
+        rounds=rounds,
+        length=in_updates(run, rounds),
+        admission=Bounded(settings.max_staleness, least if settings.adaptive else None, settings.max_staleness_multiplier),
+        pull=Pull(look_ahead=settings.look_ahead),
     )

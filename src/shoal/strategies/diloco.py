@@ -8,26 +8,33 @@ from __future__ import annotations
 
 from shoal.config import Run
 from shoal.config.schema.strategy import DiLoCo
-from shoal.coordinator import Barrier, Inner, Policy
-from shoal.updates.staleness import weight
+from shoal.coordinator import Barrier, Discounted, Everything
+from shoal.engines.learners import OuterStep
+from shoal.strategies.lengths import in_rounds
+from shoal.strategies.strategy import Strategy
+from shoal.worker.contributions import Movement
+from shoal.worker.policies import Pull
 
 
-def policy(run: Run, expected: int) -> Policy:
+def strategy(run: Run, expected: int) -> Strategy:
     settings = run.strategy
     assert isinstance(settings, DiLoCo)
-    weighs = settings.late == "weigh"
+    weighs, steps = settings.late == "weigh", settings.inner_steps // settings.fragments
     quorum = None if settings.quorum is None else min(settings.quorum, expected)
-    return Policy(
-        rounds=Barrier(settings.round_timeout_s, quorum=quorum, grace_s=settings.grace_s, late_count=weighs),
-        admission=lambda lag, speed: weight(lag) if weighs else 1.0,
-        blend=settings.overlap_blend if settings.overlap_steps else 1.0,
-        inner=Inner(
-            steps=settings.inner_steps // settings.fragments,
+    rounds = Barrier(deadline_s=settings.round_timeout_s, quorum=quorum, grace_s=settings.grace_s, late_count=weighs)
+    return Strategy(
+        rounds=rounds,
+        length=in_rounds(run, rounds, steps, by_data=settings.quorum is not None or settings.balance_speeds),
+        contribution=Movement(
+            steps=steps,
             averages=averages(run),
             balanced=settings.balance_speeds,
             fragments=settings.fragments,
             overlap=settings.overlap_steps,
         ),
+        admission=Discounted() if weighs else Everything(),
+        apply=OuterStep(settings, averages(run)),
+        pull=Pull(blend=settings.overlap_blend if settings.overlap_steps else 1.0),
     )
 
 

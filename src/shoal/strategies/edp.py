@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from shoal.config import Run
 from shoal.config.schema.strategy import Edp
-from shoal.coordinator import Every, Policy
-from shoal.updates.staleness import weight
+from shoal.coordinator import Discounted, Every
+from shoal.strategies.lengths import in_updates
+from shoal.strategies.strategy import Strategy
+from shoal.worker.contributions import Gradients
+from shoal.worker.policies import Pull
 
 
-def policy(run: Run, expected: int) -> Policy:
+def strategy(run: Run, expected: int) -> Strategy:
     settings = run.strategy
     assert isinstance(settings, Edp)
-    return Policy(
-        rounds=Every(1 if run.updates.aggregation.kind == "mean" else expected),
-        admission=lambda lag, speed: weight(lag),
-        pull_every=settings.pull_every_steps,
-        worker_steps=True,
-        look_ahead=bool(settings.look_ahead),
+    rounds = Every(1 if run.updates.aggregation.kind == "mean" else expected)
+    return Strategy(
+        rounds=rounds,
+        length=in_updates(run, rounds),
+        contribution=Gradients(own_steps=True),
+        admission=Discounted(),
+        pull=Pull(every=settings.pull_every_steps, look_ahead=bool(settings.look_ahead)),
     )

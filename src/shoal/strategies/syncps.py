@@ -1,24 +1,28 @@
 """Synchronous parameter server: a round closes when every live worker has sent, or at its deadline.
 
-Holds: who is late is left out of the round, not of the run. With the mean and no blending, a round of N workers is one step of one process
-with all N batches.
+Holds: a worker that is late is left out of the round, not of the run. With the mean and no blending, a round of N workers is one step of
+one process with all N batches.
 """
 
 from __future__ import annotations
 
 from shoal.config import Run
 from shoal.config.schema.strategy import SyncPs
-from shoal.coordinator import Barrier, Policy
+from shoal.coordinator import Barrier
+from shoal.strategies.lengths import in_updates
+from shoal.strategies.strategy import Strategy
+from shoal.worker.contributions import Gradients
+from shoal.worker.policies import Pull
 
 
-def policy(run: Run, expected: int) -> Policy:
+def strategy(run: Run, expected: int) -> Strategy:
     settings = run.strategy
     assert isinstance(settings, SyncPs)
     blend = 1.0 if run.training.polyak_alpha is None else run.training.polyak_alpha
-    return Policy(
-        rounds=Barrier(settings.round_timeout_s, settings.window),
-        admission=lambda lag, speed: 1.0,
-        pull_every=settings.pull_every_steps,
-        blend=blend,
-        worker_steps=settings.pull_every_steps > 1 or blend < 1,  # else its own steps would be overwritten at once
+    rounds = Barrier(deadline_s=settings.round_timeout_s, window=settings.window)
+    return Strategy(
+        rounds=rounds,
+        length=in_updates(run, rounds),
+        contribution=Gradients(own_steps=settings.pull_every_steps > 1 or blend < 1),  # else its own steps would be overwritten at once
+        pull=Pull(every=settings.pull_every_steps, blend=blend),
     )

@@ -1,20 +1,27 @@
 """Work units: workers lease pieces of the data, and a number of results makes an update.
 
-Holds: every piece of an epoch is learned from once, whoever does it and whoever dies; a result for weights that have moved on is dropped
-where it is handed in, and its piece is given out again.
+Holds: every piece of an epoch is learned from once, whichever worker does it and whichever dies; a result for weights that have moved on is
+dropped where it is handed in, and its piece is given out again.
 """
 
 from __future__ import annotations
 
 from shoal.config import Run
 from shoal.config.schema.strategy import WorkUnits
-from shoal.coordinator import Policy, Quorum
+from shoal.coordinator import UnitQuorum
+from shoal.strategies.lengths import in_units
+from shoal.strategies.strategy import Strategy
+from shoal.worker.contributions import UnitGradient
+from shoal.worker.policies import LeasedUnits
 
 
-def policy(run: Run, expected: int) -> Policy:
+def strategy(run: Run, expected: int) -> Strategy:
     settings = run.strategy
     assert isinstance(settings, WorkUnits)
-    return Policy(
-        rounds=Quorum(settings.units_per_update, settings.lease_timeout_s, settings.max_retries),
-        admission=lambda lag, speed: 1.0,
+    rounds = UnitQuorum(settings.units_per_update)
+    return Strategy(
+        rounds=rounds,
+        length=in_units(run, rounds, settings.batches_per_unit),
+        feed=LeasedUnits(batches=settings.batches_per_unit, lease_s=settings.lease_timeout_s, attempts=max(1, settings.max_retries)),
+        contribution=UnitGradient(),
     )

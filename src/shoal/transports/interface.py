@@ -13,12 +13,12 @@ and not written to. Whoever receives a frame may keep it as long as it likes and
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple, Protocol, Union, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from shoal.errors import ShoalError
+from shoal.updates.messages import Frame, Message, Request
 
-Frame = Union[bytes, memoryview]
-"""Raw bytes, contiguous."""
+__all__ = ["Client", "Frame", "Message", "Poster", "Refused", "Request", "Server", "Traffic", "Unreachable"]
 
 
 class Unreachable(ShoalError):
@@ -31,23 +31,6 @@ class Refused(ShoalError):
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-class Message(NamedTuple):
-    """A small header of plain values, and raw frames for everything that is large."""
-
-    header: dict[str, Any]
-    frames: tuple[Frame, ...] = ()
-
-
-class Request(NamedTuple):
-    """A message that waits for its answer."""
-
-    peer: bytes
-    """Whom to answer; nobody but the transport knows what is in it."""
-    number: int
-    """Which call of that peer's this is: an answer carries it back, so that a late one is recognised."""
-    message: Message
 
 
 class Traffic:

@@ -8,13 +8,36 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Union
 
 from shoal.errors import ShoalError
 
-PROTOCOL = 1
+PROTOCOL = 2
 _MOST = 2**53
+EMPTY: Mapping[str, float] = MappingProxyType({})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+Frame = Union[bytes, memoryview]
+"""Raw bytes, contiguous."""
+
+
+class Message(NamedTuple):
+    """A small header of plain values, and raw frames for everything that is large."""
+
+    header: dict[str, Any]
+    frames: tuple[Frame, ...] = ()
+
+
+class Request(NamedTuple):
+    """A message that waits for its answer."""
+
+    peer: bytes
+    """Whom to answer; only the transport knows what is in it."""
+    number: int
+    """Which call of that peer's this is: an answer carries it back, so that a late one is recognised."""
+    message: Message
 
 
 class BadMessage(ShoalError):
@@ -45,11 +68,13 @@ class Gone(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """I am still here, and this is what I do."""
+    """I am still here, and this is what I do. It renews the leases that the worker holds."""
 
     session: str
     number: int
     state: str
+    figures: Mapping[str, float] = EMPTY
+    """What people want to see of a worker: samples so far, time it waited."""
 
 
 class Pull(NamedTuple):
@@ -79,6 +104,33 @@ class Contribute(NamedTuple):
     have: int
     """Version of the weights I have; -1: send none."""
     metrics: Mapping[str, float]
+    unit: int = -1
+    """The unit of the data that it was made of, where units are leased; -1: batches of the worker's own seat."""
+
+
+class Claim(NamedTuple):
+    """A unit of the data to learn from, please. The answer also brings the weights that the unit is for."""
+
+    session: str
+    number: int
+    have: int
+
+
+class GiveBack(NamedTuple):
+    """Somebody else may do this unit. It does not count as an attempt."""
+
+    session: str
+    number: int
+    unit: int
+
+
+class Fail(NamedTuple):
+    """I could not do this unit."""
+
+    session: str
+    number: int
+    unit: int
+    reason: str
 
 
 class Delivered(NamedTuple):
@@ -105,7 +157,7 @@ class Failed(NamedTuple):
     reason: str
 
 
-Asked = Join | Leave | Gone | Heartbeat | Pull | Contribute
+Asked = Join | Leave | Gone | Heartbeat | Pull | Contribute | Claim | GiveBack | Fail
 FromLeases = Delivered | Failed
 """Not from workers: from who keeps the leases."""
 
@@ -137,15 +189,18 @@ _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
     "join": (Join, {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16), "instance": _text(64)}),
     "leave": (Leave, _SESSION),
     "gone": (Gone, {"name": lambda value: value is not None and _is_name(value)}),
-    "heartbeat": (Heartbeat, _SESSION | {"state": _text(40)}),
+    "heartbeat": (Heartbeat, _SESSION | {"state": _text(40), "figures": _mapping(lambda value: type(value) in (int, float), 16)}),
     "pull": (Pull, _SESSION | {"have": _integer(-1)}),
     "contribute": (
         Contribute,
         _SESSION
         | {name: _integer(0) for name in ("seq", "base", "round", "epoch", "position")}
         | {"samples": _integer(1), "batches": _integer(1), "have": _integer(-1), "weight": _number(1e-9, 1e15)}
-        | {"metrics": _mapping(lambda value: type(value) in (int, float), 64)},
+        | {"metrics": _mapping(lambda value: type(value) in (int, float), 64), "unit": _integer(-1)},
     ),
+    "claim": (Claim, _SESSION | {"have": _integer(-1)}),
+    "giveback": (GiveBack, _SESSION | {"unit": _integer(0)}),
+    "fail": (Fail, _SESSION | {"unit": _integer(0), "reason": _text(500)}),
 }
 
 
@@ -189,4 +244,7 @@ def _parse(header: Mapping[str, Any], kinds: Mapping[str, tuple[type[Any], dict[
 
 def header_of(asked: Asked) -> dict[str, Any]:
     """A question as a header."""
-    return {"kind": type(asked).__name__.lower(), **asked._asdict()}
+    fields = asked._asdict()
+    if isinstance(asked, Heartbeat):
+        fields["figures"] = dict(asked.figures)
+    return {"kind": type(asked).__name__.lower(), **fields}

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, to_yaml
-from shoal.runs.loop import Loop
+from shoal.runs.recorder import Recorder, Reporter
 from shoal.watch.hub_card import Story, write_card
 from shoal.watch.hub_repository import PushError, Repository
 from shoal.watch.pusher import Pusher
@@ -36,7 +36,7 @@ class Snapshot(NamedTuple):
     weights: dict[str, Tensor]
 
 
-class HubUploads:
+class HubUploads(Reporter):
     """The reporter that pushes weights, the newest sample, settings, metrics and a model card."""
 
     def __init__(self, run: Run) -> None:
@@ -45,57 +45,51 @@ class HubUploads:
         self.pusher: Pusher[Snapshot] | None = None
         self.secrets = [value.reveal() for _, value in flat(run) if isinstance(value, Secret)]
 
-    def start(self, loop: Loop) -> None:
-        self.loop = loop
-        self.folder = loop.directory.path
+    def start(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.folder = recorder.directory.path
         self.pusher = Pusher(self._push)
 
-    def step(self, loop: Loop) -> None:
+    def step(self, recorder: Recorder) -> None:
         """Take a copy when it is time to; what the last step gives is pushed in the end, with its evaluation."""
         assert self.pusher is not None
-        if loop.step % self.run.hub.push_interval == 0 and loop.step < loop.engine.total_steps:
+        if recorder.step % self.run.hub.push_interval == 0 and recorder.step < recorder.engine.total_steps:
             self._offer(self.pusher)
         self._tell()
-
-    def record(self, record: dict[str, Any]) -> None:
-        return None
-
-    def message(self, text: str) -> None:
-        return None
 
     def close(self, summary: dict[str, Any]) -> None:
         if self.pusher is None:
             return
-        pusher, step = self.pusher, self.loop.step
+        pusher, step = self.pusher, self.recorder.step
         if summary["status"] != "failed" and step:
             self._offer(pusher)
             self._tell()
-            self.loop.message(f"uploading step {step} to {self.repository.url} (at most {LAST_PUSH_S:.0f} s)")
+            self.recorder.message(f"uploading step {step} to {self.repository.url} (at most {LAST_PUSH_S:.0f} s)")
         pusher.finish(LAST_PUSH_S)
         self._tell()
         if pusher.trouble:
             there = f"what is there is of step {pusher.pushed_step}" if pusher.pushes else "nothing of this run is there"
-            self.loop.message(f"warning: the end of the run is not at {self.repository.url}: {pusher.trouble}; {there}")
+            self.recorder.message(f"warning: the end of the run is not at {self.repository.url}: {pusher.trouble}; {there}")
         elif pusher.pushes:
             times = "once" if pusher.pushes == 1 else f"{pusher.pushes} times"
-            self.loop.message(f"uploaded {times} to {self.repository.url}, last at step {pusher.pushed_step}")
+            self.recorder.message(f"uploaded {times} to {self.repository.url}, last at step {pusher.pushed_step}")
 
     def _tell(self) -> None:
-        """What the thread has to say is said on the loop's."""
+        """Pass on what the pusher's thread has to say."""
         assert self.pusher is not None
         while not self.pusher.messages.empty():
-            self.loop.message(self.pusher.messages.get())
+            self.recorder.message(self.pusher.messages.get())
 
     def _offer(self, pusher: Pusher[Snapshot]) -> None:
         try:
             pusher.offer(self._snapshot())
         except (MemoryError, RuntimeError) as error:  # PyTorch's own words for no memory
-            self.loop.message(f"warning: no copy of step {self.loop.step} for the hub: {error}")
+            self.recorder.message(f"warning: no copy of step {self.recorder.step} for the hub: {error}")
 
     def _snapshot(self) -> Snapshot:
-        loop = self.loop
-        weights = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in loop.engine.weights().items()}
-        return Snapshot(loop.step, loop.engine.total_steps, loop.samples, loop.wall_s, loop.engine.size, weights)
+        recorder = self.recorder
+        weights = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in recorder.engine.weights().items()}
+        return Snapshot(recorder.step, recorder.engine.total_steps, recorder.samples, recorder.wall_s, recorder.engine.size, weights)
 
     # --- in the pusher's thread ----------------------------------------------------------------------
 
@@ -113,7 +107,7 @@ class HubUploads:
 
     def _files(self, snapshot: Snapshot) -> dict[str, Any]:
         """Everything but the weights, as far as it belongs to the step. No secret is in any of it."""
-        records = [record for record in self.loop.directory.metrics() if record["step"] <= snapshot.step]
+        records = [record for record in self.recorder.directory.metrics() if record["step"] <= snapshot.step]
         sample = self._sample(snapshot.step)
         config = self._config()
         data = self.folder / "data.json"

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, Time
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from shoal.runs.loop import Loop
+from shoal.runs.recorder import Recorder, Reporter
 from shoal.watch import classroom
 
 _LOUD = ("loss", "accuracy", "perplexity", "discriminator_loss", "generator_loss", "discriminator_accuracy")
@@ -22,7 +22,7 @@ def figures(record: dict[str, Any]) -> str:
     return "  ".join(f"{name} {record[name]:.4g}" for name in _LOUD if name in record)
 
 
-class PlainProgress:
+class PlainProgress(Reporter):
     """A line for each evaluation, and one every few seconds. At level DEBUG every record, from WARNING on only warnings."""
 
     def __init__(self, stream: TextIO, level: str = "INFO", every_s: float = 5.0) -> None:
@@ -33,13 +33,10 @@ class PlainProgress:
         self.total = 0
         self._last = 0.0
 
-    def start(self, loop: Loop) -> None:
-        self.total = loop.engine.total_steps
-        if loop.step:
-            self.message(f"resumed from {loop.resumed_from} at step {loop.step}")
-
-    def step(self, loop: Loop) -> None:
-        return None
+    def start(self, recorder: Recorder) -> None:
+        self.total = recorder.engine.total_steps
+        if recorder.step:
+            self.message(f"resumed from {recorder.resumed_from} at step {recorder.step}")
 
     def record(self, record: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -54,11 +51,8 @@ class PlainProgress:
             self.stream.write(text + "\n")
             self.stream.flush()
 
-    def close(self, summary: dict[str, Any]) -> None:
-        return None
 
-
-class LiveProgress:
+class LiveProgress(Reporter):
     """A bar with the latest figures, the time it took and the time it will take."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -69,15 +63,15 @@ class LiveProgress:
         )
         self.bar: TaskID | None = None
 
-    def start(self, loop: Loop) -> None:
-        if loop.step:
-            self.message(f"resumed from {loop.resumed_from} at step {loop.step}")
-        self.bar = self.progress.add_task("training", total=loop.engine.total_steps, completed=loop.step, figures="")
+    def start(self, recorder: Recorder) -> None:
+        if recorder.step:
+            self.message(f"resumed from {recorder.resumed_from} at step {recorder.step}")
+        self.bar = self.progress.add_task("training", total=recorder.engine.total_steps, completed=recorder.step, figures="")
         self.progress.start()
 
-    def step(self, loop: Loop) -> None:
+    def step(self, recorder: Recorder) -> None:
         if self.bar is not None:
-            self.progress.update(self.bar, completed=loop.step)
+            self.progress.update(self.bar, completed=recorder.step)
 
     def record(self, record: dict[str, Any]) -> None:
         if record["split"] == "eval":
@@ -95,12 +89,12 @@ class LiveProgress:
 class PlainCluster(PlainProgress):
     """Lines for a run with workers: now and then also who does what."""
 
-    def step(self, loop: Loop) -> None:
+    def step(self, recorder: Recorder) -> None:
         now = time.monotonic()
         if now - self._table_at < max(self.every_s, 5.0):
             return
         self._table_at = now
-        (_, _, *names), *rows = rows_of(loop)
+        (_, _, *names), *rows = rows_of(recorder)
         for name, state, *cells in rows:
             self.message("  " + "  ".join([name, state, *(f"{cell} {what}" for what, cell in zip(names, cells, strict=True))]))
 
@@ -110,26 +104,26 @@ class PlainCluster(PlainProgress):
 class LiveCluster(LiveProgress):
     """A table of the workers above the bar."""
 
-    def start(self, loop: Loop) -> None:
-        self.live = Live(console=self.console, get_renderable=lambda: Group(table_of(loop), self.progress), refresh_per_second=4)
-        if loop.step:
-            self.message(f"resumed from {loop.resumed_from} at step {loop.step}")
-        self.bar = self.progress.add_task("training", total=loop.engine.total_steps, completed=loop.step, figures="")
+    def start(self, recorder: Recorder) -> None:
+        self.live = Live(console=self.console, get_renderable=lambda: Group(table_of(recorder), self.progress), refresh_per_second=4)
+        if recorder.step:
+            self.message(f"resumed from {recorder.resumed_from} at step {recorder.step}")
+        self.bar = self.progress.add_task("training", total=recorder.engine.total_steps, completed=recorder.step, figures="")
         self.live.start()
 
     def close(self, summary: dict[str, Any]) -> None:
         self.live.stop()
 
 
-def rows_of(loop: Loop) -> list[tuple[str, ...]]:
+def rows_of(recorder: Recorder) -> list[tuple[str, ...]]:
     """What every worker does, as text; the names of the columns first."""
-    if loop.board is not None:  # type: ignore[attr-defined]
-        return [classroom.COLUMNS, *classroom.rows(loop.crowd)]  # type: ignore[attr-defined]
-    return [classroom.MEMBER_COLUMNS, *classroom.member_rows(loop.coordinator.members.table())]  # type: ignore[attr-defined]
+    assert recorder.members is not None
+    rows, in_database = recorder.members()
+    return [classroom.COLUMNS, *classroom.rows(rows)] if in_database else [classroom.MEMBER_COLUMNS, *classroom.member_rows(rows)]
 
 
-def table_of(loop: Loop) -> Table:
-    columns, *rows = rows_of(loop)
+def table_of(recorder: Recorder) -> Table:
+    columns, *rows = rows_of(recorder)
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)

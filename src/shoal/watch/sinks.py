@@ -8,7 +8,7 @@ from typing import Any
 from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.errors import ShoalError
-from shoal.runs.loop import Loop, Reporter
+from shoal.runs.recorder import Recorder, Reporter
 from shoal.watch.hub import HubUploads
 from shoal.watch.plot import save_curves
 
@@ -19,20 +19,7 @@ def metrics_of(record: dict[str, Any]) -> dict[str, float]:
     return {f"{record['split']}/{name}": value for name, value in record.items() if name not in _NOT_METRICS}
 
 
-class Quiet:
-    """A reporter that only cares for records."""
-
-    def start(self, loop: Loop) -> None:
-        return None
-
-    def step(self, loop: Loop) -> None:
-        return None
-
-    def message(self, text: str) -> None:
-        return None
-
-
-class TensorBoard(Quiet):
+class TensorBoard(Reporter):
     """Event files for TensorBoard."""
 
     def __init__(self, run: Run) -> None:
@@ -43,9 +30,9 @@ class TensorBoard(Quiet):
         self._writer_class = SummaryWriter
         self.directory = run.logging.directory
 
-    def start(self, loop: Loop) -> None:
-        folder = self.directory or str(loop.directory.path / "logs")
-        self.writer = self._writer_class(folder, purge_step=loop.step or None)
+    def start(self, recorder: Recorder) -> None:
+        folder = self.directory or str(recorder.directory.path / "logs")
+        self.writer = self._writer_class(folder, purge_step=recorder.step or None)
 
     def record(self, record: dict[str, Any]) -> None:
         for name, value in metrics_of(record).items():
@@ -56,7 +43,7 @@ class TensorBoard(Quiet):
             self.writer.close()
 
 
-class Wandb(Quiet):
+class Wandb(Reporter):
     """Weights & Biases; works offline too."""
 
     def __init__(self, run: Run) -> None:
@@ -67,8 +54,8 @@ class Wandb(Quiet):
         self._wandb: Any = wandb
         self._run = run
 
-    def start(self, loop: Loop) -> None:
-        path, project = loop.directory.path, self._run.logging.project or "shoal"
+    def start(self, recorder: Recorder) -> None:
+        path, project = recorder.directory.path, self._run.logging.project or "shoal"
         try:
             self.session = self._wandb.init(
                 project=project, name=path.name, dir=str(path), config=as_data(self._run), resume="allow", id=path.name
@@ -84,11 +71,11 @@ class Wandb(Quiet):
             self.session.finish(exit_code=0 if summary["status"] != "failed" else 1)
 
 
-class LossCurve(Quiet):
+class LossCurve(Reporter):
     """loss.png in the run's folder, drawn when it ends."""
 
-    def start(self, loop: Loop) -> None:
-        self.directory = loop.directory
+    def start(self, recorder: Recorder) -> None:
+        self.directory = recorder.directory
 
     def record(self, record: dict[str, Any]) -> None:
         return None

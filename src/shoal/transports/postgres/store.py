@@ -186,7 +186,9 @@ class Snapshots:
 
 
 class Store:
-    """All of it, over one server's transactions."""
+    """Journal, ledger and snapshots, over one server's transactions."""
+
+    transactional = True
 
     def __init__(self, server: PostgresServer) -> None:
         self.journal, self.ledger, self.snapshots = Journal(server), Ledger(server), Snapshots(server, 2)

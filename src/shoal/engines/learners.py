@@ -1,25 +1,58 @@
-"""The coordinator's weights, and what moves them: the run's optimizer along a gradient, or an outer one along how far workers moved."""
+"""A strategy's `apply` policy: what moves the coordinator's weights. The run's optimizer along a gradient, or an outer one along how far
+workers moved."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shoal.config.schema.strategy import DiLoCo, OuterOptimizer
 from shoal.config.schema.training import Optimizer, Schedule
-from shoal.engines import SingleEngine, optimizers
+from shoal.engines import optimizers
 from shoal.engines.schedule import learning_rate
+from shoal.engines.single import SingleEngine
 from shoal.errors import ShoalError
 from shoal.updates import clipping
 from shoal.updates.fragments import Span
 
 
+class Apply(Protocol):
+    """How updates move the weights."""
+
+    def learner(self, engine: SingleEngine, spans: tuple[Span, ...]) -> EngineLearner:
+        """`spans`: the parts of the weights that rounds take in turn; none: every round moves all of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The run's optimizer steps along each update, as if it were a gradient of its own."""
+
+    def learner(self, engine: SingleEngine, spans: tuple[Span, ...]) -> EngineLearner:
+        return EngineLearner(engine)
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """An outer optimizer steps along how far workers moved; `averages`: the new weights are the mean of theirs."""
+
+    settings: DiLoCo
+    averages: bool = False
+
+    def learner(self, engine: SingleEngine, spans: tuple[Span, ...]) -> EngineLearner:
+        return OuterLearner(engine, self.settings, spans, self.averages)
+
+
 class EngineLearner:
     """An engine that is stepped along what workers send."""
+
+    meaningless: tuple[str, ...] = ()
+    """Figures of the engine that say nothing here."""
 
     def __init__(self, engine: SingleEngine) -> None:
         self.engine = engine
@@ -50,7 +83,9 @@ class EngineLearner:
 
 
 class OuterLearner(EngineLearner):
-    """Weights that an outer optimizer moves, once a round. The engine's own stay where they are, unused."""
+    """Weights that an outer optimizer moves, once a round. The engine's own optimizer is not used: workers have theirs."""
+
+    meaningless = ("learning_rate",)
 
     def __init__(self, engine: SingleEngine, settings: DiLoCo, spans: tuple[Span, ...], averages: bool) -> None:
         super().__init__(engine)

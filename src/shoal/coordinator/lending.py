@@ -1,0 +1,217 @@
+"""Units of the data on lease: what is offered next, and what becomes of the results.
+
+The coordinator keeps the leases itself (`leases.py`), or a database does: then the coordinator offers units there (`Issue`) and hears what
+came of them (`LeaseResult`). Either way a unit is settled once: learned from, or given up after too many attempts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from shoal.coordinator.book import Book
+from shoal.coordinator.effects import Effect, Frames, Issue, Note, Stop
+from shoal.coordinator.leases import GivenUp, Leases
+from shoal.coordinator.membership import Worker
+from shoal.coordinator.state import LeaseResult, Plan, delivered
+from shoal.coordinator.units import ISSUED_PER_QUORUM, LEAST_ISSUED, Cut
+from shoal.updates import codecs, staleness
+from shoal.updates.messages import Claim, Contribute, Delivered, Failed
+
+NO_UNIT = -1
+
+
+class Host(Protocol):
+    """The coordinator that lends units."""
+
+    plan: Plan
+    book: Book
+    now: float
+
+    @property
+    def finished(self) -> bool: ...
+    def emit(self, *effects: Effect) -> None: ...
+    def record(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None: ...
+    def answer(self, caller: Any, header: dict[str, Any], worker: Worker, have: int) -> None: ...
+    def stop_for(self, reason: str) -> None: ...
+
+
+class Claiming(NamedTuple):
+    """A worker whose answer is held back until there is a unit for it."""
+
+    caller: Any
+    worker: Worker
+    have: int
+    since: float
+
+
+class Lender:
+    """The units of a run."""
+
+    def __init__(self, host: Host, cut: Cut, quorum: int) -> None:
+        self.host, self.cut, self.quorum = host, cut, quorum
+        plan = host.plan
+        self.leases = None if plan.leased_elsewhere else Leases(plan.lease_s, plan.attempts)
+        self.claiming: OrderedDict[str, Claiming] = OrderedDict()
+        """By session, longest waiting first."""
+        self._offered: list[int] = []
+        self._spoiled: dict[int, int] = {}
+        """How often results for a unit could not be used, where a database keeps the leases."""
+
+    # --- what is offered ---------------------------------------------------------------------------
+
+    def offer(self) -> None:
+        """Offer the units that are to be done next, for the version there is now."""
+        host = self.host
+        most = 0 if host.finished else max(LEAST_ISSUED, ISSUED_PER_QUORUM * self.quorum)
+        self._offered = list(host.book.settled.open(self.cut.total, most))
+        self._issue(self._offered)
+
+    def _issue(self, units: list[int]) -> None:
+        version = self.host.book.state.version
+        if self.leases is None:
+            self.host.emit(Issue(version, units))
+        else:
+            for given_up in self.leases.issue(version, units, None):
+                self._failed(given_up)
+
+    def offer_more(self) -> None:
+        """All units on offer are settled, and the round is still open: units were given up, or the rule needs results of more workers."""
+        host, settled = self.host, self.host.book.settled
+        if not self._offered or host.finished or not all(unit in settled for unit in self._offered):
+            return None
+        needed, there = host.plan.needed, host.book.rounds.workers(host.book.state.version)
+        if there < needed:
+            text = f"{host.plan.updates.aggregation.kind} needs results of {needed} workers, and {there} have handed in"
+            if host.plan.updates.below_quorum == "stop" and host.book.state.version > 0:
+                reason = f"{text}: stopped, as updates.below_quorum says"
+                host.stop_for(reason)
+                return host.emit(Stop(reason))
+            host.emit(Note(f"{text}: waiting for {needed - there} more"))
+        self.offer()
+
+    # --- leases that a database keeps ----------------------------------------------------------------
+
+    def take(self, event: LeaseResult) -> None:
+        """Take in what came of a unit. Its worker was answered by the database."""
+        asked = event.asked
+        number = self.cut.number(asked.epoch, asked.start)
+        if number in self.host.book.settled:
+            return self.host.book.state.count("repeated")
+        if isinstance(asked, Failed):
+            return self._give_up(asked, number)
+        return self._deliver(asked, event.frames, number)
+
+    def _deliver(self, asked: Delivered, frames: Frames, number: int) -> None:
+        """A result that came while a round closed is in the next one, and counts less."""
+        host = self.host
+        try:
+            decoded = host.book.decode(frames)
+        except codecs.UpdateError as error:
+            return self.spoil(asked.epoch, asked.start, f"what {asked.worker} sent cannot be used: {error}")
+        version = host.book.state.version
+        self._spoiled.pop(number, None)
+        host.record(delivered(asked, number, staleness.weight(max(0, version - asked.base)), version), frames, decoded)
+        return None
+
+    def spoil(self, epoch: int, start: int, why: str) -> None:
+        """What was handed in for a unit cannot be used: the unit is done again, unless that happened too often."""
+        number = self.cut.number(epoch, start)
+        self.host.book.state.count("malformed")
+        self._spoiled[number] = self._spoiled.get(number, 0) + 1
+        if self._spoiled[number] >= self.host.plan.attempts:
+            return self._give_up(Failed(*self.cut.unit(number), why), number)
+        self.host.emit(Note(f"warning: {printable(why)}"), Issue(self.host.book.state.version, [number]))
+        return None
+
+    def _give_up(self, asked: Failed, number: int) -> None:
+        self._spoiled.pop(number, None)
+        fields = {name: getattr(asked, name) for name in ("epoch", "start", "batches", "reason")}
+        self.host.record({"kind": "failed", "unit": number, **fields})
+        self.host.emit(Note(f"warning: unit {number} of epoch {asked.epoch + 1} is given up: {printable(asked.reason)}"))
+
+    # --- leases that the coordinator keeps -----------------------------------------------------------
+
+    def claim(self, caller: Any, asked: Claim, worker: Worker) -> Any:
+        """Lend a unit, now or as soon as there is one. Return the caller that no longer waits: the worker asked again."""
+        before = self.claiming.pop(worker.session, None)
+        self.claiming[worker.session] = Claiming(caller, worker, asked.have, self.host.now)
+        return None if before is None else before.caller
+
+    def serve(self, longest_s: float) -> None:
+        """Answer those who wait for a unit: with one, or with a word after the longest wait, or when the run is over."""
+        none_left = self.host.finished
+        for session, claiming in list(self.claiming.items()):
+            lease = None if none_left else self._lease(claiming.worker)
+            none_left = none_left or lease is None
+            if lease is None and not self.host.finished and self.host.now - claiming.since < longest_s:
+                return  # those who came later have waited less
+            del self.claiming[session]
+            self.host.answer(claiming.caller, lease or {"kind": "lease", "unit": NO_UNIT}, claiming.worker, claiming.have)
+
+    def _lease(self, worker: Worker) -> dict[str, Any] | None:
+        """One unit at a time: a worker that holds one, and asks again, has lost the answer."""
+        assert self.leases is not None
+        held = self.leases.held(worker.name)
+        lease = held[0] if held else self.leases.claim(worker.name, self.host.now)
+        if lease is None:
+            return None
+        epoch, start, batches = self.cut.unit(lease.unit)
+        return {"kind": "lease", "unit": lease.unit, "epoch": epoch, "start": start, "batches": batches}
+
+    def submit(self, worker: Worker, asked: Contribute, frames: Frames) -> str:
+        """Take a unit's result where its lease is held. Return what became of it. Raises UpdateError."""
+        assert self.leases is not None
+        host, state = self.host, self.host.book.state
+        if not self.leases.holds(worker.name, asked.unit, host.now):
+            return self.leases.submit(worker.name, asked.unit, asked.base, host.now)
+        try:
+            decoded = host.book.decode(frames)
+        except codecs.UpdateError as error:
+            self._failed(self.leases.fail(worker.name, asked.unit, f"what {worker.name} sent cannot be used: {error}"))
+            raise
+        outcome = self.leases.submit(worker.name, asked.unit, asked.base, host.now)
+        if outcome == "accepted":
+            unit = self.cut.unit(asked.unit)
+            result = Delivered(worker.name, asked.seq, asked.base, asked.weight, asked.samples, *unit, asked.metrics)
+            host.record(delivered(result, asked.unit, 1.0, state.version), frames, decoded)
+        return outcome
+
+    def give_back(self, worker: Worker, unit: int) -> None:
+        assert self.leases is not None
+        self.leases.give_back(worker.name, unit)
+
+    def fail(self, worker: Worker, unit: int, reason: str) -> None:
+        assert self.leases is not None
+        self._failed(self.leases.fail(worker.name, unit, reason))
+
+    def renew(self, worker: Worker) -> None:
+        """The worker was seen at work."""
+        if self.leases is not None:
+            self.leases.renew(worker.name, self.host.now)
+
+    def forget(self, worker: Worker, left: bool) -> Any:
+        """The worker is gone, and said so or not: others may do what it had. Return the caller that waited for a unit, if it did."""
+        if self.leases is not None and left:
+            self.leases.leave(worker.name)
+        elif self.leases is not None:
+            for given_up in self.leases.lose(worker.name):
+                self._failed(given_up)
+        claiming = self.claiming.pop(worker.session, None)
+        return None if claiming is None else claiming.caller
+
+    def expire(self) -> None:
+        """Leases that ended without a result: the unit is pending again, or given up."""
+        for given_up in self.leases.expire(self.host.now) if self.leases is not None else ():
+            self._failed(given_up)
+
+    def _failed(self, given_up: GivenUp | None) -> None:
+        if given_up is not None and given_up.unit not in self.host.book.settled:
+            self._give_up(Failed(*self.cut.unit(given_up.unit), given_up.reason), given_up.unit)
+
+
+def printable(text: str) -> str:
+    """What strangers say of themselves is shown to people, and must not steer their terminals."""
+    return "".join(character if character.isprintable() else "?" for character in text)

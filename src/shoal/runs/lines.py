@@ -1,0 +1,217 @@
+"""A worker's line to its coordinator: a transport's client, or the board of units in a database, which answers in its place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from shoal import strategies
+from shoal.config.schema.cluster import Postgres
+from shoal.runs.welcome import configuration
+from shoal.transports import Client, Message, Poster, Unreachable
+from shoal.transports.connect import connect
+from shoal.transports.databases import is_address
+from shoal.worker.courier import Answer, Lost
+from shoal.worker.protocol import Frames
+
+if TYPE_CHECKING:
+    from shoal.transports.postgres import UnitDesk
+    from shoal.transports.postgres.units import Unit, Weights
+
+_WELCOME_BYTES = 64 << 20
+"""The largest frame before the size of the model is known: a tokenizer's file."""
+_CLAIM_S = 60.0
+
+
+@contextlib.contextmanager
+def _losing() -> Iterator[None]:
+    """A coordinator that cannot be reached may be reached again: the courier tries."""
+    try:
+        yield
+    except Unreachable as error:
+        raise Lost(str(error)) from None
+
+
+class ClientLine:
+    """A transport's client."""
+
+    def __init__(self, address: str, token: str, key: str | None) -> None:
+        self._connect: Callable[[int], Client] = lambda largest: connect(
+            address, token=token, server_key=key, max_frame_bytes=largest, insecure=True
+        )
+        self.client = self._connect(_WELCOME_BYTES)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.client.traffic.sent_bytes
+
+    def allow(self, largest: int) -> None:
+        """From now on frames may be this large."""
+        traffic = self.client.traffic
+        self.client.close()
+        self.client = self._connect(max(largest, _WELCOME_BYTES))
+        self.client.traffic = traffic
+
+    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
+        with _losing():
+            return Answer(*self.client.call(Message(header, tuple(frames)), timeout_s))
+
+    def post(self, header: dict[str, Any], frames: Frames) -> bool:
+        if not isinstance(self.client, Poster):
+            return False
+        with _losing():
+            self.client.post(Message(header, tuple(frames)), 0.0)
+        return True
+
+    def answer(self, timeout_s: float) -> Answer:
+        assert isinstance(self.client, Poster)
+        with _losing():
+            return Answer(*self.client.answer(timeout_s))
+
+    def wanted(self, unit: int) -> bool:
+        """Only the coordinator knows, and tells with its answers to signs of life."""
+        return True
+
+    def wake(self) -> None:
+        """A coordinator holds no answer back for long."""
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class BoardLine:
+    """The board of units in a database: it lends units, takes results and shows weights, whether the coordinator is there or not.
+
+    The desk behind it tries again by itself where the database cannot be reached.
+    """
+
+    def __init__(self, desk: UnitDesk, welcome: Message) -> None:
+        self.desk, self.welcome = desk, welcome
+        self.sent_bytes = 0
+        self._unit: Unit | None = None
+        self._known: dict[str, Any] = {"version": -1, "step": 0.0, "done": False, "most_lag": float("inf")}
+        self._answers: dict[str, Callable[[dict[str, Any], Frames], Answer]] = {
+            "join": self._join,
+            "pull": self._pull,
+            "claim": self._claim,
+            "contribute": self._contribute,
+            "giveback": self._give_back,
+            "fail": self._fail,
+            "heartbeat": self._beat,
+            "leave": self._leave,
+        }
+
+    def allow(self, largest: int) -> None:
+        """A database's rows may be as large as they are."""
+
+    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
+        with _losing():
+            return self._answers[header["kind"]](header, frames)
+
+    def post(self, header: dict[str, Any], frames: Frames) -> bool:
+        return False
+
+    def answer(self, timeout_s: float) -> Answer:
+        raise AssertionError("nothing is ever posted here")
+
+    def wanted(self, unit: int) -> bool:
+        return self._unit is None or self.desk.wanted(self._unit)
+
+    def wake(self) -> None:
+        self.desk.wake()
+
+    def close(self) -> None:
+        self.desk.close()
+
+    # --- answers -----------------------------------------------------------------------------------
+
+    def _join(self, header: dict[str, Any], frames: Frames) -> Answer:
+        name = self.desk.enter(header["name"], header["about"])
+        place = {"seat": 0, "epoch": 0, "position": 0, "last_seq": -1}
+        known = {"kind": "welcome", "name": name, "session": name, **place}
+        return Answer(self.welcome.header | known, self.welcome.frames)
+
+    def _pull(self, header: dict[str, Any], frames: Frames) -> Answer:
+        newer = self.desk.weights(header["have"])
+        if newer is None:
+            raise Lost("there are no weights yet")
+        return self._news({"kind": "weights"}, newer)
+
+    def _news(self, header: dict[str, Any], newer: Weights | None) -> Answer:
+        """Where the run stands, with weights where there are newer ones."""
+        if newer is None:
+            return Answer(header | self._known | {"weights": "same"}, ())
+        self._known |= {"version": newer.version, "step": newer.header["step"], "done": newer.header["done"]}
+        return Answer(header | self._known | {"weights": newer.header["weights"]}, newer.frames)
+
+    def _claim(self, header: dict[str, Any], frames: Frames) -> Answer:
+        """A unit for the weights that the worker has; where there are newer ones, those first."""
+        nothing = {"kind": "lease", "unit": -1}
+        if (newer := self.desk.weights(header["have"])) is not None:
+            return self._news(nothing, newer)
+        units = self.desk.claim(1, _CLAIM_S)
+        if not units:
+            return self._news(nothing, None)
+        self._unit = unit = units[0]
+        newer = self.desk.weights(header["have"]) if unit.iteration != header["have"] else None
+        if unit.iteration not in (header["have"], newer.version if newer is not None else None):
+            self.desk.give_back(unit)  # weights come one difference at a time: the right ones are not there yet
+            return self._news(nothing, newer)
+        lease = {"kind": "lease", "unit": unit.id, "epoch": unit.epoch, "start": unit.start, "batches": unit.batches}
+        return self._news(lease, newer)
+
+    def _contribute(self, header: dict[str, Any], frames: Frames) -> Answer:
+        assert self._unit is not None
+        sent = {name: header[name] for name in ("base", "weight", "samples", "metrics")}
+        status = self.desk.submit(self._unit, sent, frames)
+        self.sent_bytes += sum(len(frame) for frame in frames)
+        receipt = {"kind": "receipt", "status": status, "seq": self._unit.id, "round": header["round"], "repeated": False}
+        return Answer(receipt | self._known, ())
+
+    def _give_back(self, header: dict[str, Any], frames: Frames) -> Answer:
+        assert self._unit is not None
+        self.desk.give_back(self._unit)
+        return Answer({"kind": "noted"}, ())
+
+    def _fail(self, header: dict[str, Any], frames: Frames) -> Answer:
+        assert self._unit is not None
+        self.desk.fail(self._unit, header["reason"])
+        return Answer({"kind": "noted"}, ())
+
+    def _beat(self, header: dict[str, Any], frames: Frames) -> Answer:
+        self.desk.beat(header["state"], header["figures"])
+        return Answer({"kind": "pulse"}, ())
+
+    def _leave(self, header: dict[str, Any], frames: Frames) -> Answer:
+        self.desk.leave()
+        return Answer({"kind": "goodbye"}, ())
+
+
+WorkerLine = ClientLine | BoardLine
+
+
+def lines_to(address: str, token: str, key: str | None, patience_s: float, tell: Callable[[str], None]) -> tuple[WorkerLine, WorkerLine]:
+    """A worker's line to its coordinator, and one for its signs of life."""
+    if is_address(address) and (board := _board(address, patience_s, tell)) is not None:
+        return board, board
+    return ClientLine(address, token, key), ClientLine(address, token, key)
+
+
+def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> BoardLine | None:
+    """The board of units in a database, where its run leases units."""
+    from shoal.transports.postgres import UnitDesk  # asks for a driver that others do without
+
+    desk = UnitDesk(address, poll_interval_s=1.0, patience_s=patience_s, tell=tell)
+    try:
+        welcome = desk.welcome(wait_s=patience_s)
+        run = configuration(welcome.header, ())
+        if strategies.of(run, welcome.header["shards"]).feed.leased:
+            assert isinstance(run.transport, Postgres)
+            desk.poll_interval_s = run.transport.poll_interval_s
+            return BoardLine(desk, welcome)
+    except BaseException:
+        desk.close()
+        raise
+    desk.close()
+    return None

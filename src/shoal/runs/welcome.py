@@ -1,0 +1,74 @@
+"""What a coordinator tells every worker that joins: the settings, what the data must be, and the tokenizer's files. A worker puts the run
+together from it on its own machine, or says why that cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.config import Run
+from shoal.config.load import File, Override, resolve
+from shoal.config.problems import ConfigError
+from shoal.engines import Meeting, choose_device
+from shoal.errors import ShoalError
+from shoal.runs.agreement import fingerprint
+from shoal.runs.assembly import Parts, Progress, assemble
+from shoal.worker.protocol import Frames
+
+OWN_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile", "engine", "launch")
+"""What a worker may set for itself: where its data lies, and how and on how many devices it computes. Everything else is the run's."""
+_PLAIN_NAME = re.compile(r"[\w.-]+")
+
+
+def parts_for(
+    header: dict[str, Any],
+    frames: Frames,
+    overrides: Sequence[Override],
+    progress: Progress | None,
+    meeting: Meeting | None = None,
+) -> Parts:
+    """What the run is made of, on this machine; the same as at the coordinator's, or an error."""
+    run = configuration(header, overrides)
+    here = meeting.here if meeting is not None else None
+    world = meeting.enter(choose_device(run.training.device, meeting.here.local_rank)) if meeting is not None else None
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
+        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world)
+    if fingerprint(parts.data) != header["data"]:
+        raise ShoalError(
+            f"the data here ({parts.data.info.name}) is not what the coordinator has: put the same files in place, "
+            "or name them with --set data.source.path=…"
+        )
+    if parts.engine.size != header["size"]:
+        raise ShoalError(f"the model here has {parts.engine.size} parameters, the coordinator's {header['size']}")
+    return parts
+
+
+def configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:
+    """The run's settings, as the coordinator sent them, with what this worker sets for itself."""
+    text = header["config"]
+    if hashlib.sha256(text.encode()).hexdigest() != header["digest"]:
+        raise ShoalError("the configuration was damaged on its way: try again")
+    for override in overrides:
+        if not override.path.startswith(OWN_SETTINGS):
+            raise ShoalError(f"`{override.path}` is the run's to set, not a worker's; a worker may set {', '.join(OWN_SETTINGS)}")
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(text, encoding="utf-8")
+        loaded = resolve([File(str(path))], list(overrides), dialect="shoal", resolved=True)
+    if not loaded.ok:
+        raise ConfigError(loaded.problems)
+    return loaded.run
+
+
+def unpack(folder: Path, names: Sequence[str], frames: Frames) -> None:
+    """Write the tokenizer's files; their names come from elsewhere and may not lead out of the folder."""
+    for name, content in zip(names, frames, strict=True):
+        if not _PLAIN_NAME.fullmatch(name) or name.startswith("."):
+            raise ShoalError(f"the coordinator sent a file with an impossible name: {name!r}")
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)

@@ -1,0 +1,74 @@
+"""What a strategy is: six policies, and how long its run is. Users choose one by name; they never assemble policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.coordinator.policies import Every, Everything
+from shoal.coordinator.units import Cut
+from shoal.engines.learners import Apply, OptimizerStep
+from shoal.updates.fragments import Span, spans
+from shoal.updates.layout import Layout
+from shoal.worker.contributions import Gradients
+from shoal.worker.policies import OwnShard, Pull
+
+
+class Extent(NamedTuple):
+    """How much there is to learn from, and by how many."""
+
+    expected: int
+    """Workers that the run is begun for; the data is cut into so many shards."""
+    ranks: int
+    """Processes of a worker, each of which takes batches of its own."""
+    batches_of_shard: Callable[[int], int | None]
+    """Batches that an epoch has in a shard, where the data is cut into so many; None: a stream, which has no end."""
+
+
+class Length(NamedTuple):
+    """How long a run is."""
+
+    steps: int
+    """Updates of the weights."""
+    batches: int | None
+    """Batches to learn from; None: the steps count."""
+    batches_per_contribution: int
+    batches_per_step: int
+    batches_per_shard: int | None
+    """Batches of an epoch that one worker has."""
+    batches_per_epoch: int | None
+    worker_steps: int
+    """Steps of a worker, by which its schedule goes."""
+    cut: Cut | None = None
+    """How the data is cut into units, where they are leased."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How updates become new weights."""
+
+    rounds: Every
+    """When the weights move."""
+    length: Callable[[Extent], Length]
+    """How long the run is. Raises ShoalError where the settings and the data do not fit."""
+    feed: OwnShard = OwnShard()  # noqa: RUF009 - frozen, like all policies
+    """Where a worker's data comes from."""
+    contribution: Gradients = Gradients()  # noqa: RUF009
+    """What a worker sends, and how often."""
+    admission: Everything = Everything()  # noqa: RUF009
+    """Whose contribution is too late, and what a late one counts."""
+    apply: Apply = OptimizerStep()  # noqa: RUF009
+    """How an update moves the weights."""
+    pull: Pull = Pull()  # noqa: RUF009
+    """When a worker takes new weights, and how."""
+
+    @property
+    def pull_every(self) -> int:
+        return self.pull.every
+
+    def spans(self, layouts: Mapping[str, Layout]) -> tuple[Span, ...]:
+        """The parts of the weights that rounds take in turn; none: each round moves all of them."""
+        if self.contribution.fragments == 1:
+            return ()
+        return spans((slot.size for layout in layouts.values() for slot in layout.slots), self.contribution.fragments)

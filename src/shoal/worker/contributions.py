@@ -1,0 +1,331 @@
+"""What a worker sends, and how it is made: the gradient of a step, the way that many steps led, or the mean gradient over a leased unit.
+
+`Gradients`, `Movement` and `UnitGradient` are a strategy's contribution policies; each makes the producer that does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ShoalError, out_of_memory
+from shoal.tasks import Batch
+from shoal.updates.fragments import Span
+from shoal.worker.interfaces import Feed, StepResult, Window
+from shoal.worker.outgoing import Engine, Outgoing
+from shoal.worker.protocol import News, Unit
+from shoal.worker.weights import Weights
+
+_ALL = slice(None)
+
+
+class Made(NamedTuple):
+    """What is to be sent."""
+
+    vector: Tensor
+    metrics: dict[str, Tensor]
+    weight: int
+    samples: int
+    base: int
+    """The version that it was computed on."""
+    batches: int
+    span: slice = _ALL
+    """Which part of the weights it is about."""
+
+
+class Keeper(Protocol):
+    """What a worker keeps of itself, to go on after a break."""
+
+    def save(self, version: int, residual: Tensor | None) -> None: ...
+    def restore(self, version: int, residual: Tensor | None) -> None: ...
+
+
+class Surroundings(Protocol):
+    """The worker, as far as a producer must know it."""
+
+    engine: Engine
+    weights: Weights
+    outgoing: Outgoing
+    accumulation: int
+    ranks: int
+    unit: Unit | None
+    """What the worker has leased."""
+
+    @property
+    def round(self) -> int: ...
+    @property
+    def feed(self) -> Feed: ...
+    @property
+    def server_step(self) -> float: ...
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to do: the run is over, or the worker was asked to stop."""
+        ...
+
+    def settle(self) -> None:
+        """Hear what became of the contribution that is under way."""
+        ...
+
+    def wanted(self, unit: Unit) -> bool:
+        """Whether anybody waits for this unit's result."""
+        ...
+
+    def tell(self, text: str) -> None: ...
+
+
+class Producer(Protocol):
+    """Makes contributions."""
+
+    overlap: int
+    """Steps after which the answer to the last contribution is waited for; 0: before the next one is begun."""
+    failure: str
+    """Why nothing came of the last one, where that is for others to know."""
+
+    def make(self) -> Made | None:
+        """The next contribution; None: nothing came of it."""
+        ...
+
+    def refreshed(self, news: News, status: str | None) -> None:
+        """An answer has come: to a contribution with this outcome, or to a pull."""
+        ...
+
+
+class GradientProducer:
+    """The gradient of one step."""
+
+    overlap, failure = 0, ""
+
+    def __init__(self, worker: Surroundings, own_steps: bool) -> None:
+        """`own_steps`: whether the worker also steps its own weights with the gradient."""
+        self.worker, self.own_steps = worker, own_steps
+        size = worker.engine.vector.numel()
+        self._vectors = [torch.empty(size), torch.empty(size)]
+        """One is on its way while the other is filled."""
+
+    def make(self) -> Made | None:
+        worker, feed = self.worker, self.worker.feed
+        result = worker.outgoing.gradients([next(feed) for _ in range(worker.accumulation)])
+        self._vectors.reverse()
+        vector = self._vectors[0]
+        vector.copy_(worker.engine.gradient)
+        if not worker.outgoing.limit(vector):
+            return None
+        if self.own_steps:
+            worker.engine.apply_own(worker.server_step)
+        batches = worker.accumulation * worker.ranks
+        return Made(vector, result.metrics, result.weight, result.samples, worker.weights.version, batches)
+
+    def refreshed(self, news: News, status: str | None) -> None:
+        """There is nothing to do: the next gradient is taken at the weights there are."""
+
+
+class MovementProducer:
+    """How far many steps led, θ₀ − θ, with the worker's own optimizer, which is never started over.
+
+    θ₀ is what the coordinator sent last. Where weights are exchanged in fragments, each fragment has a θ₀ of its own age.
+    """
+
+    failure = ""
+
+    def __init__(self, worker: Surroundings, policy: Movement, keeper: Keeper, spans: tuple[Span, ...]) -> None:
+        self.worker, self.policy, self.keeper, self.spans = worker, policy, keeper, spans
+        self.overlap = policy.overlap
+        self.asked_steps = policy.steps
+        """Steps until the next contribution."""
+        self.walked = 0
+        """Steps since the last one."""
+        self._vector = torch.empty(worker.engine.vector.numel())
+        self._restored = False
+
+    def make(self) -> Made | None:
+        worker = self.worker
+        window = Window()
+        samples = self._walk(window)
+        if samples is None:
+            return None
+        weight = window.weight
+        metrics = {name: torch.tensor(value) for name, value in window.take(worker.engine.world).items()}
+        metrics |= {f"inner_{name}": torch.tensor(value) for name, value in worker.engine.learning_rates().items()}
+        metrics["inner_steps"] = torch.tensor(float(self.walked))
+        span = slice(*self.spans[worker.round % len(self.spans)]) if self.spans else _ALL
+        vector = self._difference(span)
+        if not worker.outgoing.limit(vector):
+            worker.engine.forget_past()
+            worker.weights.go_back()
+            return None
+        batches, self.walked = self.walked * worker.accumulation * worker.ranks, 0
+        return Made(vector, metrics, weight, samples, worker.weights.version, batches, span)
+
+    def _walk(self, window: Window) -> int | None:
+        """Step by step; the samples, or None where that came to nothing: the run is over, or the data was another worker's by then."""
+        worker, feed, samples, self.walked = self.worker, self.worker.feed, 0, 0
+        while self.walked < self.asked_steps:
+            if self.walked == self.overlap:
+                worker.settle()
+            if worker.over or worker.feed is not feed:
+                return None
+            until = self.overlap if self.walked < self.overlap else self.asked_steps
+            result, steps = worker.engine.walk(feed, worker.accumulation, until - self.walked)
+            window.add(result)
+            samples += result.samples
+            self.walked += steps
+        return samples
+
+    def _difference(self, span: slice) -> Tensor:
+        """What to send: how far the steps led, or where they led where the new weights are the mean of all."""
+        base = self.worker.weights.base[span]
+        vector = self._vector[: base.numel()]
+        vector.copy_(self.worker.engine.vector[span])
+        return vector if self.policy.averages else torch.sub(base, vector, out=vector)
+
+    def refreshed(self, news: News, status: str | None) -> None:
+        worker = self.worker
+        self.asked_steps = news.header.get("inner_steps", self.asked_steps)
+        worker.engine.step_count = round(worker.server_step * self.policy.steps) + self.walked
+        if status != "accepted":
+            worker.weights.go_back()
+        elif news.header.get("weights", "same") != "same":
+            self.keeper.save(worker.weights.version, worker.outgoing.residual)
+        if not self._restored:  # the worker has just come, or come back
+            self._restored = True
+            self.keeper.restore(worker.weights.version, worker.outgoing.residual)
+            if not self.spans:
+                worker.weights.go_back()
+
+
+class Learned(NamedTuple):
+    """Figures of a unit: sums, and what they are sums over."""
+
+    metrics: dict[str, Tensor]
+    weight: int
+    samples: int
+
+
+class UnitProducer:
+    """The mean gradient over a leased unit. Where memory is short, a batch is taken in parts."""
+
+    overlap = 0
+
+    def __init__(self, worker: Surroundings) -> None:
+        self.worker = worker
+        self.failure = ""
+        self.abandoned = 0
+        """Units that nobody wanted any more when they were half done."""
+        self._total = torch.zeros(worker.engine.vector.numel())
+        self._most: int | None = None
+        """Samples that fit into memory at once; None: whole batches do."""
+
+    def make(self) -> Made | None:
+        worker, unit = self.worker, self.worker.unit
+        assert unit is not None
+        learned = self._learn(unit, worker.feed)
+        if learned is None:
+            return None
+        if not worker.outgoing.limit(self._total):
+            self.failure = "the gradient is not finite"
+            return None
+        means = {name: value / learned.weight for name, value in learned.metrics.items()}
+        return Made(self._total, means, learned.weight, learned.samples, worker.weights.version, unit.batches)
+
+    def refreshed(self, news: News, status: str | None) -> None:
+        """There is nothing to do: the next unit is for the weights there are."""
+
+    def _learn(self, unit: Unit, feed: Feed) -> Learned | None:
+        """The mean gradient over the unit is left in `_total`; None where the unit is not wanted any more."""
+        self._total.zero_()
+        metrics: dict[str, Tensor] = {}
+        weight = samples = 0
+        for _ in range(unit.batches):
+            for result in self._in_parts(next(feed)):
+                if self.worker.over:
+                    return None
+                if not self.worker.wanted(unit):
+                    self.abandoned += 1
+                    return None
+                self._total.lerp_(self.worker.engine.gradient.float().cpu(), result.weight / max(1, weight + result.weight))
+                for name, value in result.metrics.items():
+                    metrics[name] = metrics.get(name, 0.0) + value * result.weight
+                weight, samples = weight + result.weight, samples + result.samples
+        return Learned(metrics, weight, samples)
+
+    def _in_parts(self, batch: Batch) -> Iterator[StepResult]:
+        """Gradients over a batch: of all of it, or of parts that fit into memory. The processes of an island take whole batches only, since
+        all must take the same ones."""
+        size, at = len(next(iter(batch.values()))), 0
+        while at < size or not size:
+            most = min(self._most or size, size - at)
+            part = batch if most == size else {name: value[at : at + most] for name, value in batch.items()}
+            try:
+                result = self.worker.outgoing.gradients([part])
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error) or self.worker.ranks > 1:
+                    raise
+                self._shrink(most)
+                continue
+            yield result
+            if not size:
+                return
+            at += most
+
+    def _shrink(self, most: int) -> None:
+        if most == 1:
+            self.failure = "out of memory with a single sample"
+            raise ShoalError("there is not enough memory here for a single sample: close other programs, or use training.device=cpu")
+        self._most = most // 2
+        if self.worker.engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.worker.tell(f"out of memory with {most} samples at once: going on with {self._most}")
+
+
+# --- the policies -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A worker sends the gradient of every step."""
+
+    own_steps: bool = False
+    """Whether it also steps its own weights with it, between pulls."""
+    steps: int = 1
+    """Steps that make a contribution."""
+    alone: bool = False
+    """Whether it steps alone between contributions."""
+    balanced: bool = False
+    """Whether slower workers take fewer steps."""
+    fragments: int = 1
+    """Parts of the weights that take turns."""
+
+    def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
+        """What makes the contributions of a worker. `keeper` keeps what only the worker knows; `spans`: parts of the weights that rounds
+        take in turn."""
+        return GradientProducer(worker, self.own_steps)
+
+    def passes(self, version: int, every: int) -> bool:
+        """Settings count the steps of a worker. Is this version the first at or after one of every so many?"""
+        return version * self.steps // every > (version - 1) * self.steps // every
+
+
+@dataclass(frozen=True)
+class Movement(Gradients):
+    """A worker takes many steps alone, with its own optimizer, and sends how far they led it."""
+
+    alone: bool = True
+    averages: bool = False
+    """Whether the new weights are the mean of the workers' own: then those are sent, not how far they moved."""
+    overlap: int = 0
+    """Steps that a worker goes on while its contribution is on its way."""
+
+    def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
+        return MovementProducer(worker, self, keeper, spans)
+
+
+@dataclass(frozen=True)
+class UnitGradient(Gradients):
+    """A worker sends the mean gradient over a unit of the data that it has leased."""
+
+    def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
+        return UnitProducer(worker)

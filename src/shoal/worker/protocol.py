@@ -1,0 +1,303 @@
+"""A worker's side of the conversation with its coordinator, without the waiting: an answer goes in, the next question comes out.
+
+It knows joining, sequence numbers, rounds, asking again, joining again after the coordinator forgot the session, and leases. It opens
+nothing and reads no clock; time is passed in. A loop with an engine drives it (`courier.py`, `worker.py`), and so do tests, benchmarks and
+the simulator.
+
+    while (question := protocol.question(now)) is not None:   # None: the worker computes, and then contributes
+        events = protocol.hear(*answer to that question)      # or protocol.lost(now, why), where none came
+
+At most one question of a worker is under way. Whatever it carries has a number, so that saying it again is harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shoal.errors import ShoalError
+from shoal.updates.messages import Asked, Claim, Contribute, Fail, GiveBack, Heartbeat, Join, Leave, Pull
+
+Frames = Sequence[bytes | memoryview]
+SLOWEST_LINK = 50_000
+"""Bytes a second: a message that takes longer than this is taken for lost."""
+ANSWER_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+_WORTH_A_WORD_S = 0.4
+"""A pause this long is told to people."""
+_STOPPING_S = 5.0
+"""A worker that was asked to stop waits no longer for an answer."""
+_ASK_AGAIN = ("too-fast", "replayed", "asked-again")
+"""Refusals of this one message, not of what it asks: it was doubled on its way, or there were too many."""
+
+
+class Left(ShoalError):
+    """The coordinator does not want this worker any more."""
+
+
+class Question(NamedTuple):
+    """What to say to the coordinator, and how long to wait for the answer."""
+
+    asked: Asked
+    frames: Frames
+    timeout_s: float
+
+
+class Retry(NamedTuple):
+    """No answer came: ask again after a pause, and say this to people, if anything."""
+
+    pause_s: float
+    word: str
+
+
+class Seated(NamedTuple):
+    """The coordinator gave the worker a place at the data. What was computed from another place is of no use."""
+
+    seat: int
+    epoch: int
+    position: int
+
+
+class Unit(NamedTuple):
+    """Some batches of an epoch, on lease, to be learned from with this version of the weights."""
+
+    number: int
+    version: int
+    epoch: int
+    start: int
+    batches: int
+
+
+class Receipt(NamedTuple):
+    """What became of a contribution."""
+
+    contribution: Contribute
+    status: str
+    version: int
+    seq: int
+    """The number under which the contribution is known to an audit."""
+
+
+class News(NamedTuple):
+    """Where the run stands, and new weights, if there are any."""
+
+    header: Mapping[str, Any]
+    frames: Frames
+    afresh: bool
+    """The worker had no weights, or none that the coordinator knows of: these replace them."""
+
+
+Event = Seated | Unit | Receipt | News
+
+
+@dataclass
+class _Pending:
+    """A contribution that is not settled."""
+
+    asked: Contribute
+    frames: Frames
+
+
+class Protocol:
+    """The conversation of one worker, from its joining to its leaving."""
+
+    def __init__(self, name: str | None, about: Mapping[str, str], protocol: int, instance: str, patience_s: float = 600.0) -> None:
+        self.joining = Join(name, protocol, about, instance)
+        self.patience_s = patience_s
+        self.welcome: dict[str, Any] = {}
+        self.welcome_frames: Frames = ()
+        self.session = ""
+        self.seq = self.round = 0
+        self.have = -1
+        """The version of the weights that the worker has; -1: none."""
+        self.seat = -1
+        self.place = (0, 0)
+        """Epoch and batch up to which the worker has sent what it learned, or from which it was told to go on."""
+        self.newest = -1
+        """The newest version that the worker has heard of."""
+        self.ready = False
+        """Whether the worker can take weights. Until then it is a member that prepares itself."""
+        self.done = self.stopping = self.left = False
+        self.pending: _Pending | None = None
+        self._claims = self._leaves = False
+        self._returns: list[GiveBack | Fail] = []
+        self._number = self._beats = 0
+        self._asking: Asked | None = None
+        self._asked_at: float | None = None
+        """When the question that is under way was first asked."""
+        self._pause_s = FIRST_PAUSE_S
+
+    @property
+    def name(self) -> str:
+        return self.joining.name or ""
+
+    # --- what the worker wants ---------------------------------------------------------------------
+
+    def contribute(self, made: Contribute, frames: Frames, pulls: bool) -> None:
+        """Send what was learned. The numbers are filled in here; `pulls`: the answer is to bring new weights."""
+        asked = made._replace(seq=self.seq, round=self.round, have=self.have if pulls else -1)
+        self.pending = _Pending(asked, frames)
+        self.seq, self.round = self.seq + 1, self.round + 1
+        if made.unit < 0:
+            self.place = (made.epoch, made.position)
+
+    def claim(self) -> None:
+        """Ask for a unit of the data."""
+        self._claims = True
+
+    def give_back(self, unit: int) -> None:
+        self._returns.append(GiveBack("", 0, unit))
+
+    def fail(self, unit: int, reason: str) -> None:
+        self._returns.append(Fail("", 0, unit, reason[:500]))
+
+    def leave(self) -> None:
+        self._leaves = True
+
+    def stop(self) -> None:
+        """The worker is about to leave: it does not wait for rounds to close any more."""
+        self.stopping = True
+
+    # --- questions ---------------------------------------------------------------------------------
+
+    def question(self, now: float) -> Question | None:
+        """What is to be said now, the same again where it was not answered; None: nothing until the worker has something new."""
+        asked, frames = self._next()
+        if asked is None:
+            return None
+        self._asking = asked
+        self._asked_at = now if self._asked_at is None else self._asked_at
+        if isinstance(asked, Join):
+            return Question(asked, (), min(ANSWER_S, max(0.1, self.patience_s)))
+        self._number += 1
+        addressed: Any = asked
+        return Question(addressed._replace(session=self.session, number=self._number), frames, self._timeout_s(frames))
+
+    def _next(self) -> tuple[Asked | None, Frames]:
+        if self.left:
+            return None, ()
+        if not self.session:
+            return (None if self._leaves else self.joining), ()
+        if self._returns:
+            return self._returns[0], ()
+        if self._leaves:
+            return Leave("", 0), ()
+        if self.have < 0:
+            return (Pull("", 0, -1) if self.ready else None), ()
+        if self.pending is not None:
+            return self.pending.asked, self.pending.frames
+        return (Claim("", 0, self.have) if self._claims else None), ()
+
+    def _timeout_s(self, frames: Frames) -> float:
+        """The answer may be as long as all weights are. Over a slow link that takes its time, and to ask again would make it longer."""
+        size = sum(len(frame) for frame in frames) + 4 * int(self.welcome.get("size", 0))
+        return ANSWER_S + size / SLOWEST_LINK
+
+    def heartbeat(self, state: str, figures: Mapping[str, float]) -> Heartbeat:
+        """A sign of life. It is not part of the conversation: it goes its own way, and may be lost."""
+        self._beats += 1
+        return Heartbeat(self.session, self._beats, state, figures)
+
+    def hear_pulse(self, header: Mapping[str, Any]) -> None:
+        """The answer to a sign of life."""
+        self.newest = max(self.newest, header.get("version", -1))
+        self.done = self.done or bool(header.get("done"))
+
+    # --- answers -----------------------------------------------------------------------------------
+
+    def lost(self, now: float, why: str) -> Retry:
+        """No answer came. Raises ShoalError where patience is at its end."""
+        if isinstance(self._asking, Leave):
+            self.left = True  # a coordinator that is gone need not know
+            return Retry(0.0, "")
+        waited_s = 0.0 if self._asked_at is None else now - self._asked_at
+        if self.stopping and waited_s > _STOPPING_S:
+            self.left = True
+            return Retry(0.0, "")
+        if waited_s > self.patience_s:
+            raise ShoalError(f"the coordinator has not answered for {waited_s:.0f} s: {why}")
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return Retry(pause_s, f"the coordinator does not answer ({why}); trying again" if pause_s >= _WORTH_A_WORD_S else "")
+
+    def hear(self, header: Mapping[str, Any], frames: Frames = ()) -> list[Event]:
+        """The answer to the last question."""
+        asked, self._asking, self._asked_at, self._pause_s = self._asking, None, None, FIRST_PAUSE_S
+        assert asked is not None, "an answer that was not asked for"
+        if header["kind"] == "refused":
+            return self._refused(asked, header)
+        self.newest = max(self.newest, header.get("version", -1))
+        match asked:
+            case Join():
+                return self._welcomed(dict(header), frames)
+            case Pull():
+                self.round = header["version"]
+                return [self._news(header, frames)]
+            case Contribute():
+                return self._receipt(header, frames)
+            case Claim():
+                return self._leased(header, frames)
+            case GiveBack() | Fail():
+                self._returns.pop(0)
+            case _:
+                self.left = True
+        return []
+
+    def _refused(self, asked: Asked, header: Mapping[str, Any]) -> list[Event]:
+        reason = header.get("reason")
+        if isinstance(asked, Leave):
+            self.left = True
+        elif reason == "unknown-session":
+            self.session = ""
+            self._returns.clear()  # the coordinator that lent the units has forgotten them
+        elif reason not in _ASK_AGAIN:
+            raise Left(f"the coordinator refused: {header.get('detail') or reason}")
+        return []
+
+    def _welcomed(self, header: dict[str, Any], frames: Frames) -> list[Event]:
+        """Take the place at the data that was given: the one the worker has, unless another took it while it was gone. What the coordinator
+        had not taken is sent again, unless others learned from that data."""
+        self.welcome, self.welcome_frames, self.session = header, frames, header["session"]
+        self.joining = self.joining._replace(name=header["name"])
+        place, sent = (header["epoch"], header["position"]), self.pending
+        taken = sent is not None and sent.asked.seq == header["last_seq"]
+        here = self.place if sent is None or taken else (sent.asked.epoch, sent.asked.position - sent.asked.batches)
+        moved = self.seat != header["seat"] or place > here
+        self.seq = max(self.seq, header["last_seq"] + 1)
+        if sent is not None and taken:
+            sent.frames = ()  # its round may still be open: ask for it again, as if nothing had happened
+        else:
+            self.have = -1
+            self.pending = None if moved and sent is not None and sent.asked.unit < 0 else sent
+        if not moved:
+            return []
+        self.seat, self.place = header["seat"], place
+        return [Seated(self.seat, *place)]
+
+    def _news(self, header: Mapping[str, Any], frames: Frames) -> News:
+        afresh = self.have < 0
+        if "weights" in header:
+            self.have = header["version"]
+            if self.pending is not None and self.pending.asked.have >= 0:
+                self.pending.asked = self.pending.asked._replace(have=self.have)
+        self.done = self.done or bool(header["done"])
+        return News(header, frames, afresh)
+
+    def _receipt(self, header: Mapping[str, Any], frames: Frames) -> list[Event]:
+        sent, status = self.pending, header["status"]
+        assert sent is not None
+        if status == "wait" and not self.stopping:  # it was taken; ask again when its round has closed, without sending it again
+            sent.frames = ()
+            return []
+        status = "accepted" if status == "wait" else status
+        self.pending = None
+        number = sent.asked.round
+        self.round = header["round"] if status == "ahead" else max(number + (status == "accepted"), header["round"])
+        return [Receipt(sent.asked, status, header["version"], header["seq"]), self._news(header, frames)]
+
+    def _leased(self, header: Mapping[str, Any], frames: Frames) -> list[Event]:
+        news = self._news(header, frames)
+        if header["unit"] < 0:
+            return [news]
+        self._claims = False
+        return [news, Unit(header["unit"], header["version"], header["epoch"], header["start"], header["batches"])]

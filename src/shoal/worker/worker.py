@@ -1,0 +1,283 @@
+"""One worker among many: data → engine → contribution → new weights, until the run is over.
+
+What differs between strategies is in their policies. Uploads and downloads go on beside the computing where the strategy allows it. A
+gradient that is not finite is never sent.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from shoal.config.schema.updates import Updates
+from shoal.updates.messages import Contribute
+from shoal.worker.contributions import Gradients, Keeper, Made
+from shoal.worker.courier import Courier, Pending
+from shoal.worker.interfaces import Feed
+from shoal.worker.outgoing import Engine, Outgoing
+from shoal.worker.policies import OwnShard, Pull
+from shoal.worker.protocol import News, Receipt, Seated, Unit
+from shoal.worker.receipts import Receipts
+from shoal.worker.weights import Weights
+
+_WORTH_OVERLAPPING = 0.1
+"""Share of a step's time that an answer must take before computing goes on without it: fresh weights are worth a short wait."""
+_LAG_TO_SPEND = 0.5
+"""Share of the allowed lag that may be given away for speed, and at most so much:"""
+_MOST_LAG_SPENT = 3.0
+"""On MNIST five versions of lag cost a point of accuracy, two a quarter."""
+_SOON_S = 0.05
+"""A step that takes longer leaves the courier time to come back from a lost connection beside it. And only the courier can tell how long an
+answer took that nobody waited for."""
+
+
+class _KeepsNothing:
+    """For a worker that need not go on after a break."""
+
+    def save(self, version: int, residual: Tensor | None) -> None: ...
+    def restore(self, version: int, residual: Tensor | None) -> None: ...
+
+
+class Policies:
+    """The worker's share of a strategy, and how many parts of the weights take turns."""
+
+    def __init__(self, feed: OwnShard, contribution: Gradients, pull: Pull, window: int, spans: tuple[tuple[int, int], ...] = ()) -> None:
+        self.feed, self.contribution, self.pull, self.window, self.spans = feed, contribution, pull, window, spans
+        """`window`: rounds that may be open at once; 0: there are no rounds to wait for."""
+
+
+class Worker:
+    """A worker that has joined."""
+
+    def __init__(
+        self,
+        courier: Courier,
+        engine: Engine,
+        feed_for: Callable[[int, int, int], Feed],
+        policies: Policies,
+        updates: Updates,
+        *,
+        accumulation: int = 1,
+        ranks: int = 1,
+        receipts: Receipts | None = None,
+        keeper: Keeper | None = None,
+        slowdown: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`feed_for(seat, epoch, position)` gives the batches from there on."""
+        self.courier, self.protocol, self.engine, self.policies = courier, courier.protocol, engine, policies
+        self.feed_for, self.accumulation, self.ranks, self.slowdown = feed_for, accumulation, ranks, slowdown
+        self.receipts, self.clock = receipts or Receipts(None), clock
+        self.outgoing = Outgoing(engine, updates)
+        contribution = policies.contribution
+        self.weights = Weights(engine, updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.alone)
+        self.producer = contribution.producer(self, keeper or _KeepsNothing(), policies.spans)
+        self.state = "starting"
+        self.counts = {"sent": 0, "accepted": 0, "rejected": 0}
+        self.samples = 0
+        """Of the contributions that were taken."""
+        self.unit: Unit | None = None
+        """What it has leased."""
+        self.steps = 0
+        self.server_step = 0.0
+        self.busy = 1.0
+        """At the end: the share of the time in which it did not wait for an answer."""
+        self._feed: Feed | None = None
+        self._under_way: Pending | None = None
+        self._most_lag = math.inf
+        self._versions_per_step = 1.0
+        self._step_s = self._waited_s = 0.0
+        self._began = clock()
+
+    # --- the work ----------------------------------------------------------------------------------
+
+    def work(self) -> None:
+        """Until the run is over, or somebody says stop."""
+        welcome = self.protocol.welcome
+        if not self.policies.feed.leased:
+            self._sit(Seated(welcome["seat"], welcome["epoch"], welcome["position"]))
+        self.protocol.ready = True
+        self._say_all()
+        self._began = self.clock()
+        while not self.over:
+            if not self.policies.feed.leased or self._claim():
+                self._step()
+        self.settle()
+        self.busy = 1.0 - self._waited_s / max(1e-9, self.clock() - self._began)
+        self.state = "leaving"
+        self.protocol.leave()
+        self._say_all()
+        self.receipts.close()
+
+    def stop(self) -> None:
+        """Leave soon; from any thread."""
+        self.protocol.stop()
+        self.courier.line.wake()
+
+    @property
+    def over(self) -> bool:
+        return self.protocol.done or self.protocol.stopping
+
+    @property
+    def feed(self) -> Feed:
+        assert self._feed is not None
+        return self._feed
+
+    @property
+    def round(self) -> int:
+        return self.protocol.round
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What people want to see of a worker."""
+        whole = self.clock() - self._began
+        return {
+            "samples": self.samples,
+            "samples_per_s": self.samples / whole if whole else 0.0,
+            "idle_s": self._waited_s,
+            "accepted": self.counts["accepted"],
+            "rejected": self.counts["rejected"],
+        }
+
+    def tell(self, text: str) -> None:
+        self.courier.tell(text)
+
+    def _step(self) -> None:
+        self.state, started, feed = "computing", self.clock(), self.feed
+        made = self.producer.make()
+        if made is None:
+            return self._return_unit()
+        frames = self.outgoing.frames(made.vector, made.samples, made.span)
+        if self.slowdown > 1:
+            time.sleep((self.slowdown - 1) * (self.clock() - started))
+        self._step_s = self.clock() - started
+        self.steps += 1
+        self.settle()
+        if self.feed is not feed:  # the coordinator gave the worker another place at the data meanwhile: this is another's to send
+            return None
+        overlaps = self._may_overlap()
+        soon = self._step_s < _SOON_S and (self.policies.contribution.own_steps or not overlaps)
+        self._send(made, frames, soon and not self.policies.contribution.alone)
+        if not overlaps:
+            self.settle()
+        return None
+
+    def _may_overlap(self) -> bool:
+        """May the next step begin before this one is answered? Only where that does not make it too late, and where it pays."""
+        policies = self.policies
+        if policies.contribution.alone or policies.feed.leased:
+            return self.producer.overlap > 0
+        if policies.window:
+            return policies.window > 1
+        if policies.contribution.own_steps:
+            return policies.pull.every > 1  # a worker that pulls at every step wants fresh weights
+        pays = self.courier.round_trip_s > _WORTH_OVERLAPPING * self._step_s
+        return pays and 2 * self._versions_per_step - 1 <= min(_MOST_LAG_SPENT, _LAG_TO_SPEND * self._most_lag)
+
+    # --- units on lease ----------------------------------------------------------------------------
+
+    def _claim(self) -> bool:
+        """Lease a unit, one at a time: one that waits here would keep a round waiting. Return whether there is work."""
+        self.unit, self.state, asked_at = None, "waiting", self.clock()
+        self.protocol.claim()
+        self._say_all()
+        self._waited_s += self.clock() - asked_at
+        unit: Unit | None = self.unit
+        if unit is None or self.over:
+            return False
+        if unit.version != self.weights.version:
+            self.protocol.give_back(unit.number)
+            return False
+        self._sit(Seated(0, unit.epoch, unit.start))
+        return True
+
+    def wanted(self, unit: Unit) -> bool:
+        return self.protocol.newest <= unit.version and self.courier.line.wanted(unit.number)
+
+    def _return_unit(self) -> None:
+        """Nothing came of a unit: others may do it, or hear why it failed here."""
+        if self.unit is None:
+            return
+        if self.producer.failure:
+            self.protocol.fail(self.unit.number, self.producer.failure)
+            self.producer.failure = ""
+        else:
+            self.protocol.give_back(self.unit.number)
+        self._say_all()
+
+    # --- sending and receiving -----------------------------------------------------------------------
+
+    def _send(self, made: Made, frames: list[memoryview], soon: bool) -> None:
+        unit = self.unit
+        place = {"epoch": unit.epoch, "position": unit.start + unit.batches} if unit is not None else self.feed.state_dict()
+        contribution = Contribute(
+            session="",
+            number=0,
+            seq=0,
+            base=made.base,
+            round=0,
+            weight=float(made.weight),
+            samples=made.samples,
+            epoch=place["epoch"],
+            position=place["position"],
+            batches=made.batches,
+            have=-1,
+            metrics={name: float(value) for name, value in made.metrics.items()},
+            unit=-1 if unit is None else unit.number,
+        )
+        self.protocol.contribute(contribution, frames, pulls=unit is None and self.steps % self.policies.pull.every == 0)
+        self.counts["sent"] += 1
+        self._under_way = self.courier.send(soon)
+
+    def settle(self) -> None:
+        """Hear what became of the contribution that is under way, and do as the answer says."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            self.state, asked_at = "waiting", self.clock()
+            events = under_way.result()
+            self._waited_s += self.clock() - asked_at
+            self._apply(events)
+
+    def _say_all(self) -> None:
+        self._apply(self.courier.converse())
+
+    def _apply(self, events: list[Seated | Unit | Receipt | News]) -> None:
+        status: str | None = None
+        for event in events:
+            if isinstance(event, Receipt):
+                status = event.status
+                self._note(event)
+            elif isinstance(event, News):
+                self._refresh(event, status)
+            elif isinstance(event, Unit):
+                self.unit = event
+            elif not self.policies.feed.leased:
+                self._sit(event)
+
+    def _sit(self, place: Seated) -> None:
+        """Go to a place at the data."""
+        if self._feed is not None:
+            self._feed.close()
+        self._feed = self.feed_for(*place)
+
+    def _note(self, receipt: Receipt) -> None:
+        taken, sent = receipt.status == "accepted", receipt.contribution
+        if receipt.status != "finished":
+            self.counts["accepted" if taken else "rejected"] += 1
+        if taken:
+            self.samples += sent.samples
+            self.weights.note_lag(receipt.version - sent.base - 1)
+        self.receipts.write(self.protocol.name, receipt.seq, receipt.status, receipt.version)
+
+    def _refresh(self, news: News, status: str | None) -> None:
+        """New weights, and where the run stands."""
+        header = news.header
+        self.server_step, self._most_lag = header["step"], header["most_lag"]
+        if not news.afresh:
+            passed = header["version"] - self.weights.version
+            self._versions_per_step = 0.8 * self._versions_per_step + 0.2 * max(1, passed / self.policies.pull.every)
+        self.weights.load(news)
+        self.producer.refreshed(news, status)

@@ -1,0 +1,132 @@
+"""What an earlier version of the coordinator did, event by event, under hostile schedules: this one does the same.
+
+`traces.json.gz` holds 50 seeded schedules with every strategy: each event and the effects that it had. It was recorded before strategies
+became policies with methods, so it tells whether that changed what they do.
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_cluster import Numbers, strategy_of
+
+from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
+from shoal.config.schema.updates import Updates
+from shoal.coordinator import Coordinator
+from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published, Reply
+from shoal.coordinator.state import Called, Concluded, Event, LeaseResult, Opened, Plan, Spoiled, Tick
+from shoal.coordinator.units import Cut
+from shoal.updates import messages
+
+TRACES: list[dict[str, Any]] = json.loads(gzip.decompress((Path(__file__).parent / "traces.json.gz").read_bytes()))
+SETTINGS = {"syncps": SyncPs, "edp": Edp, "async": Async, "diloco": DiLoCo, "workunits": WorkUnits}
+ASKED = {name.lower(): getattr(messages, name) for name in ("Join", "Leave", "Heartbeat", "Pull", "Contribute", "Delivered", "Failed")}
+
+
+def digests(frames: Any) -> list[str]:
+    return [hashlib.sha1(bytes(frame)).hexdigest()[:12] for frame in frames]
+
+
+def plain(effect: Effect) -> Any:
+    match effect:
+        case Reply():
+            said: list[Any] = ["reply", effect.caller, dict(effect.header), digests(effect.frames)]
+        case Persist():
+            said = ["persist", effect.record, digests(effect.frames)]
+        case Entry():
+            said = ["entry", effect.line]
+        case Published():
+            said = ["published", effect.version, dict(effect.metrics), effect.weight, effect.samples, effect.batches]
+        case Issue():
+            said = ["issue", effect.version, list(effect.units)]
+        case Note():
+            said = ["note", effect.text]
+        case _:
+            said = ["stop", effect.reason]
+    return json.loads(json.dumps(said))
+
+
+def asked_of(header: dict[str, Any]) -> Any:
+    fields = {name: value for name, value in header.items() if name != "kind"}
+    if header["kind"] == "join":
+        fields["protocol"] = messages.PROTOCOL  # it has been changed since, for other reasons
+    return ASKED[header["kind"]](**fields)
+
+
+def event_of(recorded: dict[str, Any]) -> Event:
+    frames = tuple(bytes.fromhex(frame) for frame in recorded.get("frames", ()))
+    if recorded["kind"] == "called":
+        return Called(recorded["caller"], asked_of(recorded["asked"]), frames, recorded["session"])
+    return LeaseResult(asked_of(recorded["asked"]), frames, recorded["more"]) if recorded["kind"] == "passed" else Tick()
+
+
+class Replayed:
+    """The coordinator of a trace, with a disk that survives it."""
+
+    def __init__(self, trace: dict[str, Any]) -> None:
+        settings = dict(trace["settings"])
+        polyak = settings.pop("polyak_alpha", None)
+        made = SETTINGS[settings["kind"]](**settings)
+        self.strategy = strategy_of(made, trace.get("policy_expected", 1), polyak_alpha=polyak)
+        cut, workers = Cut(*trace["cut"]) if "cut" in trace else None, trace["workers"]
+        per_step = trace.get("batches_per_step", 8 * workers)
+        # The earlier version tried a unit once more than `max_retries` says.
+        self.plan = Plan(
+            Updates(), 0, workers, trace["needed"], trace["steps"], trace.get("batches"), per_step, 5.0, 0.5, cut, 60.0, 4, True
+        )
+        self.coordinator = Coordinator(self.plan, self.strategy, Numbers(2))
+        self.snapshot()
+
+    def snapshot(self) -> None:
+        coordinator = self.coordinator
+        self.journal = [(dict(record), tuple(bytes(frame) for frame in frames)) for record, frames in coordinator.pending()]
+        state = json.loads(json.dumps({key: value for key, value in coordinator.state_dict().items() if key in ("state", "settled")}))
+        self.saved = state | {"centre": None, "memories": {}, "vector": coordinator.learner.vector.clone()}
+
+    def crash(self) -> None:
+        self.coordinator = Coordinator(self.plan, self.strategy, Numbers(2))
+        self.coordinator.learner.vector.copy_(self.saved["vector"])
+        self.coordinator.load_state_dict(copy.deepcopy(self.saved))
+        for record, frames in self.journal:
+            self.coordinator.replay(dict(record), frames)
+
+    def happen(self, event: Event, now: float, carried: int | None = None) -> list[Any]:
+        effects = self.coordinator.handle(event, now)
+        for effect in effects if carried is None else effects[:carried]:
+            if isinstance(effect, Persist):
+                self.journal.append((dict(effect.record), tuple(bytes(frame) for frame in effect.frames)))
+        return [plain(effect) for effect in effects]
+
+
+@pytest.mark.parametrize("number", range(len(TRACES)), ids=[f"{trace['name']} {number}" for number, trace in enumerate(TRACES)])
+def test_the_coordinator_does_what_it_did(number: int) -> None:
+    trace = TRACES[number]
+    replayed, now = Replayed(trace), 0.0
+    for at, entry in enumerate(trace["log"]):
+        now = entry.get("now", now)
+        if "snapshot" in entry:
+            replayed.snapshot()
+        elif "crash" in entry:
+            replayed.crash()
+            assert replayed.coordinator.state.version == entry["version"], at
+            assert replayed.coordinator.learner.vector.tolist() == pytest.approx(entry["weights"]), at
+        elif "offer" in entry:
+            assert replayed.happen(Opened(), now) == [["issue", *entry["offer"]]]
+        else:
+            event = event_of(entry["event"]) if "event" in entry else Spoiled(*entry["spoil"]) if "spoil" in entry else Concluded()
+            assert replayed.happen(event, now, entry.get("carried")) == entry["effects"], at
+    assert torch.allclose(replayed.coordinator.learner.vector, torch.tensor(trace["weights"]))
+
+
+def test_the_traces_are_as_hard_as_they_claim() -> None:
+    events = [entry for trace in TRACES for entry in trace["log"]]
+    kinds = {effect[0] for entry in events for effect in entry.get("effects", ())}
+    assert kinds >= {"reply", "persist", "entry", "published", "issue", "note"}
+    assert sum("crash" in entry for entry in events) > 200
