@@ -1,107 +1,98 @@
-"""Who asks, and how long an answer is waited for."""
+"""The courier: who asks in which thread, and what happens to what was posted in vain."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from scripted import WELCOME, Line, courier_of, scripted, weights
 
 from shoal.errors import ShoalError
-from shoal.updates.messages import Join, Pull
-from shoal.worker.courier import Answer, Courier, Frames, Lost
+from shoal.updates.messages import Contribute
+from shoal.worker.courier import Answer, Lost
+from shoal.worker.protocol import Frames, News, Receipt, Seated
 
-
-class Line:
-    """Answers as it was told, and remembers how long each answer was waited for."""
-
-    def __init__(self, *answers: dict[str, Any]) -> None:
-        self.answers, self.timeouts = list(answers), list[float]()
-
-    def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
-        self.timeouts.append(timeout_s)
-        if not self.answers:
-            raise Lost("nobody is there")
-        return Answer(self.answers.pop(0), ())
-
-    def post(self, header: dict[str, Any], frames: Frames) -> bool:
-        return False
-
-    def answer(self, timeout_s: float) -> Answer:
-        raise AssertionError("nothing was posted")
-
-    def close(self) -> None:
-        return None
+MADE = Contribute("", 0, 0, 1, 0, 1.0, 2, 0, 1, 1, -1, {})
+RECEIPT = {"kind": "receipt", "status": "accepted", "seq": 0, "round": 1, "version": 2, "step": 2.0, "most_lag": 9.0, "done": False}
 
 
 class Posting(Line):
     """Takes what is posted, and loses some of it: `lost` says which."""
 
-    def __init__(self, *answers: dict[str, Any], lost: tuple[int, ...] = ()) -> None:
-        super().__init__(*answers)
-        self.lost, self.log = lost, list[str]()
+    def __init__(self, *answers: Answer, lost: tuple[int, ...] = ()) -> None:
+        super().__init__(scripted(iter(answers)))
+        self.lost, self.said = lost, list[str]()
 
     def call(self, header: dict[str, Any], frames: Frames, timeout_s: float) -> Answer:
-        self.log.append(f"call {header['kind']}")
+        self.said.append(f"call {header['kind']}")
         return super().call(header, frames, timeout_s)
 
     def post(self, header: dict[str, Any], frames: Frames) -> bool:
-        self.log.append(f"post {header['number']}")
+        self.said.append(f"post {header['kind']}")
         return True
 
     def answer(self, timeout_s: float) -> Answer:
-        number = len([one for one in self.log if one.startswith("post")])
-        self.log.append(f"answer {number}")
+        number = len([one for one in self.said if one.startswith("post")])
+        self.said.append(f"answer {number}")
         if number in self.lost:
             raise Lost("the connection was lost")
-        return super().call({}, (), timeout_s)
+        return self._answer({}, ())
 
 
-WELCOME = {"kind": "welcome", "session": "s", "name": "w", "size": 10}
+def joined(line: Line) -> Any:
+    courier = courier_of(line, pytest.fail)
+    assert courier.converse() == [Seated(0, 0, 0)]
+    courier.protocol.ready = True
+    (news,) = courier.converse()
+    assert isinstance(news, News)
+    return courier
 
 
-def test_what_is_wanted_soon_is_posted_and_its_answer_waited_for_by_who_asked() -> None:
-    line = Posting(WELCOME, {"kind": "weights", "version": 1}, {"kind": "weights", "version": 2})
-    courier = Courier(line, Join("w", 1, {}), 600.0, pytest.fail)
-    courier.join()
-    asked = [courier.ask(Pull("", 0, -1), soon=True)]
-    assert line.log == ["call join", "post 1"]  # it is on its way, and nobody waits for it yet
-    assert asked[0].result().header["version"] == 1
-    assert courier.ask(Pull("", 0, -1), soon=True).result().header["version"] == 2
+def test_what_is_wanted_soon_is_posted_and_its_answer_waited_for_by_the_one_who_asked() -> None:
+    line = Posting(Answer(WELCOME, ()), weights(1, 0.0), Answer(RECEIPT, ()), Answer(RECEIPT, ()))
+    courier = joined(line)
+    for _ in range(2):
+        courier.protocol.contribute(MADE, (), pulls=False)
+        pending = courier.send(soon=True)
+        assert line.said[-1] == "post contribute"  # it is on its way, and nobody waits for it yet
+        assert [type(event) for event in pending.result()] == [Receipt, News]
     courier.close()
-    assert line.log[1:] == ["post 1", "answer 1", "post 2", "answer 2"]
+    assert line.said[2:] == ["post contribute", "answer 1", "post contribute", "answer 2"]
 
 
 def test_what_was_posted_in_vain_is_asked_again() -> None:
-    line = Posting(WELCOME, {"kind": "weights", "version": 1}, lost=(1,))
-    courier = Courier(line, Join("w", 1, {}), 600.0, pytest.fail)
-    courier.join()
-    assert courier.ask(Pull("", 0, -1), soon=True).result().header["version"] == 1
+    line = Posting(Answer(WELCOME, ()), weights(1, 0.0), Answer(RECEIPT, ()), lost=(1,))
+    courier = joined(line)
+    courier.protocol.contribute(MADE, (), pulls=False)
+    assert len(courier.send(soon=True).result()) == 2
     courier.close()
-    assert line.log == ["call join", "post 1", "answer 1", "call pull"]
+    assert line.said[2:] == ["post contribute", "answer 1", "call contribute"]
 
 
-def test_all_weights_have_time_to_come_over_a_slow_link() -> None:
-    size = 10_000_000
-    line = Line({"kind": "welcome", "session": "s", "name": "w", "size": size}, {"kind": "weights"})
-    courier = Courier(line, Join("w", 1, {}), 600.0, pytest.fail)
-    courier.join()
-    courier.ask(Pull("", 0, -1)).result()
+def test_what_has_time_is_carried_by_a_thread_and_its_errors_come_back() -> None:
+    refused = Answer({"kind": "refused", "reason": "malformed", "detail": "nonsense"}, ())
+    line = Posting(Answer(WELCOME, ()), weights(1, 0.0), Answer(RECEIPT, ()), refused)
+    courier = joined(line)
+    courier.protocol.contribute(MADE, (), pulls=False)
+    assert len(courier.send(soon=False).result()) == 2
+    courier.protocol.contribute(MADE, (), pulls=False)
+    with pytest.raises(ShoalError, match="nonsense"):
+        courier.send(soon=False).result()
     courier.close()
-    assert line.timeouts[0] <= 10  # nothing large comes with a welcome
-    assert line.timeouts[1] > 4 * size / (10e6 / 8)  # 10 Mbit/s
+    assert line.said[2:] == ["call contribute", "call contribute"]
 
 
 def test_a_short_patience_is_short() -> None:
-    line = Line()
-    courier = Courier(line, Join("w", 1, {}), 0.2, lambda text: None)
+    courier = courier_of(Line(scripted(iter(()))), patience_s=0.2)
     with pytest.raises(ShoalError, match="has not answered"):
-        courier.join()
-    assert max(line.timeouts) <= 0.2
+        courier.converse()
 
 
-def test_a_sign_of_life_tells_whether_the_run_is_over() -> None:
-    courier = Courier(Line(WELCOME), Join("w", 1, {}), 1.0, lambda text: None)
-    courier.join()
-    pulse = Line({"kind": "pulse", "done": False}, {"kind": "pulse", "done": True}, {"kind": "refused", "reason": "unknown-session"})
-    assert [courier.beat(pulse, "computing") for _ in range(4)] == [False, True, False, False], "a lost one says nothing"
+def test_a_sign_of_life_goes_its_own_way() -> None:
+    courier = joined(Line(scripted(iter([Answer(WELCOME, ()), weights(1, 0.0)]))))
+    pulse = Line(scripted(iter([Answer({"kind": "pulse", "done": False, "version": 4}, ()), Answer({"kind": "pulse", "done": True}, ())])))
+    for expected in (False, True, True):  # the third is lost, and says nothing
+        courier.beat(pulse, "computing", {"samples": 1.0})
+        assert courier.protocol.done == expected
+    assert [header["number"] for header in pulse.log] == [1, 2, 3]
     courier.close()

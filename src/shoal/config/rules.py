@@ -132,13 +132,6 @@ def robust_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
     _quorum(settings, "updates.aggregation.byzantine", kind, byzantine, bucket, others)
 
 
-@rule("strategy.kind", "transport.kind")
-def units_are_kept_in_a_database(settings: Settings, kind: str, transport: str) -> None:
-    if kind == "workunits" and transport != "postgres":
-        message = f"work units are leased through a database, and the transport is {transport}"
-        settings.report("transport", message, "strategy.kind", "transport.kind", help="set transport.kind to postgres")
-
-
 @rule("transport.kind")
 def collectives_add_up(settings: Settings, kind: str) -> None:
     """All that an all-reduce can do is to add up plain numbers of all, at once."""
@@ -171,13 +164,6 @@ _COLLECTIVE = {
     "launch.devices_per_node": None,
     "launch.nodes": None,
 }
-
-
-@rule("strategy.kind", "engine.kind")
-def a_unit_is_for_one_process(settings: Settings, kind: str, engine: str) -> None:
-    if kind == "workunits" and engine in ("ddp", "fsdp", "deepspeed"):
-        message = f"a unit of work is for one process, and {engine} is several"
-        settings.report("engine", message, "engine.kind", "strategy.kind", help="set engine.kind to single, or choose another strategy")
 
 
 @rule("strategy.units_per_update", "cluster.num_workers")

@@ -296,8 +296,7 @@ class Protocol:
         return [Receipt(sent.asked, status, header["version"], header["seq"]), self._news(header, frames)]
 
     def _leased(self, header: Mapping[str, Any], frames: Frames) -> list[Event]:
-        news = self._news(header, frames)
+        news, self._claims = self._news(header, frames), False
         if header["unit"] < 0:
             return [news]
-        self._claims = False
         return [news, Unit(header["unit"], header["version"], header["epoch"], header["start"], header["batches"])]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from shoal.config.schema.updates import Updates
+from shoal.errors import ShoalError
 from shoal.updates.messages import Contribute
 from shoal.worker.contributions import Gradients, Keeper, Made
 from shoal.worker.courier import Courier, Pending
@@ -147,7 +148,11 @@ class Worker:
 
     def _step(self) -> None:
         self.state, started, feed = "computing", self.clock(), self.feed
-        made = self.producer.make()
+        try:
+            made = self.producer.make()
+        except ShoalError:
+            self._return_unit()
+            raise
         if made is None:
             return self._return_unit()
         frames = self.outgoing.frames(made.vector, made.samples, made.span)
