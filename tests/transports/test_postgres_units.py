@@ -43,7 +43,7 @@ def enter(database: Database, server: PostgresServer) -> Iterator[Callable[..., 
         desk.close()
 
 
-def issue(server: PostgresServer, iteration: int, count: int, lease_timeout_s: float = 100.0, max_retries: int = 2) -> None:
+def issue(server: PostgresServer, iteration: int, count: int, lease_timeout_s: float = 100.0, max_retries: int = 3) -> None:
     server.issue(iteration, [(0, 10 * n, 10) for n in range(count)], lease_timeout_s, max_retries)
 
 
@@ -135,7 +135,7 @@ def test_an_expired_claim_goes_to_anybody_and_fails_in_the_end(
     database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]
 ) -> None:
     slow, other = enter("slow"), enter("other")
-    issue(server, 1, 1, max_retries=2)
+    issue(server, 1, 1, max_retries=3)
     for attempts in range(3):
         (unit,) = (slow if attempts == 0 else other).claim(1, 0.0)
         assert unit.attempts == attempts
@@ -245,7 +245,7 @@ def test_a_new_iteration_cancels_what_is_left(database: Database, server: Postgr
 
 def test_a_unit_given_back_is_no_attempt_and_one_that_failed_is(server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
     desk = enter()
-    issue(server, 1, 1, max_retries=1)
+    issue(server, 1, 1, max_retries=2)
     (unit,) = desk.claim(1, 0.0)
     desk.give_back(unit)
     (unit,) = desk.claim(1, 0.0)

@@ -1,0 +1,206 @@
+"""Leases of work units: what it means to issue, claim, renew, submit, give back, fail, lose, expire and cancel one.
+
+A unit is pending, claimed, completed, failed (given up) or cancelled. This module is the meaning of those words; PostgreSQL's functions do
+the same inside a database, and one suite of tests holds both. It reads no clock: time is passed in, in seconds, and never goes back.
+
+Holds: one worker at most has a unit; nothing is accepted after its lease ended, for an older version, or beyond the quorum; a unit is tried
+in vain `attempts` times at most, and then given up, so it never keeps an epoch from ending. No call walks through all units or workers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+ACCEPTED, LATE, CANCELLED = "accepted", "late", "cancelled"
+NO_RESULT_IN_TIME, WORKER_IS_GONE, RESULT_WAS_UNUSABLE = "no result in time", "its worker is gone", "its result could not be used"
+
+
+class Lease(NamedTuple):
+    """A worker's right to do a unit with the weights of a version, until its deadline. The first attempt has number 1."""
+
+    unit: int
+    version: int
+    worker: str
+    attempt: int
+    deadline: float
+
+
+class GivenUp(NamedTuple):
+    """A unit that was tried in vain as often as it may be, and why the last attempt was in vain."""
+
+    unit: int
+    reason: str
+
+
+class Leases:
+    """The units of one version: which wait, who holds which until when, and which have a result."""
+
+    def __init__(self, lease_s: float, attempts: int) -> None:
+        self.lease_s, self.attempts = lease_s, attempts
+        self.version = -1
+        self.quorum: int | None = None
+        self.workers: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """What became of the units of each worker: completed, late, cancelled, and failed (it said so, disappeared or took too long)."""
+        self.given_up: dict[int, str] = {}
+        self._pending: OrderedDict[int, None] = OrderedDict()
+        """The next one to be claimed comes first."""
+        self._claimed: OrderedDict[int, Lease] = OrderedDict()
+        """The lease that ends next comes first: all are equally long, and one that is renewed moves to the end."""
+        self._completed: set[int] = set()
+        self._held_by: defaultdict[str, dict[int, None]] = defaultdict(dict)
+        self._tried: dict[int, int] = {}
+        """How often units were tried in vain. It outlives their version."""
+        self._last: dict[str, tuple[tuple[int, int], str]] = {}
+        """The unit and version that each worker handed in last, and the outcome: to recognise a result that comes again."""
+        self._totals = {"issued": 0, "completed": 0, "cancelled": 0}
+        """Units issued in all versions, and what became of those of older versions."""
+
+    # --- the coordinator's side ----------------------------------------------------------------------
+
+    def issue(self, version: int, units: Sequence[int], quorum: int | None) -> list[GivenUp]:
+        """Offer units, in this order. A new version cancels what is open for older ones; the same version again adds units.
+
+        A unit that is open stays as it is, and one that was given up stays so. One that has a result of this version is listed again
+        because that could not be used: it was an attempt in vain. With `quorum` results of a version no more are asked for or accepted.
+        """
+        if version != self.version:
+            self._cancel()
+        self.version, self.quorum = version, quorum
+        spoiled = [unit for unit in units if unit in self._completed]
+        new = [unit for unit in units if not any(unit in known for known in (self._completed, self._pending, self._claimed, self.given_up))]
+        self._completed.difference_update(spoiled)
+        given_up = _only([self._count_attempt(unit, RESULT_WAS_UNUSABLE) for unit in spoiled])
+        self._pending.update(dict.fromkeys(new))
+        self._totals["issued"] += len(new)
+        return given_up
+
+    def _cancel(self) -> None:
+        for unit in self._completed:
+            self._tried.pop(unit, None)
+        self._totals["completed"] += len(self._completed)
+        self._totals["cancelled"] += len(self._pending) + len(self._claimed)
+        for units in (self._completed, self._pending, self._claimed, self._held_by):
+            units.clear()
+
+    def expire(self, now: float) -> list[GivenUp]:
+        """End the leases whose deadline has come: their units wait again, at the end, or are given up."""
+        ended = []
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            ended.append(self._fail(next(iter(self._claimed.values())), NO_RESULT_IN_TIME))
+        return _only(ended)
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do, if no lease is renewed before."""
+        return next(iter(self._claimed.values())).deadline if self._claimed else None
+
+    def lose(self, worker: str) -> list[GivenUp]:
+        """The worker disappeared without a word. What it held was tried in vain, since a unit may be what kills workers."""
+        return _only([self._fail(lease, WORKER_IS_GONE) for lease in self.held(worker)])
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are as many results of this version as the round needs."""
+        return self.quorum is not None and len(self._completed) >= self.quorum
+
+    def counts(self) -> dict[str, int]:
+        """Units by state, over all versions; together they are those that were `issued`."""
+        completed = self._totals["completed"] + len(self._completed)
+        open_now = {"pending": len(self._pending), "claimed": len(self._claimed)}
+        return self._totals | open_now | {"completed": completed, "failed": len(self.given_up)}
+
+    # --- a worker's side -----------------------------------------------------------------------------
+
+    def claim(self, worker: str, now: float) -> Lease | None:
+        """Lease the unit that has waited longest. None: there is none, or the round has enough results."""
+        if self.enough or not self._pending:
+            return None
+        unit, _ = self._pending.popitem(last=False)
+        lease = Lease(unit, self.version, worker, self._tried.get(unit, 0) + 1, now + self.lease_s)
+        self._claimed[unit] = lease
+        self._held_by[worker][unit] = None
+        if worker in self._last and self._last[worker][0] == (unit, self.version):
+            del self._last[worker]  # the next result of this unit is another one
+        return lease
+
+    def held(self, worker: str) -> list[Lease]:
+        """What the worker has claimed, oldest first: the answer to one who asks again because the first answer was lost."""
+        return [self._claimed[unit] for unit in self._held_by.get(worker, ())]
+
+    def holds(self, worker: str, unit: int, now: float) -> bool:
+        """Whether the worker's result of this unit would be accepted now."""
+        lease = self._lease(worker, unit)
+        return lease is not None and now < lease.deadline and not self.enough
+
+    def renew(self, worker: str, now: float) -> None:
+        """The worker was seen computing: what it holds is its own for a whole lease from now on. A lease that has ended stays ended."""
+        for lease in self.held(worker):
+            if now < lease.deadline:
+                self._claimed[lease.unit] = lease._replace(deadline=now + self.lease_s)
+                self._claimed.move_to_end(lease.unit)
+
+    def submit(self, worker: str, unit: int, version: int, now: float) -> str:
+        """Whether a result is accepted, late or cancelled. What a worker submitted last has the same outcome when it comes again."""
+        last = self._last.get(worker)
+        if last is not None and last[0] == (unit, version):
+            return last[1]
+        outcome = CANCELLED if version < self.version else self._hand_in(worker, unit, version, now)
+        self._last[worker] = (unit, version), outcome
+        self.workers[worker]["completed" if outcome == ACCEPTED else outcome] += 1
+        return outcome
+
+    def _hand_in(self, worker: str, unit: int, version: int, now: float) -> str:
+        lease = self._lease(worker, unit)
+        if lease is None or version != self.version or now >= lease.deadline:
+            return LATE
+        self._end(lease)
+        if self.enough:
+            self._pending[unit] = None
+            return LATE
+        self._completed.add(unit)
+        return ACCEPTED
+
+    def give_back(self, worker: str, unit: int) -> None:
+        """Somebody else may do the unit; it does not count as an attempt."""
+        if (lease := self._lease(worker, unit)) is not None:
+            self._end(lease)
+            self._pending[unit] = None
+
+    def leave(self, worker: str) -> None:
+        """The worker goes, and gives back what it holds."""
+        for lease in self.held(worker):
+            self.give_back(worker, lease.unit)
+
+    def fail(self, worker: str, unit: int, reason: str) -> GivenUp | None:
+        """The unit did not work there: another one tries, unless that was the last attempt."""
+        lease = self._lease(worker, unit)
+        return self._fail(lease, reason) if lease is not None else None
+
+    # --- how a lease ends ----------------------------------------------------------------------------
+
+    def _lease(self, worker: str, unit: int) -> Lease | None:
+        lease = self._claimed.get(unit)
+        return lease if lease is not None and lease.worker == worker else None
+
+    def _end(self, lease: Lease) -> None:
+        del self._claimed[lease.unit], self._held_by[lease.worker][lease.unit]
+
+    def _fail(self, lease: Lease, reason: str) -> GivenUp | None:
+        self._end(lease)
+        self.workers[lease.worker]["failed"] += 1
+        return self._count_attempt(lease.unit, reason)
+
+    def _count_attempt(self, unit: int, reason: str) -> GivenUp | None:
+        """Let others try the unit, or give it up."""
+        self._tried[unit] = self._tried.get(unit, 0) + 1
+        if self._tried[unit] < self.attempts:
+            self._pending[unit] = None
+            return None
+        del self._tried[unit]
+        self.given_up[unit] = reason
+        return GivenUp(unit, reason)
+
+
+def _only(found: Iterable[GivenUp | None]) -> list[GivenUp]:
+    return [given_up for given_up in found if given_up is not None]
