@@ -12,14 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shoal.coordinator.leases import GivenUp, Lease, Leases
 
 LEASE_S = 10.0
-WORKERS = st.sampled_from("abcd")
+WORKERS = st.sampled_from("ab")
 PLACES = st.integers(0, 99)
 
 
 class AnySchedule(RuleBasedStateMachine):
     """A coordinator, workers that may do anything, and a book that is kept of what they were told."""
 
-    @initialize(attempts=st.integers(1, 3), units=st.integers(1, 6), quorum=st.none() | st.integers(1, 4))
+    @initialize(attempts=st.integers(1, 3), units=st.integers(1, 4), quorum=st.none() | st.integers(1, 4))
     def begin(self, attempts: int, units: int, quorum: int | None) -> None:
         self.leases, self.attempts, self.now = Leases(LEASE_S, attempts), attempts, 0.0
         self.version, self.units, self.quorum = 0, units, quorum
@@ -29,7 +29,7 @@ class AnySchedule(RuleBasedStateMachine):
         """Those with a result of this version."""
         self.given_up: set[int] = set()
         self.in_vain: Counter[int] = Counter()
-        self.told: dict[str, Counter[str]] = {worker: Counter() for worker in "abcd"}
+        self.told: dict[str, Counter[str]] = {worker: Counter() for worker in "ab"}
         self.failures: Counter[str] = Counter()
         self.held: dict[tuple[str, int], Lease] = {}
         """By worker and unit: the latest lease that each was given and did not end itself."""
@@ -59,15 +59,19 @@ class AnySchedule(RuleBasedStateMachine):
         assert lease == (lease.unit, self.version, worker, self.in_vain[lease.unit] + 1, self.now + LEASE_S)
         assert lease.attempt <= self.attempts
         assert lease.unit not in self.settled
-        holders = [who for who in "abcd" if self.leases.holds(who, lease.unit, self.now)]
+        holders = [who for who in "ab" if self.leases.holds(who, lease.unit, self.now)]
         assert holders == [worker]
         self.held = {key: held for key, held in self.held.items() if key[1] != lease.unit or held.version != self.version}
         self.held[worker, lease.unit] = lease
         if self.last.get(worker, ())[:2] == (lease.unit, self.version):
             del self.last[worker]
 
-    @rule(worker=WORKERS)
-    def renew(self, worker: str) -> None:
+    @precondition(lambda self: self.held)
+    @rule(place=PLACES, seconds=st.sampled_from([0.0, 6.0, 10.0]))
+    def renew(self, place: int, seconds: float) -> None:
+        """After some time, in which nobody has looked for leases that ended."""
+        self.now += seconds
+        worker, _ = sorted(self.held)[place % len(self.held)]
         self.leases.renew(worker, self.now)
         for key, lease in self.held.items():
             if key[0] == worker and self._lives(lease):
@@ -112,6 +116,7 @@ class AnySchedule(RuleBasedStateMachine):
         if holds:
             del self.held[worker, unit]
 
+    @precondition(lambda self: self.held)
     @rule(worker=WORKERS, in_order=st.booleans())
     def go(self, worker: str, in_order: bool) -> None:
         held = self.leases.held(worker)
@@ -124,18 +129,20 @@ class AnySchedule(RuleBasedStateMachine):
                 self._tried_in_vain(lease.unit, worker, lease.unit in given_up)
         assert self.leases.held(worker) == []
 
-    @rule(seconds=st.sampled_from([0.0, 3.0, 5.0, 10.0]), noticed=st.booleans())
+    @rule(seconds=st.sampled_from([3.0, 6.0, 10.0]), noticed=st.booleans())
     def wait(self, seconds: float, noticed: bool) -> None:
         self.now += seconds
         if not noticed:
             return
-        ended = [lease for worker in "abcd" for lease in self.leases.held(worker) if lease.deadline <= self.now]
+        ended = [lease for worker in "ab" for lease in self.leases.held(worker) if lease.deadline <= self.now]
         given_up = {unit for unit, _ in self.leases.expire(self.now)}
         for lease in ended:
             self._tried_in_vain(lease.unit, lease.worker, lease.unit in given_up)
-        deadline = self.leases.next_deadline()
-        assert deadline is None or deadline > self.now
+        deadlines = [lease.deadline for worker in "ab" for lease in self.leases.held(worker)]
+        assert all(deadline > self.now for deadline in deadlines)
+        assert self.leases.next_deadline() == min(deadlines, default=None)
 
+    @precondition(lambda self: self.accepted or self.now >= LEASE_S)
     @rule(quorum=st.none() | st.integers(1, 4))
     def next_version(self, quorum: int | None) -> None:
         self.version, self.quorum = self.version + 1, quorum
@@ -172,7 +179,7 @@ class AnySchedule(RuleBasedStateMachine):
 
     @invariant()
     def one_worker_at_most_holds_a_unit(self) -> None:
-        held = [lease.unit for worker in "abcd" for lease in self.leases.held(worker)]
+        held = [lease.unit for worker in "ab" for lease in self.leases.held(worker)]
         assert len(held) == len(set(held)) == self.leases.counts()["claimed"]
 
     @invariant()
@@ -213,15 +220,12 @@ TestAnySchedule = AnySchedule.TestCase
 TestAnySchedule.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_a_quorum_can_be_changed_and_an_update_of_later_weights_is_not_accepted() -> None:
+def test_an_update_of_weights_that_do_not_exist_yet_is_not_accepted() -> None:
     leases = Leases(LEASE_S, 3)
-    leases.issue(1, [1, 2], 1)
-    assert leases.claim("a", 0.0) is not None
-    assert leases.claim("a", 0.0) is not None
+    leases.issue(1, [1], None)
+    leases.claim("a", 0.0)
     assert leases.submit("a", 1, 2, 1.0) == "late"
     assert leases.submit("a", 1, 1, 1.0) == "accepted"
-    leases.issue(1, [], 2)
-    assert leases.submit("a", 2, 1, 1.0) == "accepted"
 
 
 def test_the_next_deadline_is_that_of_the_lease_which_ends_first() -> None:

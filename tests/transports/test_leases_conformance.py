@@ -286,6 +286,16 @@ def test_a_round_takes_as_many_results_as_it_needs_and_gives_out_no_more_units(k
     assert keeper.claim("e") == Claimed(3, 2, 1)  # to come late to a round that has enough is no attempt in vain
 
 
+def test_a_round_that_needs_more_than_before_gives_out_units_again(keeper: Keeper) -> None:
+    keeper.issue(1, [1, 2], quorum=1)
+    keeper.claim("a")
+    keeper.submit("a", 1, 1)
+    assert keeper.claim("a") is None
+    keeper.issue(1, [], quorum=2)
+    assert keeper.claim("a") == Claimed(2, 1, 1)
+    assert keeper.submit("a", 2, 1) == "accepted"
+
+
 def test_a_result_that_could_not_be_used_was_an_attempt_and_makes_room_for_one_other(keeper: Keeper) -> None:
     keeper.issue(1, [1, 2, 3], quorum=2)
     for worker in "abc":
