@@ -204,6 +204,30 @@ def test_a_worker_that_dies_is_missed_after_its_lease_and_somebody_else_does_its
     assert failures[0] >= 1
 
 
+def test_a_student_whose_units_take_longer_than_a_lease_takes_part(school: School) -> None:
+    """Signs of life come beside the computing: each unit takes more than twice as long as its lease, and none is lost."""
+    strategy = {"kind": "workunits", "batches_per_unit": 15, "units_per_update": 3, "lease_timeout_s": 100.0}
+    coordinating = school.coordinate({"strategy": strategy})
+
+    def compute_slowly(worker: Leasing) -> None:
+        assert worker.member is not None
+        read = worker.member.read
+
+        def slowly(epoch: int, start: int, batches: int) -> Any:
+            for _ in range(3):
+                school.ask("UPDATE shoal.units SET deadline = deadline - interval '70 seconds' WHERE state = 'claimed' RETURNING 1")
+                worker._beat()
+            return read(epoch, start, batches)
+
+        worker.member.read = slowly
+
+    school.worker("slow", compute_slowly)
+    assert train(coordinating)["status"] == "completed"
+    school.finish()
+    assert set(covered(school).values()) == {1}
+    assert school.ask("SELECT completed, late, failed FROM shoal.workers") == [(3, 0, 0)]
+
+
 def test_a_unit_nobody_can_do_is_given_up_and_the_epoch_ends(school: School) -> None:
     strategy = {"kind": "workunits", "batches_per_unit": 2, "units_per_update": 3, "max_retries": 1}
     coordinating = school.coordinate({"strategy": strategy})

@@ -84,7 +84,7 @@ def test_a_student_calls_what_it_needs_and_no_other_function(database: Database,
     functions = {name for (name,) in database.rows("SELECT proname FROM pg_proc WHERE pronamespace = 'shoal'::regnamespace")}
     allowed = "SELECT proname FROM pg_proc WHERE pronamespace = 'shoal'::regnamespace AND has_function_privilege('student', oid, 'EXECUTE')"
     assert {name for (name,) in database.rows(allowed)} == {*schema.STUDENTS_FUNCTIONS, "schema_version"}
-    assert {"own", "release", "put_back", "reclaim", "give_back_all", "worker_of", "abandon", "orphans"} < functions
+    assert {"own", "release", "put_back", "reclaim", "put_back_all", "worker_of", "abandon", "orphans"} < functions
     refused(student, "SELECT shoal.release('{}')")
     refused(student, "SELECT shoal.own('{}', '{}')")
     refused(student, "SELECT shoal.put_back(1, '', true)")

@@ -43,7 +43,7 @@ def enter(database: Database, server: PostgresServer) -> Iterator[Callable[..., 
         desk.close()
 
 
-def issue(server: PostgresServer, iteration: int, count: int, lease_timeout_s: float = 100.0, max_retries: int = 2) -> None:
+def issue(server: PostgresServer, iteration: int, count: int, lease_timeout_s: float = 100.0, max_retries: int = 3) -> None:
     server.issue(iteration, [(0, 10 * n, 10) for n in range(count)], lease_timeout_s, max_retries)
 
 
@@ -57,6 +57,12 @@ def adds_up(server: PostgresServer) -> dict[str, int]:
 def expire(database: Database) -> None:
     with database.connect() as connection:
         connection.execute("UPDATE shoal.units SET deadline = now() - interval '1 second' WHERE state = 'claimed'")
+
+
+def pass_time(database: Database, seconds: float) -> None:
+    """Leases are so much nearer to their end."""
+    with database.connect() as connection:
+        connection.execute("UPDATE shoal.units SET deadline = deadline - make_interval(secs => %s) WHERE state = 'claimed'", (seconds,))
 
 
 def blobs(database: Database) -> int:
@@ -135,7 +141,7 @@ def test_an_expired_claim_goes_to_anybody_and_fails_in_the_end(
     database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]
 ) -> None:
     slow, other = enter("slow"), enter("other")
-    issue(server, 1, 1, max_retries=2)
+    issue(server, 1, 1, max_retries=3)
     for attempts in range(3):
         (unit,) = (slow if attempts == 0 else other).claim(1, 0.0)
         assert unit.attempts == attempts
@@ -163,6 +169,75 @@ def test_who_waits_gets_what_expires(server: PostgresServer, enter: Callable[...
     began = time.monotonic()
     assert enter("alive").claim(1, PATIENCE_S)[0].attempts == 1
     assert 0.1 < time.monotonic() - began < PATIENCE_S / 4
+
+
+@pytest.mark.parametrize("state", ["computing", "sending"])
+def test_a_unit_that_takes_longer_than_its_lease_is_accepted_from_a_worker_that_is_seen_at_it(
+    database: Database, server: PostgresServer, enter: Callable[..., UnitDesk], state: str
+) -> None:
+    slow, other = enter("slow"), enter("other")
+    issue(server, 1, 1, lease_timeout_s=100.0)
+    (unit,) = slow.claim(1, 0.0)
+    for _ in range(4):
+        pass_time(database, 60.0)
+        slow.beat(state, {})
+        other.beat(state, {})
+        assert other.claim(1, 0.0) == []
+    assert slow.submit(unit, {}, [LARGE]) == "accepted"
+    assert adds_up(server) == {"completed": 1}
+
+
+def test_a_worker_that_is_alive_and_does_something_else_loses_its_lease(
+    database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]
+) -> None:
+    idle, other = enter("idle"), enter("other")
+    issue(server, 1, 1, lease_timeout_s=100.0)
+    (unit,) = idle.claim(1, 0.0)
+    pass_time(database, 60.0)
+    idle.beat("waiting", {})
+    pass_time(database, 60.0)
+    assert other.claim(1, 0.0)[0].attempts == 1
+    assert idle.submit(unit, {}, [b"x"]) == "late"
+
+
+def test_signs_of_life_and_results_of_the_same_worker_do_not_wait_for_each_other(
+    server: PostgresServer, enter: Callable[..., UnitDesk]
+) -> None:
+    desk, over = enter(), threading.Event()
+    issue(server, 1, 200)
+
+    def beat() -> None:
+        while not over.is_set():
+            desk.beat("computing", {})
+
+    with ThreadPoolExecutor(1) as pool:
+        beating = pool.submit(beat)
+        outcomes = {desk.submit(unit, {}, [b"x"]) for unit in desk.claim(200, 0.0)}
+        over.set()
+        beating.result(PATIENCE_S)
+    assert outcomes == {"accepted"}
+
+
+def test_a_result_that_cannot_be_used_is_an_attempt_though_the_next_iteration_has_begun(
+    server: PostgresServer, enter: Callable[..., UnitDesk]
+) -> None:
+    """Where a rule waits for results of more workers, results of one iteration may be looked at in the next."""
+    desk = enter()
+    issue(server, 1, 1, max_retries=2)
+    desk.submit(desk.claim(1, 0.0)[0], {}, [b"no update"])
+    (first,) = take(server)
+    issue(server, 2, 1, max_retries=2)
+    assert desk.claim(1, 0.0) == []  # it has a result, as far as anybody knows
+    server.consume(first)
+    issue(server, 2, 1, max_retries=2)
+    (unit,) = desk.claim(1, 0.0)
+    assert (unit.iteration, unit.attempts) == (2, 1)
+    desk.submit(unit, {}, [b"no update"])
+    server.consume(take(server)[0])
+    issue(server, 2, 1, max_retries=2)
+    assert desk.claim(1, 0.0) == []
+    assert take(server)[0].message.header["reason"] == "its result could not be used"
+    assert adds_up(server) == {"failed": 1}
 
 
 def test_a_late_result_is_dropped_and_counted(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
@@ -245,7 +320,7 @@ def test_a_new_iteration_cancels_what_is_left(database: Database, server: Postgr
 
 def test_a_unit_given_back_is_no_attempt_and_one_that_failed_is(server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
     desk = enter()
-    issue(server, 1, 1, max_retries=1)
+    issue(server, 1, 1, max_retries=2)
     (unit,) = desk.claim(1, 0.0)
     desk.give_back(unit)
     (unit,) = desk.claim(1, 0.0)

@@ -22,9 +22,9 @@ class WorkUnits(Section):
     units_per_update: PositiveInt = 3
     """Results to wait for before the weights move."""
     lease_timeout_s: PositiveFloat = 300.0
-    """Seconds before unfinished work goes to somebody else."""
-    max_retries: NonNegativeInt = 3
-    """Attempts at a unit before it counts as failed."""
+    """Seconds without a sign of life from who computes a unit, before it goes to somebody else."""
+    max_retries: PositiveInt = 3
+    """Attempts at a unit, in all, before it is given up."""
 
 
 class Edp(Section):

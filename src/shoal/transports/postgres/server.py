@@ -96,26 +96,31 @@ class PostgresServer(Mailbox):
         max_retries: int,
         quorum: int | None = None,
     ) -> None:
-        """Put units (epoch, start, batches) on the board for an iteration; what is left of older ones is cancelled. A unit whose result was
-        handed in and not consumed yet is done, and not put up again. One that was tried in vain before remembers how often.
-        With `quorum` results that wait to be consumed, no more units are given out."""
+        """Put units (epoch, start, batches) on the board for an iteration; `max_retries` are the attempts at each, in all.
+
+        `coordinator/leases.py` says what that means for units of older iterations and for those that are listed again. Here a result may
+        also wait to be consumed: its unit is done as long as it waits. One that is listed again afterwards had a result that was of no use.
+        """
         columns = [list(column) for column in zip(*units, strict=True)] or [[], [], []]
         with self.transaction() as connection:
-            tried = self._tried_before(iteration)
-            self._clear_board(iteration)
+            again, tried = self.iteration() == iteration, self._tried_before(iteration)
             connection.execute(
-                "INSERT INTO shoal.iterations VALUES (%s, nextval('shoal.places'), %s, %s, %s) ON CONFLICT (iteration)"
-                " DO UPDATE SET lease_timeout_s = excluded.lease_timeout_s, max_retries = excluded.max_retries",
+                "INSERT INTO shoal.iterations VALUES (%s, nextval('shoal.places'), %s, %s, %s) ON CONFLICT (iteration) DO UPDATE"
+                " SET lease_timeout_s = excluded.lease_timeout_s, max_retries = excluded.max_retries, quorum = excluded.quorum",
                 (iteration, lease_timeout_s, max_retries, quorum),
             )
+            if again:
+                self._put_spoiled_back(iteration, *columns[:2])
+            self._clear_board(iteration)
             issued = connection.execute(
                 "INSERT INTO shoal.units (iteration, epoch, start, batches, attempts)"
                 " SELECT %s, epoch, start, batches, coalesce(attempts, 0)"
                 " FROM unnest(%s::int8[], %s::int8[], %s::int8[]) WITH ORDINALITY AS u (epoch, start, batches, n)"
                 " LEFT JOIN unnest(%s::int8[], %s::int8[], %s::int4[]) AS tried (epoch, start, attempts) USING (epoch, start)"
                 " WHERE NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.epoch = u.epoch AND c.start = u.start)"
+                " AND NOT EXISTS (SELECT FROM shoal.units o WHERE o.iteration = %s AND o.epoch = u.epoch AND o.start = u.start)"
                 " ORDER BY n",
-                (iteration, *columns, *tried),
+                (iteration, *columns, *tried, iteration),
             )
             self._tally({"issued": issued.rowcount})
             connection.execute("SELECT pg_notify('shoal_work', '')")
@@ -150,11 +155,25 @@ class PostgresServer(Mailbox):
         )
         return [list(column) for column in zip(*rows, strict=True)] or [[], [], []]
 
+    def _put_spoiled_back(self, iteration: int, epochs: Sequence[int], starts: Sequence[int]) -> None:
+        """Units that are listed though their results were consumed: those could not be used, and were attempts in vain."""
+        spoiled = self.fetch(
+            "UPDATE shoal.units u SET iteration = %s FROM unnest(%s::int8[], %s::int8[]) AS listed (epoch, start)"
+            " WHERE u.state = 'completed' AND u.epoch = listed.epoch AND u.start = listed.start"
+            " AND NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id) RETURNING u.id",
+            (iteration, epochs, starts),
+        )
+        for (unit,) in spoiled:
+            self.fetch("SELECT shoal.put_back(%s, 'its result could not be used', true)", (unit,))
+
     def _clear_board(self, iteration: int) -> None:
-        """Cancel what is left of older iterations. Rows that somebody may still ask for stay until the next time."""
+        """Cancel what is left of older iterations. Rows that somebody may still ask for stay until the next time, and units whose results
+        wait stay until it is known whether those can be used."""
         self.fetch("SELECT id FROM shoal.units WHERE state = 'claimed' AND iteration < %s ORDER BY id FOR UPDATE", (iteration,))
         gone = self.fetch(
-            "DELETE FROM shoal.units WHERE iteration < %s AND state <> 'claimed' RETURNING state = 'pending', state", (iteration,)
+            "DELETE FROM shoal.units u WHERE iteration < %s AND state <> 'claimed' AND NOT (state = 'completed'"
+            " AND EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id)) RETURNING state = 'pending', state",
+            (iteration,),
         )
         self.fetch("UPDATE shoal.units SET state = 'cancelled' WHERE iteration < %s AND state = 'claimed' RETURNING 1", (iteration,))
         self.fetch("DELETE FROM shoal.iterations WHERE iteration < %s RETURNING 1", (iteration,))

@@ -1,0 +1,263 @@
+"""What leases promise, whatever the schedule. What the calls mean in named cases is in tests/transports/test_leases_conformance.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shoal.coordinator.leases import GivenUp, Lease, Leases
+
+LEASE_S = 10.0
+WORKERS = st.sampled_from("ab")
+PLACES = st.integers(0, 99)
+
+
+class AnySchedule(RuleBasedStateMachine):
+    """A coordinator, workers that may do anything, and a book that is kept of what they were told."""
+
+    @initialize(attempts=st.integers(1, 3), units=st.integers(1, 4), quorum=st.none() | st.integers(1, 4))
+    def begin(self, attempts: int, units: int, quorum: int | None) -> None:
+        self.leases, self.attempts, self.now = Leases(LEASE_S, attempts), attempts, 0.0
+        self.version, self.units, self.quorum = 0, units, quorum
+        self.settled: set[int] = set()
+        """Units with a result that counts, and units that were given up."""
+        self.accepted: set[int] = set()
+        """Those with a result of this version."""
+        self.given_up: set[int] = set()
+        self.in_vain: Counter[int] = Counter()
+        self.told: dict[str, Counter[str]] = {worker: Counter() for worker in "ab"}
+        self.failures: Counter[str] = Counter()
+        self.held: dict[tuple[str, int], Lease] = {}
+        """By worker and unit: the latest lease that each was given and did not end itself."""
+        self.last: dict[str, tuple[int, int, str]] = {}
+        self._issue()
+
+    def _issue(self) -> None:
+        assert self.leases.issue(self.version, [unit for unit in range(self.units) if unit not in self.settled], self.quorum) == []
+
+    def _tried_in_vain(self, unit: int, worker: str, given_up: bool) -> None:
+        self.in_vain[unit] += 1
+        self.failures[worker] += 1
+        assert given_up == (self.in_vain[unit] == self.attempts)
+        if given_up:
+            self.given_up.add(unit)
+            self.settled.add(unit)
+
+    def _lives(self, lease: Lease) -> bool:
+        return lease.version == self.version and self.now < lease.deadline
+
+    @rule(worker=WORKERS)
+    def claim(self, worker: str) -> None:
+        lease = self.leases.claim(worker, self.now)
+        if lease is None:
+            assert self.leases.enough or self.leases.counts()["pending"] == 0
+            return
+        assert lease == (lease.unit, self.version, worker, self.in_vain[lease.unit] + 1, self.now + LEASE_S)
+        assert lease.attempt <= self.attempts
+        assert lease.unit not in self.settled
+        holders = [who for who in "ab" if self.leases.holds(who, lease.unit, self.now)]
+        assert holders == [worker]
+        self.held = {key: held for key, held in self.held.items() if key[1] != lease.unit or held.version != self.version}
+        self.held[worker, lease.unit] = lease
+        if self.last.get(worker, ())[:2] == (lease.unit, self.version):
+            del self.last[worker]
+
+    @precondition(lambda self: self.held)
+    @rule(place=PLACES, seconds=st.sampled_from([0.0, 6.0, 10.0]))
+    def renew(self, place: int, seconds: float) -> None:
+        """After some time, in which nobody has looked for leases that ended."""
+        self.now += seconds
+        worker, _ = sorted(self.held)[place % len(self.held)]
+        self.leases.renew(worker, self.now)
+        for key, lease in self.held.items():
+            if key[0] == worker and self._lives(lease):
+                self.held[key] = lease._replace(deadline=self.now + LEASE_S)
+
+    @precondition(lambda self: self.held)
+    @rule(place=PLACES)
+    def submit(self, place: int) -> None:
+        worker, unit = sorted(self.held)[place % len(self.held)]
+        lease = self.held[worker, unit]
+        outcome = self.leases.submit(worker, unit, lease.version, self.now)
+        if self.last.get(worker, ())[:2] == (unit, lease.version):
+            assert outcome == self.last[worker][2]
+            return
+        full = self.quorum is not None and len(self.accepted) >= self.quorum
+        expected = "cancelled" if lease.version < self.version else "accepted" if self._lives(lease) and not full else "late"
+        assert outcome == expected
+        self._note(worker, unit, lease, outcome)
+
+    def _note(self, worker: str, unit: int, lease: Lease, outcome: str) -> None:
+        self.told[worker]["completed" if outcome == "accepted" else outcome] += 1
+        self.last[worker] = unit, lease.version, outcome
+        if outcome == "accepted":
+            assert unit not in self.settled, "a unit counts once"
+            self.settled.add(unit)
+            self.accepted.add(unit)
+        if lease.version == self.version and self.now < lease.deadline:
+            self.held[worker, unit] = lease._replace(deadline=self.now)  # it is over, and may still be handed in again
+
+    @precondition(lambda self: self.held)
+    @rule(place=PLACES, gives_back=st.booleans())
+    def end(self, place: int, gives_back: bool) -> None:
+        worker, unit = sorted(self.held)[place % len(self.held)]
+        holds = any(lease.unit == unit for lease in self.leases.held(worker))
+        if gives_back:
+            self.leases.give_back(worker, unit)
+        else:
+            given_up = self.leases.fail(worker, unit, "broken")
+            assert holds or given_up is None
+            if holds:
+                self._tried_in_vain(unit, worker, given_up == GivenUp(unit, "broken"))
+        if holds:
+            del self.held[worker, unit]
+
+    @precondition(lambda self: self.held)
+    @rule(worker=WORKERS, in_order=st.booleans())
+    def go(self, worker: str, in_order: bool) -> None:
+        held = self.leases.held(worker)
+        given_up = set() if in_order else {unit for unit, _ in self.leases.lose(worker)}
+        if in_order:
+            self.leases.leave(worker)
+        for lease in held:
+            del self.held[worker, lease.unit]
+            if not in_order:
+                self._tried_in_vain(lease.unit, worker, lease.unit in given_up)
+        assert self.leases.held(worker) == []
+
+    @rule(seconds=st.sampled_from([3.0, 6.0, 10.0]), noticed=st.booleans())
+    def wait(self, seconds: float, noticed: bool) -> None:
+        self.now += seconds
+        if not noticed:
+            return
+        ended = [lease for worker in "ab" for lease in self.leases.held(worker) if lease.deadline <= self.now]
+        given_up = {unit for unit, _ in self.leases.expire(self.now)}
+        for lease in ended:
+            self._tried_in_vain(lease.unit, lease.worker, lease.unit in given_up)
+        deadlines = [lease.deadline for worker in "ab" for lease in self.leases.held(worker)]
+        assert all(deadline > self.now for deadline in deadlines)
+        assert self.leases.next_deadline() == min(deadlines, default=None)
+
+    @precondition(lambda self: self.accepted or self.now >= LEASE_S)
+    @rule(quorum=st.none() | st.integers(1, 4))
+    def next_version(self, quorum: int | None) -> None:
+        self.version, self.quorum = self.version + 1, quorum
+        for unit in self.accepted:
+            del self.in_vain[unit]
+        self.accepted.clear()
+        self._issue()
+        assert self.leases.counts()["pending"] == self.units - len(self.settled)
+
+    @rule()
+    def issue_again(self) -> None:
+        before = self.leases.counts()
+        self._issue()
+        assert self.leases.counts() == before, "what is open stays as it is"
+
+    @precondition(lambda self: self.accepted)
+    @rule(place=PLACES)
+    def spoil(self, place: int) -> None:
+        unit = sorted(self.accepted)[place % len(self.accepted)]
+        self.accepted.remove(unit)
+        self.settled.remove(unit)
+        self.in_vain[unit] += 1
+        given_up = {unit for unit, _ in self.leases.issue(self.version, [unit], self.quorum)}
+        assert given_up == ({unit} if self.in_vain[unit] == self.attempts else set())
+        self.given_up |= given_up
+        self.settled |= given_up
+
+    @invariant()
+    def every_unit_is_settled_or_open(self) -> None:
+        counts = self.leases.counts()
+        assert counts["pending"] + counts["claimed"] == self.units - len(self.settled)
+        assert set(self.leases.given_up) == self.given_up
+        assert counts["issued"] == sum(counts[state] for state in ("pending", "claimed", "completed", "failed", "cancelled"))
+
+    @invariant()
+    def one_worker_at_most_holds_a_unit(self) -> None:
+        held = [lease.unit for worker in "ab" for lease in self.leases.held(worker)]
+        assert len(held) == len(set(held)) == self.leases.counts()["claimed"]
+
+    @invariant()
+    def a_result_would_be_accepted_while_the_lease_lasts_and_the_round_needs_it(self) -> None:
+        full = self.quorum is not None and len(self.accepted) >= self.quorum
+        for (worker, unit), lease in self.held.items():
+            assert self.leases.holds(worker, unit, self.now) == (self._lives(lease) and not full)
+
+    @invariant()
+    def no_more_is_accepted_than_the_round_needs_and_nothing_tried_too_often(self) -> None:
+        assert self.quorum is None or len(self.accepted) <= self.quorum
+        assert max(self.in_vain.values(), default=0) <= self.attempts
+
+    @invariant()
+    def outcomes_add_up(self) -> None:
+        for worker, told in self.told.items():
+            assert +self.leases.workers[worker] == +(told + Counter(failed=self.failures[worker]))
+
+    def teardown(self) -> None:
+        """Workers that only do their work bring every run to its end."""
+        if not hasattr(self, "leases"):
+            return
+        self.leases.expire(self.now + LEASE_S)
+        self.now += LEASE_S
+        self.settled |= set(self.leases.given_up)
+        for _ in range(2 * self.units + 2):
+            self.version += 1
+            self.leases.issue(self.version, [unit for unit in range(self.units) if unit not in self.settled], 1)
+            lease = self.leases.claim("a", self.now)
+            if lease is None:
+                break
+            assert self.leases.submit("a", lease.unit, self.version, self.now) == "accepted"
+            self.settled.add(lease.unit)
+        assert self.settled == set(range(self.units))
+
+
+TestAnySchedule = AnySchedule.TestCase
+TestAnySchedule.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_an_update_of_weights_that_do_not_exist_yet_is_not_accepted() -> None:
+    leases = Leases(LEASE_S, 3)
+    leases.issue(1, [1], None)
+    leases.claim("a", 0.0)
+    assert leases.submit("a", 1, 2, 1.0) == "late"
+    assert leases.submit("a", 1, 1, 1.0) == "accepted"
+
+
+def test_the_next_deadline_is_that_of_the_lease_which_ends_first() -> None:
+    leases = Leases(LEASE_S, 3)
+    leases.issue(1, [1, 2], None)
+    assert leases.next_deadline() is None
+    leases.claim("a", 0.0)
+    leases.claim("b", 4.0)
+    assert leases.next_deadline() == 10.0
+    leases.renew("a", 6.0)
+    assert leases.next_deadline() == 14.0
+    leases.submit("b", 2, 1, 7.0)
+    assert leases.next_deadline() == 16.0
+    assert leases.expire(15.9) == []
+    assert [lease.unit for lease in leases.held("a")] == [1]
+
+
+@pytest.mark.timeout(30)
+def test_a_call_costs_the_same_however_many_workers_and_units_there_are() -> None:
+    """A second on a slow core. Calls that walked through all units or all workers would take minutes."""
+    leases, workers = Leases(LEASE_S, 3), [f"w{n}" for n in range(10_000)]
+    leases.issue(1, range(100_000), None)
+    for turn in range(3):
+        now = 1.0 * turn
+        claimed = {worker: leases.claim(worker, now) for worker in workers}
+        for worker, lease in claimed.items():
+            assert lease is not None
+            leases.renew(worker, now)
+            assert leases.holds(worker, lease.unit, now)
+            assert leases.next_deadline() is not None
+        assert leases.expire(now) == []
+        for worker, lease in reversed(claimed.items()):
+            assert lease is not None
+            assert leases.submit(worker, lease.unit, 1, now) == "accepted"
+    assert leases.counts()["completed"] == 30_000
