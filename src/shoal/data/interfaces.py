@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 
-from shoal.data.tokenizers import Tokenizer
+from shoal.data.text.tokenizers import Tokenizer
 
 Batch = dict[str, torch.Tensor]
 """Images: `image` (float32 [B, C, H, W], 0..1), `label` (int64 [B], where there are labels).

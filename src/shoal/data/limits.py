@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from shoal.data.interfaces import Selectable
 
 HELD_OUT_SHARE = 0.05
 SomeSamples = TypeVar("SomeSamples", bound=Selectable)
+_SPLIT = re.compile(r"(?:^|[._-])(train|training|valid|validation|val|dev|test|eval)(?:[._-]|$)", re.IGNORECASE)
 
 
 def counts(settings: Settings, train: int, held_out: int) -> tuple[int, int]:
@@ -54,3 +56,9 @@ def share_out(draws: int, shares: NDArray[np.float64]) -> list[int]:
     for part in np.argsort(whole - exact, kind="stable")[: draws - int(whole.sum())]:
         whole[part] += 1
     return [int(count) for count in whole]
+
+
+def split_of(name: str) -> str | None:
+    """`train` or `held-out`, when the name of a file or folder says so."""
+    found = _SPLIT.search(name)
+    return None if found is None else "train" if found[1].lower().startswith("train") else "held-out"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.schema.output import Hub
-from shoal.data.hub_access import quiet
+from shoal.data.hub.access import quiet
 from shoal.errors import ShoalError
 
 REQUEST_TIMEOUT_S = 60.0

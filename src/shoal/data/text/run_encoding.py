@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from shoal.config import Run
-from shoal.data.documents import Document
-from shoal.data.encoding import Encoding
-from shoal.data.tokenizers import Tokenizer, load_tokenizer
+from shoal.data.text.documents import Document
+from shoal.data.text.encoding import Encoding
+from shoal.data.text.tokenizers import Tokenizer, load_tokenizer
 from shoal.errors import ShoalError
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
-from shoal.data.documents import Document, Position, TextPart, Unit
-from shoal.data.rows import text_field, to_document
+from shoal.data.limits import split_of
+from shoal.data.text.documents import Document, Position, TextPart, Unit
+from shoal.data.text.rows import text_field, to_document
 from shoal.errors import ShoalError
 
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 PIECE = 16 * 1024
-_SPLIT = re.compile(r"(?:^|[._-])(train|training|valid|validation|val|dev|test|eval)(?:[._-]|$)", re.IGNORECASE)
 
 
 def find_files(path: Path) -> list[Path]:
@@ -30,12 +29,6 @@ def find_files(path: Path) -> list[Path]:
     if not files:
         raise ShoalError(f"there are no text files in {path} ({', '.join(SUFFIXES)})")
     return sorted(files, key=lambda file: file.relative_to(path).parts)
-
-
-def split_of(name: str) -> str | None:
-    """`train` or `held-out`, when the name of a file or folder says so."""
-    found = _SPLIT.search(name)
-    return None if found is None else "train" if found[1].lower().startswith("train") else "held-out"
 
 
 def by_split(root: Path, files: Sequence[Path]) -> tuple[list[Path], list[Path]]:

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from shoal.data.optional import need
-from shoal.data.tokenizers.interface import Ids
+from shoal.data.text.tokenizers.interface import Ids
 from shoal.errors import ShoalError
 
 END_OF_TEXT = "<|endoftext|>"

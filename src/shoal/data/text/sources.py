@@ -6,12 +6,12 @@ from pathlib import Path
 
 from shoal.config import Run
 from shoal.config.schema.data import Builtin, DataSource, HubDataset, Mixture, Snli, Text, Wikitext
-from shoal.data.builtin import python_source
-from shoal.data.documents import TextPart, Unit
-from shoal.data.hub_dataset import Request, open_dataset
-from shoal.data.snli import open_snli
-from shoal.data.text_files import open_text
-from shoal.data.wikitext import open_wikitext
+from shoal.data.hub.dataset import Request, open_dataset
+from shoal.data.text.documents import TextPart, Unit
+from shoal.data.text.files import open_text
+from shoal.data.text.python_source import python_source
+from shoal.data.text.snli import open_snli
+from shoal.data.text.wikitext import open_wikitext
 from shoal.errors import ShoalError
 
 

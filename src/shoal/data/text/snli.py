@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shoal.config.schema.data import Snli
-from shoal.data.documents import TextPart, Texts
-from shoal.data.hub_dataset import Request, load_splits
-from shoal.data.text_files import decode
+from shoal.data.hub.dataset import Request, load_splits
+from shoal.data.text.documents import TextPart, Texts
+from shoal.data.text.files import decode
 from shoal.errors import ShoalError
 
 HUB = "stanfordnlp/snli"

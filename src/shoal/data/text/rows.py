@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.data.documents import Document
+from shoal.data.text.documents import Document
 from shoal.errors import ShoalError
 
 FIELDS = ("text", "content", "body", "document", "article", "passage", "context", "story", "sentence", "code")

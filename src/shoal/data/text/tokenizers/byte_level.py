@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.data.tokenizers.interface import OWN_FILE, Ids
+from shoal.data.text.tokenizers.interface import OWN_FILE, Ids
 
 
 class ByteTokenizer:

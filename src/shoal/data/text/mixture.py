@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shoal.data.interfaces import Batch, Indices
 from shoal.data.limits import share_out
-from shoal.data.texts import TextSamples, joined
+from shoal.data.text.samples import TextSamples, joined
 from shoal.errors import ShoalError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.tokenizers.interface import OWN_FILE, Ids
+from shoal.data.text.tokenizers.interface import OWN_FILE, Ids
 from shoal.errors import ShoalError
 
 _CODES = 0x110000

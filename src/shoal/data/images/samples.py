@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config import Run
-from shoal.data.decoding import resize
+from shoal.data.images.decoding import resize
 from shoal.data.interfaces import Batch, Data, Indices, Info, Selectable, as_index
 from shoal.data.limits import counts, divided, some_of
 from shoal.errors import ShoalError

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shoal.config import Run
 from shoal.config.schema.data import Mnist
 from shoal.data.download import fetch
-from shoal.data.images import Target, from_pixels, image_data
+from shoal.data.images.samples import Target, from_pixels, image_data
 from shoal.data.interfaces import Data, Progress
 from shoal.errors import ShoalError
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.data.decoding import SUFFIXES, CorruptImageError, decode, is_grey
-from shoal.data.images import LazyImages, Pixels, Target, TensorImages, from_pixels
-from shoal.data.text_files import split_of
+from shoal.data.images.decoding import SUFFIXES, CorruptImageError, decode, is_grey
+from shoal.data.images.samples import LazyImages, Pixels, Target, TensorImages, from_pixels
+from shoal.data.limits import split_of
 from shoal.errors import ShoalError
 
 LAZY_BYTES = 10**9

@@ -1,11 +1,8 @@
-"""Real data that comes with Python packages: handwritten digits, and the text of the standard library."""
+"""Handwritten digits that come with scikit-learn: real images that need no download."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config import Run
-from shoal.data.documents import TextPart, Texts
-from shoal.data.images import Target, TensorImages, from_pixels, image_data
+from shoal.data.images.samples import Target, TensorImages, from_pixels, image_data
 from shoal.data.interfaces import Data
 from shoal.data.limits import share_out
 from shoal.data.optional import need
-from shoal.errors import ShoalError
-
-_SOURCE_BYTES = 4_000_000
-_NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "__phello__"}
 
 
 def load_digits(run: Run) -> Data:
@@ -57,30 +49,3 @@ def _stratified(labels: NDArray[np.int64], seed: int) -> NDArray[np.bool_]:
     for label, count in enumerate(share_out(-(-len(labels) // 5), classes / len(labels))):
         held[np.random.default_rng([seed, label]).permutation(np.flatnonzero(labels == label))[:count]] = True
     return held
-
-
-def python_source() -> TextPart:
-    """The .py files of the standard library of this Python, in the order of their paths, up to about 4 MB."""
-    library = Path(sysconfig.get_path("stdlib"))
-    texts: list[str] = []
-    size = 0
-    for file in sorted(_source_files(library), key=lambda file: file.relative_to(library).parts):
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # a few modules declare another encoding
-            continue
-        size += len(text)
-        if size > _SOURCE_BYTES:
-            break
-        if text:
-            texts.append(text)
-    if not texts:
-        raise ShoalError(f"this Python has no source text of its standard library in {library}: choose another data.source")
-    return TextPart("python-source", Texts(texts), None)
-
-
-def _source_files(library: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(library):
-        folders[:] = [name for name in folders if name not in _NOT_SOURCE]
-        # Names that begin with _sysconfigdata say how this Python was built, not how it works.
-        yield from (Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from shoal.config import Run
 from shoal.config.schema.data import Images
-from shoal.data.hub_dataset import Request, load_splits
-from shoal.data.hub_files import copy_files
-from shoal.data.image_files import Folder, Zip, find_images, image_samples
-from shoal.data.images import Pixels, Target, from_pixels, image_data
+from shoal.data.hub.dataset import Request, load_splits
+from shoal.data.hub.files import copy_files
+from shoal.data.images.files import Folder, Zip, find_images, image_samples
+from shoal.data.images.samples import Pixels, Target, from_pixels, image_data
 from shoal.data.interfaces import Data
 from shoal.data.optional import need
 from shoal.errors import ShoalError

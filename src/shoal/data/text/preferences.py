@@ -9,10 +9,10 @@ from typing import NamedTuple, Self
 import torch
 
 from shoal.config.schema.data import Preferences
-from shoal.data.documents import Document
-from shoal.data.encoding import Encoding, Sample, collate, encode, to_sample
 from shoal.data.interfaces import Batch, Indices, as_index
-from shoal.data.text_files import by_split, decode, find_files, is_rows, open_file, read_rows
+from shoal.data.text.documents import Document
+from shoal.data.text.encoding import Encoding, Sample, collate, encode, to_sample
+from shoal.data.text.files import by_split, decode, find_files, is_rows, open_file, read_rows
 from shoal.errors import ShoalError
 
 _TURN = "\n\nAssistant:"

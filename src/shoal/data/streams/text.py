@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.data.documents import Document, Documents, Position
-from shoal.data.encoding import Encoding, Sample, Tokens, collate, cut, encode, full, join, to_sample
 from shoal.data.interfaces import IGNORED, Batch, Reader, State
+from shoal.data.text.documents import Document, Documents, Position
+from shoal.data.text.encoding import Encoding, Sample, Tokens, collate, cut, encode, full, join, to_sample
 
 _GROUP = 64
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.data.hub_access import hub_answers, quiet
+from shoal.data.hub.access import hub_answers, quiet
 from shoal.data.interfaces import Progress
 from shoal.data.optional import need
 from shoal.errors import ShoalError

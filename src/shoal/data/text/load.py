@@ -9,13 +9,13 @@ import numpy as np
 
 from shoal.config import Run
 from shoal.config.schema.data import Preferences
-from shoal.data.documents import Document, TextPart, split
 from shoal.data.interfaces import Data, Info, Samples
 from shoal.data.limits import counts, divided, share_out, some_of
-from shoal.data.mixture import ChainedText, MixedText, probabilities
-from shoal.data.preferences import PreferencePairs, read_preferences
-from shoal.data.text_tokenizer import contents, find_encoding, joined_name, noun
-from shoal.data.texts import TextSamples, enough, joined, text_samples
+from shoal.data.text.documents import Document, TextPart, split
+from shoal.data.text.mixture import ChainedText, MixedText, probabilities
+from shoal.data.text.preferences import PreferencePairs, read_preferences
+from shoal.data.text.run_encoding import contents, find_encoding, joined_name, noun
+from shoal.data.text.samples import TextSamples, enough, joined, text_samples
 from shoal.errors import ShoalError
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shoal.config.schema.data import Wikitext
-from shoal.data.documents import Documents, TextPart, Texts, Unit
-from shoal.data.hub_dataset import Request, load_splits
-from shoal.data.text_files import TextFiles
+from shoal.data.hub.dataset import Request, load_splits
+from shoal.data.text.documents import Documents, TextPart, Texts, Unit
+from shoal.data.text.files import TextFiles
 from shoal.errors import ShoalError
 
 HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")

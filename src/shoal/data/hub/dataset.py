@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 
 from shoal.config.schema.data import HubDataset
-from shoal.data.documents import Document, Position, TextPart
-from shoal.data.hub_access import hub_answers, offline, quiet
+from shoal.data.hub.access import hub_answers, offline, quiet
 from shoal.data.interfaces import Progress
 from shoal.data.optional import need
-from shoal.data.rows import text_field, to_document
+from shoal.data.text.documents import Document, Position, TextPart
+from shoal.data.text.rows import text_field, to_document
 from shoal.errors import ShoalError
 
 _SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval")

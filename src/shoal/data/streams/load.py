@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 
 from shoal.config import Run
-from shoal.data.documents import FEW, Chained, Document, Documents, Fronts, TextPart, cut
-from shoal.data.encoding import Encoding
 from shoal.data.interfaces import Data, Info, Stream
 from shoal.data.limits import HELD_OUT_SHARE, share_out
-from shoal.data.mixed_stream import MixedStream
-from shoal.data.mixture import probabilities
-from shoal.data.streams import HeldOut, TextStream
-from shoal.data.text_tokenizer import contents, find_encoding, joined_name, noun
-from shoal.data.texts import TextSamples, joined, text_samples
+from shoal.data.streams.mixed import MixedStream
+from shoal.data.streams.text import HeldOut, TextStream
+from shoal.data.text.documents import FEW, Chained, Document, Documents, Fronts, TextPart, cut
+from shoal.data.text.encoding import Encoding
+from shoal.data.text.mixture import probabilities
+from shoal.data.text.run_encoding import contents, find_encoding, joined_name, noun
+from shoal.data.text.samples import TextSamples, joined, text_samples
 from shoal.errors import ShoalError
 
 STREAM_HELD_OUT = 1000

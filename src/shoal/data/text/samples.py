@@ -11,9 +11,9 @@ from typing import Self
 import numpy as np
 import torch
 
-from shoal.data.documents import Document
-from shoal.data.encoding import Encoding, Tokens, cut, encode, full, gather, join, to_sample
 from shoal.data.interfaces import IGNORED, Batch, Indices, as_index
+from shoal.data.text.documents import Document
+from shoal.data.text.encoding import Encoding, Tokens, cut, encode, full, gather, join, to_sample
 from shoal.errors import ShoalError
 
 _LONG_TOKENS = 32 * 2**20

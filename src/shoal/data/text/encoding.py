@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.data.documents import Document
 from shoal.data.interfaces import IGNORED, Batch
-from shoal.data.tokenizers import Tokenizer
+from shoal.data.text.documents import Document
+from shoal.data.text.tokenizers import Tokenizer
 
 Ids = NDArray[np.int32]
 Learned = NDArray[np.bool_]

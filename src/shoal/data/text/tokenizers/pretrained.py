@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.data.tokenizers.interface import Ids
+from shoal.data.text.tokenizers.interface import Ids
 
 
 class PretrainedTokenizer:

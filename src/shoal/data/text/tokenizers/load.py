@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from shoal.data.hub_access import hub_answers, quiet
+from shoal.data.hub.access import hub_answers, quiet
 from shoal.data.optional import need
-from shoal.data.tokenizers.byte_level import ByteTokenizer
-from shoal.data.tokenizers.characters import CharacterTokenizer
-from shoal.data.tokenizers.interface import OWN_FILE, Tokenizer
-from shoal.data.tokenizers.library import from_json, from_vocabulary_and_merges, train_bpe
-from shoal.data.tokenizers.pretrained import PretrainedTokenizer
+from shoal.data.text.tokenizers.byte_level import ByteTokenizer
+from shoal.data.text.tokenizers.characters import CharacterTokenizer
+from shoal.data.text.tokenizers.interface import OWN_FILE, Tokenizer
+from shoal.data.text.tokenizers.library import from_json, from_vocabulary_and_merges, train_bpe
+from shoal.data.text.tokenizers.pretrained import PretrainedTokenizer
 from shoal.errors import ShoalError
 
 OWN = ("bytes", "bpe", "characters")
