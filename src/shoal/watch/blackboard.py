@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.runs.loop import Loop
-from shoal.watch.sinks import Quiet, metrics_of
+from shoal.watch.reporter import Quiet, metrics_of
 
 
 class Blackboard(Quiet):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.transports import wire
@@ -15,9 +14,6 @@ from shoal.transports.interface import Frame, Message, Request
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres.mailbox import Mailbox
 from shoal.transports.postgres.view import WORKER_COLUMNS, workers_in
-
-if TYPE_CHECKING:
-    from shoal.transports.postgres.store import Store
 
 
 class PostgresServer(Mailbox):
@@ -119,13 +115,6 @@ class PostgresServer(Mailbox):
             )
             self._tally({"issued": issued.rowcount})
             connection.execute("SELECT pg_notify('shoal_work', '')")
-
-    @functools.cached_property
-    def store(self) -> Store:
-        """Journal, ledger and snapshots, in the same transactions as everything else."""
-        from shoal.transports.postgres.store import Store
-
-        return Store(self)
 
     def has_open_units(self) -> bool:
         """Whether there is a unit that somebody does, or may do."""
