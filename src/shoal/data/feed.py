@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shoal.config.schema.data import Loader
 from shoal.data.interfaces import Batch, Samples, State, Stream
 from shoal.data.supply import SampleSupply, StreamSupply
-from shoal.data.workers import WorkerOptions
+from shoal.data.workers import FeedPlan, WorkerOptions
 from shoal.errors import ShoalError
 
 
@@ -38,9 +36,8 @@ class Feed:
             raise ValueError(f"shard {index} of {count}")
         self._batch_size, self._shard = batch_size, shard
         self._reshuffle = reshuffle
-        options = WorkerOptions.of(loader, start_method)
-        kind: Any = StreamSupply if isinstance(samples, Stream) else SampleSupply
-        self._supply: SampleSupply | StreamSupply = kind(samples, batch_size, seed, shard, part, drop_last, options)
+        plan = FeedPlan(batch_size, seed, shard, part, drop_last, WorkerOptions.of(loader, start_method))
+        self._supply = StreamSupply(samples, plan) if isinstance(samples, Stream) else SampleSupply(samples, plan)
         self.batches_per_epoch: int | None = self._supply.batches_per_epoch
         self.epoch = 0
         self.position = 0

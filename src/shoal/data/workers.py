@@ -53,6 +53,19 @@ class WorkerOptions(NamedTuple):
             )
 
 
+class FeedPlan(NamedTuple):
+    """Which batches a feed gives."""
+
+    batch_size: int
+    seed: int
+    shard: tuple[int, int]
+    """The number of the shard, and how many there are."""
+    part: tuple[int, int]
+    """Which part of every batch, and how many parts a batch has."""
+    drop_last: bool
+    options: WorkerOptions
+
+
 @contextmanager
 def _as_many_as_asked() -> Iterator[None]:
     """The number of processes is the user's choice; torch warns where there are fewer cores."""
@@ -113,18 +126,8 @@ class _Once:
 class ShardedBatches(IterableDataset[Loaded]):
     """Batches of a stream. Process w of W reads shard index·W + w of count·W."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        batch_size: int,
-        seed: int,
-        shard: tuple[int, int],
-        drop_last: bool,
-        reshuffle: bool,
-        options: WorkerOptions,
-    ) -> None:
-        self._stream, self._batch_size, self._seed, self._shard = stream, batch_size, seed, shard
-        self._drop_last, self._reshuffle, self._options = drop_last, reshuffle, options
+    def __init__(self, stream: Stream, plan: FeedPlan, reshuffle: bool) -> None:
+        self._stream, self._plan, self._reshuffle = stream, plan, reshuffle
         self._epoch = 0
         self._turns: State | None = None
         self._loader: DataLoader[Loaded] | None = None
@@ -132,7 +135,7 @@ class ShardedBatches(IterableDataset[Loaded]):
     def load(self, epoch: int, turns: State) -> Iterator[Loaded]:
         """Go on from the state of each reader, beginning with the one whose turn it is."""
         self._epoch, self._turns = epoch, turns
-        loader = self._options.loader(self, None)
+        loader = self._plan.options.loader(self, None)
         batches = _start(loader)
         self._loader = loader  # only now: a process that is spawned gets a copy of this object
         return batches
@@ -157,10 +160,11 @@ class ShardedBatches(IterableDataset[Loaded]):
 
     def _batches(self, worker: int, count: int, epoch: int, state: State | None) -> Iterator[Loaded]:
         try:
-            shard = (self._shard[0] * count + worker, self._shard[1] * count)
-            reader = self._stream.read(shard=shard, seed=self._seed, epoch=epoch if self._reshuffle else 0, state=state)
-            while samples := list(islice(reader, self._batch_size)):
-                if self._drop_last and len(samples) < self._batch_size:
+            plan = self._plan
+            shard = (plan.shard[0] * count + worker, plan.shard[1] * count)
+            reader = self._stream.read(shard=shard, seed=plan.seed, epoch=epoch if self._reshuffle else 0, state=state)
+            while samples := list(islice(reader, plan.batch_size)):
+                if plan.drop_last and len(samples) < plan.batch_size:
                     return
                 yield Loaded(self._stream.collate(samples), worker, reader.state_dict())
         except ShoalError as error:

@@ -27,36 +27,8 @@ def probabilities(
     return np.asarray(powers / powers.sum())
 
 
-class MixedText:
-    """Samples of several parts. An epoch has as many draws as there are samples, shared out by probability.
-
-    Each part is gone through again and again in fresh orders, and epoch after epoch goes on where the last one stopped; yet an epoch's
-    order follows from the seed and the epoch alone, so that nothing but these has to be remembered.
-    """
-
-    def __init__(self, parts: Sequence[TextSamples], shares: NDArray[np.float64]) -> None:
-        self._samples = joined(parts)
-        self._sizes = [len(part) for part in parts]
-        filled = shares * (np.asarray(self._sizes) > 0)
-        self.draws_of_part = share_out(len(self._samples), filled / filled.sum())
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def batch(self, indices: Indices) -> Batch:
-        return self._samples.batch(indices)
-
-    def order(self, seed: int, epoch: int) -> torch.Tensor:
-        first = np.cumsum([0, *self._sizes])
-        drawn = [
-            first[part] + _passes(size, epoch * draws, draws, (seed, part))
-            for part, (size, draws) in enumerate(zip(self._sizes, self.draws_of_part, strict=True))
-        ]
-        return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(np.concatenate(drawn)))
-
-
-class ChainedText:
-    """Samples of several parts, one part after the other, each in a fresh order every epoch."""
+class _Joined:
+    """Samples of several parts in one set; the numbers of each part follow those of the one before."""
 
     def __init__(self, parts: Sequence[TextSamples]) -> None:
         self._samples = joined(parts)
@@ -67,6 +39,31 @@ class ChainedText:
 
     def batch(self, indices: Indices) -> Batch:
         return self._samples.batch(indices)
+
+
+class MixedText(_Joined):
+    """Samples of several parts. An epoch has as many draws as there are samples, shared out by probability.
+
+    Each part is gone through again and again in fresh orders, and epoch after epoch goes on where the last one stopped; yet an epoch's
+    order follows from the seed and the epoch alone, so that nothing but these has to be remembered.
+    """
+
+    def __init__(self, parts: Sequence[TextSamples], shares: NDArray[np.float64]) -> None:
+        super().__init__(parts)
+        filled = shares * (np.asarray(self._sizes) > 0)
+        self.draws_of_part = share_out(len(self._samples), filled / filled.sum())
+
+    def order(self, seed: int, epoch: int) -> torch.Tensor:
+        first = np.cumsum([0, *self._sizes])
+        drawn = [
+            first[part] + _passes(size, epoch * draws, draws, (seed, part))
+            for part, (size, draws) in enumerate(zip(self._sizes, self.draws_of_part, strict=True))
+        ]
+        return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(np.concatenate(drawn)))
+
+
+class ChainedText(_Joined):
+    """Samples of several parts, one part after the other, each in a fresh order every epoch."""
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
         first = np.cumsum([0, *self._sizes])

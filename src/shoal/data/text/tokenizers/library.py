@@ -13,6 +13,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from shoal.data.optional import need
+from shoal.data.text.tokenizers.foreign import Foreign
 from shoal.data.text.tokenizers.interface import Ids
 from shoal.errors import ShoalError
 
@@ -24,7 +25,7 @@ _LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 BPE_VOCABULARY = 4096
 
 
-class LibraryTokenizer:
+class LibraryTokenizer(Foreign):
     """A tokenizer of the `tokenizers` library. Special tokens are never added; they are found where they stand in a text."""
 
     def __init__(self, tokenizer: Any, *, name: str, eos: str | None = None, pad: str | None = None) -> None:
@@ -36,13 +37,6 @@ class LibraryTokenizer:
         self._pad = pad if pad in vocabulary else None
         self.eos_id = vocabulary[self._eos] if self._eos is not None else None
         self.pad_id = vocabulary[self._pad] if self._pad is not None else self.eos_id or 0
-
-    @property
-    def separator(self) -> tuple[int, ...]:
-        return () if self.eos_id is None else (self.eos_id,)
-
-    def encode(self, text: str) -> list[int]:
-        return [int(i) for i in self.encode_batch([text])[0]]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         pieces = [_pieces(text) for text in texts]

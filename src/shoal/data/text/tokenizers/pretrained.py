@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from shoal.data.text.tokenizers.foreign import Foreign
 from shoal.data.text.tokenizers.interface import Ids
 
 
-class PretrainedTokenizer:
+class PretrainedTokenizer(Foreign):
     """A tokenizer of the transformers library. Special tokens are never added; they are found where they stand in a text."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
@@ -20,13 +21,6 @@ class PretrainedTokenizer:
         self.vocab_size = max(max(tokenizer.get_vocab().values()) + 1, len(tokenizer))
         self.eos_id: int | None = tokenizer.eos_token_id
         self.pad_id: int = next((i for i in (tokenizer.pad_token_id, self.eos_id) if i is not None), 0)
-
-    @property
-    def separator(self) -> tuple[int, ...]:
-        return () if self.eos_id is None else (self.eos_id,)
-
-    def encode(self, text: str) -> list[int]:
-        return [int(i) for i in self.encode_batch([text])[0]]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         # verbose=False: texts longer than the model takes are cut to sequences later, so its warning is beside the point.
