@@ -14,7 +14,10 @@ from shoal.data.interfaces import Selectable
 
 HELD_OUT_SHARE = 0.05
 SomeSamples = TypeVar("SomeSamples", bound=Selectable)
-_SPLIT = re.compile(r"(?:^|[._-])(train|training|valid|validation|val|dev|test|eval)(?:[._-]|$)", re.IGNORECASE)
+TRAIN_NAMES = ("train", "training")
+HELD_OUT_NAMES = ("validation", "valid", "val", "dev", "test", "eval")
+"""What people call the part of their data that is held out, the most usual name first."""
+_SPLIT = re.compile(rf"(?:^|[._-])({'|'.join(TRAIN_NAMES + HELD_OUT_NAMES)})(?:[._-]|$)", re.IGNORECASE)
 
 
 def counts(settings: Settings, train: int, held_out: int) -> tuple[int, int]:
@@ -61,4 +64,4 @@ def share_out(draws: int, shares: NDArray[np.float64]) -> list[int]:
 def split_of(name: str) -> str | None:
     """`train` or `held-out`, when the name of a file or folder says so."""
     found = _SPLIT.search(name)
-    return None if found is None else "train" if found[1].lower().startswith("train") else "held-out"
+    return None if found is None else "train" if found[1].lower() in TRAIN_NAMES else "held-out"

@@ -14,13 +14,12 @@ from torch.utils.data import get_worker_info
 from shoal.config.schema.data import HubDataset
 from shoal.data.hub.access import hub_answers, offline, quiet
 from shoal.data.interfaces import Progress
+from shoal.data.limits import HELD_OUT_NAMES, TRAIN_NAMES
 from shoal.data.optional import need
 from shoal.data.text.documents import Document, Position, TextPart
 from shoal.data.text.rows import text_field, to_document
 from shoal.errors import ShoalError
 
-_SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval")
-_HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")
 _SLICE = re.compile(r"^(?P<split>\w+)\s*(\[\s*(?P<start>-?\d+%?)?\s*:\s*(?P<stop>-?\d+%?)?\s*\])?$")
 _ROWS = 1000
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
@@ -39,7 +38,7 @@ class Subset(NamedTuple):
         if text is None:
             return cls()
         found = _SLICE.match(text)
-        if found and ("[" in text or found["split"] in _SPLITS):
+        if found and ("[" in text or found["split"] in TRAIN_NAMES + HELD_OUT_NAMES):
             return cls(None, found["split"], found["start"], found["stop"])
         if "[" in text:
             raise ShoalError(f"data.source.subset: `{text}` is no slice; slices are such as `train[:1000]`, `train[10%:20%]`, `test[-50:]`")
@@ -61,10 +60,10 @@ class Request(NamedTuple):
 def open_dataset(source: HubDataset, request: Request) -> TextPart:
     subset = Subset.parse(source.subset)
     splits = load_splits(request, subset.configuration)
-    name = subset.split or next((split for split in ("train", "training") if split in splits), next(iter(splits)))
+    name = subset.split or next((split for split in TRAIN_NAMES if split in splits), next(iter(splits)))
     if name not in splits:
         raise ShoalError(f"data.source.subset: {source.name} has no split `{name}`: it has {', '.join(splits)}")
-    held = next((split for split in _HELD_OUT if split in splits and split != name), None)
+    held = next((split for split in HELD_OUT_NAMES if split in splits and split != name), None)
     train = Rows(_slice(splits[name], subset, source.name), source.text_field, f"{source.name} ({name})")
     held_out = Rows(splits[held], source.text_field, f"{source.name} ({held})") if held else None
     path = Path(source.name).expanduser()

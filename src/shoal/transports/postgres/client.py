@@ -12,7 +12,6 @@ from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreach
 from shoal.transports.postgres import frames
 from shoal.transports.postgres.line import Connection, Line
 
-_LARGE_BYTES = 1 << 16
 """From here on it pays to ask first whether a message would be taken."""
 _FIRST_PAUSE_S = 0.05
 """Before the first look where no notification came. Each pause is twice the one before, up to the poll interval."""
@@ -97,7 +96,7 @@ def channel_of(peer: uuid.UUID) -> str:
 
 def _welcome(connection: Connection, content: list[Frame]) -> bool:
     """Whether the frames would be taken; else the question goes without them, and is refused for their sizes."""
-    if wire.size_of(content) < _LARGE_BYTES:
+    if wire.size_of(content) < frames.LARGE_BYTES:
         return True
     row = connection.execute("SELECT max_frame_bytes FROM shoal.limits()").fetchone()
     return row is None or max(frames.sizes(content)) <= row[0]

@@ -18,6 +18,8 @@ PART_BYTES = 1 << 18
 """Measured over loopback: smaller parts cost statements, larger ones copies."""
 WINDOW = 128
 """Parts under way before an answer is waited for: bounds what is in memory twice."""
+LARGE_BYTES = 1 << 16
+"""From this size on, the database is asked whether it wants the frames before they are uploaded."""
 _ROW = struct.Struct(">hi16siii")
 _COPY_BEGIN, _COPY_END = b"PGCOPY\n\xff\r\n\0" + bytes(8), b"\xff\xff"
 

@@ -24,7 +24,6 @@ from shoal.transports.postgres.line import Connection, Line
 _LIMITS = wire.Limits(1 << 40)
 _LOOK_EVERY_S = 1.0
 """How often leases of others that ended are looked for while there is other work."""
-_LARGE_BYTES = 1 << 16
 
 
 class Unit(NamedTuple):
@@ -150,7 +149,7 @@ class UnitDesk:
 
     def _wanted(self, connection: Connection, unit: Unit, content: Sequence[Frame]) -> bool:
         """Whether the lease is still held, so that much is not uploaded in vain."""
-        if wire.size_of(content) < _LARGE_BYTES:
+        if wire.size_of(content) < blobs.LARGE_BYTES:
             return True
         row = connection.execute("SELECT shoal.held(%b::int8, %b)", (unit.id, unit.lease)).fetchone()
         return bool(row and row[0])
