@@ -81,7 +81,7 @@ class Feed:
         return self._ahead
 
     def state_dict(self) -> State:
-        """What was consumed: small, and JSON-able. Batches loaded ahead do not count."""
+        """The position in the data, as a small value that JSON can hold. Batches that were only loaded ahead do not count."""
         state: State = {"epoch": self.epoch, "position": self.position, "batch_size": self._batch_size, "shard": list(self._shard)}
         if self.batches_per_epoch is None:
             state |= {"workers": self._supply.workers, "reader": self._reader}
@@ -105,7 +105,7 @@ class Feed:
                 raise ShoalError(f"a stream goes on only as it was left: {words} was {state[name]}, and is now {here[name]}")
 
     def _convert(self, state: State) -> None:
-        """Another batch size or number of shards: after p batches each, all shards together have used up a beginning of the order."""
+        """Convert a position of another batch size or number of shards. All shards together have used up the beginning of the order."""
         consumed = state["position"] * state["batch_size"] * state["shard"][1]
         step = self._batch_size * self._shard[1]
         if consumed >= (self.batches_per_epoch or 0) * step:

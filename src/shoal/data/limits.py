@@ -21,7 +21,7 @@ _SPLIT = re.compile(rf"(?:^|[._-])({'|'.join(TRAIN_NAMES + HELD_OUT_NAMES)})(?:[
 
 
 def counts(settings: Settings, train: int, held_out: int) -> tuple[int, int]:
-    """How many of so many samples are used to learn from and to evaluate on. `max_samples` is for both together, in proportion."""
+    """How many of the samples are used to learn from and to evaluate on. `max_samples` is for both together, in proportion."""
     if settings.max_samples is not None and settings.max_samples < train + held_out:
         share = held_out / (train + held_out)
         held_out = min(held_out, max(1, round(settings.max_samples * share)), settings.max_samples - 1)
@@ -37,7 +37,7 @@ def held_out_numbers(count: int, seed: int) -> NDArray[np.bool_]:
 
 
 def some_of(samples: SomeSamples, count: int, seed: int) -> SomeSamples:
-    """So many of the samples, chosen by seed: a source may be sorted, and its beginning be of one class."""
+    """`count` of the samples, chosen by seed: a source may be sorted, and its first samples may all be of one class."""
     if count >= len(samples):
         return samples
     chosen = np.random.default_rng([seed, 7]).permutation(len(samples))[:count]
@@ -53,7 +53,7 @@ def divided(samples: SomeSamples, seed: int) -> tuple[SomeSamples, SomeSamples |
 
 
 def share_out(draws: int, shares: NDArray[np.float64]) -> list[int]:
-    """Whole numbers in proportion that add up: what is left over goes to the largest remainders."""
+    """Whole numbers in proportion to the shares that add up to `draws`: what is left over goes to the largest remainders."""
     exact = shares * draws
     whole = np.floor(exact).astype(np.int64)
     for part in np.argsort(whole - exact, kind="stable")[: draws - int(whole.sum())]:

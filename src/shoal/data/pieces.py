@@ -1,4 +1,4 @@
-"""Any piece of an epoch, for those who are given pieces one by one."""
+"""Any piece of an epoch, for a worker that is given pieces one by one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pieces:
         self._threads = ThreadPoolExecutor(loader.num_workers, "loader") if loader.num_workers else None
 
     def read(self, epoch: int, start: int, batches: int) -> Iterator[Batch]:
-        """So many batches, from this one on. The last of an epoch may be smaller."""
+        """`batches` batches, beginning with number `start`. The last one of an epoch may be smaller."""
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, shuffled(self._samples, self._seed, epoch if self._reshuffle else 0)
         order, size = self._order[1], self._batch_size

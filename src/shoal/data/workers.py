@@ -1,4 +1,4 @@
-"""Processes that load batches ahead, with torch's DataLoader. Order and state are those of loading in one process's turn after another."""
+"""Processes that load batches ahead, with torch's DataLoader. They take turns in a fixed order, so order and state can be predicted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WorkerOptions(NamedTuple):
     def of(cls, loader: Loader | None, start_method: str | None) -> WorkerOptions:
         if loader is None:
             return cls()
-        # Pinned memory is for the way to a GPU; without one there is nothing to pin for.
+        # Pinned memory makes copies to a GPU faster; without a GPU it is of no use.
         pin = loader.pin_memory and torch.cuda.is_available()
         return cls(loader.num_workers, loader.prefetch_factor, loader.persistent_workers, pin, start_method)
 
@@ -80,7 +80,7 @@ def _start(loader: DataLoader[Any]) -> Iterator[Loaded]:
 
 
 class Loaded(NamedTuple):
-    """What a process sends: a batch, whose turn it was, and where its reader stands; or why there is none."""
+    """What a loading process sends: a batch, the process's number, and its reader's position; or the reason why there is no batch."""
 
     content: Batch | None
     worker: int = 0
@@ -114,7 +114,7 @@ class IndexedBatches(Dataset[Loaded]):
 
 
 class _Once:
-    """An iterator as what DataLoader takes for a sampler."""
+    """Makes an iterator look like a sampler to DataLoader."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
@@ -149,7 +149,7 @@ class ShardedBatches(IterableDataset[Loaded]):
         self._loader = None
 
     def __iter__(self) -> Iterator[Loaded]:
-        """In the process: one epoch. DataLoader asks again for each epoch when processes outlive it."""
+        """One epoch, read in a loading process. DataLoader calls this again for each epoch if the processes outlive it."""
         info = get_worker_info()
         assert info is not None
         count = info.num_workers

@@ -1,4 +1,4 @@
-"""What a run through a database shows to whoever looks at it: figures, and the newest grid of samples."""
+"""Writes figures and the newest grid of samples into the run's database, for people who look at it there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shoal.watch.reporter import Quiet, metrics_of
 
 
 class Blackboard(Quiet):
-    """Writes into the database that the run goes through. Nobody trains worse because it could not be written."""
+    """Writes into the database that the run goes through. If that fails, the run goes on and a warning is shown."""
 
     def start(self, loop: Loop) -> None:
         self.loop, self.server = loop, loop.server  # type: ignore[attr-defined]
         self._shown = ""
         self.members = loop.coordinator.members if loop.board is None else None  # type: ignore[attr-defined]
-        """None: the database itself knows who leases what."""
+        """None: the run has leases, and the database itself knows which worker holds which."""
         length, run = loop.engine.total_steps, loop.run
         plan = {"name": run.name or loop.directory.path.name, "strategy": run.strategy.kind, "steps": length, "epochs": run.training.epochs}
         self.server.set_fact("plan", plan | {"parameters": loop.engine.size})
@@ -26,7 +26,7 @@ class Blackboard(Quiet):
         figures = metrics_of(record) | {name: record[name] for name in ("step", "samples", "epoch") if name in record}
         try:
             self.server.metrics([(record["step"], figures)])
-            if self.members is not None and self.members.by_name:  # at the end they have gone: who was there last stays
+            if self.members is not None and self.members.by_name:  # at the end all workers have left: the last table stays
                 self.server.set_fact("members", self.members.table())
             self._show_samples()
         except ShoalError as error:

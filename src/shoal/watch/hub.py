@@ -21,7 +21,7 @@ from shoal.watch.pusher import Pusher
 
 LAST_PUSH_S = 60.0
 _ELSEWHERE = ("transport", "cluster")
-"""Settings that say where machines and databases are: a repository is no place for them."""
+"""Settings that name machines and databases. They are not pushed."""
 _SHORTEST_SECRET = 6
 
 
@@ -51,11 +51,11 @@ class HubUploads:
         self.pusher = Pusher(self._push)
 
     def step(self, loop: Loop) -> None:
-        """Take a copy when it is time to; what the last step gives is pushed in the end, with its evaluation."""
+        """Offer a copy to the pusher every few steps. The copy of the last step is pushed at the end, with its evaluation."""
         assert self.pusher is not None
         if loop.step % self.run.hub.push_interval == 0 and loop.step < loop.engine.total_steps:
             self._offer(self.pusher)
-        self._tell()
+        self._report()
 
     def record(self, record: dict[str, Any]) -> None:
         return None
@@ -69,10 +69,10 @@ class HubUploads:
         pusher, step = self.pusher, self.loop.step
         if summary["status"] != "failed" and step:
             self._offer(pusher)
-            self._tell()
+            self._report()
             self.loop.message(f"uploading step {step} to {self.repository.url} (at most {LAST_PUSH_S:.0f} s)")
         pusher.finish(LAST_PUSH_S)
-        self._tell()
+        self._report()
         if pusher.trouble:
             there = f"what is there is of step {pusher.pushed_step}" if pusher.pushes else "nothing of this run is there"
             self.loop.message(f"warning: the end of the run is not at {self.repository.url}: {pusher.trouble}; {there}")
@@ -80,8 +80,8 @@ class HubUploads:
             times = "once" if pusher.pushes == 1 else f"{pusher.pushes} times"
             self.loop.message(f"uploaded {times} to {self.repository.url}, last at step {pusher.pushed_step}")
 
-    def _tell(self) -> None:
-        """What the thread has to say is said on the loop's."""
+    def _report(self) -> None:
+        """Report on the loop's thread what the pushing thread found."""
         assert self.pusher is not None
         while not self.pusher.messages.empty():
             self.loop.message(self.pusher.messages.get())
@@ -89,7 +89,7 @@ class HubUploads:
     def _offer(self, pusher: Pusher[Snapshot]) -> None:
         try:
             pusher.offer(self._snapshot())
-        except (MemoryError, RuntimeError) as error:  # PyTorch's own words for no memory
+        except (MemoryError, RuntimeError) as error:  # PyTorch reports a lack of memory as either
             self.loop.message(f"warning: no copy of step {self.loop.step} for the hub: {error}")
 
     def _snapshot(self) -> Snapshot:
@@ -112,7 +112,7 @@ class HubUploads:
             self.pusher.messages.put(f"warning: {self.repository.notes.pop()}")
 
     def _files(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Everything but the weights, as far as it belongs to the step. No secret is in any of it."""
+        """All files of the step but the weights. None of them holds a secret."""
         records = [record for record in self.loop.directory.metrics() if record["step"] <= snapshot.step]
         sample = self._sample(snapshot.step)
         config = self._config()
@@ -143,7 +143,7 @@ class HubUploads:
         return "dialect: shoal\n" + to_yaml(settings).replace("${", "$${")
 
     def _without_secrets(self, text: str) -> str:
-        """Secrets are not in there, unless somebody put one into another setting too."""
+        """Mask secrets in a text: somebody may have copied one into a setting that is not masked by itself."""
         for secret in self.secrets:
             text = text.replace(secret, Secret.MASK) if len(secret) >= _SHORTEST_SECRET else text
         return text

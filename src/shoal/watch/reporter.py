@@ -14,7 +14,7 @@ def metrics_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 class Quiet:
-    """A reporter that only cares for records."""
+    """A reporter that ignores everything but records and the end."""
 
     def start(self, loop: Loop) -> None:
         return None

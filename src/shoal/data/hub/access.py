@@ -1,4 +1,4 @@
-"""The Hugging Face hub: is it there, and if not, do not wait for it."""
+"""Whether the Hugging Face hub can be reached, and how to work without waiting for it where it cannot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def hub_answers(timeout_s: float = 5.0) -> bool:
         return False
     try:
         hub.get_session().head(constants.ENDPOINT, timeout=timeout_s)
-    except Exception:  # whatever goes wrong here, it means the same
+    except Exception:  # every error here means that the hub cannot be reached
         return False
     return True
 
@@ -38,7 +38,7 @@ def offline(enabled: bool = True) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No bars and notices of the libraries: what must be said, Shoal says itself."""
+    """Keep the libraries from printing bars and notices: Shoal itself reports what the user must know."""
     loggers = [logging.getLogger(name) for name in _LIBRARIES]
     levels = [logger.level for logger in loggers]
     try:

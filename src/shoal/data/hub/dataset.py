@@ -46,7 +46,7 @@ class Subset(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is wanted of the datasets library."""
+    """What Shoal asks the datasets library for."""
 
     name: str
     streaming: bool = False
@@ -216,7 +216,7 @@ class Rows:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """The datasets library draws its own progress bars; the terminal is not ours to write to."""
+    """Keep the datasets library from drawing its own progress bars: only the command line writes to the terminal."""
     datasets = need("datasets")
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()

@@ -41,17 +41,17 @@ def copy_files(name: str, folder: Path, token: str | None, progress: Progress | 
     for file in files:
         before = done
 
-        def tell(here: int, before: int = before) -> None:
+        def show(here: int, before: int = before) -> None:
             if progress:
                 progress(name, before + here, total)
 
         url = hub.hf_hub_url(name, file.name, repo_type="dataset", revision=info.sha, endpoint=api.endpoint)
-        _copy(name, url, place / file.name, file, token, tell)
+        _copy(name, url, place / file.name, file, token, show)
         done += file.size
     return place
 
 
-def _copy(name: str, url: str, target: Path, file: _File, token: str | None, tell: Callable[[int], None]) -> None:
+def _copy(name: str, url: str, target: Path, file: _File, token: str | None, show: Callable[[int], None]) -> None:
     if target.is_file() and target.stat().st_size == file.size:
         return
     partial = target.with_name(target.name + ".part")
@@ -60,8 +60,8 @@ def _copy(name: str, url: str, target: Path, file: _File, token: str | None, tel
     failures = 0
     while (had := partial.stat().st_size) < file.size:
         try:
-            _receive(url, partial, had, token, tell)
-        except Exception as error:  # of the network, whose library has errors of its own
+            _receive(url, partial, had, token, show)
+        except Exception as error:  # the network library raises errors of its own
             failures = 1 if partial.stat().st_size > had else failures + 1
             if failures == TRIES or _lasting(error):
                 raise _refusal(name, error) from error
@@ -72,8 +72,8 @@ def _copy(name: str, url: str, target: Path, file: _File, token: str | None, tel
     partial.replace(target)
 
 
-def _receive(url: str, partial: Path, had: int, token: str | None, tell: Callable[[int], None]) -> None:
-    """Append what is missing; a server that does not know how sends all of it again."""
+def _receive(url: str, partial: Path, had: int, token: str | None, show: Callable[[int], None]) -> None:
+    """Append the bytes that are missing. A server that cannot send a part of a file sends all of it again."""
     utils = need("huggingface_hub.utils")
     headers = utils.build_hf_headers(token=token, library_name="shoal") | {"Accept-Encoding": "identity"}
     headers |= {"Range": f"bytes={had}-"} if had else {}
@@ -82,7 +82,7 @@ def _receive(url: str, partial: Path, had: int, token: str | None, tell: Callabl
         with partial.open("ab" if response.status_code == 206 else "wb") as output:
             for chunk in response.iter_bytes():
                 output.write(chunk)
-                tell(output.tell())
+                show(output.tell())
 
 
 def _status(error: BaseException) -> int | None:
@@ -93,7 +93,7 @@ def _status(error: BaseException) -> int | None:
 def _lasting(error: Exception) -> bool:
     status = _status(error)
     if status is None:
-        return isinstance(error, OSError)  # of the disk
+        return isinstance(error, OSError)  # an error of the disk
     return status < 500 and status not in (408, 429)
 
 

@@ -43,7 +43,7 @@ def _digits() -> NDArray[np.uint8]:
 
 
 def _stratified(labels: NDArray[np.int64], seed: int) -> NDArray[np.bool_]:
-    """Which samples are held out: a fifth of all, of each class its share."""
+    """True for each sample that is held out: a fifth of every class."""
     classes = np.bincount(labels)
     held = np.zeros(len(labels), np.bool_)
     for label, count in enumerate(share_out(-(-len(labels) // 5), classes / len(labels))):

@@ -63,7 +63,7 @@ class Zip:
         return self._file().read(name)
 
     def _file(self) -> zipfile.ZipFile:
-        """Opened once in each process: two that share one would move each other's place in it."""
+        """The zip file, opened once in each process: two processes that shared an open file would move each other's place in it."""
         if self._opened is None or self._opened[0] != os.getpid():
             try:
                 self._opened = os.getpid(), zipfile.ZipFile(self.path)
@@ -76,7 +76,7 @@ class Zip:
 
 
 class Layout(NamedTuple):
-    """Which images there are."""
+    """The images of a store, sorted into those to learn from and those held out."""
 
     train: list[str]
     held_out: list[str]
@@ -108,7 +108,7 @@ def find_images(store: Store) -> Layout:
 
 
 def _labelled(layout: Layout) -> Layout:
-    """With classes, when all images are in sub-folders, of which there are several."""
+    """Add the names of the classes, if all images are in sub-folders and there are several of these."""
     parts = [PurePosixPath(name).parts for name in layout.train + layout.held_out]
     classes = {folders[layout.depth] for folders in parts if len(folders) > layout.depth + 1}
     everywhere = all(len(folders) > layout.depth + 1 for folders in parts)
@@ -154,7 +154,7 @@ class Decoder:
 
 
 def image_samples(store: Store, layout: Layout, names: Sequence[str], target: Target, like: tuple[int, ...] | None = None) -> ImageSamples:
-    """All in memory, or when they are more than a gigabyte, decoded when asked for. `like` is the shape they must have."""
+    """The images in memory; if they take more than a gigabyte, they are decoded when asked for. `like` is the shape they must have."""
     labels = layout.labels(names)
     target = target._replace(channels=like[0] if like else target.channels or _channels(store, names))
     decoder = Decoder(store, names, target, like)
@@ -164,13 +164,13 @@ def image_samples(store: Store, layout: Layout, names: Sequence[str], target: Ta
 
 
 def _channels(store: Store, names: Sequence[str]) -> int:
-    """1 when no image has colours; of many images, some are looked at."""
+    """1 if no image has colours, else 3. Of many images only some are looked at."""
     some = names[:: -(-len(names) // _HEADERS)]
 
     def grey(name: str) -> bool:
         try:
             return is_grey(store.read(name))
-        except Exception:  # it will be named when it is decoded
+        except Exception:  # decoding reports this image by its name
             return True
 
     return 1 if all(grey(name) for name in some) else 3

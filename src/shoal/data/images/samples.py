@@ -97,7 +97,7 @@ def from_pixels(pixels_NCHW: Pixels, labels: NDArray[np.int64] | None, target: T
 def image_data(
     run: Run, name: str, train: Selectable, held_out: Selectable | None, shape: tuple[int, int, int], num_classes: int | None
 ) -> Data:
-    """Split where the source has no split of its own, limit, describe."""
+    """Hold samples out if the source has no held-out part, keep as many as the settings allow, and describe the result."""
     if run.task == "classification" and num_classes is None:
         raise ShoalError(f"{name}: images to be told apart need labels: put those of each class in a sub-folder with its name")
     if held_out is None:

@@ -1,4 +1,4 @@
-"""The source `images`: find it, download it where it is missing, load it."""
+"""Images of the source `images`: Shoal looks for them, downloads them if they are missing, and loads them."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def _present(path: Path) -> Path | None:
 
 
 def _download(request: Request, folder: Path) -> Path:
-    """The images of a data set as files. The folder appears when all are there; of several who want it, one downloads."""
+    """Write the images of a data set as files. The folder appears when all are there. If several processes want it, one downloads."""
     unfinished = folder.with_name(folder.name + ".part")
     while True:
         unfinished.mkdir(parents=True, exist_ok=True)
         try:
             lock = need("filelock").FileLock(unfinished / "lock").acquire()
-        except FileNotFoundError:  # whoever held it has finished, and tidied up
+        except FileNotFoundError:  # the process that held the lock has finished, and removed the folder
             continue
         with lock:
             there = _present(folder)
@@ -130,7 +130,7 @@ def _read_npz(path: Path) -> tuple[Pixels, NDArray[np.int64] | None]:
 
 
 def _to_pixels(images: NDArray[Any], where: str) -> Pixels:
-    """Bytes, or numbers from 0 to 1; grey, or colours first or last."""
+    """Images as bytes [N, C, H, W], from bytes or numbers from 0 to 1, with the colours first or last, or none."""
     if images.ndim not in (3, 4) or not images.size:
         raise ShoalError(f"{where}: images of shape {images.shape}; expected [N, H, W], [N, H, W, C] or [N, C, H, W]")
     if images.dtype != np.uint8:

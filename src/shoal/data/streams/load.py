@@ -118,6 +118,6 @@ def _judged(held: Sequence[Sequence[Document]], encoding: Encoding, count: int) 
 
 
 def _sample_of(part: TextPart, seed: int) -> Iterable[str]:
-    """Some of what is learned from, to train a vocabulary on."""
+    """Some of the documents to learn from, to train a vocabulary on."""
     some = islice(part.train.read(), _BPE_DOCUMENTS)
     return contents(document for number, (document, _) in enumerate(some) if number % FEW != seed % FEW)

@@ -1,4 +1,4 @@
-"""Several streams, drawn from by weight."""
+"""Several streams, from which samples are drawn by weight."""
 
 from __future__ import annotations
 

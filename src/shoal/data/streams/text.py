@@ -162,7 +162,7 @@ class PackedReader(SampleReader):
     def _window(self, length: int) -> Tokens:
         parts, start = [], self._used
         for _, tokens in self._queue:
-            parts.append(tokens.part(start, start + length))
+            parts.append(tokens.slice(start, start + length))
             length -= len(parts[-1])
             start = 0
             if not length:

@@ -30,7 +30,7 @@ class Tokens(NamedTuple):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def part(self, start: int, stop: int) -> Tokens:
+    def slice(self, start: int, stop: int) -> Tokens:
         return Tokens(self.ids[start:stop], self.learned[start:stop])
 
 
@@ -80,7 +80,7 @@ def to_sample(window: Tokens) -> Sample:
 def cut(document: Tokens, length: int, truncation: bool) -> Iterator[Sample]:
     """The samples of one document that is not packed: one, or with no truncation as many as it takes. None without a label."""
     for start in range(0, max(1, len(document) - 1), length):
-        window = document.part(start, start + length + 1)
+        window = document.slice(start, start + length + 1)
         if len(window) > 1 and window.learned[1:].any():
             yield to_sample(window)
         if truncation:

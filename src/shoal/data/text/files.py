@@ -111,7 +111,7 @@ def is_rows(file: Path) -> bool:
 
 @contextmanager
 def open_file(file: Path) -> Iterator[IO[bytes]]:
-    """A file's content, unzipped. What goes wrong while it is read names the file."""
+    """A file's content, unzipped. Errors while it is read name the file."""
     try:
         with cast(IO[bytes], gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as content:
             yield content
@@ -163,7 +163,7 @@ def _in_pieces(file: Path, content: IO[bytes], offset: int, line: int) -> Iterat
 
 
 def _end_of_piece(block: bytes) -> int:
-    """After the last line; in a line that is longer than a piece, between two characters."""
+    """Where to cut a piece off: after its last line, or between two characters if a line is longer than a piece."""
     cut = block.rfind(b"\n", 0, PIECE) + 1
     if cut:
         return cut
@@ -179,7 +179,7 @@ def _in_lines(file: Path, content: IO[bytes], offset: int, line: int) -> Iterato
 
 
 def decode(raw: bytes, where: str, offset: int = 0) -> str:
-    """UTF-8, with or without a byte-order mark at the beginning of the file."""
+    """The text of UTF-8 bytes; a byte-order mark at the beginning of a file is removed."""
     try:
         text = raw.decode("utf-8")
         return text if offset else text.removeprefix("\ufeff")

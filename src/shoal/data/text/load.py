@@ -49,7 +49,7 @@ def _divide(part: TextPart, seed: int) -> tuple[list[Document], list[Document]]:
 
 
 def _limit(parts: Sequence[TextSamples], count: int, seed: int) -> list[TextSamples]:
-    """So many samples of all parts together, of each in proportion to its size."""
+    """Keep `count` samples of all parts together, of each part in proportion to its size."""
     sizes = np.asarray([len(part) for part in parts])
     if count >= sizes.sum():
         return list(parts)

@@ -44,8 +44,8 @@ class _Joined:
 class MixedText(_Joined):
     """Samples of several parts. An epoch has as many draws as there are samples, shared out by probability.
 
-    Each part is gone through again and again in fresh orders, and epoch after epoch goes on where the last one stopped; yet an epoch's
-    order follows from the seed and the epoch alone, so that nothing but these has to be remembered.
+    Each part is read again and again, each time in a fresh order, and an epoch goes on where the last one stopped. An epoch's order follows
+    from the seed and the epoch alone, so nothing else has to be saved.
     """
 
     def __init__(self, parts: Sequence[TextSamples], shares: NDArray[np.float64]) -> None:

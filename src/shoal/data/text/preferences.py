@@ -60,7 +60,7 @@ def _samples(texts: Sequence[tuple[str, str]], encoding: Encoding) -> list[Sampl
     for tokens in encode(documents, encoding.tokenizer, [end] * len(documents)):
         prompt = int((~tokens.learned).sum())
         start = max(0, min(len(tokens) - encoding.sequence_length - 1, prompt - 1))
-        samples.append(to_sample(tokens.part(start, start + encoding.sequence_length + 1)))
+        samples.append(to_sample(tokens.slice(start, start + encoding.sequence_length + 1)))
     return samples
 
 

@@ -13,7 +13,7 @@ PAIR = ("prompt", "completion")
 
 
 def text_field(row: Mapping[str, Any], where: str, wanted: str | None = None) -> str | None:
-    """The field that holds the text; None for rows of a prompt and a completion. Raises when it cannot be told."""
+    """The field that holds the text; None for rows of a prompt and a completion. Raises ShoalError if this is not clear."""
     if wanted is not None:
         if wanted not in row:
             raise ShoalError(f"{where}: there is no field `{wanted}`: the fields are {_names(row)}")

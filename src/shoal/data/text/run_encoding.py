@@ -13,7 +13,7 @@ from shoal.errors import ShoalError
 
 
 def find_encoding(run: Run, texts: Callable[[], Iterable[str]], cache_dir: Path | None, token: str | None) -> Encoding:
-    """`texts` is what a tokenizer is made from, for those that are."""
+    """How this run turns documents into samples. `texts` gives the training text, for tokenizers that are made from it."""
     tokenizer = load_tokenizer(run.data.tokenizer or "bytes", texts=texts, cache_dir=cache_dir, token=token)
     _fits_model(run, tokenizer)
     length = run.data.sequence_length

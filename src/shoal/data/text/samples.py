@@ -103,7 +103,7 @@ def _nothing() -> Tokens:
 
 
 def _tensor(ids: np.typing.NDArray[np.int32]) -> torch.Tensor:
-    """int64 as models want it, where that is small; int32 where it is not."""
+    """Token ids as int64, which models want; as int32 if there are so many that the memory matters."""
     tensor = torch.from_numpy(ids)
     return tensor.long() if len(ids) <= _LONG_TOKENS else tensor
 

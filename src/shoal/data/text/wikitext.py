@@ -52,6 +52,6 @@ def _from_hub(request: Request, unit: Unit) -> dict[str, Documents]:
 
 
 def _lines(lines: Iterable[str], unit: Unit) -> Texts:
-    """A row of the hub is a line of the file: join them again, unless lines are wanted."""
+    """Join the lines that the hub gives as rows, unless samples are lines."""
     rows: Sequence[str] = list(lines)
     return Texts([row.rstrip("\n") for row in rows if not row.isspace() and row]) if unit == "line" else Texts(["".join(rows)])

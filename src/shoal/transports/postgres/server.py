@@ -51,7 +51,7 @@ class PostgresServer(Mailbox):
         return welcome
 
     def keep(self, content: Sequence[Frame]) -> list[uuid.UUID]:
-        """Frames as blobs that somebody holds. Those that came out of the database are held once more, and not written again."""
+        """Hold frames as blobs. Those that came out of the database get one more holder, and are not written again."""
         if not content:
             return []
         found = [self.known.blob_of(frame) for frame in content]
@@ -71,7 +71,7 @@ class PostgresServer(Mailbox):
         return [blob or next(fresh) for blob in found]
 
     def fact(self, name: str) -> Any:
-        """Something that was written down, or None."""
+        """The value of a fact, or None."""
         rows = self.fetch("SELECT value FROM shoal.facts WHERE name = %s", (name,))
         return rows[0][0] if rows else None
 
@@ -117,17 +117,17 @@ class PostgresServer(Mailbox):
             connection.execute("SELECT pg_notify('shoal_work', '')")
 
     def has_open_units(self) -> bool:
-        """Whether there is a unit that somebody does, or may do."""
+        """Whether there is a unit that a worker holds or may claim."""
         counts = self.table()
         return counts["pending"] + counts["claimed"] > 0
 
     def iteration(self) -> int | None:
-        """What units are on the board for, if any ever were."""
+        """The iteration whose units are on the board; None if there never were any."""
         newest: int | None = self.fetch("SELECT max(iteration) FROM shoal.iterations")[0][0]
         return newest
 
     def is_from_leases(self, request: Request) -> bool:
-        """Whether a request is a unit's: those have no peer to answer."""
+        """Whether a request is a unit's result or failure: those have no peer that waits for an answer."""
         return request.peer == b""
 
     def _tried_before(self, iteration: int) -> list[list[int]]:
@@ -159,7 +159,7 @@ class PostgresServer(Mailbox):
             )
 
     def consume(self, request: Request) -> None:
-        """A result, or a failed unit, is in the journal: it is not delivered again."""
+        """Do not deliver a result or a failed unit again: it is in the journal."""
         with self.transaction():
             for (held,) in self.fetch("DELETE FROM shoal.contributions WHERE seq = %s RETURNING frames", (request.number,)):
                 self.release(held)
@@ -179,7 +179,8 @@ class PostgresServer(Mailbox):
                 (version, kind, base, packed, self.flyers(frames)),
             )
             if kind == "full":
-                self.fetch("DELETE FROM shoal.weights WHERE version <> %s RETURNING 1", (version,))  # a run that went on may be behind
+                # Not `<`: after a resume the database may hold newer versions than the run.
+                self.fetch("DELETE FROM shoal.weights WHERE version <> %s RETURNING 1", (version,))
             self.fetch("SELECT pg_notify('shoal_work', '')")
 
         self.carry_out(put_up)
@@ -205,7 +206,7 @@ class PostgresServer(Mailbox):
     # --- for people to look at ---------------------------------------------------------------------
 
     def workers(self) -> list[dict[str, Any]]:
-        """Everybody who took part, with what became of their units."""
+        """All workers that ever took part, with the numbers of their units by outcome."""
         return workers_in(self.fetch(f"SELECT {WORKER_COLUMNS} FROM shoal.worker_list ORDER BY id"))
 
     def table(self) -> dict[str, int]:
@@ -231,7 +232,7 @@ class PostgresServer(Mailbox):
     # --- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Whoever waits for an answer that was not given hears that none will come."""
+        """Stop. Clients that still wait for an answer learn that none will come."""
         if self.line.hung_up.is_set():
             return
         if self._waiting:

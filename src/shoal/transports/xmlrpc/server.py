@@ -93,7 +93,7 @@ class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is no news."""
+        """Ignore errors of a connection: a client may break off at any time."""
 
     def hang_up(self) -> None:
         """Ask for nothing more, let answers leave that were given, then end what is left."""
