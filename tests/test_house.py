@@ -155,6 +155,28 @@ def modules_named(node: ast.AST) -> set[str]:
     return {node.module} if isinstance(node, ast.ImportFrom) and node.module else set()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if run.strategy.kind == "diloco": pass',
+        "from shoal.strategies import edp",
+        "from shoal.strategies.edp import policy",
+        "import shoal.strategies.edp",
+        "def late():\n    from shoal.config.schema.strategy import WorkUnits",
+    ],
+)
+def test_a_module_that_names_a_strategy_is_found(line: str, tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(f'"""About diloco, edp and the others."""\n{line}\n')
+    assert names_a_strategy(module)
+
+
+def test_words_of_people_are_no_names(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('"""About diloco."""\nMESSAGE = "take diloco, or async"\n')
+    assert not names_a_strategy(module)
+
+
 def test_only_strategies_and_config_name_a_strategy() -> None:
     others = [path for path in MODULES if room(path) not in ("strategies", "config")]
     assert {path.relative_to(SOURCE).as_posix() for path in others if names_a_strategy(path)} == STILL_NAME_A_STRATEGY
@@ -198,6 +220,16 @@ def asks_for_a_policy(path: Path, policies: set[str]) -> bool:
     return False
 
 
+@pytest.mark.parametrize(
+    "line", ["isinstance(rounds, Barrier)", "isinstance(rounds, (Every, policies.Barrier))", "match rounds:\n    case Barrier(): pass"]
+)
+def test_a_question_for_a_policy_is_found(line: str, tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(f"{line}\nisinstance(rounds, int)\n")
+    assert asks_for_a_policy(module, {"Barrier"})
+    assert not asks_for_a_policy(module, {"Quorum"})
+
+
 def test_nobody_asks_what_kind_a_policy_is() -> None:
     policies = policy_classes()
     assert policies, "the strategies pick no policies, so this test would see nothing"
@@ -237,5 +269,7 @@ USED_BY_OTHERS = {
 def test_vulture_finds_no_dead_code() -> None:
     finder = Vulture()
     finder.scavenge([str(SOURCE)])
-    found = [item for item in finder.get_unused_code(min_confidence=80) if item.name not in USED_BY_OTHERS]
-    assert not found, "\n".join(item.get_report() for item in found)
+    found = finder.get_unused_code(min_confidence=80)
+    dead = [item.get_report() for item in found if item.name not in USED_BY_OTHERS]
+    assert not dead, "\n".join(dead)
+    assert {item.name for item in found} == set(USED_BY_OTHERS), "a name that is no longer reported must go from the list"

@@ -70,12 +70,8 @@ class PostgresServer(Mailbox):
                     raise ShoalError(f"{self.line.place} has lost frames that a record refers to: restore it from a backup")
         return [blob or next(fresh) for blob in found]
 
-    def fact(self, name: str) -> Any:
-        """The value of a fact, or None."""
-        rows = self.fetch("SELECT value FROM shoal.facts WHERE name = %s", (name,))
-        return rows[0][0] if rows else None
-
     def set_fact(self, name: str, value: Any) -> None:
+        """Write down a fact about the run, for people who look at it; it takes the place of the last one of this name."""
         with self.transaction() as connection:
             connection.execute(
                 "INSERT INTO shoal.facts VALUES (%s, %s::jsonb) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
