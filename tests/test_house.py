@@ -1,15 +1,25 @@
-"""The rules of the house, read from the source: who may read the environment, print, open sockets, hold SQL."""
+"""The rules of the house, read from the source: who may do what, who may know whom, and that nothing is too long or dead."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from vulture import Vulture
+
+from shoal.config.schema.strategy import Strategy
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "shoal"
 MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def room(path: Path) -> str:
@@ -18,12 +28,12 @@ def room(path: Path) -> str:
 
 def names_in(path: Path) -> set[str]:
     """Every dotted name a module uses: `os.environ`, `print`, `socket.socket`."""
-    return {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Attribute, ast.Name))}
+    return {ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, (ast.Attribute, ast.Name))}
 
 
 def imports_of(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -51,3 +61,215 @@ def test_a_module_keeps_the_rules(path: Path) -> None:
 def test_no_path_of_a_machine_is_named() -> None:
     for path in MODULES:
         assert not re.search(r"/(home|root|work|Users)/", path.read_text()), path
+
+
+# --- who knows whom -----------------------------------------------------------------------------------------------------
+
+
+def module_name(path: Path) -> str:
+    parts = ("shoal", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path): path for path in MODULES}
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of shoal that a module imports anywhere: at its top, for the type checker only, or inside a function."""
+    found: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in NAMES else node.module for alias in node.names}
+    return found & set(NAMES)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules each of which reaches all others of its group."""
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        seen, todo = set[str](), list(graph[start])
+        while todo:
+            name = todo.pop()
+            if name not in seen:
+                seen.add(name)
+                todo += graph[name]
+        reach[start] = seen
+    groups = {tuple(sorted({name} | {other for other in reach[name] if name in reach[other]})) for name in graph if name in reach[name]}
+    return sorted(map(list, groups))
+
+
+def test_a_circle_is_found_where_there_is_one() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    found = circles({name: imported(path) for name, path in NAMES.items()})
+    assert found == ONE_CIRCLE_LEFT
+
+
+# The front door of `shoal train`, `shoal coordinate` and `shoal join` is being made one: then this list is empty.
+ONE_CIRCLE_LEFT = [["shoal.cli.clusters", "shoal.cli.join", "shoal.cli.train"]]
+
+
+# --- strategies are known by nobody -------------------------------------------------------------------------------------
+
+STRATEGY_SECTIONS = get_args(Strategy)
+STRATEGY_KINDS = {section.fields()["kind"].default for section in STRATEGY_SECTIONS}
+STRATEGY_FILES = {path.stem for path in (SOURCE / "strategies").glob("[!_]*.py")}
+
+# Files that still name a strategy. A file that does so no longer must go from this list, and the list must become empty.
+STILL_NAME_A_STRATEGY = {
+    "cli/audit.py",  # asks whether the run had units
+    "cli/coordinate.py",  # asks whether the run has workers
+    "cli/train.py",  # the same, and `--workers` chooses syncps
+    "launch/training.py",  # the same
+    "runs/agreement.py",  # holds the table of strategies
+    "runs/assembly.py",  # units cover every sample
+    "runs/coordinating.py",  # asks for DiLoCo's outer optimizer
+    "runs/learners.py",  # the same
+    "runs/leasing.py",  # asks how large a unit is
+}
+
+
+def names_a_strategy(path: Path) -> bool:
+    """Whether a module has a strategy's name as a string of its own, or imports its file or its section of the settings."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Constant) and node.value in STRATEGY_KINDS:
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {alias.name for alias in node.names}
+            if node.module == "shoal.config.schema.strategy" and names & {section.__name__ for section in STRATEGY_SECTIONS}:
+                return True
+            if node.module == "shoal.strategies" and names & STRATEGY_FILES:
+                return True
+        if {f"shoal.strategies.{name}" for name in STRATEGY_FILES} & modules_named(node):
+            return True
+    return False
+
+
+def modules_named(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    return {node.module} if isinstance(node, ast.ImportFrom) and node.module else set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if run.strategy.kind == "diloco": pass',
+        "from shoal.strategies import edp",
+        "from shoal.strategies.edp import policy",
+        "import shoal.strategies.edp",
+        "def late():\n    from shoal.config.schema.strategy import WorkUnits",
+    ],
+)
+def test_a_module_that_names_a_strategy_is_found(line: str, tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(f'"""About diloco, edp and the others."""\n{line}\n')
+    assert names_a_strategy(module)
+
+
+def test_words_of_people_are_no_names(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('"""About diloco."""\nMESSAGE = "take diloco, or async"\n')
+    assert not names_a_strategy(module)
+
+
+def test_only_strategies_and_config_name_a_strategy() -> None:
+    others = [path for path in MODULES if room(path) not in ("strategies", "config")]
+    assert {path.relative_to(SOURCE).as_posix() for path in others if names_a_strategy(path)} == STILL_NAME_A_STRATEGY
+
+
+# Files that still ask what kind a policy is. A file that does so no longer must go from this list, and the list must become empty.
+STILL_ASK_FOR_A_POLICY = {
+    "coordinator/closing.py",
+    "coordinator/machine.py",
+    "coordinator/pacing.py",
+    "coordinator/policies.py",
+    "runs/agreement.py",
+    "runs/cluster_loop.py",
+}
+
+
+def policy_classes() -> set[str]:
+    """The classes that strategies pick: what they import from the coordinator and the worker, and what they define."""
+    found: set[str] = set()
+    for path in (SOURCE / "strategies").glob("*.py"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                ("shoal.coordinator", "shoal.worker", "shoal.strategies")
+            ):
+                found |= {alias.name for alias in node.names if alias.name[0].isupper()}
+            elif isinstance(node, ast.ClassDef):
+                found.add(node.name)
+    return found
+
+
+def asks_for_a_policy(path: Path, policies: set[str]) -> bool:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            asked = node.args[1]
+        elif isinstance(node, ast.MatchClass):
+            asked = node.cls
+        else:
+            continue
+        if policies & set(re.findall(r"\w+", ast.unparse(asked))):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "line", ["isinstance(rounds, Barrier)", "isinstance(rounds, (Every, policies.Barrier))", "match rounds:\n    case Barrier(): pass"]
+)
+def test_a_question_for_a_policy_is_found(line: str, tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(f"{line}\nisinstance(rounds, int)\n")
+    assert asks_for_a_policy(module, {"Barrier"})
+    assert not asks_for_a_policy(module, {"Quorum"})
+
+
+def test_nobody_asks_what_kind_a_policy_is() -> None:
+    policies = policy_classes()
+    assert policies, "the strategies pick no policies, so this test would see nothing"
+    assert {path.relative_to(SOURCE).as_posix() for path in MODULES if asks_for_a_policy(path, policies)} == STILL_ASK_FOR_A_POLICY
+
+
+# --- size, and what nobody uses -----------------------------------------------------------------------------------------
+
+LONGEST = 40
+
+# Functions that are still too long. One that is short enough must go from this list, and the list must become empty.
+STILL_TOO_LONG = {
+    ("cli/clusters.py", "coordinate"),
+    ("cli/train.py", "run"),
+    ("launch/training.py", "train"),
+    ("runs/coordinating.py", "prepare"),
+    ("worker/member.py", "__init__"),
+}
+
+
+def test_no_function_is_longer_than_forty_lines() -> None:
+    found = {
+        (path.relative_to(SOURCE).as_posix(), node.name)
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= LONGEST
+    }
+    assert found == STILL_TOO_LONG
+
+
+USED_BY_OTHERS = {
+    "closure": "torch calls step(closure) of any optimizer",
+    "HasFileno": "stands in a type alias that is a string",
+}
+
+
+def test_vulture_finds_no_dead_code() -> None:
+    finder = Vulture()
+    finder.scavenge([str(SOURCE)])
+    found = finder.get_unused_code(min_confidence=80)
+    dead = [item.get_report() for item in found if item.name not in USED_BY_OTHERS]
+    assert not dead, "\n".join(dead)
+    assert {item.name for item in found} == set(USED_BY_OTHERS), "a name that is no longer reported must go from the list"

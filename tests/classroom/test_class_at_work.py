@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from school import DIGITS, School
+from shoal.runs.leasing import Leasing
 
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
@@ -18,7 +19,6 @@ from shoal.coordinator.audit import audit
 from shoal.coordinator.evidence import gather_from
 from shoal.errors import ShoalError
 from shoal.runs.coordinating import Coordinating
-from shoal.runs.leasing import Leasing
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.view import look, trail
 from shoal.updates.privacy import Accountant, sample_level_multiplier
@@ -316,8 +316,9 @@ def test_statistics_of_the_networks_reach_the_coordinator(school: School) -> Non
 
 @pytest.mark.parametrize("strategy", ["syncps", "async", "edp"])
 def test_other_strategies_go_through_the_database_too(school: School, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from shoal.runs.joining import Joined, Way
     from shoal.runs.leasing import join
+
+    from shoal.runs.joining import Joined, Way
     from shoal.watch.blackboard import Blackboard
 
     coordinating = school.coordinate({"strategy": {"kind": strategy}, "logging": {"every_steps": 5}}, workers=2)

@@ -9,7 +9,8 @@ import pytest
 
 from shoal.config.dialects import DIALECTS, candidates
 from shoal.config.load import File, Loaded, resolve
-from shoal.config.text import Node, Source, data_of, parse
+from shoal.config.places import Source
+from shoal.config.text import Node, data_of, parse
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.yaml"))
 DIALECT_OF = {path: next(name for name in DIALECTS if path.stem.startswith(name)) for path in CORPUS}

@@ -10,11 +10,12 @@ import pytest
 import yaml
 
 from shoal import ConfigError, TrainerConfig
+from shoal.config.field_docs import field_docs
 from shoal.config.fields import Section
 from shoal.config.load import File, resolve
 from shoal.config.migrate import migrate
 from shoal.config.presets import names
-from shoal.config.reference import dialects_page, field_docs, json_schema, settings_page
+from shoal.config.reference import dialects_page, json_schema, settings_page
 from shoal.config.schema import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +65,8 @@ def test_the_schema_helps_an_editor() -> None:
 
 
 def _yaml_1_2(text: str) -> Any:
-    from shoal.config.text import Source, data_of, parse
+    from shoal.config.places import Source
+    from shoal.config.text import data_of, parse
 
     root = parse(text, Source("m", text), lambda problem: pytest.fail(problem.message))
     assert root is not None

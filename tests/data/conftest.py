@@ -34,6 +34,6 @@ def make_run() -> MakeRun:
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub does not answer, whether or not there is a network."""
-    monkeypatch.setattr("shoal.data.hub_dataset.hub_answers", lambda: False)
-    monkeypatch.setattr("shoal.data.hub_files.hub_answers", lambda: False)
-    monkeypatch.setattr("shoal.data.tokenizers.load.hub_answers", lambda: False)
+    monkeypatch.setattr("shoal.data.hub.dataset.hub_answers", lambda: False)
+    monkeypatch.setattr("shoal.data.hub.files.hub_answers", lambda: False)
+    monkeypatch.setattr("shoal.data.text.tokenizers.load.hub_answers", lambda: False)

@@ -137,7 +137,7 @@ def test_processes_that_load_ahead_give_the_same_batches(persistent: bool) -> No
 
 
 def test_processes_can_be_spawned() -> None:
-    from shoal.data.images import TensorImages
+    from shoal.data.images.samples import TensorImages
 
     images = TensorImages(torch.rand(9, 1, 2, 2), torch.arange(9))
     feed = Feed(images, batch_size=3, seed=1, loader=Loader(num_workers=1), start_method="spawn")

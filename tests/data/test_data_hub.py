@@ -13,7 +13,7 @@ import pytest
 
 from shoal.config.schema.data import Loader
 from shoal.data import Data, Feed, load
-from shoal.data.hub_dataset import Subset
+from shoal.data.hub.dataset import Subset
 from shoal.errors import ShoalError
 
 Make = Callable[..., Any]
@@ -190,7 +190,7 @@ def test_without_a_network_it_says_what_to_put_where(hub_of: Make, streaming: bo
 def test_the_hub_is_asked_once_and_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    from shoal.data.hub_access import hub_answers, offline
+    from shoal.data.hub.access import hub_answers, offline
 
     class Unreachable:
         def head(self, address: str, timeout: float) -> None:

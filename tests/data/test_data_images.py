@@ -129,18 +129,18 @@ def test_missing_mnist_is_downloaded_with_progress_or_asked_for(tmp_path: Path, 
     published = tmp_path / "published"
     write_mnist(published, ".gz")
     run = make_run(data__source={"kind": "mnist", "path": str(tmp_path / "here")})
-    monkeypatch.setattr("shoal.data.mnist.ADDRESSES", ((tmp_path / "gone").as_uri(), published.as_uri()))
+    monkeypatch.setattr("shoal.data.images.mnist.ADDRESSES", ((tmp_path / "gone").as_uri(), published.as_uri()))
     with pytest.raises(ShoalError, match="checksum differs"):
         load(run)
     assert not list((tmp_path / "here").iterdir()), "what did not pass is not left behind"
     sums = {name: hashlib.md5(gzip.decompress((published / f"{name}.gz").read_bytes())).hexdigest() for name in _mnist_names()}
-    monkeypatch.setattr("shoal.data.mnist.FILES", sums)
+    monkeypatch.setattr("shoal.data.images.mnist.FILES", sums)
     told: list[tuple[str, int, int | None]] = []
     data = load(run, progress=lambda *step: told.append(step))
     assert len(data.train) == 3
     assert {what for what, _, _ in told} == {f"{name}.gz" for name in sums}
     assert all(done == total for _, done, total in told)
-    monkeypatch.setattr("shoal.data.mnist.ADDRESSES", ((tmp_path / "gone").as_uri(),))
+    monkeypatch.setattr("shoal.data.images.mnist.ADDRESSES", ((tmp_path / "gone").as_uri(),))
     elsewhere = make_run(data__source={"kind": "mnist", "path": str(tmp_path / "elsewhere")})
     with pytest.raises(ShoalError, match=r"cannot be downloaded .*: put train-images-idx3-ubyte\.gz, .* in .*elsewhere"):
         load(elsewhere)
@@ -298,7 +298,7 @@ def test_many_images_are_decoded_when_needed(tmp_path: Path, images_of: Make, mo
             for file in sorted((tmp_path / "files").rglob("*.png")):
                 output.write(file, file.relative_to(tmp_path / "files"))
     whole = images_of(path)
-    monkeypatch.setattr("shoal.data.image_files.LAZY_BYTES", 100)
+    monkeypatch.setattr("shoal.data.images.files.LAZY_BYTES", 100)
     lazy = images_of(path)
     assert type(lazy.train).__name__ == "LazyImages"
     expected, batch = everything(whole), everything(lazy)
@@ -318,7 +318,7 @@ def test_corrupt_images_are_named(tmp_path: Path, images_of: Make, monkeypatch: 
     (tmp_path / "5.png").write_bytes(whole[:60])
     with pytest.raises(ShoalError, match=r"5\.png is not an image that can be read: .*\nReplace or remove it\.$"):
         images_of(tmp_path)
-    monkeypatch.setattr("shoal.data.image_files.LAZY_BYTES", 100)
+    monkeypatch.setattr("shoal.data.images.files.LAZY_BYTES", 100)
     lazy = images_of(tmp_path)
     with pytest.raises(ShoalError, match=r"5\.png is not an image"):
         [lazy.train.batch([i]) for i in range(len(lazy.train))] + [lazy.eval.batch([0])]
@@ -390,7 +390,7 @@ def test_real_faces(shared_data: Path, images_of: Make) -> None:
 def test_large_sets_stay_bytes(tmp_path: Path, images_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez(tmp_path / "a.npz", images=np.arange(20 * 64, dtype=np.int64).reshape(20, 8, 8).astype(np.uint8))
     expected = everything(images_of(tmp_path / "a.npz"))["image"]
-    monkeypatch.setattr("shoal.data.images._FLOAT_BYTES", 100)
+    monkeypatch.setattr("shoal.data.images.samples._FLOAT_BYTES", 100)
     data = images_of(tmp_path / "a.npz")
     assert data.train.images_NCHW.dtype == torch.uint8
     assert torch.equal(everything(data)["image"], expected)

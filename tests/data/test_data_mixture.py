@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data import Feed, load, load_tokenizer
-from shoal.data.documents import Document
-from shoal.data.encoding import Encoding
 from shoal.data.limits import share_out
-from shoal.data.mixture import ChainedText, MixedText, probabilities
-from shoal.data.texts import text_samples
+from shoal.data.text.documents import Document
+from shoal.data.text.encoding import Encoding
+from shoal.data.text.mixture import ChainedText, MixedText, probabilities
+from shoal.data.text.samples import text_samples
 from shoal.errors import ShoalError
 
 BYTES = load_tokenizer("bytes")

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data import load_tokenizer
-from shoal.data.documents import Document
-from shoal.data.encoding import Encoding
-from shoal.data.texts import PackedText, PaddedText, text_samples
+from shoal.data.text.documents import Document
+from shoal.data.text.encoding import Encoding
+from shoal.data.text.samples import PackedText, PaddedText, text_samples
 
 BYTES = load_tokenizer("bytes")
 EOS = 256
@@ -100,7 +100,7 @@ def test_a_part_of_the_samples_is_that_part() -> None:
 
 
 def test_many_tokens_are_kept_small_and_given_out_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.data.texts._LONG_TOKENS", 10)
+    monkeypatch.setattr("shoal.data.text.samples._LONG_TOKENS", 10)
     for batching in ("packed", "dynamic"):
         samples = text_samples([Document("a long enough text")], Encoding(BYTES, 4, batching))
         stored = samples.inputs_NT if isinstance(samples, PackedText) else samples.inputs

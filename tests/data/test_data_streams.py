@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from shoal.config.schema.data import Loader
 from shoal.data import Feed, Stream, load_tokenizer
-from shoal.data.documents import Chained, Document, Documents, Texts
-from shoal.data.encoding import Encoding
-from shoal.data.mixed_stream import MixedStream
-from shoal.data.streams import HeldOut, TextStream
-from shoal.data.text_files import PIECE, TextFiles
-from shoal.data.texts import text_samples
+from shoal.data.streams.mixed import MixedStream
+from shoal.data.streams.text import HeldOut, TextStream
+from shoal.data.text.documents import Chained, Document, Documents, Texts
+from shoal.data.text.encoding import Encoding
+from shoal.data.text.files import PIECE, TextFiles
+from shoal.data.text.samples import text_samples
 from shoal.errors import ShoalError
 
 BYTES = load_tokenizer("bytes")

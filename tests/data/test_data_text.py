@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shoal.data import Data, Feed, load, read_prompts
-from shoal.data.text_files import TextFiles, by_split, find_files
+from shoal.data.text.files import TextFiles, by_split, find_files
 from shoal.errors import ShoalError
 
 Make = Callable[..., Any]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data import Tokenizer, load_tokenizer
-from shoal.data.tokenizers.library import LibraryTokenizer, _pieces
-from shoal.data.tokenizers.pretrained import PretrainedTokenizer
+from shoal.data.text.tokenizers.library import LibraryTokenizer, _pieces
+from shoal.data.text.tokenizers.pretrained import PretrainedTokenizer
 from shoal.errors import ShoalError
 
 TEXT = "the cat sat on the mat, and the dog sat on the log.\n" * 40
@@ -107,12 +107,12 @@ def test_a_long_text_is_cut_where_tokens_do_not_join(monkeypatch: pytest.MonkeyP
     text = "a line\n\n\nand  more\nlines\n   of text \n" * 50
     tokenizer = bpe(text)
     whole = tokenizer.encode(text)
-    monkeypatch.setattr("shoal.data.tokenizers.library._PIECE", 5)
+    monkeypatch.setattr("shoal.data.text.tokenizers.library._PIECE", 5)
     assert len(_pieces(text)) > 20
     assert "".join(_pieces(text)) == text
     assert tokenizer.encode(text) == whole
     assert sum(len(tokenizer.encode(line)) for line in text.splitlines(keepends=True)) > len(whole), "other cuts would show"
-    monkeypatch.setattr("shoal.data.tokenizers.library._CHUNK", 50)
+    monkeypatch.setattr("shoal.data.text.tokenizers.library._CHUNK", 50)
     assert [ids.tolist() for ids in tokenizer.encode_batch([text, "", "a line"])] == [whole, [], tokenizer.encode("a line")]
 
 

@@ -54,7 +54,7 @@ def parquet() -> dict[str, bytes]:
 @pytest.fixture(autouse=True)
 def there(hub: FakeHub, parquet: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     hub.datasets[NAME] = parquet
-    monkeypatch.setattr("shoal.data.hub_files.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("shoal.data.hub.files.FIRST_WAIT_S", 0.0)
 
 
 def classroom() -> Run:

@@ -5,13 +5,32 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
+from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 
-WAYS = ("greedy", "sampling", "top_k", "top_p", "top_k_top_p")
+if TYPE_CHECKING:
+    from shoal.runs.trained import Trained
+
+WAYS: tuple[str, ...] = get_args(get_type_hints(Decoding)["active"])
+"""How a token may be chosen: what `serving.decoding.active` takes."""
 
 
 def run(argv: list[str]) -> int:
+    arguments = _parsed(argv)
+
+    from shoal.runs.trained import open_run
+
+    trained = open_run(arguments.run, lambda text: print(f"warning: {text}", file=sys.stderr))
+    if arguments.grid:
+        _draw(trained, arguments.grid)
+    else:
+        _write(trained, arguments)
+    return 0
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace:
     made = argparse.ArgumentParser("shoal generate", description="Let a run's newest checkpoint write or draw.")
     made.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
     made.add_argument("--prompt", default="", help="what the text begins with")
@@ -29,31 +48,39 @@ def run(argv: list[str]) -> int:
         made.error("--seed must be at least 0 and below 2**63")
     if arguments.grid and not arguments.grid.lower().endswith(".png"):
         made.error("--grid takes the name of a .png file")
+    return arguments
 
-    from shoal.runs.trained import generate_text, open_run
 
-    trained = open_run(arguments.run, lambda text: print(f"warning: {text}", file=sys.stderr))
-    if arguments.grid:
-        from shoal.tasks.gan import Gan
-        from shoal.tasks.images import grid, save_png
+def _draw(trained: Trained, file: str) -> None:
+    from shoal.tasks.gan import Gan
+    from shoal.tasks.images import grid, save_png
 
-        if not isinstance(trained.task, Gan):
-            raise ShoalError(f"a model of kind {trained.run.model.kind} draws no images; --prompt writes text")
-        try:
-            save_png(grid(trained.task.images()), Path(arguments.grid))
-        except OSError as error:
-            raise ShoalError(f"cannot write {arguments.grid}: {error.strerror or error}") from None
-        print(f"wrote {arguments.grid} (64 images, step {trained.checkpoint.step})")
-        return 0
-    decoding = trained.run.serving.decoding
-    if arguments.decoding:
-        decoding = decoding.replace(active=arguments.decoding)
-    if arguments.temperature is not None:
-        decoding = decoding.replace(**{decoding.active: getattr(decoding, decoding.active).replace(temperature=arguments.temperature)})
+    if not isinstance(trained.task, Gan):
+        raise ShoalError(f"a model of kind {trained.run.model.kind} draws no images; --prompt writes text")
+    try:
+        save_png(grid(trained.task.images()), Path(file))
+    except OSError as error:
+        raise ShoalError(f"cannot write {file}: {error.strerror or error}") from None
+    print(f"wrote {file} (64 images, step {trained.checkpoint.step})")
+
+
+def _write(trained: Trained, arguments: argparse.Namespace) -> None:
+    from shoal.runs.trained import generate_text
+
     count = arguments.max_new_tokens or trained.run.serving.max_new_tokens
+    decoding = _decoding(trained.run.serving.decoding, arguments)
     sys.stdout.write(arguments.prompt)
     for piece in generate_text(trained, arguments.prompt, max_new_tokens=count, seed=arguments.seed, decoding=decoding):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
-    return 0
+
+
+def _decoding(settings: Decoding, arguments: argparse.Namespace) -> Decoding:
+    """The run's way of choosing tokens, changed as the arguments say."""
+    if arguments.decoding:
+        settings = settings.replace(active=arguments.decoding)
+    if arguments.temperature is not None:
+        changed = getattr(settings, settings.active).replace(temperature=arguments.temperature)
+        settings = settings.replace(**{settings.active: changed})
+    return settings

@@ -11,10 +11,11 @@ from shoal.config.dialects import DIALECTS, NAMES, NATIVE, candidates, native_kn
 from shoal.config.dialects.table import Seen, leaves, parse_target
 from shoal.config.fields import INVALID, Fault, Faults, SectionType, did_you_mean
 from shoal.config.layers import Assignment, Key, Layer, Settings
+from shoal.config.places import Source
 from shoal.config.presets import find as find_preset
 from shoal.config.problems import ConfigError, Label, Problem, errors
 from shoal.config.schema import Run
-from shoal.config.text import Entry, Node, Source, interpolate, node_of, parse_value, read
+from shoal.config.text import Entry, Node, interpolate, node_of, parse_value, read
 
 VARIABLES = {
     "DB_PASSWORD": "transport[postgres].password",

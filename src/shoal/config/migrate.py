@@ -11,9 +11,10 @@ from shoal.config.dialects.table import Seen
 from shoal.config.fields import as_data
 from shoal.config.layers import Assignment, Key, Layer, Settings, default_at, section_at
 from shoal.config.load import File, _Loader
+from shoal.config.places import Source
 from shoal.config.problems import ConfigError, errors
 from shoal.config.show import is_secret, scalar
-from shoal.config.text import Node, Source, data_of
+from shoal.config.text import Node, data_of
 
 _TRAILING = re.compile(r"""(?:^|\s)#\s?(.*)$""")
 

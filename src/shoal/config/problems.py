@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from shoal.config.places import Span
 from shoal.errors import ShoalError
-
-if TYPE_CHECKING:
-    from shoal.config.text import Source
 
 Severity = Literal["error", "warning"]
 Style = Literal["text", "json", "github"]
 
 # A key that ends like this may hold a secret even where no schema knows it (a misspelt key, a syntax error).
 _SECRET_IN_LINE = r"""(\b(?:\w*_)?(?:pas+w\w*|secrets?|tok+e?n)["']?\s*[:=]\s*)(?!\$\{)(\S.*)$"""
-
-
-class Span(NamedTuple):
-    """A stretch of one line of a source; lines and columns count from 1. Line 0 means the source as a whole."""
-
-    source: Source
-    line: int
-    column: int
-    length: int
-
-    def __str__(self) -> str:
-        if not self.line:
-            return self.source.name
-        if self.source.kind != "file":
-            return self.source.name if self.source.lines == [self.source.name] else f"{self.source.name}: {self.source.lines[0]}"
-        return f"{self.source.name}:{self.line}:{self.column}"
 
 
 class Label(NamedTuple):

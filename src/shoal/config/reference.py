@@ -1,31 +1,17 @@
-"""The schema as documents: JSON Schema for editors, Markdown for people. Docstrings are read from the source."""
+"""The schema as documents: JSON Schema for editors, Markdown for people."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from typing import Any
 
 from shoal.config import fields as f
 from shoal.config.dialects import DIALECTS
+from shoal.config.field_docs import field_docs
 from shoal.config.fields import MISSING, Checker, Section, as_data
 from shoal.config.schema import Run
 from shoal.config.show import scalar
 
 _INTERPOLATED = {"type": "string", "pattern": r"\$\{[A-Za-z_][A-Za-z0-9_]*(:[-?][^}]*)?\}", "description": "taken from the environment"}
-
-
-def field_docs(section: type[Section]) -> dict[str, str]:
-    """The text under each field of a section, by name."""
-    docs: dict[str, str] = {}
-    for base in reversed(section.__mro__[:-2]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, following in zip(body.body, body.body[1:], strict=False):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(following, ast.Expr):
-                docs[statement.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
-    return docs
 
 
 def json_schema() -> dict[str, Any]:

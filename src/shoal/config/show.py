@@ -182,7 +182,7 @@ def diff(before: Loaded, after: Loaded) -> str:
 
 def description(path: Key, settings: Settings) -> str:
     """What a setting means: its docstring in the schema."""
-    from shoal.config.reference import field_docs
+    from shoal.config.field_docs import field_docs  # it imports inspect, which most commands do without
 
     section = section_at(path[:-1], settings.kinds)
     return field_docs(section).get(path[-1], "") if section else ""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Union
+from typing import Any, Union
 
 import yaml
 
-from shoal.config.problems import Label, Problem, Span
+from shoal.config.places import Source, Span
+from shoal.config.problems import Label, Problem
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 50
@@ -21,7 +22,6 @@ MAX_NODES = 100_000
 
 Report = Callable[[Problem], None]
 Scalar = Union[str, int, float, bool, None]
-SourceKind = Literal["file", "environment", "command line", "default", "python"]
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+")
@@ -32,25 +32,6 @@ _WORDS |= {f"{sign}.{name}": float(f"{sign}inf") for sign in ("", "+", "-") for 
 _WORDS |= {f".{name}": float("nan") for name in ("nan", "NaN", "NAN")}
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?:([A-Za-z_][A-Za-z0-9_]*)(?::([-?])([^}]*))?\})?")
 _TAGS = {"tag:yaml.org,2002:" + name: name for name in ("str", "int", "float", "bool", "null", "seq", "map")}
-
-
-class Source:
-    """Where text came from: a file, an argument of the command line, a variable of the environment."""
-
-    __slots__ = ("kind", "layer", "lines", "name", "order")
-
-    def __init__(self, name: str, text: str = "", *, kind: SourceKind = "file", layer: str = "", order: int = 0) -> None:
-        self.name = name
-        self.lines = text.split("\n")
-        self.kind = kind
-        self.layer = layer
-        self.order = order
-
-    def line(self, number: int) -> str | None:
-        return self.lines[number - 1].rstrip("\r") if 0 < number <= len(self.lines) else None
-
-    def whole(self) -> Span:
-        return Span(self, 0, 1, 1)
 
 
 class Node:

@@ -4,8 +4,8 @@ from shoal.data.feed import Feed
 from shoal.data.interfaces import IGNORED, Batch, Data, Info, Progress, Samples, State, Stream
 from shoal.data.load import load
 from shoal.data.pieces import PieceFeed, Pieces
-from shoal.data.preferences import PreferencePairs, read_preferences, read_prompts
-from shoal.data.tokenizers import Tokenizer, load_tokenizer
+from shoal.data.text.preferences import PreferencePairs, read_preferences, read_prompts
+from shoal.data.text.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
     "IGNORED",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shoal.config.schema.data import Loader
 from shoal.data.interfaces import Batch, Samples, State, Stream
 from shoal.data.supply import SampleSupply, StreamSupply
-from shoal.data.workers import WorkerOptions
+from shoal.data.workers import FeedPlan, WorkerOptions
 from shoal.errors import ShoalError
 
 
@@ -38,9 +36,8 @@ class Feed:
             raise ValueError(f"shard {index} of {count}")
         self._batch_size, self._shard = batch_size, shard
         self._reshuffle = reshuffle
-        options = WorkerOptions.of(loader, start_method)
-        kind: Any = StreamSupply if isinstance(samples, Stream) else SampleSupply
-        self._supply: SampleSupply | StreamSupply = kind(samples, batch_size, seed, shard, part, drop_last, options)
+        plan = FeedPlan(batch_size, seed, shard, part, drop_last, WorkerOptions.of(loader, start_method))
+        self._supply = StreamSupply(samples, plan) if isinstance(samples, Stream) else SampleSupply(samples, plan)
         self.batches_per_epoch: int | None = self._supply.batches_per_epoch
         self.epoch = 0
         self.position = 0
@@ -84,7 +81,7 @@ class Feed:
         return self._ahead
 
     def state_dict(self) -> State:
-        """What was consumed: small, and JSON-able. Batches loaded ahead do not count."""
+        """The position in the data, as a small value that JSON can hold. Batches that were only loaded ahead do not count."""
         state: State = {"epoch": self.epoch, "position": self.position, "batch_size": self._batch_size, "shard": list(self._shard)}
         if self.batches_per_epoch is None:
             state |= {"workers": self._supply.workers, "reader": self._reader}
@@ -108,7 +105,7 @@ class Feed:
                 raise ShoalError(f"a stream goes on only as it was left: {words} was {state[name]}, and is now {here[name]}")
 
     def _convert(self, state: State) -> None:
-        """Another batch size or number of shards: after p batches each, all shards together have used up a beginning of the order."""
+        """Convert a position of another batch size or number of shards. All shards together have used up the beginning of the order."""
         consumed = state["position"] * state["batch_size"] * state["shard"][1]
         step = self._batch_size * self._shard[1]
         if consumed >= (self.batches_per_epoch or 0) * step:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 
-from shoal.data.tokenizers import Tokenizer
+from shoal.data.text.tokenizers import Tokenizer
 
 Batch = dict[str, torch.Tensor]
 """Images: `image` (float32 [B, C, H, W], 0..1), `label` (int64 [B], where there are labels).
@@ -40,7 +40,7 @@ class Ordered(Samples, Protocol):
 
 
 class Selectable(Samples, Protocol):
-    """Samples that a part can be taken of."""
+    """Samples of which a part can be selected."""
 
     def select(self, indices: torch.Tensor) -> Self: ...
 
@@ -53,7 +53,7 @@ class Reader(Protocol):
     def __next__(self) -> Any: ...
 
     def state_dict(self) -> State:
-        """Where it stands: small, and JSON-able. A reader opened with it goes on with the very next sample."""
+        """The reader's position, as a small value that JSON can hold. A reader opened with it goes on with the very next sample."""
         ...
 
 
@@ -69,11 +69,11 @@ class Stream(Protocol):
 
 
 class Info(NamedTuple):
-    """What kind of data it is."""
+    """What the model and the task must know about the data."""
 
     kind: Literal["image", "text"]
     name: str
-    """For people."""
+    """A description for people."""
     image_shape: tuple[int, int, int] | None = None
     num_classes: int | None = None
     vocab_size: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 import numpy as np
@@ -13,10 +14,14 @@ from shoal.data.interfaces import Selectable
 
 HELD_OUT_SHARE = 0.05
 SomeSamples = TypeVar("SomeSamples", bound=Selectable)
+TRAIN_NAMES = ("train", "training")
+HELD_OUT_NAMES = ("validation", "valid", "val", "dev", "test", "eval")
+"""What people call the part of their data that is held out, the most usual name first."""
+_SPLIT = re.compile(rf"(?:^|[._-])({'|'.join(TRAIN_NAMES + HELD_OUT_NAMES)})(?:[._-]|$)", re.IGNORECASE)
 
 
 def counts(settings: Settings, train: int, held_out: int) -> tuple[int, int]:
-    """How many of so many samples are used to learn from and to evaluate on. `max_samples` is for both together, in proportion."""
+    """How many of the samples are used to learn from and to evaluate on. `max_samples` is for both together, in proportion."""
     if settings.max_samples is not None and settings.max_samples < train + held_out:
         share = held_out / (train + held_out)
         held_out = min(held_out, max(1, round(settings.max_samples * share)), settings.max_samples - 1)
@@ -32,7 +37,7 @@ def held_out_numbers(count: int, seed: int) -> NDArray[np.bool_]:
 
 
 def some_of(samples: SomeSamples, count: int, seed: int) -> SomeSamples:
-    """So many of the samples, chosen by seed: a source may be sorted, and its beginning be of one class."""
+    """`count` of the samples, chosen by seed: a source may be sorted, and its first samples may all be of one class."""
     if count >= len(samples):
         return samples
     chosen = np.random.default_rng([seed, 7]).permutation(len(samples))[:count]
@@ -48,9 +53,15 @@ def divided(samples: SomeSamples, seed: int) -> tuple[SomeSamples, SomeSamples |
 
 
 def share_out(draws: int, shares: NDArray[np.float64]) -> list[int]:
-    """Whole numbers in proportion that add up: what is left over goes to the largest remainders."""
+    """Whole numbers in proportion to the shares that add up to `draws`: what is left over goes to the largest remainders."""
     exact = shares * draws
     whole = np.floor(exact).astype(np.int64)
     for part in np.argsort(whole - exact, kind="stable")[: draws - int(whole.sum())]:
         whole[part] += 1
     return [int(count) for count in whole]
+
+
+def split_of(name: str) -> str | None:
+    """`train` or `held-out`, when the name of a file or folder says so."""
+    found = _SPLIT.search(name)
+    return None if found is None else "train" if found[1].lower() in TRAIN_NAMES else "held-out"

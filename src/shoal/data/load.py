@@ -6,14 +6,14 @@ from pathlib import Path
 
 from shoal.config import Run
 from shoal.config.schema.data import Builtin, DataSource, Images, Mnist, Preferences
-from shoal.data.builtin import load_digits
-from shoal.data.hub_dataset import Request
-from shoal.data.image_source import load_images
+from shoal.data.hub.dataset import Request
+from shoal.data.images.digits import load_digits
+from shoal.data.images.mnist import load_mnist
+from shoal.data.images.source import load_images
 from shoal.data.interfaces import Data, Progress
-from shoal.data.load_stream import load_stream
-from shoal.data.load_text import load_preferences, load_text
-from shoal.data.mnist import load_mnist
-from shoal.data.text_source import open_parts
+from shoal.data.streams.load import load_stream
+from shoal.data.text.load import load_preferences, load_text
+from shoal.data.text.sources import open_parts
 from shoal.errors import ShoalError
 
 

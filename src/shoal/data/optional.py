@@ -1,4 +1,4 @@
-"""Third parties that are only needed for some data."""
+"""Python packages that only some data needs."""
 
 from __future__ import annotations
 

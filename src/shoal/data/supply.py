@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shoal.data.interfaces import Batch, Ordered, Reader, Samples, State, Stream
-from shoal.data.workers import IndexedBatches, Loaded, ShardedBatches, WorkerOptions
+from shoal.data.workers import FeedPlan, IndexedBatches, Loaded, ShardedBatches
 from shoal.errors import ShoalError
 
 _Several = TypeVar("_Several", torch.Tensor, list[Any])
@@ -36,25 +36,15 @@ def shuffled(samples: Samples, seed: int, epoch: int) -> torch.Tensor:
 class SampleSupply:
     """Batches of one shard of numbered samples."""
 
-    def __init__(
-        self,
-        samples: Samples,
-        batch_size: int,
-        seed: int,
-        shard: tuple[int, int],
-        part: tuple[int, int],
-        drop_last: bool,
-        options: WorkerOptions,
-    ) -> None:
-        self._samples, self._batch_size, self._seed, self._shard, self._options = samples, batch_size, seed, shard, options
-        self._part = part
-        index, count = shard
+    def __init__(self, samples: Samples, plan: FeedPlan) -> None:
+        self._samples, self._plan, self._options = samples, plan, plan.options
+        index, count = plan.shard
         self._size = size = len(range(index, len(samples), count))
-        self.batches_per_epoch = size // batch_size if drop_last else -(-size // batch_size)
-        self.workers = options.num_workers
+        self.batches_per_epoch = size // plan.batch_size if plan.drop_last else -(-size // plan.batch_size)
+        self.workers = plan.options.num_workers
         if not self.batches_per_epoch:
             raise ShoalError(
-                f"{len(samples):,} samples over {count} shard{'s' * (count > 1)} do not make one batch of {batch_size}: "
+                f"{len(samples):,} samples over {count} shard{'s' * (count > 1)} do not make one batch of {plan.batch_size}: "
                 "take more data, a smaller batch, or fewer workers"
             )
         self._epoch, self._next, self._reshuffle = 0, 0, True
@@ -75,7 +65,8 @@ class SampleSupply:
             batch = self._from_workers()
         else:
             batch = self._options.pinned(self._samples.batch(self._indices(self._epoch, self._next)))
-        nothing = min(self._batch_size, self._size - self._next * self._batch_size) <= self._part[0]
+        size = self._plan.batch_size
+        nothing = min(size, self._size - self._next * size) <= self._plan.part[0]
         self._next += 1
         return emptied(batch) if nothing else batch, None
 
@@ -96,11 +87,12 @@ class SampleSupply:
     def _indices(self, epoch: int, number: int) -> torch.Tensor:
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, self._shuffled(epoch if self._reshuffle else 0)
-        whole = self._order[1][number * self._batch_size : (number + 1) * self._batch_size]
-        return part_of(whole, self._part)
+        whole = self._order[1][number * self._plan.batch_size : (number + 1) * self._plan.batch_size]
+        return part_of(whole, self._plan.part)
 
     def _shuffled(self, epoch: int) -> torch.Tensor:
-        return shuffled(self._samples, self._seed, epoch)[self._shard[0] :: self._shard[1]].contiguous()
+        index, count = self._plan.shard
+        return shuffled(self._samples, self._plan.seed, epoch)[index::count].contiguous()
 
     def close(self) -> None:
         self._loaded = self._order = None
@@ -111,19 +103,9 @@ class StreamSupply:
 
     batches_per_epoch = None
 
-    def __init__(
-        self,
-        stream: Stream,
-        batch_size: int,
-        seed: int,
-        shard: tuple[int, int],
-        part: tuple[int, int],
-        drop_last: bool,
-        options: WorkerOptions,
-    ) -> None:
-        self._stream, self._batch_size, self._seed, self._shard = stream, batch_size, seed, shard
-        self._part, self._drop_last, self._options = part, drop_last, options
-        self.workers = options.num_workers
+    def __init__(self, stream: Stream, plan: FeedPlan) -> None:
+        self._stream, self._plan, self._options = stream, plan, plan.options
+        self.workers = plan.options.num_workers
         self._reader: Reader | None = None
         self._batches: ShardedBatches | None = None
         self._loaded: Iterator[Loaded] | None = None
@@ -131,26 +113,25 @@ class StreamSupply:
     def open(self, epoch: int, position: int, state: State | None, reshuffle: bool) -> None:
         order = epoch if reshuffle else 0
         if not self._options.num_workers:
-            self._reader = self._stream.read(shard=self._shard, seed=self._seed, epoch=order, state=state)
+            self._reader = self._stream.read(shard=self._plan.shard, seed=self._plan.seed, epoch=order, state=state)
         elif self._batches is not None and self._options.persistent and position == 0 and state is None:
             self._loaded = self._batches.load_next()
             self._turns: State = {"turn": 0, "states": [None] * self.workers}
         else:
             self._turns = state or {"turn": 0, "states": [None] * self.workers}
-            self._batches = ShardedBatches(
-                self._stream, self._batch_size, self._seed, self._shard, self._drop_last, reshuffle, self._options
-            )
+            self._batches = ShardedBatches(self._stream, self._plan, reshuffle)
             self._loaded = self._batches.load(epoch, self._turns)
 
     def pull(self) -> tuple[Batch, State] | None:
         if self._options.num_workers:
             return self._from_workers()
         assert self._reader is not None
-        samples = list(islice(self._reader, self._batch_size))
-        if not samples or (self._drop_last and len(samples) < self._batch_size):
+        plan = self._plan
+        samples = list(islice(self._reader, plan.batch_size))
+        if not samples or (plan.drop_last and len(samples) < plan.batch_size):
             return None
-        batch = self._stream.collate(part_of(samples, self._part))
-        return self._options.pinned(emptied(batch) if len(samples) <= self._part[0] else batch), self._reader.state_dict()
+        batch = self._stream.collate(part_of(samples, plan.part))
+        return self._options.pinned(emptied(batch) if len(samples) <= plan.part[0] else batch), self._reader.state_dict()
 
     def _from_workers(self) -> tuple[Batch, State] | None:
         assert self._loaded is not None
@@ -161,7 +142,7 @@ class StreamSupply:
         states = list(self._turns["states"])
         states[loaded.worker] = loaded.state
         self._turns = {"turn": (loaded.worker + 1) % self.workers, "states": states}
-        index, count = self._part
+        index, count = self._plan.part
         return {name: value[index::count] for name, value in loaded.batch().items()}, self._turns
 
     def close(self) -> None:

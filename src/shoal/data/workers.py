@@ -1,4 +1,4 @@
-"""Processes that load batches ahead, with torch's DataLoader. Order and state are those of loading in one process's turn after another."""
+"""Processes that load batches ahead, with torch's DataLoader. They take turns in a fixed order, so order and state can be predicted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WorkerOptions(NamedTuple):
     def of(cls, loader: Loader | None, start_method: str | None) -> WorkerOptions:
         if loader is None:
             return cls()
-        # Pinned memory is for the way to a GPU; without one there is nothing to pin for.
+        # Pinned memory makes copies to a GPU faster; without a GPU it is of no use.
         pin = loader.pin_memory and torch.cuda.is_available()
         return cls(loader.num_workers, loader.prefetch_factor, loader.persistent_workers, pin, start_method)
 
@@ -53,6 +53,19 @@ class WorkerOptions(NamedTuple):
             )
 
 
+class FeedPlan(NamedTuple):
+    """Which batches a feed gives."""
+
+    batch_size: int
+    seed: int
+    shard: tuple[int, int]
+    """The number of the shard, and how many there are."""
+    part: tuple[int, int]
+    """Which part of every batch, and how many parts a batch has."""
+    drop_last: bool
+    options: WorkerOptions
+
+
 @contextmanager
 def _as_many_as_asked() -> Iterator[None]:
     """The number of processes is the user's choice; torch warns where there are fewer cores."""
@@ -67,7 +80,7 @@ def _start(loader: DataLoader[Any]) -> Iterator[Loaded]:
 
 
 class Loaded(NamedTuple):
-    """What a process sends: a batch, whose turn it was, and where its reader stands; or why there is none."""
+    """What a loading process sends: a batch, the process's number, and its reader's position; or the reason why there is no batch."""
 
     content: Batch | None
     worker: int = 0
@@ -101,7 +114,7 @@ class IndexedBatches(Dataset[Loaded]):
 
 
 class _Once:
-    """An iterator as what DataLoader takes for a sampler."""
+    """Makes an iterator look like a sampler to DataLoader."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
@@ -113,18 +126,8 @@ class _Once:
 class ShardedBatches(IterableDataset[Loaded]):
     """Batches of a stream. Process w of W reads shard index·W + w of count·W."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        batch_size: int,
-        seed: int,
-        shard: tuple[int, int],
-        drop_last: bool,
-        reshuffle: bool,
-        options: WorkerOptions,
-    ) -> None:
-        self._stream, self._batch_size, self._seed, self._shard = stream, batch_size, seed, shard
-        self._drop_last, self._reshuffle, self._options = drop_last, reshuffle, options
+    def __init__(self, stream: Stream, plan: FeedPlan, reshuffle: bool) -> None:
+        self._stream, self._plan, self._reshuffle = stream, plan, reshuffle
         self._epoch = 0
         self._turns: State | None = None
         self._loader: DataLoader[Loaded] | None = None
@@ -132,7 +135,7 @@ class ShardedBatches(IterableDataset[Loaded]):
     def load(self, epoch: int, turns: State) -> Iterator[Loaded]:
         """Go on from the state of each reader, beginning with the one whose turn it is."""
         self._epoch, self._turns = epoch, turns
-        loader = self._options.loader(self, None)
+        loader = self._plan.options.loader(self, None)
         batches = _start(loader)
         self._loader = loader  # only now: a process that is spawned gets a copy of this object
         return batches
@@ -146,7 +149,7 @@ class ShardedBatches(IterableDataset[Loaded]):
         self._loader = None
 
     def __iter__(self) -> Iterator[Loaded]:
-        """In the process: one epoch. DataLoader asks again for each epoch when processes outlive it."""
+        """One epoch, read in a loading process. DataLoader calls this again for each epoch if the processes outlive it."""
         info = get_worker_info()
         assert info is not None
         count = info.num_workers
@@ -157,10 +160,11 @@ class ShardedBatches(IterableDataset[Loaded]):
 
     def _batches(self, worker: int, count: int, epoch: int, state: State | None) -> Iterator[Loaded]:
         try:
-            shard = (self._shard[0] * count + worker, self._shard[1] * count)
-            reader = self._stream.read(shard=shard, seed=self._seed, epoch=epoch if self._reshuffle else 0, state=state)
-            while samples := list(islice(reader, self._batch_size)):
-                if self._drop_last and len(samples) < self._batch_size:
+            plan = self._plan
+            shard = (plan.shard[0] * count + worker, plan.shard[1] * count)
+            reader = self._stream.read(shard=shard, seed=plan.seed, epoch=epoch if self._reshuffle else 0, state=state)
+            while samples := list(islice(reader, plan.batch_size)):
+                if plan.drop_last and len(samples) < plan.batch_size:
                     return
                 yield Loaded(self._stream.collate(samples), worker, reader.state_dict())
         except ShoalError as error:

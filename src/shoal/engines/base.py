@@ -64,7 +64,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _forget(self) -> None:
-        """Before the batches of a step: no gradients."""
+        """Clear the gradients before the batches of a step."""
 
     @abstractmethod
     def _backward(self, value: Tensor, player: str, last: bool) -> None:
@@ -72,7 +72,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _gather(self, player: str) -> None:
-        """A network's gradients are complete."""
+        """Called when a network's gradients are complete."""
 
     @abstractmethod
     def _norm(self, player: str) -> Tensor:
@@ -91,8 +91,8 @@ class Engine(ABC):
         """Every trained parameter, whole, in the order of `vector`. Where they are sharded, every process must go through all of them."""
 
     @abstractmethod
-    def take(self, wholes: Iterable[Tensor]) -> None:
-        """Take over what `wholes` gives, wherever it came from."""
+    def load_wholes(self, wholes: Iterable[Tensor]) -> None:
+        """Set every trained parameter to a tensor of `wholes`, in that order."""
 
     @abstractmethod
     def apply(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
-        """Take over one whole tensor."""
+        """Set a parameter or buffer of this engine to a whole tensor."""
 
     @abstractmethod
     def _moments(self, player: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Engine(ABC):
 
     @property
     def gradient(self) -> Tensor:
-        """Their gradients, likewise."""
+        """All networks' gradients end to end, as `vector` has the weights."""
         return torch.cat([slope.flatten() for slope in self.slopes()])
 
     def slopes(self) -> Iterator[Tensor]:
@@ -146,7 +146,7 @@ class Engine(ABC):
         return StepResult(metrics, weighing.total, weighing.samples)
 
     def _lead(self, player: str) -> None:
-        """A network's gradient is there, and another's is next: the place to go where the first will be by then."""
+        """Called between the gradients of two networks: an engine may move the first network to where its next weights will be."""
         return
 
     def _weigh(self, batches: list[Batch]) -> Weighing:
@@ -164,7 +164,7 @@ class Engine(ABC):
             yield player
 
     def _filled(self, batch: Batch) -> Batch:
-        """A process without a share of a last small batch computes along with a sample that counts nothing: the others wait for it."""
+        """Give a process without a share of the last small batch a sample that counts nothing: the others wait for it to compute."""
         if length(batch):
             self._spare = batch
             return batch
@@ -224,7 +224,7 @@ class Engine(ABC):
         return metrics
 
     def forget_past(self) -> None:
-        """Start the optimizers' memories over: a number in them that is not finite would stay for ever."""
+        """Reset the optimizers' states: a number in them that is not finite would stay for ever."""
         for optimizer in self.optimizers.values():
             optimizer.state.clear()
 
@@ -286,7 +286,7 @@ class Engine(ABC):
         figure = "gradient_norm" if len(self.layouts) == 1 else f"{name}_gradient_norm"
         metrics[figure] = norm if self.world.size == 1 else norm / self.world.size
 
-    # --- what to tell ------------------------------------------------------------------------------
+    # --- what to record ----------------------------------------------------------------------------
 
     def figures(self) -> dict[str, float]:
         """What to record besides the losses."""
@@ -329,7 +329,7 @@ class Engine(ABC):
             metrics = self.task.evaluate(self.on_device(batch) for batch in batches)
         for player in self.task.players.values():
             player.train()
-        return dict(zip(metrics, self.world.of_first(list(metrics.values())), strict=True))
+        return dict(zip(metrics, self.world.broadcast_numbers(list(metrics.values())), strict=True))
 
     @abstractmethod
     def finite(self) -> bool: ...

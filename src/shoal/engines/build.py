@@ -18,7 +18,7 @@ OF_SEVERAL = {"ddp": "DdpEngine", "fsdp": "FsdpEngine", "deepspeed": "DeepSpeedE
 
 
 def build(run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> Engine:
-    """The engine that `run.engine` asks for; where workers meet in collectives alone, all of them at once."""
+    """The engine that `run.engine` asks for. Where the transport is `collectives`, one engine stands for all workers."""
     if run.transport.kind == "collectives":
         return Replicas(run, task, device, total_steps, world)
     if run.engine.kind not in OF_SEVERAL:

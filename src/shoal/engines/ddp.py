@@ -75,7 +75,7 @@ class Reducer:
         self._waiting, self._next, self._active = [len(indices) for indices in self.pieces], 0, True
         try:
             yield
-            while self._next < len(self.pieces):  # what the loss does not depend on
+            while self._next < len(self.pieces):  # pieces of parameters that the loss does not depend on
                 self._send()
         finally:
             self._active = False

@@ -132,7 +132,7 @@ class DeepSpeedEngine(Engine):
         for parameter in self.trained.values():
             yield self._master(parameter)
 
-    def take(self, wholes: Iterable[Tensor]) -> None:
+    def load_wholes(self, wholes: Iterable[Tensor]) -> None:
         with torch.no_grad():
             for parameter, value in zip(self.trained.values(), wholes, strict=True):
                 self._replace(parameter, value)

@@ -31,7 +31,7 @@ from shoal.tasks import Task
 from shoal.updates.layout import Layout
 
 _ENTRANCES = ("hidden", "next_logits")
-"""Ways into a model besides its `forward`."""
+"""Methods of a model that compute, besides `forward`: sharded parameters must be gathered for these too."""
 
 
 class FsdpEngine(Engine):
@@ -108,7 +108,7 @@ class FsdpEngine(Engine):
         for name, row in self.rows.items():
             yield self._whole(as_shard(row.detach().to(self.device), self.parameters[name].shape, self.mesh))
 
-    def take(self, wholes: Iterable[Tensor]) -> None:
+    def load_wholes(self, wholes: Iterable[Tensor]) -> None:
         with torch.no_grad():
             for row, value in zip(self.rows.values(), wholes, strict=True):
                 row.copy_(part_of(value, self.mesh))
@@ -127,7 +127,7 @@ class FsdpEngine(Engine):
     def weights(self) -> dict[str, Tensor]:
         for module in self.task.players["model"].modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation leaves some gathered
+                module.reshard()  # an evaluation leaves some parameters gathered
         return {f"model.{name}": value for name, value in tensors_of(self.task.players["model"])}
 
     def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
@@ -157,7 +157,7 @@ def _check(run: Run, task: Task, optimizer: str, device: torch.device) -> None:
 
 
 def refuse_several(run: Run, task: Task) -> None:
-    """Engines that shard see one network, and no statistics: a GAN is trained whole."""
+    """Refuse tasks with several networks, or with BatchNorm: engines that shard support neither."""
     if list(task.players) != ["model"]:
         raise ShoalError(f"engine.kind: {run.engine.kind} shards one network, and the task {run.task} has {len(task.players)}: take ddp")
     if any(True for _ in statistics(task.players["model"])):
@@ -175,7 +175,7 @@ def _shard(model: nn.Module, run: Run, mesh: Any) -> None:
     }
     for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=run.engine.reshard_after_forward, **settings)
-    fully_shard(model, reshard_after_forward=False, **settings)  # its own are used from the first to the last
+    fully_shard(model, reshard_after_forward=False, **settings)  # what is outside the blocks is used all the time
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

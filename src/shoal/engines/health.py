@@ -27,7 +27,7 @@ class HealthMonitor:
         return settings.initial_clip_value + (settings.final_clip_value - settings.initial_clip_value) * risen
 
     def observe(self, norm: float) -> bool:
-        """May this step be taken?"""
+        """Whether a step with this gradient norm may be taken."""
         if not math.isfinite(norm):
             self.skipped += 1
             self.skipped_in_a_row += 1

@@ -1,6 +1,6 @@
 """An engine of several processes as one worker among many: the first process speaks for all, and the others do as it says.
 
-What it says is an order and three numbers, and where weights come with it, those. Nobody but the first knows of a coordinator.
+It sends the others an order and three numbers, and the weights where an order needs them. Only the first process knows of a coordinator.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Rank:
 
     def load(self, vector: Tensor | None) -> None:
         """All networks' weights, which the first process has."""
-        self.engine.take(self._shared(vector))
+        self.engine.load_wholes(self._shared(vector))
 
     def _shared(self, vector: Tensor | None) -> Iterator[Tensor]:
         """Parameter by parameter, so that nobody but the first needs room for all."""
@@ -89,12 +89,12 @@ class Rank:
         for layout in self.engine.layouts.values():
             for slot in layout.slots:
                 there = torch.empty(slot.size) if vector is None else vector[at : at + slot.size]
-                yield self.crew.share(there).view(slot.shape)
+                yield self.crew.broadcast(there).view(slot.shape)
                 at += slot.size
 
     def load_buffers(self, values: Tensor) -> None:
         assert isinstance(self.engine, SingleEngine)
-        self.engine.load_buffers(self.crew.share(values))
+        self.engine.load_buffers(self.crew.broadcast(values))
 
 
 class Follower(Rank):
@@ -103,14 +103,14 @@ class Follower(Rank):
     feed: Feed | None = None
 
     def work(self) -> None:
-        """Do as the first says, until it says leave."""
+        """Carry out the first process's orders until it orders to leave."""
         while (order := self._hear())[0] != Order.LEAVE:
             self._obey(*order)
         if self.feed is not None:
             self.feed.close()
 
     def _hear(self) -> tuple[int, float, float, float]:
-        order, first, second, third = self.crew.of_first([0.0] * 4)
+        order, first, second, third = self.crew.broadcast_numbers([0.0] * 4)
         return int(order), first, second, third
 
     def _obey(self, order: int, first: float, second: float, third: float) -> None:
@@ -159,25 +159,25 @@ class Island(Rank):
     def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: Keepsakes) -> None:
         super().__init__(engine, feed_for, keepsakes)
         self.world = World()
-        """Towards the loop: one process."""
+        """The worker's loop sees one process."""
         self.device, self.layouts = engine.device, engine.layouts
         self._vector, self._gradient = torch.empty(engine.size), torch.empty(engine.size)
         self._moved = True
-        """The weights have moved since they were gathered."""
+        """Whether the weights have moved since they were gathered."""
         self._stride = 1
         """Steps that the processes take by themselves before they look up."""
 
     def _say(self, order: Order, *numbers: float) -> None:
-        self.crew.of_first([float(order), *numbers, *[0.0] * (3 - len(numbers))])
+        self.crew.broadcast_numbers([float(order), *numbers, *[0.0] * (3 - len(numbers))])
 
     def leave(self) -> None:
-        """Nothing more to do, for all of them."""
+        """Order all processes to leave."""
         self._say(Order.LEAVE)
 
     # --- the data ----------------------------------------------------------------------------------
 
     def sit(self, seat: int, epoch: int, position: int) -> Shared:
-        """Take a place at the data, all of them."""
+        """Let all processes take their parts of a seat at the data."""
         self._say(Order.SIT, seat, epoch, position)
         return Shared(self.feed_for(seat, epoch, position), self.crew.size)
 
@@ -212,7 +212,7 @@ class Island(Rank):
         return self.counted(self.engine.gradients(batches))
 
     def expect(self, moved: Tensor) -> None:
-        """All networks' gradients are taken at the weights that are there."""
+        """Ignored: an island takes all networks' gradients at the weights that it has."""
 
     def gradients_by_sample(self, batches: list[Batch], limit: float) -> StepResult:
         raise ShoalError("updates.privacy.unit: samples are clipped one by one in a single process: set engine.kind=single")
@@ -237,7 +237,7 @@ class Island(Rank):
 
     @property
     def vector(self) -> Tensor:
-        """In main memory. Who writes into it says so with `changed`."""
+        """All weights, in main memory. A caller that writes into it must call `changed`."""
         if self._moved:
             self._say(Order.GATHER)
             _fill(self._vector, self.engine.wholes())

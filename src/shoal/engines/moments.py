@@ -60,13 +60,13 @@ def load_parameters(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor
 
 
 def _load(optimizer: torch.optim.Optimizer, states: dict[Tensor, State]) -> None:
-    """Through torch's own way, which takes care of types and devices. Settings stay as they are now."""
+    """Load states with torch's own method, which converts types and devices. The optimizer's settings stay as they are."""
     for part in optimizer.parts if isinstance(optimizer, Together) else (optimizer,):
         order = [parameter for group in part.param_groups for parameter in group["params"]]
         groups = part.state_dict()["param_groups"]
         part.load_state_dict({"state": {i: states[one] for i, one in enumerate(order) if one in states}, "param_groups": groups})
     if isinstance(optimizer, Together):
-        optimizer.take_groups()
+        optimizer.share_groups()
 
 
 def packed(shared: State, moments: dict[str, State], optimizer: torch.optim.Optimizer) -> State:

@@ -110,10 +110,10 @@ class Together(torch.optim.Optimizer):
     def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
         self.parts = (first, second)
         super().__init__([parameter for part in self.parts for group in part.param_groups for parameter in group["params"]], {})
-        self.take_groups()
+        self.share_groups()
 
-    def take_groups(self) -> None:
-        """Whoever sets a learning rate sets it in both. To be called again when one of the two has loaded a state."""
+    def share_groups(self) -> None:
+        """Show the groups of both optimizers, so that a learning rate is set in both. Call it again after one has loaded a state."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

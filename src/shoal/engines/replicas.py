@@ -27,7 +27,7 @@ class Replicas(SingleEngine):
         super().__init__(run, task, device, total_steps)
         self._crew = world
         self._weight = 0
-        """What it has learned from since the weights were last told."""
+        """Samples or tokens that this process has learned from since the mean was last taken."""
         self._figures: dict[str, Tensor] = {}
 
     @property
@@ -35,7 +35,7 @@ class Replicas(SingleEngine):
         return self._crew
 
     def step(self, batches: list[Batch]) -> StepResult:
-        """One that has no share of a last small batch goes on without a step; the others wait for its figures alone."""
+        """A process without a share of the last small batch takes no step; the others wait only for its figures."""
         there = [batch for batch in batches if length(batch)]
         if there:
             result = super().step(there)

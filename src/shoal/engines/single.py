@@ -57,7 +57,7 @@ class SingleEngine(Engine):
             for _, value in network.layout.views(network.vector):
                 yield value
 
-    def take(self, wholes: Iterable[Tensor]) -> None:
+    def load_wholes(self, wholes: Iterable[Tensor]) -> None:
         for own, value in zip(self._own(), wholes, strict=True):
             own.copy_(value)
 

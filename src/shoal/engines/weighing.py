@@ -30,7 +30,7 @@ class Weighing:
         return int(self._known()[1])
 
     def share(self, number: int) -> float:
-        """Of a batch of this process."""
+        """The share of one of this process's batches in all that counts."""
         return self._counts[number] / self.total
 
 

@@ -16,31 +16,31 @@ from shoal.config.ranks import Place
 from shoal.errors import ShoalError
 
 _MEET_S = 120.0
-"""How long to wait for all to be there."""
+"""How long a process waits for all others to start."""
 _SILENCE = timedelta(days=2)
-"""How long one may wait for word from another: an island waits for its coordinator. That another is gone is noticed at once."""
+"""How long a process waits for a message of another: an island waits for its coordinator. A dead process is noticed at once."""
 Result = TypeVar("Result")
 
 
 class World:
-    """This process and the others. One alone has nobody to talk to, and all of this costs it nothing."""
+    """This process and the others it steps with. For a process alone all methods return at once."""
 
     def __init__(self, rank: int = 0, size: int = 1, talk: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = rank, size
         self.talk = talk
-        """For small things in main memory; gradients go through the default group, which on GPUs is NCCL's."""
+        """The group for small tensors in main memory; gradients go through the default group, which on GPUs is NCCL's."""
         self.leaving = False
-        """This process has been asked to stop."""
+        """Whether this process has been asked to stop."""
         self.all_leave = False
-        """One of them has, and all know: they stop after the same step."""
+        """Whether any process has been asked to stop. All know it, and stop after the same step."""
 
     @property
     def first(self) -> bool:
-        """This one speaks for all: it prints, records, and writes."""
+        """Whether this is the first process, which prints, records and writes for all."""
         return self.rank == 0
 
     def begin_sum(self, numbers: list[float]) -> Sum:
-        """Add up numbers over all processes, beside the computing."""
+        """Begin to add up numbers over all processes, while this process goes on computing."""
         if self.size == 1:
             return Sum(numbers)
         values = torch.tensor(numbers, dtype=torch.float64)
@@ -58,16 +58,16 @@ class World:
     def any(self, flag: bool) -> bool:
         return self.begin_sum([float(flag)]).wait()[0] > 0 if self.size > 1 else flag
 
-    def of_first(self, numbers: list[float]) -> list[float]:
-        """The first process's numbers."""
+    def broadcast_numbers(self, numbers: list[float]) -> list[float]:
+        """The first process's numbers, in all processes."""
         if self.size == 1:
             return numbers
         values = torch.tensor(numbers, dtype=torch.float64)
         dist.broadcast(values, 0, group=self.talk)
         return list(values.tolist())
 
-    def told(self, text: str) -> str:
-        """What the first process says."""
+    def broadcast_text(self, text: str) -> str:
+        """The first process's text, in all processes."""
         if self.size == 1:
             return text
         written = text.encode()
@@ -79,14 +79,14 @@ class World:
         dist.broadcast(letters, 0, group=self.talk)
         return bytes(letters[:-1].tolist()).decode()
 
-    def share(self, values: Tensor) -> Tensor:
-        """The first process's tensor; the others give one of its size, which is filled."""
+    def broadcast(self, values: Tensor) -> Tensor:
+        """The first process's tensor, in all processes; the others pass a tensor of its size, which is filled."""
         if self.size > 1:
             dist.broadcast(values, 0, group=self.talk)
         return values
 
     def each(self, own: Tensor) -> list[Tensor]:
-        """Everybody's tensor of the same size, in the order of the ranks."""
+        """The tensors of all processes, which have the same size, in the order of the ranks."""
         if self.size == 1:
             return [own]
         found = [torch.empty_like(own) for _ in range(self.size)]
@@ -94,12 +94,12 @@ class World:
         return found
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until all processes have called this."""
         if self.size > 1:
             dist.barrier(group=self.talk)
 
     def close(self) -> None:
-        """Leave together. Without this order processes abort at their end now and then, after all went well."""
+        """Leave together, in this order: otherwise processes now and then abort at exit, after a run that went well."""
         if self.talk is not None:
             gc.collect()
             self.wait()
@@ -108,7 +108,7 @@ class World:
 
 
 class Sum:
-    """A sum that is on its way."""
+    """A sum over all processes that has begun."""
 
     def __init__(self, values: Tensor | list[float], work: dist.Work | None = None) -> None:
         self._values, self._work = values, work
@@ -120,14 +120,14 @@ class Sum:
 
 
 class Meeting:
-    """Where the processes of an engine find each other, before they are a world: the first may leave word there for the others."""
+    """Where the processes of an engine find each other. The first may leave messages there for the others before they begin."""
 
     def __init__(self, here: Place) -> None:
         self.here = here
         self.store = self._found(lambda: _store(here))
 
     def say(self, name: str, word: str | bytes) -> None:
-        """Leave word for others, under a name."""
+        """Leave a message for others, under a name."""
         self.store.set_timeout(timedelta(seconds=_MEET_S))
         self._found(lambda: self.store.set(name, word))  # type: ignore[arg-type]
 
@@ -174,5 +174,5 @@ def _store(here: Place) -> Store:
 
 
 def lost(error: Exception) -> bool:
-    """Does an error only say that another process is gone?"""
+    """Whether an error only says that another process is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -36,9 +36,9 @@ def library(device: torch.device) -> Any:
     """DeepSpeed, for this device. Raises ShoalError where it is not installed."""
     if find_spec("deepspeed") is None:
         raise ShoalError("engine.kind deepspeed needs DeepSpeed: pip install 'shoal[deepspeed]'")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of calls that DeepSpeed makes
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # about calls inside DeepSpeed
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it talks while it is imported
+    logging.disable(logging.WARNING)  # DeepSpeed logs while it is imported
     import deepspeed
 
     backend: Any = import_module("deepspeed.comm.torch")

@@ -50,7 +50,7 @@ def _remove(folder: Path) -> None:
 
 
 def leave_nothing() -> None:
-    """Before a process ends without further ado."""
+    """Remove this process's folders before it ends without running its exit handlers."""
     for scratch in tuple(_open):
         scratch.close()
 
@@ -67,7 +67,7 @@ class Window:
             zero._swappable_optimizer_subgroup = lambda number: number != self.open and self._on_disk(number)
 
     def show(self, parameter: Any) -> None:
-        """Have what belongs to a parameter in memory."""
+        """Load the group that a parameter belongs to into memory."""
         if self._on_disk is None:
             return
         number, *_ = self.zero.grad_position[self.zero.get_param_id(parameter)]

@@ -2,8 +2,8 @@
 
 Where an engine is one process, each of them is a worker; where it spans several, those of a machine are (or of as many machines as
 `launch.nodes` says); where workers meet in collectives, all of them are one to the coordinator. All they know of each other is what
-torchrun's variables say; the rest they hear from the first one, in torchrun's own store. How often torchrun has started them again is not
-the same on all machines, so nothing goes by that: who starts asks under a number that it has made up, and is answered under that.
+torchrun's variables say; the first process tells them the rest, in torchrun's own store. The count of torchrun's restarts differs between
+machines, so it is not used: each process asks under a random number of its own, and is answered under that number.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Fleet:
         self.name = names_for(self.workers, run.cluster.workers)[self.group]
         self.number = next(_RUNS)
         self.start = ""
-        """What tells this start from those before it: all have heard the same."""
+        """A name for this start of all processes, which tells it from earlier ones. The first process chooses it and the others hear it."""
         self.meeting = Meeting(here._replace(group="fleet"))
 
     def _per_worker(self) -> int:
@@ -88,17 +88,17 @@ class Fleet:
         return self.meeting.word(f"begun {self.number}")
 
     def announce(self, invitation: Invitation, folder: Path) -> LocalWorkers:
-        """Tell the others whom to join, and where the run's folder is. What this process does for it besides is returned."""
+        """Tell the other processes whom to join, and where the run's folder is; the worker that this process itself starts."""
         address, self.start = parse(invitation.address), secrets.token_hex(4)
         if self.machines > 1:
             address = address._replace(host=self.here.address)
         self.meeting.say(f"begun {self.number}", str(folder.absolute()))
-        told = json.dumps([self.start, str(address), *invitation[1:], str(folder.absolute())])
-        threading.Thread(target=self._answer, args=(told,), name="fleet", daemon=True).start()
+        answer = json.dumps([self.start, str(address), *invitation[1:], str(folder.absolute())])
+        threading.Thread(target=self._answer, args=(answer,), name="fleet", daemon=True).start()
         return self._worker(invitation, folder)
 
-    def _answer(self, told: str) -> None:
-        """Answer everybody who asks, until all have heard it. Who was killed has not, or has heard of an earlier start."""
+    def _answer(self, answer: str) -> None:
+        """Answer every process that asks, until all have heard the answer. A process that was killed asks again."""
         meeting, missing = Meeting(self.here._replace(group="fleet", hosted=True)), set(range(1, self.here.size))
         while missing:
             for rank in tuple(missing):
@@ -108,11 +108,11 @@ class Fleet:
                 if meeting.word(f"heard {asked}") == self.start:
                     missing.remove(rank)
                 else:
-                    meeting.say(f"answer {asked}", told)
+                    meeting.say(f"answer {asked}", answer)
             time.sleep(_LOOK_S)
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Tell the others what came of it, and wait a little until they have heard."""
+        """Tell the other processes the run's summary, and wait a little until they have heard it."""
         self.meeting.say(f"summary {self.start}", json.dumps(summary))
         until = time.monotonic() + _GOODBYE_S
         while time.monotonic() < until and any(self.meeting.word(f"told {self.start} {rank}") is None for rank in range(1, self.here.size)):
@@ -120,19 +120,19 @@ class Fleet:
 
     # --- the others --------------------------------------------------------------------------------
 
-    def work(self, tell: Callable[[str], None]) -> None:
-        """Until the run is over. Raises ShoalError where the worker cannot go on."""
+    def work(self, notify: Callable[[str], None]) -> None:
+        """Keep this process's worker running until the run is over. Raises ShoalError if the worker cannot go on."""
         started = self._worker(*self.ask())
         try:
             started.start()
             while not started.ended:
-                started.look_after(tell)
+                started.look_after(notify)
                 time.sleep(_LOOK_S)
         finally:
             started.close()
 
     def ask(self) -> tuple[Invitation, Path]:
-        """Whom to join, and where the run's folder is. Raises ShoalError where nobody says."""
+        """Whom to join, and where the run's folder is. Raises ShoalError if the first process does not answer."""
         asked = secrets.token_hex(8)
         self.meeting.say(f"hello {self.number} {self.here.rank}", asked)
         self.start, address, token, key, folder = json.loads(self.meeting.hear(f"answer {asked}", _PATIENCE_S))
@@ -148,8 +148,8 @@ class Fleet:
     # --- all ---------------------------------------------------------------------------------------
 
     def _worker(self, invitation: Invitation, folder: Path) -> LocalWorkers:
-        """The process that computes here. Those of an island start again together, which is torchrun's to do."""
-        told, gpus, several = invitation._asdict(), gpus_of(self.run), of_several(self.run)
+        """The worker process of this machine. The processes of an island are not started again here: torchrun starts them all together."""
+        invited, gpus, several = invitation._asdict(), gpus_of(self.run), of_several(self.run)
         environ = dict(os.environ)
         if several:
             here = self.here._replace(rank=self.rank, size=self.per_worker, hosted=True, group=f"{self.start} {self.group}")
@@ -158,4 +158,4 @@ class Fleet:
             environ = without_place(environ)
             gpus = gpus[self.here.local_rank % len(gpus) :][:1] if gpus else []
         log = f"{self.name}-{self.rank}" if several else self.name
-        return LocalWorkers(folder / "workers", told, {self.name: ()}, gpus, environ=environ, again=not several, log=log)
+        return LocalWorkers(folder / "workers", invited, {self.name: ()}, gpus, environ=environ, again=not several, log=log)

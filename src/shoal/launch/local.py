@@ -1,4 +1,4 @@
-"""Worker processes on this machine: started, watched, started again, and gone with the one who started them.
+"""Worker processes on this machine. They are started, watched and started again, and they end with the process that started them.
 
 A worker gets its secrets through its standard input, where no other user sees them, and leaves when that is closed: whatever happens to
 the process that started it, no worker is left behind.
@@ -19,7 +19,7 @@ from shoal.config import Run
 from shoal.errors import ShoalError
 
 MOST_FAILURES = 3
-"""Ends in a row with an error of its own before a worker is given up; one that somebody killed is always started again."""
+"""Failures in a row after which a worker is given up. A worker that was killed is always started again."""
 _USER_ERROR = 2
 _PAUSE_S, _LASTED_S = 1.0, 10.0
 
@@ -79,7 +79,7 @@ class LocalWorkers:
         again: bool = True,
         log: str = "",
     ) -> None:
-        """`environ`: where theirs is not that of this process. `again`: start again what died. `log`: a name of its own for the log."""
+        """`environ`: the workers' environment, if not this process's. `again`: start dead workers again. `log`: another name for it."""
         self.folder, self.invitation, self.gpus = folder, dict(invitation), gpus
         self.environ, self.again, self._log = environ, again, log
         self.workers = [LocalWorker(name, arguments) for name, arguments in workers.items()]
@@ -101,18 +101,18 @@ class LocalWorkers:
         try:
             stdin.write(json.dumps(self.invitation).encode() + b"\n")
             stdin.flush()
-        except OSError:  # it has ended already; `look_after` will see it
+        except OSError:  # the process has ended already, and `look_after` will notice
             pass
 
     def _threads(self) -> dict[str, str]:
-        """As many threads for each as there are cores to share: more would only be in each other's way."""
+        """The workers share the cores: with more threads than cores they would slow each other down."""
         if "OMP_NUM_THREADS" in os.environ:
             return {}
         size, _ = self.invitation.get("crew") or (1, True)
         return {"OMP_NUM_THREADS": str(fair_threads(size * len(self.workers))), "OMP_WAIT_POLICY": "PASSIVE"}
 
     def _devices(self, worker: LocalWorker) -> dict[str, str]:
-        """GPUs of its own, or one that it shares where there are fewer than workers."""
+        """The GPUs that a worker sees: some of its own, or a shared one if there are fewer GPUs than workers."""
         if not self.gpus:
             return {}
         number, each = self.workers.index(worker), len(self.gpus) // len(self.workers)
@@ -124,39 +124,39 @@ class LocalWorkers:
 
     @property
     def ended(self) -> bool:
-        """Whether all have done what there was to do."""
+        """Whether all workers have finished their work."""
         return all(worker.process is not None and worker.process.poll() == 0 for worker in self.workers)
 
-    def look_after(self, tell: Callable[[str], None], lost: Callable[[str], None] = lambda name: None) -> None:
-        """Start again what died, and tell of it. A worker that says why it cannot work is not asked again. Raises ShoalError when none is
-        left."""
+    def look_after(self, notify: Callable[[str], None], lost: Callable[[str], None] = lambda name: None) -> None:
+        """Start workers again that died, and report it. A worker that says why it cannot work is not started again. Raises ShoalError when
+        none is left."""
         for worker in self.workers:
             if worker.process is None or worker.failed or worker.process.poll() in (None, 0):
                 continue
             if not worker.restart_at:
                 lost(worker.name)
-                self._ended(worker, worker.process.returncode, tell)
+                self._ended(worker, worker.process.returncode, notify)
             if worker.restart_at and time.monotonic() >= worker.restart_at:
                 worker.restart_at = 0.0
                 self._start(worker)
         if self.workers and all(worker.failed for worker in self.workers):
             raise ShoalError(f"no worker is left: {self.workers[0].failed}")
 
-    def _ended(self, worker: LocalWorker, code: int, tell: Callable[[str], None]) -> None:
+    def _ended(self, worker: LocalWorker, code: int, notify: Callable[[str], None]) -> None:
         last = last_line(self.log(worker))
         worker.failures = worker.failures + 1 if code > 0 else 0
         if code == _USER_ERROR or worker.failures >= MOST_FAILURES:
             worker.failed = f"{worker.name}: {last.removeprefix('error: ')}"
-            tell(f"warning: {worker.name} cannot work: {last} (see {self.log(worker)})")
+            notify(f"warning: {worker.name} cannot work: {last} (see {self.log(worker)})")
             return
         worker.restart_at = time.monotonic() + pause_s(time.monotonic() - worker.started_at)
         how = f"was killed (signal {-code})" if code < 0 else f"ended with code {code}: {last}"
         if not self.again:
             raise ShoalError(f"a process of {worker.name} {how}")
-        tell(f"warning: {worker.name} {how}; starting it again")
+        notify(f"warning: {worker.name} {how}; starting it again")
 
     def close(self, patience_s: float = 10.0) -> None:
-        """Let them go, and see that they do."""
+        """Ask the workers to leave; those that do not leave in time are ended."""
         for worker in self.workers:
             if worker.process is not None and worker.process.stdin is not None:
                 worker.process.stdin.close()
@@ -172,6 +172,6 @@ class LocalWorkers:
 
 
 def last_line(path: Path) -> str:
-    """What a process said last."""
+    """The last line that a process printed."""
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
     return lines[-1] if lines else "it said nothing"

@@ -4,8 +4,8 @@ postgres/       its data
 postgres.json   its address and password, so that a run that is resumed has the same
 postgres.log    what it said
 
-What was committed survives `kill -9` of the server: nothing of its durability is traded for speed. Whoever starts it owns it: when the
-owner ends, in whatever way, the server ends too (see postgres_keeper.py).
+What was committed survives `kill -9` of the server: nothing of its durability is traded for speed. The process that starts it owns it:
+when the owner ends, in whatever way, the server ends too (see postgres_keeper.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _START_S = 120.0
 _STOP_S = 60.0
 _PASSING_S = 10.0
 _PASSING = ("is still in use", "already exists", "could not bind")
-"""What a server complains of while the one before it is still going."""
+"""What a server complains of while an earlier one is still shutting down."""
 
 
 class EmbeddedPostgres:
@@ -58,7 +58,7 @@ class EmbeddedPostgres:
 
     @property
     def access(self) -> Access:
-        """The way in from this machine, as the database's owner. Other machines need roles of their own."""
+        """How to connect from this machine, as the database's owner. Other machines need roles of their own."""
         return self._memory.access
 
     @property
@@ -87,7 +87,7 @@ class EmbeddedPostgres:
         except OSError as error:
             raise ShoalError(f"cannot make {self.folder} for the run's database: {error.strerror}") from None
         programs = programs_for(self.data)
-        import_module("shoal.transports.postgres.access")  # which says what is missing, before anything is begun
+        import_module("shoal.transports.postgres.access")  # raises ShoalError if the driver is missing, before anything is started
         known = Memory.of(self.folder)
         refuse_a_second_owner(self.folder, known)
         if known is not None and is_made(self.data) and known.user != self._memory.user:
@@ -96,7 +96,7 @@ class EmbeddedPostgres:
             )
         end_what_was_left(self.data)
         self._memory = self._memory._replace(password=self._present_password(known), port=self._free_port(known), owner=ourselves())
-        self._memory.save(self.folder)  # before there is anything that only this password opens
+        self._memory.save(self.folder)  # first of all: without it nobody could open the database
         try:
             if is_made(self.data):
                 check_release(programs)
@@ -128,7 +128,7 @@ class EmbeddedPostgres:
     # --- on the way there --------------------------------------------------------------------------
 
     def _present_password(self, known: Memory | None) -> str:
-        """The one the server has now; `_open` changes it where another is wanted."""
+        """The password that the server has now; `_open` changes it if another one is wanted."""
         if known is not None and is_made(self.data):
             return known.password
         if self._password:
@@ -138,11 +138,11 @@ class EmbeddedPostgres:
         return secrets.token_urlsafe(24)
 
     def _free_port(self, known: Memory | None) -> int:
-        """The port that is wanted, else the one that is known, else any."""
+        """The port that was asked for, else the one of the last start, else any free one."""
         host, wanted = self._memory.host, self._port or (known.port if known else 0)
         port = free_port(host, wanted)
         if port is None and not self._port and is_loopback(host):
-            port = free_port(host)  # nobody on other machines has been told
+            port = free_port(host)  # no other machine has been told the old port
         if port is None:
             raise ShoalError(f"port {wanted} of {bracketed(host)} is taken: end what uses it, or choose another with transport.port")
         return port
@@ -172,7 +172,7 @@ class EmbeddedPostgres:
         return False
 
     def _let_go(self) -> None:
-        """See the keeper off: it shuts the server down when its input is closed."""
+        """Close the keeper's input and wait: it then shuts the server down."""
         if self._keeper is None:
             return
         assert self._keeper.stdin is not None
@@ -192,7 +192,7 @@ class EmbeddedPostgres:
             maintenance = self.access._replace(database="postgres")
             try:
                 connection = connect(maintenance)
-            except ShoalError:  # changed already, by a run that was killed before it could write that down
+            except ShoalError:  # a run that was killed changed the password before it could save it
                 connection = connect(maintenance._replace(password=wanted))
             with connection:
                 set_password(connection, self._memory.user, wanted)
@@ -217,7 +217,7 @@ def database_of(folder: Path) -> Iterator[tuple[Access, str]]:
 
 
 def _start_keeper(programs: Programs, command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C at the terminal is for the run, which still needs its database to stop properly."""
+    """Start the keeper in a session of its own: Ctrl-C at the terminal must reach the run only, which still needs its database to stop."""
     order = {"command": command, "cwd": str(programs.data), "user": programs.user}
     order["stop"] = programs.command("pg_ctl", "stop", "--mode", "fast")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
@@ -238,7 +238,7 @@ def _start_keeper(programs: Programs, command: list[str], log: Path) -> subproce
 
 
 def _complaint(log: Path, start: int) -> str:
-    """What a server that did not start said since: what was fatal, else its last line."""
+    """Why a server did not start: the fatal error in its log since `start`, else the last line."""
     lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() if log.exists() else []
     fatal = [line for line in lines if "FATAL:" in line]
     line = (fatal or lines or ["it said nothing"])[-1]

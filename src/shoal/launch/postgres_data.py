@@ -1,4 +1,4 @@
-"""The folder of PostgreSQL's data: made once, settled before each start, and left by nobody's server."""
+"""The folder of PostgreSQL's data: it is made once, configured before each start, and cleared of a dead owner's server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SETTINGS = {
     "wal_compression": "off",  # gradients do not shrink, and to try takes longer than to write
     "wal_level": "minimal",  # nobody replicates a run's database
     "max_wal_senders": "0",
-    "synchronous_commit": "on",  # who was told "accepted" can rely on it, though the server is killed a moment later
+    "synchronous_commit": "on",  # a worker that was answered "accepted" can rely on it, even if the server is killed a moment later
     "jit": "off",  # all queries are short
     "max_parallel_workers_per_gather": "0",  # containers have little shared memory
     "autovacuum_naptime": "10s",  # units come and go quickly
@@ -35,7 +35,7 @@ _SETTINGS = {
 _BUFFERS_MB = (128, 1024)
 """What the server keeps in memory, at least and at most: a sixteenth of what the machine has. A round's gradients should fit."""
 _LEFT_S = 5.0
-"""How long the server of an owner that was killed has to end by itself."""
+"""How long the server of a killed owner may take to end by itself."""
 _STOP_S = 30.0
 
 
@@ -53,7 +53,7 @@ def make(programs: Programs, memory: Memory) -> None:
         programs.give(partial)
     except OSError as error:
         raise ShoalError(f"cannot make {partial} for the run's database: {error.strerror}") from None
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # where that user can enter, unlike perhaps the run's folder
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # that user may be unable to enter the run's folder
         secret = Path(folder) / "password"
         write_private(secret, memory.password + "\n", programs.user)
         programs.give(Path(folder))
@@ -130,7 +130,7 @@ def is_ready(data: Path, parent: int) -> bool:
 
 
 def end_what_was_left(data: Path) -> None:
-    """The server of an owner that is dead ends by itself; where it does not, it is shut down. What it left is put away."""
+    """The server of an owner that is dead ends by itself; where it does not, it is shut down. Its files are removed."""
     pid = running_server(data)
     until = time.monotonic() + _LEFT_S
     while pid is not None and time.monotonic() < until:

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def identity(user: list[int] | None) -> dict[str, Any]:
-    """Whom a program runs as, for Popen: [uid, gid], or None for ourselves."""
+    """The arguments of Popen that set a program's user: [uid, gid], or None for the user of this process."""
     return {"user": user[0], "group": user[1], "extra_groups": []} if user else {}
 
 

@@ -44,7 +44,7 @@ class Memory(NamedTuple):
 
     @property
     def access(self) -> Access:
-        """The way in from this machine."""
+        """How to connect from this machine."""
         here = resolve(self.host) if is_loopback(self.host) else "127.0.0.1"
         return Access(here, self.port, self.database, self.user, self.password, "sslmode=disable")
 
@@ -65,7 +65,7 @@ def write_private(path: Path, text: str, user: tuple[int, int] | None = None) ->
 
 
 def ourselves() -> tuple[int, float]:
-    """This process, in a way that no later one is mistaken for it."""
+    """The number of this process and when it began: a later process with the same number is not mistaken for it."""
     return os.getpid(), processes().Process().create_time()
 
 

@@ -30,7 +30,7 @@ _HERE = "/proc/self/cwd"
 
 
 def processes() -> Any:
-    """psutil, which comes with the programs, or how to get it."""
+    """The module psutil. Raises ShoalError that says how to install it."""
     try:
         return import_module("psutil")
     except ImportError:
@@ -49,7 +49,7 @@ class Programs(NamedTuple):
 
     folder: Path
     user: User | None
-    """Whom they run as; None: as ourselves."""
+    """The user that they run as; None: the user of this process."""
     data: Path
 
     def command(self, name: str, *arguments: str) -> list[str]:
@@ -139,7 +139,7 @@ def _copied(installed: Path) -> Path:
         _open_to_all(partial)
         partial.rename(copy)
     except OSError as error:
-        if not copy.exists():  # nobody else was faster
+        if not copy.exists():  # no other process was faster
             raise ShoalError(f"cannot copy PostgreSQL to {copy}, where user `nobody` could run it: {error.strerror or error}") from None
         shutil.rmtree(partial, ignore_errors=True)
     return copy / _PACKAGE

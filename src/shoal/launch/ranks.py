@@ -24,11 +24,11 @@ from shoal.errors import ShoalError
 from shoal.launch.local import MOST_FAILURES, fair_threads, last_line, pause_s
 
 LOST = 75
-"""The exit code of a process that ended since another one had."""
+"""The exit code of a process that ended because another one did."""
 _LOOK_S = 0.05
 _PATIENCE_S = 5.0
 _ENDED = (0, 2, 130)
-"""Exit codes of processes that did what they were asked to, or have said what is wrong with that."""
+"""Exit codes of processes that finished, or that have reported themselves why they could not."""
 
 
 class RankLost(ShoalError):
@@ -46,7 +46,7 @@ class Crew(NamedTuple):
     on_cpu: bool
 
     @classmethod
-    def of(cls, run: Run, command: str, tell: Callable[[str], None], workers: int = 1) -> Crew | None:
+    def of(cls, run: Run, command: str, notify: Callable[[str], None], workers: int = 1) -> Crew | None:
         """For one of so many workers; None: it is one process. As many as the settings say, else the GPUs that are there, shared.
 
         Raises ShoalError; `command` is what to start where this machine is not enough.
@@ -69,7 +69,7 @@ class Crew(NamedTuple):
             shared = f" for {workers} workers" if workers > 1 else ""
             raise ShoalError(f"launch.devices_per_node is {wanted}, and there are {there} GPUs here{shared}")
         if wanted is None and not there:
-            tell(f"{run.engine.kind} with one process, on the CPU: there is no GPU here (launch.devices_per_node says how many)")
+            notify(f"{run.engine.kind} with one process, on the CPU: there is no GPU here (launch.devices_per_node says how many)")
         return cls(wanted or share, device == "cpu")
 
 
@@ -114,7 +114,7 @@ class LocalRanks:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
-        """Start them and wait for their end; the exit code of the first. Raises ShoalError when one fails that cannot tell itself."""
+        """Start them and wait for their end; the exit code of the first. Raises ShoalError when one fails without a message of its own."""
         with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
             try:
                 for rank in range(self.count):
@@ -139,25 +139,25 @@ class LocalRanks:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environ, start_new_session=True)
         if rank == 0 and self.secret:
             assert process.stdin is not None
-            with contextlib.suppress(OSError):  # it has ended already, and the others will be told
+            with contextlib.suppress(OSError):  # the process has ended already
                 process.stdin.write(self.secret.encode() + b"\n")
                 process.stdin.flush()
         return process
 
     def stop(self, number: int) -> None:
-        """Pass a signal on. One process is told; it tells the others, and all stop after the same step."""
+        """Pass a signal on to one process. It informs the others, and all stop after the same step."""
         if self.processes and self.processes[0].poll() is None:
             self.processes[0].send_signal(number)
 
     def _failed(self, folder: Path) -> int:
-        """One has ended badly: let the others notice, end them, and find the one it began with."""
+        """A process has failed: wait until the others notice, end them, and find the one that failed first."""
         self._wait(_PATIENCE_S)
         codes = [process.poll() for process in self.processes]
         guilty = [rank for rank, code in enumerate(codes) if code not in (None, 0, LOST)]
         rank = guilty[0] if guilty else next(rank for rank, code in enumerate(codes) if code)
         code = codes[rank] or 0
         if rank == 0 and code > 0:
-            return code  # it has said why
+            return code  # the process has reported the reason itself
         said = last_line(folder / f"{rank}.log").removeprefix("error: ") if rank else ""
         if code == 2:
             raise ShoalError(said)
@@ -181,16 +181,16 @@ class LocalRanks:
 
 
 class LocalIsland:
-    """The processes of one worker. When one of them dies the others end, and all are started again: the run has gone on meanwhile."""
+    """The processes of one worker. When one of them dies the others end, and all are started again. The run goes on meanwhile."""
 
-    def __init__(self, make: Callable[[], LocalRanks], tell: Callable[[str], None], gone: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, make: Callable[[], LocalRanks], notify: Callable[[str], None], gone: Callable[[], None] = lambda: None) -> None:
         """`gone` is called when the processes have ended and are to be started again."""
-        self.make, self.tell, self.gone = make, tell, gone
+        self.make, self.notify, self.gone = make, notify, gone
         self.ranks: LocalRanks | None = None
         self.stopping = False
 
     def run(self) -> int:
-        """Until the work is done; the exit code. Raises ShoalError when it fails again and again."""
+        """Run the processes until the work is done; the exit code. Raises ShoalError when they fail again and again."""
         failures = 0
         while True:
             self.ranks, started = self.make(), time.monotonic()
@@ -204,12 +204,12 @@ class LocalIsland:
                 problem, failures = str(error), 0 if error.killed else failures + 1
             if failures >= MOST_FAILURES:
                 raise ShoalError(f"the processes of this worker failed {failures} times in a row: {problem}")
-            self.tell(f"warning: {problem}; starting all again")
+            self.notify(f"warning: {problem}; starting all again")
             self.gone()
             time.sleep(pause_s(time.monotonic() - started))
 
     def stop(self) -> None:
-        """Leave soon; from any thread."""
+        """Ask the processes to leave soon. Any thread may call this."""
         self.stopping = True
         if self.ranks is not None:
             self.ranks.stop(signal.SIGTERM)

@@ -73,7 +73,7 @@ def _first_decides(world: World | None, decide: Callable[[], Beginning]) -> Begi
         return decide()
     found = decide() if world.first else (None, None, None)
     paths = ["" if one is None else str(one.path) for one in found]
-    directory, *checkpoints = [Path(path) if path else None for path in world.told("\n".join(paths)).split("\n")]
+    directory, *checkpoints = [Path(path) if path else None for path in world.broadcast_text("\n".join(paths)).split("\n")]
     if world.first:
         return found
     checkpoint, start = [read(path, verify=False) if path else None for path in checkpoints]
@@ -84,5 +84,5 @@ def _made_by_first(world: World | None, make: Callable[[], RunDirectory]) -> Run
     if world is None:
         return make()
     made = make() if world.first else None
-    path = world.told(str(made.path) if made else "")
+    path = world.broadcast_text(str(made.path) if made else "")
     return made or SilentDirectory(Path(path))

@@ -38,6 +38,7 @@ _UNBUILT = {
     "serving.page_port": "serving",
     "serving.request_timeout_s": "serving",
     "rlhf": "reinforcement learning from feedback",
+    "training.allow_emulation": "emulated precision",
 }
 
 

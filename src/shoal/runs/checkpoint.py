@@ -91,7 +91,7 @@ class Checkpoints:
                 work()
             except OSError as error:
                 problem = str(self._failed(partial, error))
-        if problem := writers.told(problem):
+        if problem := writers.broadcast_text(problem):
             raise ShoalError(problem)
 
     def _partial(self, step: int) -> Path:

@@ -93,6 +93,7 @@ class InDatabase:
 
     def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> Opened:
         from shoal.transports.postgres import PostgresServer
+        from shoal.transports.postgres.store import Store as DatabaseStore
 
         server = PostgresServer(self.address, max_frame_bytes=largest, poll_interval_s=self.transport.poll_interval_s)
         try:
@@ -100,7 +101,7 @@ class InDatabase:
         except BaseException:
             server.close()
             raise
-        return Opened(server, server.store, Invitation(self.address, "", None), server)
+        return Opened(server, DatabaseStore(server), Invitation(self.address, "", None), server)
 
 
 def home_of(run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> Home:

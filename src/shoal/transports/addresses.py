@@ -91,5 +91,5 @@ def local_addresses() -> list[str]:
 
 
 def to_tell(host: str) -> str:
-    """What to tell workers when the server listens on this host."""
+    """The address that workers should use for a server that listens on this host."""
     return local_addresses()[0] if is_everywhere(host) else host

@@ -78,7 +78,7 @@ class Desk:
         try:
             waiting = self._inbox.get(timeout_s > 0, max(0.0, timeout_s))
             while waiting is not None:
-                requests += self._take(waiting)
+                requests += self._accepted(waiting)
                 if len(requests) >= BATCH:
                     break
                 waiting = self._inbox.get_nowait()
@@ -86,7 +86,7 @@ class Desk:
             pass
         return requests
 
-    def _take(self, waiting: Waiting) -> list[Request]:
+    def _accepted(self, waiting: Waiting) -> list[Request]:
         request = waiting.request
         self.traffic.receive(waiting.size)
         if not self._rates.admits(request.peer, time.monotonic()):

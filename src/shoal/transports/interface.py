@@ -68,7 +68,7 @@ class Server(Protocol):
     traffic: Traffic
 
     def poll(self, timeout_s: float) -> list[Request]:
-        """Whatever waits, as soon as something does; nothing after the timeout, or when woken."""
+        """The requests that wait, as soon as there is one; an empty list after the timeout, or when woken."""
 
     def reply(self, request: Request, message: Message) -> None:
         """Answer a request, now or much later. A peer that has gone is no error."""
@@ -89,12 +89,12 @@ class Client(Protocol):
         """Ask, and wait for the answer; Unreachable or Refused when none comes."""
 
     def close(self) -> None:
-        """Hang up, from any thread: a call in progress ends as Unreachable."""
+        """Hang up. Any thread may call this; a call in progress then raises Unreachable."""
 
 
 @runtime_checkable
 class Poster(Client, Protocol):
-    """A client that sends beside what its caller does."""
+    """A client that sends while its caller goes on."""
 
     def post(self, message: Message, timeout_s: float) -> None:
         """Ask, and do not wait. Unreachable where it cannot be handed over within the time."""

@@ -74,7 +74,7 @@ def is_key(text: str) -> bool:
 
 
 def same(one: bytes, other: bytes) -> bool:
-    """Compared in a time that tells nothing of where they differ."""
+    """Whether two secrets are equal. The time it takes does not reveal where they differ."""
     return hmac.compare_digest(one, other)
 
 

@@ -1,10 +1,12 @@
-"""How often one peer may ask: a bucket of permits for each, which refills with time."""
+"""How often one peer may ask, and how slow it may be. Each peer has a bucket of permits, which refills with time."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from typing import NamedTuple
 
+SLOWEST_BYTES_PER_S = 125_000
+"""A link that is slower than a megabit per second counts as broken."""
 _MOST_PEERS = 4096
 
 

@@ -26,7 +26,7 @@ def nearest_neighbour_mixing(stack_ND: Tensor, byzantine: int) -> Tensor:
 
 
 def bucketing_matrix(count: int, size: int, seed: int) -> Tensor:
-    """Who is in which bucket; the last may hold fewer."""
+    """[r, n] is the share of contribution n in the mean of bucket r; 0 where n is in another. The last bucket may hold fewer."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     member_RN = torch.zeros(-(-count // size), count, dtype=torch.float64)
     member_RN[torch.arange(count) // size, order] = 1
@@ -34,7 +34,7 @@ def bucketing_matrix(count: int, size: int, seed: int) -> Tensor:
 
 
 def neighbour_matrix(gram_NN: Tensor, byzantine: int) -> Tensor:
-    """Who is among the N − f nearest of whom."""
+    """[i, j] is 1 / (N − f) where j is one of the N − f contributions nearest to i (i is one of them), else 0."""
     count = len(gram_NN)
     kept = max(1, count - byzantine)
     nearest = squared_distances(gram_NN).argsort(dim=1, stable=True)[:, :kept]

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.config.derive import default_byzantine
+from shoal.config.derive import default_byzantine, quorum
 from shoal.config.schema.updates import (
     Aggregation,
     Bulyan,
@@ -126,7 +126,7 @@ def multi_krum(stack_ND: Tensor, byzantine: int, select: int | None = None) -> T
 def krum_weights(gram_NN: Tensor, byzantine: int, select: int | None) -> Tensor:
     """Equal weights for those with the lowest Krum scores: the sums of squared distances to their N − f − 2 nearest."""
     count = len(gram_NN)
-    _need(count, 2 * byzantine + 3, "krum", byzantine)
+    _need("krum", byzantine, count)
     chosen = min(count, count - byzantine if select is None else select)
     order = _scores(squared_distances(gram_NN), count - byzantine - 2).argsort(stable=True)
     return torch.zeros(count, dtype=torch.float64).index_fill_(0, order[:chosen], 1 / chosen)
@@ -138,7 +138,7 @@ def bulyan(stack_ND: Tensor, byzantine: int) -> Tensor:
 
 
 def bulyan_of(stack_ND: Tensor, gram_NN: Tensor, byzantine: int) -> Tensor:
-    _need(len(stack_ND), 4 * byzantine + 3, "bulyan", byzantine)
+    _need("bulyan", byzantine, len(stack_ND))
     chosen = bulyan_choice(squared_distances(gram_NN), byzantine)
     kept = len(chosen) - 2 * byzantine
     if kept == len(chosen):
@@ -215,6 +215,7 @@ def _scores(distances_NN: Tensor, neighbours: int) -> Tensor:
     return distances_NN.sort(1).values[:, 1 : neighbours + 1].sum(1)
 
 
-def _need(count: int, needed: int, rule: str, byzantine: int) -> None:
+def _need(rule: str, byzantine: int, count: int) -> None:
+    needed = quorum(rule, byzantine)
     if count < needed:
         raise ShoalError(f"{rule} against {byzantine} false contributions needs {needed} contributions, there are {count}")

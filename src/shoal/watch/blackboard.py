@@ -6,11 +6,11 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.runs.recorder import Recorder, Reporter
-from shoal.watch.sinks import metrics_of
+from shoal.watch.metrics import metrics_of
 
 
 class Blackboard(Reporter):
-    """Writes into the database that the run goes through. Nobody trains worse because it could not be written."""
+    """Writes into the database that the run goes through. If that fails, the run goes on and a warning is shown."""
 
     def start(self, recorder: Recorder) -> None:
         self.recorder, self.server = recorder, recorder.blackboard

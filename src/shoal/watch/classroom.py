@@ -28,7 +28,7 @@ def member_rows(members: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def table(view: Any) -> list[tuple[str, ...]]:
-    """Who is there and does what, with the columns' names first."""
+    """The workers and what each of them does, as rows of text. The first row holds the columns' names."""
     if "members" in view.facts:
         return [MEMBER_COLUMNS, *member_rows(view.facts["members"])]
     return [COLUMNS, *rows(view.workers)]
@@ -60,7 +60,7 @@ def _figure(worker: Mapping[str, Any], name: str) -> float:
 
 
 def lines(view: Any) -> Iterator[tuple[str, str]]:
-    """What there is to say of a run besides its workers: a word, and a text."""
+    """The other facts about a run, each as a word and a text."""
     plan = view.facts.get("plan", {})
     figures = view.figures
     epoch = f"epoch {figures['epoch']:.2f} of {plan.get('epochs', '?')}, " if "epoch" in figures else ""

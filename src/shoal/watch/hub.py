@@ -21,7 +21,7 @@ from shoal.watch.pusher import Pusher
 
 LAST_PUSH_S = 60.0
 _ELSEWHERE = ("transport", "cluster")
-"""Settings that say where machines and databases are: a repository is no place for them."""
+"""Settings that name machines and databases. They are not pushed."""
 _SHORTEST_SECRET = 6
 
 
@@ -51,11 +51,11 @@ class HubUploads(Reporter):
         self.pusher = Pusher(self._push)
 
     def step(self, recorder: Recorder) -> None:
-        """Take a copy when it is time to; what the last step gives is pushed in the end, with its evaluation."""
+        """Offer a copy to the pusher every few steps. The copy of the last step is pushed at the end, with its evaluation."""
         assert self.pusher is not None
         if recorder.step % self.run.hub.push_interval == 0 and recorder.step < recorder.engine.total_steps:
             self._offer(self.pusher)
-        self._tell()
+        self._report()
 
     def close(self, summary: dict[str, Any]) -> None:
         if self.pusher is None:
@@ -63,10 +63,10 @@ class HubUploads(Reporter):
         pusher, step = self.pusher, self.recorder.step
         if summary["status"] != "failed" and step:
             self._offer(pusher)
-            self._tell()
+            self._report()
             self.recorder.message(f"uploading step {step} to {self.repository.url} (at most {LAST_PUSH_S:.0f} s)")
         pusher.finish(LAST_PUSH_S)
-        self._tell()
+        self._report()
         if pusher.trouble:
             there = f"what is there is of step {pusher.pushed_step}" if pusher.pushes else "nothing of this run is there"
             self.recorder.message(f"warning: the end of the run is not at {self.repository.url}: {pusher.trouble}; {there}")
@@ -74,8 +74,8 @@ class HubUploads(Reporter):
             times = "once" if pusher.pushes == 1 else f"{pusher.pushes} times"
             self.recorder.message(f"uploaded {times} to {self.repository.url}, last at step {pusher.pushed_step}")
 
-    def _tell(self) -> None:
-        """Pass on what the pusher's thread has to say."""
+    def _report(self) -> None:
+        """Report on the run's thread what the pushing thread found."""
         assert self.pusher is not None
         while not self.pusher.messages.empty():
             self.recorder.message(self.pusher.messages.get())
@@ -83,7 +83,7 @@ class HubUploads(Reporter):
     def _offer(self, pusher: Pusher[Snapshot]) -> None:
         try:
             pusher.offer(self._snapshot())
-        except (MemoryError, RuntimeError) as error:  # PyTorch's own words for no memory
+        except (MemoryError, RuntimeError) as error:  # PyTorch reports a lack of memory as either
             self.recorder.message(f"warning: no copy of step {self.recorder.step} for the hub: {error}")
 
     def _snapshot(self) -> Snapshot:
@@ -106,7 +106,7 @@ class HubUploads(Reporter):
             self.pusher.messages.put(f"warning: {self.repository.notes.pop()}")
 
     def _files(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Everything but the weights, as far as it belongs to the step. No secret is in any of it."""
+        """All files of the step but the weights. None of them holds a secret."""
         records = [record for record in self.recorder.directory.metrics() if record["step"] <= snapshot.step]
         sample = self._sample(snapshot.step)
         config = self._config()
@@ -137,7 +137,7 @@ class HubUploads(Reporter):
         return "dialect: shoal\n" + to_yaml(settings).replace("${", "$${")
 
     def _without_secrets(self, text: str) -> str:
-        """Secrets are not in there, unless somebody put one into another setting too."""
+        """Mask secrets in a text: somebody may have copied one into a setting that is not masked by itself."""
         for secret in self.secrets:
             text = text.replace(secret, Secret.MASK) if len(secret) >= _SHORTEST_SECRET else text
         return text

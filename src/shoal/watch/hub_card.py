@@ -18,7 +18,7 @@ _NOT_METRICS = ("step", "split", "samples", "epoch", "wall_s", "samples_per_s")
 
 
 class Story(NamedTuple):
-    """What happened so far."""
+    """What the card tells about the run."""
 
     run: Run
     step: int

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.schema.output import Hub
-from shoal.data.hub_access import quiet
+from shoal.data.hub.access import quiet
 from shoal.errors import ShoalError
 
 REQUEST_TIMEOUT_S = 60.0
@@ -14,7 +14,7 @@ _PASSING = (408, 409, 412, 425, 429)
 
 
 class PushError(Exception):
-    """Why files did not get to the hub. `lasting`: only somebody can change it, so trying again soon is of no use."""
+    """Why files did not get to the hub. `lasting`: a person must change something first, so trying again soon is of no use."""
 
     def __init__(self, reason: str, *, lasting: bool = False, wait_s: float | None = None) -> None:
         super().__init__(reason)
@@ -39,7 +39,7 @@ class Repository:
         self._ready = False
         self.url = f"{self._api.endpoint}/{settings.repo_id}"
         self.notes: list[str] = []
-        """What somebody should know, besides failures."""
+        """Messages for the user that are not failures."""
 
     def commit(self, files: dict[str, bytes | Path], message: str) -> None:
         """Put files there in one commit. Raises PushError, and nothing else."""
@@ -54,7 +54,7 @@ class Repository:
             raise self._explain(error) from error
 
     def _client(self) -> Any:
-        """The library's own client, which would wait for ever."""
+        """The library's client, with a limit on waiting: by itself it would wait for ever."""
         from huggingface_hub.utils._http import default_client_factory
 
         client = default_client_factory()
@@ -62,7 +62,7 @@ class Repository:
         return client
 
     def _make(self) -> None:
-        """A repository that is there already is left as it is."""
+        """Make the repository. One that exists already is left as it is."""
         if self._ready:
             return
         name, private = self._settings.repo_id, self._settings.private
@@ -104,7 +104,7 @@ def _described(answer: Any, error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Without addresses, which may carry signatures."""
+    """The first line of an error, without addresses, because these may carry signatures."""
     while error.__cause__ is not None:
         error = error.__cause__
     words = str(error).strip().split("\n")[0].split()

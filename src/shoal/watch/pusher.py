@@ -1,4 +1,4 @@
-"""Sends the newest state of a run away, from a thread of its own: the run never waits for it, and never fails by it."""
+"""Pushes the newest state of a run from a thread of its own, so that the run never waits for a push and never fails because of one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ State = TypeVar("State", bound=Numbered)
 class Pusher(Generic[State]):
     """At most one state is under way and one waits; a newer one takes the place of the one that waits.
 
-    What fails and may pass is tried again, later and later, with the newest state there is. What will not pass by itself is tried
-    again with the next state. Each reason is told once.
+    A failure that may pass is tried again after longer and longer pauses, with the newest state. After a failure that will not pass by
+    itself, the pusher tries again with the next state. Each reason is reported once.
     """
 
     def __init__(self, send: Callable[[State], None]) -> None:
@@ -33,7 +33,7 @@ class Pusher(Generic[State]):
         self.pushed_step: int | None = None
         self.pushes = 0
         self.trouble = ""
-        """Why the last attempt failed; empty: it did not."""
+        """Why the last attempt failed; empty if it succeeded."""
         self._send = send
         self._bell = threading.Condition()
         self._waiting: State | None = None
@@ -46,13 +46,13 @@ class Pusher(Generic[State]):
         self._thread.start()
 
     def offer(self, state: State) -> None:
-        """Push this, as soon as it can be."""
+        """Push this state as soon as possible."""
         with self._bell:
             self._waiting = state
             self._bell.notify()
 
     def finish(self, within_s: float) -> None:
-        """Let what was offered last get there, for so long at most."""
+        """Wait until the last state is pushed, for at most `within_s` seconds."""
         with self._bell:
             self._until = time.monotonic() + within_s
             if not self._asked_to_wait:
@@ -62,8 +62,8 @@ class Pusher(Generic[State]):
         if self._thread.is_alive():
             self.trouble = self.trouble or f"the hub took longer than {within_s:.0f} s"
 
-    def _take(self) -> State | None:
-        """The next state, when its time has come; None: it is over."""
+    def _next_state(self) -> State | None:
+        """The next state to push, once its time has come; None after `finish`."""
         with self._bell:
             while True:
                 now = time.monotonic()
@@ -75,7 +75,7 @@ class Pusher(Generic[State]):
                 self._bell.wait(self._not_before - now if self._waiting is not None else None)
 
     def _work(self) -> None:
-        while (state := self._take()) is not None:
+        while (state := self._next_state()) is not None:
             try:
                 self._send(state)
             except PushError as error:

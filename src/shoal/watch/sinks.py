@@ -9,14 +9,10 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.errors import ShoalError
 from shoal.runs.recorder import Recorder, Reporter
+from shoal.watch.blackboard import Blackboard
 from shoal.watch.hub import HubUploads
+from shoal.watch.metrics import metrics_of
 from shoal.watch.plot import save_curves
-
-_NOT_METRICS = ("step", "split", "samples", "epoch", "wall_s")
-
-
-def metrics_of(record: dict[str, Any]) -> dict[str, float]:
-    return {f"{record['split']}/{name}": value for name, value in record.items() if name not in _NOT_METRICS}
 
 
 class TensorBoard(Reporter):
@@ -97,9 +93,6 @@ def sinks_for(run: Run) -> list[Reporter]:
     made: list[Reporter] = [LossCurve()]
     made += [TensorBoard(run)] if "tensorboard" in run.logging.sinks else []
     made += [Wandb(run)] if "wandb" in run.logging.sinks else []
-    if run.strategy.kind != "local" and run.transport.kind == "postgres":
-        from shoal.watch.blackboard import Blackboard
-
-        made.append(Blackboard())
+    made += [Blackboard()] if run.transport.kind == "postgres" and not run.alone else []
     made += [HubUploads(run)] if run.hub.enabled else []
     return made

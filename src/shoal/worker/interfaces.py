@@ -45,8 +45,8 @@ class Writers(Protocol):
 
     @property
     def first(self) -> bool: ...
-    def told(self, text: str) -> str:
-        """What the first of them says."""
+    def broadcast_text(self, text: str) -> str:
+        """The first process's text, in all of them."""
         ...
 
 

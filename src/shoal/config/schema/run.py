@@ -49,3 +49,8 @@ class Run(Section):
     serving: Serving = Serving()
     rlhf: Rlhf | None = None
     """null: no reinforcement learning."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else takes part: one worker, and no coordinator."""
+        return isinstance(self.strategy, Local)

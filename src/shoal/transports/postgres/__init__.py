@@ -2,7 +2,7 @@
 
 Two ways to work together over one schema. **Questions and answers**, as in every transport: a question is a row, so is its answer
 (`PostgresClient`, `PostgresServer`). **The board**: units of work are leased, done and handed in whether or not the coordinator is there
-at the moment (`UnitDesk`, and the board's methods of `PostgresServer`). What the coordinator must remember is there, too (`store`).
+at the moment (`UnitDesk`, and the board's methods of `PostgresServer`). What the coordinator must remember is there, too (`store.Store`).
 
 Students' credentials may call a few functions and nothing else; the functions are in `migrations/`. Who calls is known by random secrets
 that only the caller and the database know. No statement relies on a session: transaction poolers may stand in between. Notifications

@@ -12,10 +12,8 @@ from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreach
 from shoal.transports.postgres import frames
 from shoal.transports.postgres.line import Connection, Line
 
-_LARGE_BYTES = 1 << 16
-"""From here on it pays to ask first whether a message would be taken."""
 _FIRST_PAUSE_S = 0.05
-"""Before the first look where no notification came. Each pause is twice the one before, up to the poll interval."""
+"""The pause before the first look if no notification came. Each pause is twice the one before, up to the poll interval."""
 
 
 class PostgresClient:
@@ -58,22 +56,22 @@ class PostgresClient:
     def _answer(self, deadline: float) -> Message:
         pause = _FIRST_PAUSE_S
         while True:
-            told = self._line.run(self._look, deadline - time.monotonic())
-            if told is None:
+            answer = self._line.run(self._look, deadline - time.monotonic())
+            if answer is None:
                 raise Unreachable(f"{self._line.place} has lost the question: the coordinator stopped, or the server crashed")
-            if told.row[0] == 0:
-                return self._opened(told)
+            if answer.row[0] == 0:
+                return self._opened(answer)
             if (left := deadline - time.monotonic()) <= 0:
                 raise Unreachable(f"no answer through {self._line.place} in time: is the coordinator running?")
             self._line.wait(min(pause, left))
             pause = min(2 * pause, self._poll_interval_s)
 
-    def _look(self, connection: Connection) -> frames.Told | None:
+    def _look(self, connection: Connection) -> frames.Answer | None:
         query = "SELECT frame, sizes, data, header FROM shoal.answer(%b, %b::int8) ORDER BY frame, n"
         return frames.read(connection, query, (self._peer, self._number))
 
-    def _opened(self, told: frames.Told) -> Message:
-        parts = [told.row[3], *told.frames]
+    def _opened(self, answer: frames.Answer) -> Message:
+        parts = [answer.row[3], *answer.frames]
         try:
             message = wire.decode(parts, self._limits)[1]
         except wire.Malformed as problem:
@@ -97,7 +95,7 @@ def channel_of(peer: uuid.UUID) -> str:
 
 def _welcome(connection: Connection, content: list[Frame]) -> bool:
     """Whether the frames would be taken; else the question goes without them, and is refused for their sizes."""
-    if wire.size_of(content) < _LARGE_BYTES:
+    if wire.size_of(content) < frames.LARGE_BYTES:
         return True
     row = connection.execute("SELECT max_frame_bytes FROM shoal.limits()").fetchone()
     return row is None or max(frames.sizes(content)) <= row[0]

@@ -18,6 +18,8 @@ PART_BYTES = 1 << 18
 """Measured over loopback: smaller parts cost statements, larger ones copies."""
 WINDOW = 128
 """Parts under way before an answer is waited for: bounds what is in memory twice."""
+LARGE_BYTES = 1 << 16
+"""From this size on, the database is asked whether it wants the frames before they are uploaded."""
 _ROW = struct.Struct(">hi16siii")
 _COPY_BEGIN, _COPY_END = b"PGCOPY\n\xff\r\n\0" + bytes(8), b"\xff\xff"
 
@@ -29,7 +31,8 @@ def cut(frame: Frame) -> Iterator[tuple[int, memoryview]]:
 
 
 def upload(connection: Connection, frames: Sequence[Frame]) -> list[uuid.UUID]:
-    """As a student may: part by part, through a function. Within a transaction, at whose end somebody must own them."""
+    """Upload frames part by part through a function, which is all that a student's role may call. It happens within a transaction, at whose
+    end somebody must own the frames."""
     ids = [uuid.uuid4() for _ in frames]
     for window in _windows((blob, n, part) for blob, frame in zip(ids, frames, strict=True) for n, part in cut(frame)):
         with connection.pipeline():
@@ -39,7 +42,8 @@ def upload(connection: Connection, frames: Sequence[Frame]) -> list[uuid.UUID]:
 
 
 def copy_in(connection: Connection, table: str, ids: Sequence[uuid.UUID], frames: Sequence[Frame], turn: int = 0, of: int = 1) -> None:
-    """As the coordinator may: in one stream, or in one `of` several with the parts whose `turn` it is. `table`: parts, or flyer_parts."""
+    """Upload frames in one stream, which only the coordinator's role may do; or in one `of` several streams, with the parts whose `turn` it
+    is. `table`: parts, or flyer_parts."""
     with connection.cursor().copy(f"COPY shoal.{table} FROM STDIN (FORMAT BINARY)") as stream:
         stream.write(_COPY_BEGIN)
         for owner, frame in zip(ids, frames, strict=True):
@@ -51,7 +55,7 @@ def copy_in(connection: Connection, table: str, ids: Sequence[uuid.UUID], frames
 
 
 def store(connection: Connection, frames: Sequence[Frame]) -> list[uuid.UUID]:
-    """As blobs with one holder each. Within a transaction."""
+    """Store frames as blobs that have one holder each. The caller has a transaction open."""
     ids = [uuid.uuid4() for _ in frames]
     if ids:
         copy_in(connection, "parts", ids, frames)
@@ -60,7 +64,7 @@ def store(connection: Connection, frames: Sequence[Frame]) -> list[uuid.UUID]:
 
 
 def release(connection: Connection, blobs: Sequence[uuid.UUID]) -> int:
-    """Somebody holds these no longer; the bytes that nobody does now."""
+    """Give up one hold of each blob; how many bytes nobody holds any more."""
     if not blobs:
         return 0
     row = connection.execute(
@@ -76,14 +80,14 @@ def sizes(frames: Sequence[Frame]) -> list[int]:
     return [wire.size_of([frame]) for frame in frames]
 
 
-class Told(NamedTuple):
-    """What a function such as `answer` returned: its first row, and frames put together."""
+class Answer(NamedTuple):
+    """What a function such as `answer` returned: its first row, and its frames, put together."""
 
     row: tuple[Any, ...]
     frames: tuple[memoryview, ...]
 
 
-def read(connection: Connection, query: str, values: Sequence[Any]) -> Told | None:
+def read(connection: Connection, query: str, values: Sequence[Any]) -> Answer | None:
     """Rows of (frame, sizes, data, …): the first with the frames' sizes, the others with their parts in order. None: no row.
 
     Rows are taken one by one, so that each part is copied once, into its place, while the next is under way: half the time of fetching all.
@@ -101,7 +105,7 @@ def read(connection: Connection, query: str, values: Sequence[Any]) -> Told | No
             left[frame - 1] = room[len(data) :]
     if any(left):
         raise ShoalError("a frame in the database is shorter than it should be: restore the database from a backup")
-    return Told(first, tuple(whole)) if first else None
+    return Answer(first, tuple(whole)) if first else None
 
 
 def _windows(rows: Iterable[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:

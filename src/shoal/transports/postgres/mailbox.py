@@ -25,17 +25,17 @@ _SETTLED_S = 30.0
 """Rows get their number right before they are committed, and a transaction that dawdles is ended after ten seconds; so nothing
 with a smaller number than one that was there so long ago can still turn up."""
 _ABANDONED_S = 600.0
-"""Answers that nobody fetched for so long are thrown away."""
+"""Answers that nobody fetched for this long are deleted."""
 _TIDY_EVERY_S = 5.0
 _PRINTED_BYTES = 16 << 20
-"""So much handed out is worth tidying before the time."""
+"""After handing out this much, old flyers are deleted earlier than usual."""
 _READ_S = 0.3
-"""After something new was handed out many come to read it: what is old can wait."""
+"""Right after something new was handed out, many workers read it: deleting old rows waits for this long."""
 _FLYERS_KEPT = 8
 
 
 class KnownFrames:
-    """Which blob a frame is that came out of the database: asked by whoever stores it again. It does not keep frames alive."""
+    """Remembers which blob a frame came from, so that it need not be stored again. It does not keep frames alive."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[memoryview], uuid.UUID]] = {}
@@ -50,7 +50,7 @@ class KnownFrames:
 
 
 class Seen:
-    """Numbers of a table that were handed on, and from where on to look for others."""
+    """Numbers of rows that were handed on, and the number from which to look for others."""
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()
@@ -99,18 +99,18 @@ class Mailbox(Office):
         """Requests that were handed on and not answered, and their rows."""
         self._flyers: OrderedDict[int, tuple[Frame, uuid.UUID]] = OrderedDict()
         self._flyers_of = 0
-        """Which connection they were sent over."""
+        """The connection over which the flyers were written."""
         self._press = Press(conninfo)
         self._tidied_at = time.monotonic()
         self._printed_at = 0.0
         self._printed_bytes = 0
-        """Handed out since the last time things were tidied."""
+        """Bytes handed out since old flyers were last deleted."""
 
     # --- what comes in -----------------------------------------------------------------------------
 
     def poll(self, timeout_s: float) -> list[Request]:
         """Questions, results of units (`delivered`) and units that failed for good, as soon as there are some."""
-        self.expect_office()
+        self.refuse_if_deposed()
         found = self._look()
         self._tidy(idle=not found)
         if not found and timeout_s > 0:
@@ -168,10 +168,10 @@ class Mailbox(Office):
         return []
 
     def read(self, blobs: Sequence[uuid.UUID]) -> tuple[memoryview, ...]:
-        """Frames, known from then on as these blobs."""
+        """Read blobs as frames, and remember which frame is which blob."""
         if not blobs:
             return ()
-        told = self.run(
+        found = self.run(
             lambda connection: frames.read(
                 connection,
                 "WITH f AS (SELECT * FROM unnest(%b::uuid[]) WITH ORDINALITY f (id, position))"
@@ -180,16 +180,16 @@ class Mailbox(Office):
                 (list(blobs),),
             )
         )
-        if told is None or len(told.frames) != len(blobs):
+        if found is None or len(found.frames) != len(blobs):
             raise ShoalError(f"{self.line.place} has lost frames that it refers to: restore it from a backup")
-        for frame, blob in zip(told.frames, blobs, strict=True):
+        for frame, blob in zip(found.frames, blobs, strict=True):
             self.known.add(frame, blob)
-        return told.frames
+        return found.frames
 
     # --- what goes out -----------------------------------------------------------------------------
 
     def reply(self, request: Request, message: Message) -> None:
-        """Nobody waits for an answer to a unit's result; that is fine as well."""
+        """Answer a request. A unit's result has nobody who waits for an answer; replying to it does nothing."""
         parts = wire.encode(message, request.number, self.limits)
         if request.peer == b"":
             return
@@ -244,7 +244,7 @@ class Mailbox(Office):
         self.freed_bytes += self.run(lambda connection: frames.release(connection, blobs))
 
     def _tidy(self, idle: bool) -> None:
-        """Throw away answers that nobody fetched, and flyers that nobody reads any more: when nobody waits, or much has gathered."""
+        """Delete answers that nobody fetched, and flyers that nobody reads any more, when nobody waits or many have gathered."""
         now = time.monotonic()
         late, idle = now - self._tidied_at > _TIDY_EVERY_S, idle and now - self._printed_at > _READ_S
         if not late and self._printed_bytes < (_PRINTED_BYTES if idle else 16 * _PRINTED_BYTES):

@@ -1,6 +1,6 @@
 """The coordinator's connection: one coordinator at a time, and everything that belongs together in one transaction.
 
-Who coordinates is a row, not a lock of a session, so that it holds through poolers. Every transaction checks it. A successor takes over
+A row says who coordinates, not a lock of a session, so that it holds through poolers. Every transaction checks it. A successor takes over
 at once where the old one closed, or its process is dead on this machine, else after some seconds without a sign of life; what the old
 one does after that is refused.
 """
@@ -44,10 +44,10 @@ class Office:
         self.id = uuid.uuid4()
         self.patience_s = patience_s
         self.freed_bytes = self.freed_beside = 0
-        """Since the coordinator began, by itself and in `beside`; vacuumed now and then."""
+        """Bytes freed since the coordinator began, by itself and in `beside`; the tables are vacuumed now and then."""
         self.line = Line(conninfo, ["shoal_inbox"])
         self.deposed = threading.Event()
-        """A sign of life found somebody else in the office."""
+        """Set when a sign of life found that another coordinator has taken over."""
         self._open: Connection | None = None
         self._undo: list[Callable[[], None]] = []
         self._under_way: list[Callable[[], None]] = []
@@ -77,7 +77,7 @@ class Office:
             connection.execute("INSERT INTO shoal.coordinator VALUES (%s, true, %s, %s, clock_timestamp(), %s, %s)", mine)
 
     def _check_office(self, connection: Connection) -> str:
-        """The transaction's own number, where we still coordinate."""
+        """The transaction's own number. Raises Deposed if another coordinator has taken over."""
         row = connection.execute(
             "SELECT pg_current_xact_id()::text FROM shoal.coordinator WHERE id = %s FOR KEY SHARE", (self.id,)
         ).fetchone()
@@ -86,8 +86,8 @@ class Office:
         number: str = row[0]
         return number
 
-    def expect_office(self) -> None:
-        """For one who has nothing to write, and would not notice: raises Deposed where another has taken over."""
+    def refuse_if_deposed(self) -> None:
+        """Raise Deposed if another coordinator has taken over: one that writes nothing would not notice otherwise."""
         if self.deposed.is_set():
             raise Deposed(f"{_TAKEN_OVER} {self.line.place}: this one stops")
 
@@ -95,7 +95,7 @@ class Office:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Connection]:
-        """All or nothing. Within another it is part of that one. Unreachable: the connection was lost, and nothing was done."""
+        """A transaction; within another one, a part of that. Unreachable: the connection was lost, and nothing was done."""
         if self._open is not None:
             yield self._open
             return
@@ -123,7 +123,7 @@ class Office:
             self._open = None
             self._undo.clear()
             while self._under_way:
-                with contextlib.suppress(Exception):  # it was told already why the transaction failed
+                with contextlib.suppress(Exception):  # the caller gets the error of the transaction
                     self._under_way.pop()()
 
     def carry_out(self, work: Callable[[], Result]) -> Result:
@@ -152,11 +152,11 @@ class Office:
             line.close()
 
     def before_commit(self, wait: Callable[[], None]) -> None:
-        """Something is under way elsewhere that the open transaction counts on: `wait` returns when it is done, or raises."""
+        """Let the open transaction wait before it commits: `wait` returns when something elsewhere that it counts on is done, or raises."""
         self._under_way.append(wait)
 
     def on_rollback(self, undo: Callable[[], None]) -> None:
-        """What to forget if the open transaction comes to nothing."""
+        """Call `undo` if the open transaction is rolled back."""
         self._undo.append(undo)
 
     def _roll_back(self) -> None:
@@ -176,15 +176,15 @@ class Office:
             return self.line.run(ask, self.patience_s) == "committed"
         except Unreachable:
             raise
-        except ShoalError:  # a number the server has never heard of since it crashed
+        except ShoalError:  # the server does not know the number since it crashed
             return False
 
     def fetch(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        """Rows, within the open transaction or on their own."""
+        """The rows of a query, within the open transaction or on their own."""
         return self.run(lambda connection: connection.execute(query.encode(), values, binary=True).fetchall())
 
     def run(self, work: Callable[[Connection], Result]) -> Result:
-        """Something over the connection, within the open transaction or on its own."""
+        """Do something over the connection, within the open transaction or on its own."""
         return self.line.run(work, self.patience_s) if self._open is None else work(self._open)
 
     def close_office(self) -> None:
@@ -207,7 +207,7 @@ class _Pulse:
 
     def _run(self) -> None:
         while not self._closing.wait(BEAT_S):
-            with contextlib.suppress(ShoalError):  # the coordinator's own connection tells
+            with contextlib.suppress(ShoalError):  # the coordinator's own connection reports the problem
                 self._line.once(self._beat)
 
     def _beat(self, connection: Connection) -> None:

@@ -14,7 +14,7 @@ from shoal.transports.postgres.line import Connection, Line
 
 _PRESSES = 2
 _SMALL_BYTES = 1 << 20
-"""Less is written by one."""
+"""Less than this is written over one connection."""
 
 
 class Press:
@@ -25,7 +25,7 @@ class Press:
         self._pool = ThreadPoolExecutor(_PRESSES, thread_name_prefix="shoal-press")
 
     def print(self, ids: Sequence[uuid.UUID], content: Sequence[Frame]) -> Callable[[], None]:
-        """Begin; the function that is returned waits until it is done. Unreachable: a connection was lost, and nothing of it counts."""
+        """Begin to write frames; the function that is returned waits for the end. Unreachable: a connection was lost, and none counts."""
         sizes = frames.sizes(content)
         rows = list(zip(ids, sizes, strict=True))
         self._lines[0].once(lambda connection: connection.cursor().executemany("INSERT INTO shoal.flyers VALUES (%s, %s)", rows))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.transports import wire
@@ -15,9 +14,6 @@ from shoal.transports.interface import Frame, Message, Request
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres.mailbox import Mailbox
 from shoal.transports.postgres.view import WORKER_COLUMNS, workers_in
-
-if TYPE_CHECKING:
-    from shoal.transports.postgres.store import Store
 
 
 class PostgresServer(Mailbox):
@@ -55,7 +51,7 @@ class PostgresServer(Mailbox):
         return welcome
 
     def keep(self, content: Sequence[Frame]) -> list[uuid.UUID]:
-        """Frames as blobs that somebody holds. Those that came out of the database are held once more, and not written again."""
+        """Hold frames as blobs. Those that came out of the database get one more holder, and are not written again."""
         if not content:
             return []
         found = [self.known.blob_of(frame) for frame in content]
@@ -74,12 +70,8 @@ class PostgresServer(Mailbox):
                     raise ShoalError(f"{self.line.place} has lost frames that a record refers to: restore it from a backup")
         return [blob or next(fresh) for blob in found]
 
-    def fact(self, name: str) -> Any:
-        """Something that was written down, or None."""
-        rows = self.fetch("SELECT value FROM shoal.facts WHERE name = %s", (name,))
-        return rows[0][0] if rows else None
-
     def set_fact(self, name: str, value: Any) -> None:
+        """Write down a fact about the run, for people who look at it; it takes the place of the last one of this name."""
         with self.transaction() as connection:
             connection.execute(
                 "INSERT INTO shoal.facts VALUES (%s, %s::jsonb) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
@@ -125,25 +117,18 @@ class PostgresServer(Mailbox):
             self._tally({"issued": issued.rowcount})
             connection.execute("SELECT pg_notify('shoal_work', '')")
 
-    @functools.cached_property
-    def store(self) -> Store:
-        """Journal, ledger and snapshots, in the same transactions as everything else."""
-        from shoal.transports.postgres.store import Store
-
-        return Store(self)
-
     def has_open_units(self) -> bool:
-        """Whether there is a unit that somebody does, or may do."""
+        """Whether there is a unit that a worker holds or may claim."""
         counts = self.table()
         return counts["pending"] + counts["claimed"] > 0
 
     def iteration(self) -> int | None:
-        """What units are on the board for, if any ever were."""
+        """The iteration whose units are on the board; None if there never were any."""
         newest: int | None = self.fetch("SELECT max(iteration) FROM shoal.iterations")[0][0]
         return newest
 
     def is_from_leases(self, request: Request) -> bool:
-        """Whether a request is a unit's: those have no peer to answer."""
+        """Whether a request is a unit's result or failure: those have no peer that waits for an answer."""
         return request.peer == b""
 
     def _tried_before(self, iteration: int) -> list[list[int]]:
@@ -189,7 +174,7 @@ class PostgresServer(Mailbox):
             )
 
     def consume(self, request: Request) -> None:
-        """A result, or a failed unit, is in the journal: it is not delivered again."""
+        """Do not deliver a result or a failed unit again: it is in the journal."""
         with self.transaction():
             for (held,) in self.fetch("DELETE FROM shoal.contributions WHERE seq = %s RETURNING frames", (request.number,)):
                 self.release(held)
@@ -209,7 +194,8 @@ class PostgresServer(Mailbox):
                 (version, kind, base, packed, self.flyers(frames)),
             )
             if kind == "full":
-                self.fetch("DELETE FROM shoal.weights WHERE version <> %s RETURNING 1", (version,))  # a run that went on may be behind
+                # Not `<`: after a resume the database may hold newer versions than the run.
+                self.fetch("DELETE FROM shoal.weights WHERE version <> %s RETURNING 1", (version,))
             self.fetch("SELECT pg_notify('shoal_work', '')")
 
         self.carry_out(put_up)
@@ -235,7 +221,7 @@ class PostgresServer(Mailbox):
     # --- for people to look at ---------------------------------------------------------------------
 
     def workers(self) -> list[dict[str, Any]]:
-        """Everybody who took part, with what became of their units."""
+        """All workers that ever took part, with the numbers of their units by outcome."""
         return workers_in(self.fetch(f"SELECT {WORKER_COLUMNS} FROM shoal.worker_list ORDER BY id"))
 
     def table(self) -> dict[str, int]:
@@ -261,7 +247,7 @@ class PostgresServer(Mailbox):
     # --- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Whoever waits for an answer that was not given hears that none will come."""
+        """Stop. Clients that still wait for an answer learn that none will come."""
         if self.line.hung_up.is_set():
             return
         if self._waiting:

@@ -29,7 +29,7 @@ Frames = Sequence[Frame]
 
 
 class Journal:
-    """Records, appended."""
+    """The journal: records are appended to it."""
 
     def __init__(self, server: PostgresServer) -> None:
         self._server = server
@@ -92,7 +92,7 @@ class Ledger:
         return length
 
     def cut(self, length: int) -> None:
-        """Back to what a snapshot knows of; the records since then write the rest again."""
+        """Cut the ledger back to its length at a snapshot; the records since then write the rest again."""
         if self.length < length:
             raise ShoalError(
                 f"the ledger in {self._server.line.place} is shorter than when the snapshot was taken: restore it from a backup"
@@ -109,7 +109,7 @@ class Ledger:
 
 
 class Snapshot(NamedTuple):
-    """What was saved, and where: a checkpoint by any other name."""
+    """A snapshot that was read: its place, weights and state."""
 
     path: PurePosixPath
     step: int
@@ -118,7 +118,7 @@ class Snapshot(NamedTuple):
 
 
 class Snapshots:
-    """The learner and the coordinator as they were now and then. The newest few are kept."""
+    """Snapshots of the learner and the coordinator. The newest few are kept."""
 
     def __init__(self, server: PostgresServer, keep_last: int) -> None:
         self._server = server
@@ -126,7 +126,8 @@ class Snapshots:
         self.keep_last = keep_last
 
     def copied(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> Callable[[], None]:
-        """What there is now, for any thread to write: all of it or nothing. The oldest is forgotten, and the records that only it needs."""
+        """Copy the present state. The function that is returned writes it from any thread, whole or not at all, and deletes the oldest
+        snapshot with the records that only it needs."""
         copies, tensors = {name: value.detach().clone() for name, value in weights.items()}, dict[str, Tensor]()
         plain = packed(state, "", tensors)
 
@@ -138,7 +139,7 @@ class Snapshots:
         return write
 
     def _write(self, connection: Connection, step: int, header: str, files: list[bytes]) -> int:
-        """How many bytes it took the place of. Harmless to do twice."""
+        """Write a snapshot and delete old ones; how many bytes were freed. It is harmless to do this twice."""
         if connection.execute("SELECT 1 FROM shoal.snapshots WHERE number = %s", (step,)).fetchone():
             return 0
         ids = blobs.store(connection, files)
@@ -155,11 +156,11 @@ class Snapshots:
         return blobs.release(connection, [blob for (frames,) in gone for blob in frames])
 
     def all(self) -> list[PurePosixPath]:
-        """Every one, oldest first."""
+        """The paths of all snapshots, oldest first."""
         return [self._path(row[0]) for row in self._server.fetch("SELECT number FROM shoal.snapshots ORDER BY number")]
 
     def newest(self, warn: Callable[[str], None]) -> Snapshot | None:
-        """The newest that can be read; `warn` is told of any that cannot."""
+        """The newest snapshot that can be read; `warn` is called for each that cannot."""
         for path in reversed(self.all()):
             try:
                 return self._read(path)
@@ -186,7 +187,7 @@ class Snapshots:
 
 
 class Store:
-    """Journal, ledger and snapshots, over one server's transactions."""
+    """Journal, ledger and snapshots in one server's transactions."""
 
     transactional = True
 
@@ -195,4 +196,4 @@ class Store:
         self.carry_out = server.carry_out
 
     def forget(self) -> None:
-        """Whoever wrote a snapshot has forgotten what only older ones needed."""
+        """Nothing to do: writing a snapshot deletes the records that only older ones needed."""

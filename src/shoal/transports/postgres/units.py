@@ -23,8 +23,7 @@ from shoal.transports.postgres.line import Connection, Line
 
 _LIMITS = wire.Limits(1 << 40)
 _LOOK_EVERY_S = 1.0
-"""How often leases of others that ended are looked for while there is other work."""
-_LARGE_BYTES = 1 << 16
+"""While there is other work, expired leases of other workers are looked for this often."""
 
 
 class Unit(NamedTuple):
@@ -71,14 +70,14 @@ class UnitDesk:
         deadline, waits = time.monotonic() + wait_s, False
         with self._working:
             self._line.run(schema.check, self.patience_s)
-            while (told := self._read("SELECT frame, sizes, data, header FROM shoal.welcome() ORDER BY frame, n", ())) is None:
+            while (answer := self._read("SELECT frame, sizes, data, header FROM shoal.welcome() ORDER BY frame, n", ())) is None:
                 if not waits and wait_s:
                     self._line.tell(f"{self._line.place} holds no run yet: waiting for the coordinator")
                 waits = True
                 if (left := deadline - time.monotonic()) <= 0 or self._woken.is_set():
                     raise ShoalError(f"{self._line.place} holds no run yet: start the coordinator, then join again")
                 self._line.wait(min(left, self.poll_interval_s))
-        return Message(_opened(told.row[3]), told.frames)
+        return Message(_opened(answer.row[3]), answer.frames)
 
     def enter(self, name: str | None, about: Mapping[str, str]) -> str:
         """Take part; the name to go by. One whose owner left or died is taken over, one that is in use gets a number behind it."""
@@ -126,8 +125,8 @@ class UnitDesk:
     def weights(self, have: int) -> Weights | None:
         """What leads from the version `have` towards the newest: the difference to the next, else all of the newest; None: it has that."""
         query = "SELECT frame, sizes, data, header, version, kind FROM shoal.read_weights(%b::int8) ORDER BY frame, n"
-        told = self._read(query, (have,))
-        return Weights(told.row[4], told.row[5], _opened(told.row[3]), told.frames) if told else None
+        answer = self._read(query, (have,))
+        return Weights(answer.row[4], answer.row[5], _opened(answer.row[3]), answer.frames) if answer else None
 
     def submit(self, unit: Unit, header: dict[str, Any], frames: Sequence[Frame]) -> str:
         """Hand in a unit's result: `accepted`; or `cancelled`, `late`: dropped, and counted."""
@@ -150,13 +149,13 @@ class UnitDesk:
 
     def _wanted(self, connection: Connection, unit: Unit, content: Sequence[Frame]) -> bool:
         """Whether the lease is still held, so that much is not uploaded in vain."""
-        if wire.size_of(content) < _LARGE_BYTES:
+        if wire.size_of(content) < blobs.LARGE_BYTES:
             return True
         row = connection.execute("SELECT shoal.held(%b::int8, %b)", (unit.id, unit.lease)).fetchone()
         return bool(row and row[0])
 
     def wanted(self, unit: Unit) -> bool:
-        """Whether the lease still holds, as far as one has heard: the database is asked only where there was news."""
+        """Whether the lease still holds. The database is asked only after a notification."""
         with self._working:
             news = self._line.listen()
             if news == self._news:
@@ -165,22 +164,22 @@ class UnitDesk:
             return bool(self._ask("SELECT shoal.held(%b::int8, %b)", (unit.id, unit.lease))[0][0])
 
     def give_back(self, unit: Unit) -> None:
-        """Somebody else may do it; it does not count as an attempt."""
+        """Give a unit back, so that another worker may do it. This does not count as an attempt."""
         self._ask("SELECT shoal.give_back(%b, %b::int8, %b)", (self._secret, unit.id, unit.lease))
 
     def fail(self, unit: Unit, reason: str) -> None:
-        """It did not work here. Another one tries, unless too many have."""
+        """Report that a unit failed here. Another worker tries it, unless too many have."""
         self._ask("SELECT shoal.fail(%b, %b::int8, %b, %t)", (self._secret, unit.id, unit.lease, reason))
 
     def leave(self) -> None:
-        """Give back what is on lease, and go."""
+        """Give back all leases, and leave the run."""
         self._ask("SELECT shoal.leave(%b)", (self._secret,))
 
     def _ask(self, query: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         with self._working:
             return self._line.run(lambda connection: connection.execute(query.encode(), values, binary=True).fetchall(), self.patience_s)
 
-    def _read(self, query: str, values: tuple[Any, ...]) -> blobs.Told | None:
+    def _read(self, query: str, values: tuple[Any, ...]) -> blobs.Answer | None:
         with self._working:
             return self._line.run(lambda connection: blobs.read(connection, query, values), self.patience_s)
 

@@ -16,7 +16,6 @@ class View(NamedTuple):
     """A run at one moment."""
 
     now: datetime
-    begun_at: datetime
     iteration: int | None
     coordinator_seen_at: datetime | None
     facts: dict[str, Any]
@@ -32,16 +31,13 @@ def look(connection: Connection) -> View | None:
     """The run, if there is one. All of it is of the same moment."""
     with connection.transaction():
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-        progress = connection.execute(
-            "SELECT now(), begun_at, iteration, nullif(coordinator_seen_at, '-infinity') FROM shoal.progress"
-        ).fetchone()
+        progress = connection.execute("SELECT now(), iteration, nullif(coordinator_seen_at, '-infinity') FROM shoal.progress").fetchone()
         if progress is None:
             return None
         return View(
             now=progress[0],
-            begun_at=progress[1],
-            iteration=progress[2],
-            coordinator_seen_at=progress[3],
+            iteration=progress[1],
+            coordinator_seen_at=progress[2],
             facts=dict(connection.execute("SELECT name, value FROM shoal.facts").fetchall()),
             units=dict(connection.execute("SELECT state, units FROM shoal.unit_counts").fetchall()),
             workers=workers_in(connection.execute(f"SELECT {WORKER_COLUMNS} FROM shoal.worker_list ORDER BY id").fetchall()),

@@ -101,7 +101,7 @@ class Proxy:
     # --- from any thread ---------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Silence: nothing is lost and nothing arrives, until `heal()`."""
+        """Let nothing through until `heal()`; nothing is lost meanwhile."""
         self._silent = True
         self._bell.ring()
 

@@ -15,14 +15,13 @@ from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
 from shoal.transports.desk import Desk
 from shoal.transports.interface import Message, Request, Traffic
-from shoal.transports.rate import Rate
+from shoal.transports.rate import SLOWEST_BYTES_PER_S, Rate
 from shoal.transports.xmlrpc.documents import most_body_bytes, only_here, pack, unpack
 
 MOST_CONNECTIONS = 256
 IDLE_S = 30.0
 """How long a connection may dawdle over its request."""
 LINGER_S = 2.0
-SLOWEST_BYTES_PER_S = 125_000
 
 
 class XmlRpcServer:
@@ -94,7 +93,7 @@ class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is no news."""
+        """Ignore errors of a connection: a client may break off at any time."""
 
     def hang_up(self) -> None:
         """Ask for nothing more, let answers leave that were given, then end what is left."""

@@ -1,4 +1,4 @@
-"""The side that asks: a DEALER, and a monitor that tells why no answer comes."""
+"""The side that asks: a DEALER, and a monitor that reports why no answer comes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCO
 
 
 class _Line:
-    """One socket towards the server, and what its monitor told of the connection behind it."""
+    """One socket towards the server, and what its monitor reported about the connection."""
 
     def __init__(self, context: zmq.Context[Socket], bell: Bell) -> None:
         self.socket: Socket = context.socket(zmq.DEALER)
@@ -101,7 +101,7 @@ class ZmqClient:
         self._closed = False
 
     def call(self, message: Message, timeout_s: float) -> Message:
-        with self._calling:  # nobody's question comes between this one and its answer
+        with self._calling:  # no other question may come between this one and its answer
             deadline = time.monotonic() + timeout_s
             self.post(message, timeout_s)
             return self.answer(deadline - time.monotonic())

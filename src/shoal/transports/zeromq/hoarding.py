@@ -2,7 +2,7 @@
 
 ZeroMQ limits a frame, but not how many of them make a message, and it keeps all of an unfinished one in memory where nobody sees it. So
 we ask the system how many bytes a connection has brought since it last finished a message, and end it when that is more than any message
-may be. Only Linux tells (`tcp_info.tcpi_bytes_received`); elsewhere this does nothing.
+may be. Only Linux counts these (`tcp_info.tcpi_bytes_received`); elsewhere this does nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Hoarding:
             self._heard.add(part.get(zmq.SRCFD))
 
     def end_them(self) -> int:
-        """Hang up on whoever hoards; how many did."""
+        """Hang up on connections that hoard; how many there were."""
         return sum(self._hoards(descriptor) for descriptor in list(self._finished_at))
 
     def _hoards(self, descriptor: int) -> bool:
@@ -65,5 +65,5 @@ class Hoarding:
 def bytes_received(line: socket.socket) -> int:
     if sys.platform != "linux":
         return 0
-    told = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
-    return int(_BYTES_RECEIVED.unpack(told)[0]) if len(told) == _BYTES_RECEIVED.size else 0
+    info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+    return int(_BYTES_RECEIVED.unpack(info)[0]) if len(info) == _BYTES_RECEIVED.size else 0

@@ -76,13 +76,13 @@ class ZmqServer:
         enough = self.traffic.received_bytes + BATCH_BYTES
         with contextlib.suppress(zmq.Again):
             for _ in range(BATCH):
-                requests += self._take(receive(self._socket, self._limits.frames + 2))
+                requests += self._decoded(receive(self._socket, self._limits.frames + 2))
                 if self.traffic.received_bytes > enough:
                     break
         return requests
 
-    def _take(self, parts: list[zmq.Frame]) -> list[Request]:
-        """The request in what came, or none: whoever sends nonsense is not answered, whoever sends too much is told."""
+    def _decoded(self, parts: list[zmq.Frame]) -> list[Request]:
+        """The request in a message's parts, or none. Nonsense is not answered; a message that is too large is refused."""
         peer, content = parts[0].bytes, [part.buffer for part in parts[1:]]
         self._hoarding.heard(parts[-1])
         self.traffic.receive(wire.size_of(content))
@@ -109,7 +109,7 @@ class ZmqServer:
         except zmq.ZMQError as problem:
             if problem.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self.traffic.refuse("gone")  # or it does not read its answers, which comes to the same
+            self.traffic.refuse("gone")  # the peer has gone, or does not read its answers
         else:
             self.traffic.send(wire.size_of(parts))
 
@@ -149,13 +149,13 @@ def _guard(socket: Socket, token: str, own: keys.Keys | None) -> Admits:
 
 
 def _bind(socket: Socket, hosts: Sequence[str], port: int) -> tuple[str, ...]:
-    """Listen on every host, all with the same port; the addresses to tell workers."""
-    told = []
+    """Listen on every host, all with the same port; the addresses that workers should use."""
+    public = []
     for host in hosts:
         try:
             socket.bind(f"tcp://{addresses.bracketed(host)}:{port or '*'}")
         except zmq.ZMQError as problem:
             raise ShoalError(f"cannot listen on {host} port {port}: {problem.strerror}. Is another coordinator running?") from None
         port = port or addresses.parse(socket.getsockopt_string(zmq.LAST_ENDPOINT)).port
-        told.append(str(addresses.Address("tcp", addresses.to_tell(host), port)))
-    return tuple(told)
+        public.append(str(addresses.Address("tcp", addresses.to_tell(host), port)))
+    return tuple(public)

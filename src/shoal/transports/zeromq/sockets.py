@@ -8,6 +8,7 @@ from typing import TypeAlias
 import zmq
 
 from shoal.transports.interface import Frame
+from shoal.transports.rate import SLOWEST_BYTES_PER_S
 from shoal.transports.wire import Limits
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -21,7 +22,6 @@ QUEUED = 4
 SLACK_BYTES = 64 << 10
 """A frame slightly too large is still taken in, and refused by name; beyond that ZeroMQ hangs up."""
 LEAST_PATIENCE_S = 30.0
-SLOWEST_BYTES_PER_S = 125_000
 
 
 def most_patience_s(frame_bytes: int) -> float:

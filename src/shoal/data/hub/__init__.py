@@ -1,0 +1,1 @@
+"""The Hugging Face hub: whether it answers, its data sets, and copies of their files."""

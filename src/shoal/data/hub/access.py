@@ -1,0 +1,50 @@
+"""Whether the Hugging Face hub can be reached, and how to work without waiting for it where it cannot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shoal.data.optional import need
+
+_LIBRARIES = ("datasets", "transformers", "huggingface_hub")
+
+
+def hub_answers(timeout_s: float = 5.0) -> bool:
+    """Whether the hub can be reached. Its libraries would find out too, after half a minute of retries."""
+    hub, constants = need("huggingface_hub"), need("huggingface_hub.constants")
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        hub.get_session().head(constants.ENDPOINT, timeout=timeout_s)
+    except Exception:  # every error here means that the hub cannot be reached
+        return False
+    return True
+
+
+@contextmanager
+def offline(enabled: bool = True) -> Iterator[None]:
+    """Make the libraries look into their caches only."""
+    constants, config = need("huggingface_hub.constants"), need("datasets.config")
+    before = constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE
+    try:
+        if enabled:
+            constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the libraries from printing bars and notices: Shoal itself reports what the user must know."""
+    loggers = [logging.getLogger(name) for name in _LIBRARIES]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

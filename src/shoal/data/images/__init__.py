@@ -1,0 +1,1 @@
+"""Images: digits and MNIST, folders, zip and npz files, data sets of the hub."""

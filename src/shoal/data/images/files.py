@@ -1,0 +1,192 @@
+"""Images in a folder, a zip file or an npz file: classes by sub-folder, splits by name, CelebA's partition."""
+
+from __future__ import annotations
+
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shoal.data.images.decoding import SUFFIXES, CorruptImageError, decode, is_grey
+from shoal.data.images.samples import LazyImages, Pixels, Target, TensorImages, from_pixels
+from shoal.data.limits import split_of
+from shoal.errors import ShoalError
+
+LAZY_BYTES = 10**9
+_LISTED = 5
+_HEADERS = 1000
+_PARTITION = "list_eval_partition.txt"
+
+
+ImageSamples = TensorImages | LazyImages
+
+
+class Store(Protocol):
+    """Named contents: a folder, or a zip file."""
+
+    path: Path
+
+    def names(self) -> list[str]: ...
+
+    def read(self, name: str) -> bytes: ...
+
+
+class Folder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        found = [Path(folder, name) for folder, _, names in os.walk(self.path) for name in names]
+        return [file.relative_to(self.path).as_posix() for file in found]
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+
+class Zip:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._opened: tuple[int, zipfile.ZipFile] | None = None
+
+    def names(self) -> list[str]:
+        return [name for name in self._file().namelist() if not name.endswith("/")]
+
+    def read(self, name: str) -> bytes:
+        return self._file().read(name)
+
+    def _file(self) -> zipfile.ZipFile:
+        """The zip file, opened once in each process: two processes that shared an open file would move each other's place in it."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            try:
+                self._opened = os.getpid(), zipfile.ZipFile(self.path)
+            except (zipfile.BadZipFile, OSError) as error:
+                raise ShoalError(f"{self.path} is not a zip file that can be read: {error}") from error
+        return self._opened[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"path": self.path, "_opened": None}
+
+
+class Layout(NamedTuple):
+    """The images of a store, sorted into those to learn from and those held out."""
+
+    train: list[str]
+    held_out: list[str]
+    depth: int = 0
+    """Which folder of a name is the class: the first, or the second below folders such as train and test."""
+    classes: tuple[str, ...] = ()
+    """Sorted names of the classes; empty: no labels."""
+
+    def labels(self, names: Sequence[str]) -> NDArray[np.int64] | None:
+        if not self.classes:
+            return None
+        number = {name: label for label, name in enumerate(self.classes)}
+        return np.asarray([number[PurePosixPath(name).parts[self.depth]] for name in names], np.int64)
+
+
+def find_images(store: Store) -> Layout:
+    """The images of a store in the order of their names, split and labelled as its folders say."""
+    everything = store.names()
+    names = sorted(name for name in everything if _is_image(name))
+    if not names:
+        raise ShoalError(f"there are no images in {store.path} ({', '.join(SUFFIXES)})")
+    splits = [split_of(PurePosixPath(name).parts[0]) if "/" in name else None for name in names]
+    by_folder = set(splits) == {"train", "held-out"}
+    in_folder = {name for name, split in zip(names, splits, strict=True) if split == "held-out"}
+    apart = in_folder if by_folder else _partition(store, everything)
+    held_out = [name for name in names if name in apart or PurePosixPath(name).name in apart]
+    without = set(held_out)
+    return _labelled(Layout([name for name in names if name not in without], held_out, depth=int(by_folder)))
+
+
+def _labelled(layout: Layout) -> Layout:
+    """Add the names of the classes, if all images are in sub-folders and there are several of these."""
+    parts = [PurePosixPath(name).parts for name in layout.train + layout.held_out]
+    classes = {folders[layout.depth] for folders in parts if len(folders) > layout.depth + 1}
+    everywhere = all(len(folders) > layout.depth + 1 for folders in parts)
+    return layout._replace(classes=tuple(sorted(classes))) if everywhere and len(classes) > 1 else layout
+
+
+def _is_image(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    return name.lower().endswith(SUFFIXES) and not any(part.startswith((".", "__MACOSX")) for part in parts)
+
+
+def _partition(store: Store, everything: Sequence[str]) -> set[str]:
+    """The files that CelebA's own list sets apart for validation (1) and test (2), where there is such a list."""
+    inside = next((name for name in everything if PurePosixPath(name).name == _PARTITION), None)
+    beside = store.path.parent / _PARTITION
+    if inside is None and not beside.is_file():
+        return set()
+    lines = (store.read(inside) if inside else beside.read_bytes()).decode("utf-8", "replace").split("\n")
+    return {words[0] for words in map(str.split, lines) if len(words) == 2 and words[1] in ("1", "2")}
+
+
+class Decoder:
+    """Reads and decodes images of a store, by number. Each must have the shape of the first."""
+
+    def __init__(self, store: Store, names: Sequence[str], target: Target, shape: tuple[int, ...] | None = None) -> None:
+        self._store, self._names, self._target = store, list(names), target
+        self._shape = shape or self(0).shape
+
+    def __call__(self, number: int) -> Pixels:
+        file = self._store.path / self._names[number]
+        try:
+            pixels = decode(self._store.read(self._names[number]), self._target.size, self._target.channels)
+        except (CorruptImageError, OSError, zipfile.BadZipFile, zlib.error) as error:
+            raise CorruptImageError(f"{file} is not an image that can be read: {error}") from error
+        if pixels.shape != getattr(self, "_shape", pixels.shape):
+            sizes = " and ".join(" × ".join(map(str, shape[1:])) for shape in (pixels.shape, self._shape))
+            raise CorruptImageError(f"{file}: images have different sizes, {sizes}: bring them to one size (a dcgan model does so itself)")
+        return pixels
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+
+def image_samples(store: Store, layout: Layout, names: Sequence[str], target: Target, like: tuple[int, ...] | None = None) -> ImageSamples:
+    """The images in memory; if they take more than a gigabyte, they are decoded when asked for. `like` is the shape they must have."""
+    labels = layout.labels(names)
+    target = target._replace(channels=like[0] if like else target.channels or _channels(store, names))
+    decoder = Decoder(store, names, target, like)
+    if math.prod(decoder.shape) * len(names) > LAZY_BYTES:
+        return LazyImages(decoder, torch.arange(len(names)), None if labels is None else torch.from_numpy(labels))
+    return from_pixels(_decode_all(decoder, len(names)), labels, target)
+
+
+def _channels(store: Store, names: Sequence[str]) -> int:
+    """1 if no image has colours, else 3. Of many images only some are looked at."""
+    some = names[:: -(-len(names) // _HEADERS)]
+
+    def grey(name: str) -> bool:
+        try:
+            return is_grey(store.read(name))
+        except Exception:  # decoding reports this image by its name
+            return True
+
+    return 1 if all(grey(name) for name in some) else 3
+
+
+def _decode_all(decoder: Decoder, count: int) -> Pixels:
+    def attempt(number: int) -> Pixels | str:
+        try:
+            return decoder(number)
+        except CorruptImageError as error:
+            return str(error)
+
+    with ThreadPoolExecutor() as threads:
+        results = list(threads.map(attempt, range(count)))
+    corrupt = [result for result in results if isinstance(result, str)]
+    if corrupt:
+        more = f"\nand {len(corrupt) - _LISTED:,} more" if len(corrupt) > _LISTED else ""
+        raise ShoalError("\n".join(corrupt[:_LISTED]) + f"{more}\nReplace or remove {'it' if len(corrupt) == 1 else 'them'}.")
+    return np.stack([result for result in results if not isinstance(result, str)])

@@ -1,0 +1,123 @@
+"""Text as a stream: parts, what of them is held out, and the stream or the mixture of streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from shoal.config import Run
+from shoal.data.interfaces import Data, Info, Stream
+from shoal.data.limits import HELD_OUT_SHARE, share_out
+from shoal.data.streams.mixed import MixedStream
+from shoal.data.streams.text import HeldOut, TextStream
+from shoal.data.text.documents import FEW, Chained, Document, Documents, Fronts, TextPart, cut
+from shoal.data.text.encoding import Encoding
+from shoal.data.text.mixture import probabilities
+from shoal.data.text.run_encoding import contents, find_encoding, joined_name, noun
+from shoal.data.text.samples import TextSamples, joined, text_samples
+from shoal.errors import ShoalError
+
+STREAM_HELD_OUT = 1000
+"""Samples of a stream that are held out, unless max_eval_samples says otherwise: a stream may have no end."""
+
+_BPE_DOCUMENTS = 2000
+"""Documents of each part that `bpe` is trained on."""
+
+
+def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token: str | None) -> Data:
+    """The documents of a part that are held out are among its first, as many as evaluation needs."""
+    name = joined_name([part.name for part in parts])
+    parts = parts if run.data.mixing.enabled else [_chained(parts)]
+    for part in parts:
+        if next(part.train.read(), None) is None:
+            raise ShoalError(f"{part.name} is empty: there is no text in it")
+    if run.data.tokenizer == "characters":
+        raise ShoalError("the tokenizer `characters` must see the whole text first: set data.streaming to false, or use `bytes` or `bpe`")
+    encoding = find_encoding(run, lambda: (text for part in parts for text in _sample_of(part, run.seed)), cache_dir, token)
+    train_count, eval_count = _counts(run)
+    held = [_hold_out(part, encoding, -(-eval_count // len(parts)), run.seed) for part in parts]
+    parts = [part._replace(train=documents) for part, (documents, _, _) in zip(parts, held, strict=True)]
+    stream = _stream(parts, [out for _, out, _ in held], encoding, train_count, run)
+    info = Info("text", f"{name}: a stream of {noun(encoding)}", vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
+    return Data(stream, _judged([documents for _, _, documents in held], encoding, eval_count), info)
+
+
+def _chained(parts: Sequence[TextPart]) -> TextPart:
+    if len(parts) == 1:
+        return parts[0]
+    own = [part.held_out for part in parts if part.held_out is not None]
+    names = joined_name([part.name for part in parts])
+    return TextPart(names, Chained([part.train for part in parts]), Chained(own) if len(own) == len(parts) else None)
+
+
+def _counts(run: Run) -> tuple[int | None, int]:
+    """How many samples to learn from (None: all) and to hold out."""
+    data, evaluation = run.data, run.evaluation
+    held_out = STREAM_HELD_OUT if data.max_eval_samples is None else data.max_eval_samples
+    if evaluation.batches is not None and evaluation.batch_size is not None:
+        held_out = min(held_out, evaluation.batches * evaluation.batch_size)
+    if data.max_samples is None:
+        return data.max_train_samples, held_out
+    held_out = min(held_out, max(1, round(data.max_samples * HELD_OUT_SHARE)), data.max_samples - 1)
+    return min(data.max_samples - held_out, data.max_train_samples or data.max_samples), held_out
+
+
+def _stream(parts: Sequence[TextPart], held: Sequence[HeldOut], encoding: Encoding, count: int | None, run: Run) -> Stream:
+    names, weights = [part.name for part in parts], [part.weight for part in parts]
+    shares = probabilities(names, weights, [part.train.size() for part in parts], run.data.mixing.temperature) if len(parts) > 1 else None
+    quotas = [count] if shares is None or count is None else share_out(count, shares)
+    streams = [
+        TextStream(part.train, encoding, shuffle_buffer=run.data.shuffle_buffer, held_out=out, max_samples=quota)
+        for part, out, quota in zip(parts, held, quotas * (len(parts) // len(quotas)), strict=True)
+    ]
+    return streams[0] if shares is None else MixedStream(streams, shares)
+
+
+def _hold_out(part: TextPart, encoding: Encoding, count: int, seed: int) -> tuple[Documents, HeldOut, list[Document]]:
+    """What is learned from, which documents of it are left out, and the documents to be judged on.
+
+    These are of the part's own split; or every 20th document, until there are enough for so many samples; or the end of each document
+    where there are fewer than 20.
+    """
+    if not count:
+        return part.train, HeldOut(), []
+    if part.held_out is not None:
+        return part.train, HeldOut(), _until_enough(part.held_out, encoding, count, HeldOut(1, 0, 2**62))[0]
+    every = HeldOut(FEW, seed % FEW, 2**62)
+    documents, read = _until_enough(part.train, encoding, count, every)
+    if read < FEW:
+        ends = [cut(document)[1] for document, _ in part.train.read()]
+        return Fronts(part.train), HeldOut(), [document for document in ends if document.text]
+    return part.train, every._replace(below=read), documents
+
+
+def _until_enough(documents: Documents, encoding: Encoding, count: int, held: HeldOut) -> tuple[list[Document], int]:
+    """The documents that are held out, and how many were read to find them."""
+    found: list[Document] = []
+    tokens, read = 0, 0
+    wanted = count * encoding.sequence_length + 1
+    for document, _ in documents.read():
+        if read in held:
+            found.append(document)
+            tokens += len(encoding.tokenizer.encode_batch([document.text])[0])
+        read += 1
+        if tokens >= wanted or (len(found) >= count and not encoding.packed):
+            break
+    return found, read
+
+
+def _judged(held: Sequence[Sequence[Document]], encoding: Encoding, count: int) -> TextSamples | None:
+    if not any(held):
+        return None
+    samples = joined([text_samples(documents, encoding) for documents in held if documents])
+    first = torch.arange(min(count, len(samples)))
+    return samples.select(first) if len(first) else None
+
+
+def _sample_of(part: TextPart, seed: int) -> Iterable[str]:
+    """Some of the documents to learn from, to train a vocabulary on."""
+    some = islice(part.train.read(), _BPE_DOCUMENTS)
+    return contents(document for number, (document, _) in enumerate(some) if number % FEW != seed % FEW)

@@ -1,0 +1,91 @@
+"""Several streams, from which samples are drawn by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.interfaces import Batch, Reader, State, Stream
+
+_DRAWS = 1024
+
+
+class MixedStream:
+    """A mixture of streams. An epoch ends when each has been read through once; those that end sooner begin again."""
+
+    def __init__(self, streams: Sequence[Stream], shares: NDArray[np.float64]) -> None:
+        self.streams = list(streams)
+        self.shares = shares
+
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> Reader:
+        return MixedReader(self, shard, seed, epoch, state)
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        return self.streams[0].collate(samples)
+
+
+class MixedReader:
+    """Draws samples of one shard. The n-th draw follows from the seed, the epoch and n."""
+
+    def __init__(self, mixture: MixedStream, shard: tuple[int, int], seed: int, epoch: int, state: State | None) -> None:
+        self._mixture = mixture
+        self._shard, self._seed, self._epoch = shard, seed, epoch
+        count = len(mixture.streams)
+        state = state or {"draw": 0, "passes": [0] * count, "given": [0] * count, "empty": [False] * count, "parts": [None] * count}
+        self._draw: int = state["draw"]
+        self._passes: list[int] = list(state["passes"])
+        self._given: list[int] = list(state["given"])
+        self._empty: list[bool] = list(state["empty"])
+        self._readers = [self._open(part, inner) for part, inner in enumerate(state["parts"])]
+        self._choices = self._choose(self._draw // _DRAWS)
+        self._bounds = self._reckon()
+
+    def __iter__(self) -> MixedReader:
+        return self
+
+    def __next__(self) -> Any:
+        while not all(self._passes):
+            part = self._part()
+            sample = next(self._readers[part], None)
+            if sample is not None:
+                self._draw += 1
+                self._given[part] += 1
+                return sample
+            self._begin_again(part)
+        raise StopIteration
+
+    def state_dict(self) -> State:
+        """`passes` counts the times a part was read through, `given` its samples since it was last begun."""
+        parts = [reader.state_dict() for reader in self._readers]
+        lists = {"passes": list(self._passes), "given": list(self._given), "empty": list(self._empty)}
+        return {"draw": self._draw, **lists, "parts": parts}
+
+    def _part(self) -> int:
+        if self._draw and self._draw % _DRAWS == 0:
+            self._choices = self._choose(self._draw // _DRAWS)
+        part = int(np.searchsorted(self._bounds, self._choices[self._draw % _DRAWS], side="right"))
+        return min(part, len(self._readers) - 1)
+
+    def _choose(self, block: int) -> NDArray[np.float64]:
+        return np.random.default_rng([self._seed, self._epoch, block]).random(_DRAWS)
+
+    def _reckon(self) -> NDArray[np.float64]:
+        """The upper bound of each part in the interval that draws fall in."""
+        shares = self._mixture.shares * ~np.asarray(self._empty)
+        return np.asarray(np.cumsum(shares / (shares.sum() or 1.0)))
+
+    def _begin_again(self, part: int) -> None:
+        """A part has ended. One that gave no sample has none in this shard, and is not drawn any more."""
+        self._empty[part] = not self._given[part]
+        self._passes[part] += 1
+        self._given[part] = 0
+        self._readers[part] = self._open(part, None)
+        self._bounds = self._reckon()
+
+    def _open(self, part: int, state: State | None) -> Reader:
+        # A pass of its own gets an order of its own.
+        seed = self._seed + 7919 * self._passes[part]
+        return self._mixture.streams[part].read(shard=self._shard, seed=seed, epoch=self._epoch, state=state)

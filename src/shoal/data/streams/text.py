@@ -1,0 +1,250 @@
+"""Text as a stream: documents are tokenised while they are read, and the whole is never in memory.
+
+Everything here can be left at any sample and taken up again. A reader's state names a position in the documents and how much of the
+document there is used up already; what was read ahead is read again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shoal.data.interfaces import IGNORED, Batch, Reader, State
+from shoal.data.text.documents import Document, Documents, Position
+from shoal.data.text.encoding import Encoding, Sample, Tokens, collate, cut, encode, full, join, to_sample
+
+_GROUP = 64
+
+
+class HeldOut(NamedTuple):
+    """Which documents of a stream are held out: of the first `below`, every `every`-th, from number `first` on."""
+
+    every: int = 1
+    first: int = 0
+    below: int = 0
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and number < self.below and number % self.every == self.first
+
+
+class Place(NamedTuple):
+    """A place between two documents: the reader's position, the number of the next document, and of the next one to learn from."""
+
+    position: Position = None
+    number: int = 0
+    learned: int = 0
+
+
+class TextStream:
+    """A stream of samples from documents, shuffled over a buffer."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        encoding: Encoding,
+        *,
+        shuffle_buffer: int = 10_000,
+        held_out: HeldOut = HeldOut(),  # noqa: B008
+        max_samples: int | None = None,
+    ) -> None:
+        self.documents = documents
+        self.encoding = encoding
+        self.shuffle_buffer = shuffle_buffer
+        self.held_out = held_out
+        self.max_samples = max_samples
+
+    def read(self, *, shard: tuple[int, int], seed: int, epoch: int, state: State | None = None) -> Reader:
+        return ShuffledReader(self, shard, [seed, epoch], state)
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        return collate(samples, self.encoding)
+
+    def in_order(self, shard: tuple[int, int], state: State | None = None) -> SampleReader:
+        """Read without shuffling."""
+        return (PackedReader if self.encoding.packed else DocumentReader)(self, shard, state)
+
+
+class SampleReader:
+    """Samples of one shard, in the order of the documents. Document n to learn from belongs to shard n mod count."""
+
+    def __init__(self, stream: TextStream, shard: tuple[int, int], state: State | None) -> None:
+        self._encoding = stream.encoding
+        self._shard = shard
+        index, count = shard
+        quota = stream.max_samples
+        self._quota = None if quota is None else quota // count + (index < quota % count)
+        self._taken = state["taken"] if state else 0
+        self._used = state["used"] if state else 0
+        self._place = Place(*state["place"]) if state else Place()
+        self._groups = self._encoded(stream)
+        self._queue: deque[tuple[Place, Any]] = deque()
+
+    def __iter__(self) -> SampleReader:
+        return self
+
+    def __next__(self) -> Sample:
+        if self._quota is not None and self._taken >= self._quota:
+            raise StopIteration
+        sample = self._next()
+        self._taken += 1
+        return sample
+
+    def state_dict(self) -> State:
+        """The beginning of the first document that is not used up, and how much of it is."""
+        place = self._queue[0][0] if self._queue else self._place
+        return {"place": list(place), "used": self._used, "taken": self._taken}
+
+    def _next(self) -> Sample:
+        raise NotImplementedError
+
+    def _ends(self, documents: Sequence[Document]) -> list[tuple[int, ...]]:
+        raise NotImplementedError
+
+    def _fill(self) -> bool:
+        """Take in more documents. False: there are none."""
+        group = next(self._groups, None)
+        if group is None:
+            return False
+        self._queue.extend(group)
+        return True
+
+    def _encoded(self, stream: TextStream) -> Iterator[list[tuple[Place, Any]]]:
+        """Documents in groups, since many at once are tokenised faster. Moves the place to the end of each group."""
+        documents = self._documents(stream)
+        while group := list(islice(documents, _GROUP)):
+            texts = [document for _, document, _ in group]
+            tokens = encode(texts, self._encoding.tokenizer, self._ends(texts))
+            self._place = group[-1][2]
+            yield [(before, self._take_in(one)) for (before, _, _), one in zip(group, tokens, strict=True)]
+        self._place = self._last
+
+    def _documents(self, stream: TextStream) -> Iterator[tuple[Place, Document, Place]]:
+        """The documents of this shard, each with the places before and after it."""
+        index, count = self._shard
+        before = self._last = self._place
+        for document, position in stream.documents.read(before.position):
+            held = before.number in stream.held_out
+            after = self._last = Place(position, before.number + 1, before.learned + (not held))
+            if not held and before.learned % count == index:
+                yield before, document, after
+            before = after
+
+    def _take_in(self, tokens: Tokens) -> Any:
+        return tokens
+
+
+class PackedReader(SampleReader):
+    """Documents in a row, cut to sequences. `used` counts tokens."""
+
+    def _ends(self, documents: Sequence[Document]) -> list[tuple[int, ...]]:
+        """A separator after each document; between pieces of one document only where another shard has what follows."""
+        separator = self._encoding.tokenizer.separator
+        return [separator if document.complete or self._shard[1] > 1 else () for document in documents]
+
+    def _next(self) -> Sample:
+        length = self._encoding.sequence_length
+        while True:
+            while self._available() <= length:
+                if not self._fill():
+                    return self._last_sample()
+            sample = to_sample(self._window(length + 1))
+            self._advance(length)
+            if (sample.labels != IGNORED).any():
+                return sample
+
+    def _available(self) -> int:
+        return sum(len(tokens) for _, tokens in self._queue) - self._used
+
+    def _window(self, length: int) -> Tokens:
+        parts, start = [], self._used
+        for _, tokens in self._queue:
+            parts.append(tokens.slice(start, start + length))
+            length -= len(parts[-1])
+            start = 0
+            if not length:
+                break
+        return join(parts)
+
+    def _advance(self, count: int) -> None:
+        self._used += count
+        while self._queue and self._used >= len(self._queue[0][1]):
+            self._used -= len(self._queue.popleft()[1])
+
+    def _last_sample(self) -> Sample:
+        """What is left over, filled up to a whole sequence."""
+        left = self._available()
+        sample = to_sample(self._window(left)) if left > 1 else None
+        self._queue.clear()
+        self._used = 0
+        if sample is None or not (sample.labels != IGNORED).any():
+            raise StopIteration
+        return full(sample, self._encoding.sequence_length, self._encoding.tokenizer.pad_id)
+
+
+class DocumentReader(SampleReader):
+    """Each document a sample, or several. `used` counts samples."""
+
+    def _ends(self, documents: Sequence[Document]) -> list[tuple[int, ...]]:
+        end = self._encoding.tokenizer.eos_id
+        return [() if end is None else (end,)] * len(documents)
+
+    def _take_in(self, tokens: Tokens) -> list[Sample]:
+        return list(cut(tokens, self._encoding.sequence_length, self._encoding.truncation))
+
+    def _next(self) -> Sample:
+        while not self._queue or self._used >= len(self._queue[0][1]):
+            if self._queue:
+                self._used -= len(self._queue.popleft()[1])
+            elif not self._fill():
+                raise StopIteration
+        self._used += 1
+        sample: Sample = self._queue[0][1][self._used - 1]
+        return sample
+
+
+class ShuffledReader:
+    """Samples shuffled in blocks of a buffer's size. The next block is read, sample by sample, while this one is given out.
+
+    A block's order follows from the seed, the epoch and its number; so a state is the place where the block begins and how many of its
+    samples are gone, however large the buffer.
+    """
+
+    def __init__(self, stream: TextStream, shard: tuple[int, int], key: Sequence[int], state: State | None) -> None:
+        self._size = stream.shuffle_buffer
+        self._key = key
+        self._number = state["block"] if state else 0
+        self._gone = 0
+        self._samples = stream.in_order(shard, state["start"] if state else None)
+        self._start_of_ahead: State = {}
+        self._begin([])
+        for _ in range(state["gone"] if state else 0):
+            next(self)
+
+    def __iter__(self) -> ShuffledReader:
+        return self
+
+    def __next__(self) -> Sample:
+        if self._gone == len(self._block):
+            if not self._ahead:
+                raise StopIteration
+            self._number += 1
+            self._begin(self._ahead)
+        self._ahead.extend(islice(self._samples, 1))
+        self._gone += 1
+        return self._block[int(self._order[self._gone - 1])]
+
+    def state_dict(self) -> State:
+        return {"block": self._number, "gone": self._gone, "start": self._start}
+
+    def _begin(self, ahead: list[Sample]) -> None:
+        """Begin a block with what was read ahead of it, or at the very beginning with nothing."""
+        self._start = self._start_of_ahead if ahead else self._samples.state_dict()
+        self._block = ahead or list(islice(self._samples, self._size))
+        self._ahead: list[Sample] = []
+        self._start_of_ahead = self._samples.state_dict()
+        self._order = np.random.default_rng([*self._key, self._number]).permutation(len(self._block))
+        self._gone = 0

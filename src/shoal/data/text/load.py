@@ -1,0 +1,79 @@
+"""Text in memory: parts, held-out documents, samples, mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from shoal.config import Run
+from shoal.config.schema.data import Preferences
+from shoal.data.interfaces import Data, Info, Samples
+from shoal.data.limits import counts, divided, share_out, some_of
+from shoal.data.text.documents import Document, TextPart, split
+from shoal.data.text.mixture import ChainedText, MixedText, probabilities
+from shoal.data.text.preferences import PreferencePairs, read_preferences
+from shoal.data.text.run_encoding import contents, find_encoding, joined_name, noun
+from shoal.data.text.samples import TextSamples, enough, joined, text_samples
+from shoal.errors import ShoalError
+
+
+def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token: str | None) -> Data:
+    name = joined_name([part.name for part in parts])
+    documents = [_divide(part, run.seed) for part in parts]
+
+    def texts() -> Iterable[str]:
+        # An alphabet must know the held-out text too; a vocabulary must not.
+        both = run.data.tokenizer == "characters"
+        return (text for train, held_out in documents for text in contents(train + held_out if both else train))
+
+    encoding = find_encoding(run, texts, cache_dir, token)
+    train = [text_samples(part, encoding) for part, _ in documents]
+    held_out = joined([text_samples(part, encoding) for _, part in documents])
+    enough(name, joined(train), encoding)
+    train_count, eval_count = counts(run.data, sum(map(len, train)), len(held_out))
+    samples = _mix(_limit(train, train_count, run.seed), parts, run)
+    described = f"{name}: {noun(encoding, len(samples))}"
+    info = Info("text", described, vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
+    return Data(samples, some_of(held_out, eval_count, run.seed) if eval_count else None, info)
+
+
+def _divide(part: TextPart, seed: int) -> tuple[list[Document], list[Document]]:
+    documents = [document for document, _ in part.train.read()]
+    if not documents:
+        raise ShoalError(f"{part.name} is empty: there is no text in it")
+    if part.held_out is not None:
+        return documents, [document for document, _ in part.held_out.read()]
+    return split(documents, seed)
+
+
+def _limit(parts: Sequence[TextSamples], count: int, seed: int) -> list[TextSamples]:
+    """Keep `count` samples of all parts together, of each part in proportion to its size."""
+    sizes = np.asarray([len(part) for part in parts])
+    if count >= sizes.sum():
+        return list(parts)
+    return [some_of(part, share, seed) for part, share in zip(parts, share_out(count, sizes / sizes.sum()), strict=True)]
+
+
+def _mix(samples: Sequence[TextSamples], parts: Sequence[TextPart], run: Run) -> Samples:
+    if len(parts) == 1:
+        return samples[0]
+    if not run.data.mixing.enabled:
+        return ChainedText(samples)
+    names, weights = [part.name for part in parts], [part.weight for part in parts]
+    return MixedText(samples, probabilities(names, weights, [len(part) for part in samples], run.data.mixing.temperature))
+
+
+def load_preferences(source: Preferences, run: Run, cache_dir: Path | None, token: str | None) -> Data:
+    pairs, apart, left_out = read_preferences(source)
+    encoding = find_encoding(run, lambda: [text for pair in pairs for text in pair if text], cache_dir, token)
+    train, held_out = PreferencePairs(pairs, encoding), PreferencePairs(apart, encoding) if apart else None
+    if held_out is None:
+        train, held_out = divided(train, run.seed)
+    train_count, eval_count = counts(run.data, len(train), len(held_out) if held_out else 0)
+    train = some_of(train, train_count, run.seed)
+    note = f" ({left_out} rows that prefer nothing left out)" if left_out else ""
+    described = f"{Path(source.path).name}: {len(train):,} pairs of answers{note}"
+    info = Info("text", described, vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
+    return Data(train, some_of(held_out, eval_count, run.seed) if held_out and eval_count else None, info)

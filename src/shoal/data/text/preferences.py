@@ -1,0 +1,126 @@
+"""Pairs of a chosen and a rejected answer, and prompts: read, checked, and given out as batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch
+
+from shoal.config.schema.data import Preferences
+from shoal.data.interfaces import Batch, Indices, as_index
+from shoal.data.text.documents import Document
+from shoal.data.text.encoding import Encoding, Sample, collate, encode, to_sample
+from shoal.data.text.files import by_split, decode, find_files, is_rows, open_file, read_rows
+from shoal.errors import ShoalError
+
+_TURN = "\n\nAssistant:"
+_PROMPT = "prompt"
+
+
+class Pair(NamedTuple):
+    """Two answers to a prompt, the first of them preferred."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+class PreferencePairs:
+    """Pairs as samples. A batch has `input_ids`, `labels` and `attention_mask` of both answers, named chosen_… and rejected_…;
+    the prompt is in the inputs and not in the labels."""
+
+    def __init__(self, pairs: Sequence[Pair], encoding: Encoding) -> None:
+        self.pairs = list(pairs)
+        self._encoding = encoding._replace(batching="padded" if encoding.batching == "padded" else "dynamic")
+        self._chosen = _samples([(pair.prompt, pair.chosen) for pair in pairs], encoding)
+        self._rejected = _samples([(pair.prompt, pair.rejected) for pair in pairs], encoding)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def batch(self, indices: Indices) -> Batch:
+        numbers = as_index(indices).tolist()
+        batch: Batch = {}
+        for side, samples in (("chosen", self._chosen), ("rejected", self._rejected)):
+            for name, tensor in collate([samples[number] for number in numbers], self._encoding).items():
+                batch[f"{side}_{name}"] = tensor
+        return batch
+
+    def select(self, indices: torch.Tensor) -> Self:
+        return type(self)([self.pairs[number] for number in indices.tolist()], self._encoding)
+
+
+def _samples(texts: Sequence[tuple[str, str]], encoding: Encoding) -> list[Sample]:
+    """Prompt and answer. Of a long prompt the end is kept; of a long answer the beginning."""
+    end = () if encoding.tokenizer.eos_id is None else (encoding.tokenizer.eos_id,)
+    documents = [Document(answer, prompt=prompt) for prompt, answer in texts]
+    samples = []
+    for tokens in encode(documents, encoding.tokenizer, [end] * len(documents)):
+        prompt = int((~tokens.learned).sum())
+        start = max(0, min(len(tokens) - encoding.sequence_length - 1, prompt - 1))
+        samples.append(to_sample(tokens.slice(start, start + encoding.sequence_length + 1)))
+    return samples
+
+
+def read_preferences(source: Preferences) -> tuple[list[Pair], list[Pair], int]:
+    """Pairs to learn from, the source's own held-out pairs, and how many rows were left out since they prefer nothing."""
+    path = Path(source.path).expanduser()
+    train, held_out = by_split(path, find_files(path))
+    pairs = [[pair for file in files for pair in _read(file, source)] for files in (train, held_out)]
+    if not pairs[0]:
+        raise ShoalError(f"data.source.path: there are no pairs in {path}")
+    kept = [[pair for pair in part if pair.chosen != pair.rejected] for part in pairs]
+    return kept[0], kept[1], sum(map(len, pairs)) - sum(map(len, kept))
+
+
+def _read(file: Path, source: Preferences) -> list[Pair]:
+    with open_file(file) as content:
+        return [_pair(row, where, source) for row, where, _, _ in read_rows(file, content)]
+
+
+def _pair(row: dict[str, object], where: str, source: Preferences) -> Pair:
+    names = (source.chosen_field, source.rejected_field)
+    for name in names:
+        value = row.get(name)
+        if not isinstance(value, str) or not value:
+            found = "there is none" if name not in row else "it is empty" if value == "" else f"it is {type(value).__name__}"
+            raise ShoalError(f"{where}: `{name}` must be a text, and {found}: the fields are {', '.join(f'`{key}`' for key in row)}")
+    chosen, rejected = str(row[names[0]]), str(row[names[1]])
+    prompt = row.get(_PROMPT)
+    if isinstance(prompt, str):
+        return Pair(prompt, chosen.removeprefix(prompt), rejected.removeprefix(prompt))
+    return _split(chosen, rejected)
+
+
+def _split(chosen: str, rejected: str) -> Pair:
+    """Whole dialogues share all but their last turn: what they share, up to the beginning of an answer, is the prompt."""
+    shared = next(
+        (at for at, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), min(len(chosen), len(rejected))
+    )
+    turn = chosen.rfind(_TURN, 0, shared)
+    at = turn + len(_TURN) if turn >= 0 else 0
+    return Pair(chosen[:at], chosen[at:], rejected[at:])
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """Prompts, one a line, or JSON objects with a field `prompt`."""
+    prompts = [prompt for file in find_files(Path(path).expanduser()) for prompt in _prompts(file)]
+    if not prompts:
+        raise ShoalError(f"there are no prompts in {path}")
+    return prompts
+
+
+def _prompts(file: Path) -> list[str]:
+    with open_file(file) as content:
+        if not is_rows(file):
+            return [line for line in decode(content.read(), str(file)).splitlines() if line.strip()]
+        return [_prompt(row, where) for row, where, _, _ in read_rows(file, content)]
+
+
+def _prompt(row: dict[str, object], where: str) -> str:
+    prompt = row.get(_PROMPT)
+    if not isinstance(prompt, str) or not prompt:
+        raise ShoalError(f"{where}: `{_PROMPT}` must be a text: the fields are {', '.join(f'`{key}`' for key in row)}")
+    return prompt

@@ -1,0 +1,41 @@
+"""The source text of Python's standard library: real text that every machine with Python has."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.data.text.documents import TextPart, Texts
+from shoal.errors import ShoalError
+
+_SOURCE_BYTES = 4_000_000
+_NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "__phello__"}
+
+
+def python_source() -> TextPart:
+    """The .py files of the standard library of this Python, in the order of their paths, up to about 4 MB."""
+    library = Path(sysconfig.get_path("stdlib"))
+    texts: list[str] = []
+    size = 0
+    for file in sorted(_source_files(library), key=lambda file: file.relative_to(library).parts):
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a few modules declare another encoding
+            continue
+        size += len(text)
+        if size > _SOURCE_BYTES:
+            break
+        if text:
+            texts.append(text)
+    if not texts:
+        raise ShoalError(f"this Python has no source text of its standard library in {library}: choose another data.source")
+    return TextPart("python-source", Texts(texts), None)
+
+
+def _source_files(library: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(library):
+        folders[:] = [name for name in folders if name not in _NOT_SOURCE]
+        # Names that begin with _sysconfigdata say how this Python was built, not how it works.
+        yield from (Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))

@@ -1,0 +1,50 @@
+"""Rows with fields (JSON lines, data sets) to documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.data.text.documents import Document
+from shoal.errors import ShoalError
+
+FIELDS = ("text", "content", "body", "document", "article", "passage", "context", "story", "sentence", "code")
+PAIR = ("prompt", "completion")
+
+
+def text_field(row: Mapping[str, Any], where: str, wanted: str | None = None) -> str | None:
+    """The field that holds the text; None for rows of a prompt and a completion. Raises ShoalError if this is not clear."""
+    if wanted is not None:
+        if wanted not in row:
+            raise ShoalError(f"{where}: there is no field `{wanted}`: the fields are {_names(row)}")
+        return wanted
+    if all(isinstance(row.get(name, 0), str | None) for name in PAIR):
+        return None
+    for name in FIELDS:
+        if isinstance(row.get(name, 0), str | None):  # null is a text that is missing in this row
+            return name
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    if len(texts) == 1:
+        return texts[0]
+    raise ShoalError(f"{where}: which field is the text? Name one in data.source.text_field: the fields are {_names(row)}")
+
+
+def to_document(row: Mapping[str, Any], field: str | None, where: str) -> Document:
+    if field is None:
+        return Document(_text(row, PAIR[1], where), prompt=_text(row, PAIR[0], where))
+    return Document(_text(row, field, where))
+
+
+def _text(row: Mapping[str, Any], field: str, where: str) -> str:
+    if field not in row:
+        raise ShoalError(f"{where}: there is no field `{field}`: the fields are {_names(row)}")
+    value = row[field]
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ShoalError(f"{where}: `{field}` is not a text but {type(value).__name__}")
+    return value
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}`" for name in row) or "none"

@@ -1,0 +1,50 @@
+"""The tokenizer and the encoding that a run asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from shoal.config import Run
+from shoal.data.text.documents import Document
+from shoal.data.text.encoding import Encoding
+from shoal.data.text.tokenizers import Tokenizer, load_tokenizer
+from shoal.errors import ShoalError
+
+
+def find_encoding(run: Run, texts: Callable[[], Iterable[str]], cache_dir: Path | None, token: str | None) -> Encoding:
+    """How this run turns documents into samples. `texts` gives the training text, for tokenizers that are made from it."""
+    tokenizer = load_tokenizer(run.data.tokenizer or "bytes", texts=texts, cache_dir=cache_dir, token=token)
+    _fits_model(run, tokenizer)
+    length = run.data.sequence_length
+    if length is None:
+        raise ShoalError(f"data.sequence_length: a text needs one, and a model of kind {run.model.kind} does not say it")
+    data = run.data
+    return Encoding(tokenizer, length, data.batching, data.padding_side, data.truncation)
+
+
+def _fits_model(run: Run, tokenizer: Tokenizer) -> None:
+    size: int | None = getattr(run.model, "vocab_size", None)
+    if size is not None and size < tokenizer.vocab_size:
+        raise ShoalError(
+            f"model.vocab_size is {size}, and the tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} ids: "
+            "set it at least as high, or leave it out"
+        )
+
+
+def contents(documents: Iterable[Document]) -> Iterable[str]:
+    return (text for document in documents for text in (document.prompt, document.text) if text)
+
+
+def noun(encoding: Encoding, count: int | None = None) -> str:
+    """What samples are, for people: `4,096 sequences of 128 tokens`."""
+    many = "" if count is None else f"{count:,} training "
+    return (
+        f"{many}sequences of {encoding.sequence_length} tokens"
+        if encoding.packed
+        else f"{many}texts of up to {encoding.sequence_length} tokens"
+    )
+
+
+def joined_name(names: Sequence[str]) -> str:
+    return " + ".join(names) if len(names) <= 3 else f"{names[0]} + {len(names) - 1} more"

@@ -1,0 +1,6 @@
+"""Text to token ids and back: bytes, characters, trained or pretrained vocabularies, behind one small interface."""
+
+from shoal.data.text.tokenizers.interface import Tokenizer
+from shoal.data.text.tokenizers.load import load_tokenizer
+
+__all__ = ["Tokenizer", "load_tokenizer"]

@@ -1,0 +1,34 @@
+"""Each byte of the UTF-8 text is a token; one more id ends a document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from shoal.data.text.tokenizers.interface import OWN_FILE, Ids
+
+
+class ByteTokenizer:
+    """256 bytes and an end-of-text id. Needs no training and knows every text."""
+
+    name = "bytes"
+    vocab_size = 257
+    eos_id = 256
+    pad_id = 256
+    separator = (256,)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
+
+    def save(self, folder: str | Path) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / OWN_FILE).write_text(json.dumps({"kind": "bytes"}), encoding="utf-8")

@@ -1,0 +1,72 @@
+"""Each character that occurs in the text is a token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.text.tokenizers.interface import OWN_FILE, Ids
+from shoal.errors import ShoalError
+
+_CODES = 0x110000
+
+
+class CharacterTokenizer:
+    """One id per distinct character, in the order of their code points. There is no end-of-text id: a line break parts documents."""
+
+    name = "characters"
+    eos_id = None
+    pad_id = 0
+
+    def __init__(self, alphabet: Iterable[str]) -> None:
+        self.alphabet = "".join(sorted(set(alphabet)))
+        if not self.alphabet:
+            raise ShoalError("the tokenizer `characters` needs a text to take its characters from, and there is none")
+        self._codes = _code_points(self.alphabet)
+        self._id_of_code = np.full(_CODES, -1, np.int32)
+        self._id_of_code[self._codes] = np.arange(len(self._codes))
+
+    @classmethod
+    def from_texts(cls, texts: Iterable[str]) -> CharacterTokenizer:
+        alphabet: set[str] = set()
+        count = 0
+        for count, text in enumerate(texts, 1):  # noqa: B007
+            alphabet.update(text)
+        return cls(alphabet | {"\n"} if count > 1 else alphabet)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.alphabet)
+
+    @property
+    def separator(self) -> tuple[int, ...]:
+        return (self.alphabet.index("\n"),) if "\n" in self.alphabet else ()
+
+    def encode(self, text: str) -> list[int]:
+        return [int(i) for i in self._encode(text)]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> Ids:
+        ids: Ids = self._id_of_code[_code_points(text)]
+        if ids.size and ids.min() < 0:
+            unknown = "".join(sorted({text[i] for i in np.flatnonzero(ids < 0)})[:10])
+            raise ShoalError(f"the tokenizer `characters` does not know {unknown!r}: the text it was made from has no such character")
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.alphabet[int(i)] for i in ids)
+
+    def save(self, folder: str | Path) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        content = json.dumps({"kind": "characters", "alphabet": self.alphabet})
+        (Path(folder) / OWN_FILE).write_text(content, encoding="utf-8")
+
+
+def _code_points(text: str) -> NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le"), np.dtype("<u4"))

@@ -1,0 +1,174 @@
+"""Vocabularies of the `tokenizers` library: a tokenizer.json, a GPT-2 style folder, or byte-level BPE trained here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from shoal.data.optional import need
+from shoal.data.text.tokenizers.foreign import Foreign
+from shoal.data.text.tokenizers.interface import Ids
+from shoal.errors import ShoalError
+
+END_OF_TEXT = "<|endoftext|>"
+_KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[SEP]", "<end_of_turn>")
+_PIECE = 1_000_000
+_CHUNK = 16_000_000
+_LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
+BPE_VOCABULARY = 4096
+
+
+class LibraryTokenizer(Foreign):
+    """A tokenizer of the `tokenizers` library. Special tokens are never added; they are found where they stand in a text."""
+
+    def __init__(self, tokenizer: Any, *, name: str, eos: str | None = None, pad: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.name = name
+        vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._eos = eos if eos in vocabulary else next((end for end in _KNOWN_ENDS if end in vocabulary), None)
+        self._pad = pad if pad in vocabulary else None
+        self.eos_id = vocabulary[self._eos] if self._eos is not None else None
+        self.pad_id = vocabulary[self._pad] if self._pad is not None else self.eos_id or 0
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        pieces = [_pieces(text) for text in texts]
+        flat = [piece for text in pieces for piece in text]
+        ids = (np.asarray(encoding.ids, np.int32) for some in _in_chunks(flat) for encoding in self._encodings(some))
+        return [np.concatenate([next(ids) for _ in text]) for text in pieces]
+
+    def _encodings(self, texts: list[str]) -> list[Any]:
+        # A process that loads batches ahead may be a fork, and the library's threads do not survive one.
+        if get_worker_info() is not None:
+            return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        encodings: list[Any] = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return encodings
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        return text
+
+    def save(self, folder: str | Path) -> None:
+        """The files that transformers reads too."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tokenizer.save(str(folder / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._eos, "pad_token": self._pad, "name": self.name}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _in_chunks(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Texts in lists of some megabytes: the library's encodings take many times the memory of the ids."""
+    chunk: list[str] = []
+    size = 0
+    for text in texts:
+        chunk.append(text)
+        size += len(text)
+        if size >= _CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _pieces(text: str) -> list[str]:
+    """A long text in parts, so that memory stays bounded and threads can share it.
+
+    It is cut only where a line ends and the next begins with no space around: there no vocabulary joins tokens across.
+    """
+    pieces, start = [], 0
+    while len(text) - start > _PIECE and (cut := _LINE_END.search(text, start + _PIECE)):
+        pieces.append(text[start : cut.end()])
+        start = cut.end()
+    return [*pieces, text[start:]]
+
+
+def from_json(file: Path, name: str) -> LibraryTokenizer:
+    """A tokenizer.json; the end-of-text token is named in the tokenizer_config.json beside it, or is a well-known one."""
+    try:
+        tokenizer = need("tokenizers").Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises a bare Exception
+        raise ShoalError(f"{file} is not a tokenizer of the `tokenizers` library: {error}") from error
+    _unlimited(tokenizer)
+    config = _config(file.parent)
+    return LibraryTokenizer(tokenizer, name=config.get("name") or name, eos=_token(config, "eos_token"), pad=_token(config, "pad_token"))
+
+
+def _unlimited(tokenizer: Any) -> None:
+    """A tokenizer.json may carry the truncation and padding of some past use."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            config = json.loads((folder / name).read_text(encoding="utf-8"))
+            if isinstance(config, dict) and (name.startswith("special") or config.get("eos_token")):
+                return config
+    return {}
+
+
+def _token(config: dict[str, Any], key: str) -> str | None:
+    value = config.get(key)
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def from_vocabulary_and_merges(folder: Path, name: str) -> LibraryTokenizer:
+    """A folder in GPT-2's style: vocab.json and merges.txt, byte-level BPE."""
+    library = need("tokenizers")
+    try:
+        model = library.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    except Exception as error:
+        raise ShoalError(f"{folder}: vocab.json and merges.txt are no byte-level BPE: {error}") from error
+    tokenizer = _byte_level(library, model)
+    ends = [end for end in _KNOWN_ENDS if tokenizer.token_to_id(end) is not None]
+    tokenizer.add_special_tokens(ends)
+    return LibraryTokenizer(tokenizer, name=name, eos=_token(_config(folder), "eos_token"))
+
+
+def _byte_level(library: Any, model: Any) -> Any:
+    tokenizer = library.Tokenizer(model)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    return tokenizer
+
+
+def train_bpe(texts: Iterable[str], cache_dir: Path | None = None) -> LibraryTokenizer:
+    """Byte-level BPE of up to 4096 ids, trained on the texts. Small texts give fewer. With a cache, trained once per text."""
+    texts = list(texts)
+    if not any(texts):
+        raise ShoalError("the tokenizer `bpe` needs a text to be trained on, and there is none")
+    cached = cache_dir / f"bpe-{_fingerprint(texts)}.json" if cache_dir else None
+    if cached is not None and cached.is_file():
+        return from_json(cached, "bpe")
+    library = need("tokenizers")
+    tokenizer = _byte_level(library, library.models.BPE())
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=BPE_VOCABULARY,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([piece for text in texts for piece in _pieces(text)], trainer)
+    if cached is not None:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = cached.with_suffix(".part")
+        tokenizer.save(str(unfinished))
+        unfinished.replace(cached)
+    return LibraryTokenizer(tokenizer, name="bpe", eos=END_OF_TEXT)
+
+
+def _fingerprint(texts: Sequence[str]) -> str:
+    digest = hashlib.sha256(str(BPE_VOCABULARY).encode())
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode("utf-8")).digest())
+    return digest.hexdigest()[:20]

@@ -1,0 +1,93 @@
+"""Find the tokenizer that a setting names."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from shoal.data.hub.access import hub_answers, quiet
+from shoal.data.optional import need
+from shoal.data.text.tokenizers.byte_level import ByteTokenizer
+from shoal.data.text.tokenizers.characters import CharacterTokenizer
+from shoal.data.text.tokenizers.interface import OWN_FILE, Tokenizer
+from shoal.data.text.tokenizers.library import from_json, from_vocabulary_and_merges, train_bpe
+from shoal.data.text.tokenizers.pretrained import PretrainedTokenizer
+from shoal.errors import ShoalError
+
+OWN = ("bytes", "bpe", "characters")
+_FILES = "tokenizer.json, or vocab.json and merges.txt, or the files that transformers saves"
+
+
+def load_tokenizer(
+    spec: str,
+    *,
+    texts: Callable[[], Iterable[str]] | None = None,
+    cache_dir: str | Path | None = None,
+    token: str | None = None,
+) -> Tokenizer:
+    """The tokenizer `bytes`, `bpe` or `characters`, one at a path, or one of the hub.
+
+    `texts` gives the training text, for `bpe` and `characters`; a trained BPE is kept under `cache_dir`. `token` is for the hub.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    if spec in OWN:
+        if texts is None:
+            raise ShoalError(f"the tokenizer `{spec}` is made from the training text, and there is none here")
+        if spec == "characters":
+            return CharacterTokenizer.from_texts(texts())
+        return train_bpe(texts(), Path(cache_dir) if cache_dir else None)
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return from_json(path, path.name)
+    if path.is_dir():
+        return _from_folder(path)
+    return _from_hub(spec, token)
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    if (folder / OWN_FILE).is_file():
+        return _own(folder / OWN_FILE)
+    if (folder / "tokenizer.json").is_file():
+        return from_json(folder / "tokenizer.json", folder.name)
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return from_vocabulary_and_merges(folder, folder.name)
+    try:
+        with quiet():
+            return PretrainedTokenizer(need("transformers").AutoTokenizer.from_pretrained(str(folder)), folder.name)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ShoalError(f"no tokenizer in {folder}: expected {_FILES}") from error
+
+
+def _own(file: Path) -> Tokenizer:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if content.get("kind") == "bytes":
+        return ByteTokenizer()
+    if content.get("kind") == "characters":
+        return CharacterTokenizer(content["alphabet"])
+    raise ShoalError(f"{file} is a tokenizer of kind {content.get('kind')!r}, which this version does not know")
+
+
+def _from_hub(name: str, token: str | None) -> Tokenizer:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ShoalError(f"data.tokenizer: there is nothing at {name}: expected a tokenizer.json, or a folder with {_FILES}")
+    online = hub_answers()
+    try:
+        with quiet():
+            automatic = need("transformers").AutoTokenizer
+            return PretrainedTokenizer(automatic.from_pretrained(name, token=token, local_files_only=not online), name)
+    except (OSError, ValueError, KeyError) as error:
+        near = difflib.get_close_matches(name, OWN, 1)
+        guess = f" (did you mean `{near[0]}`?)" if near else ""
+        if online:
+            raise ShoalError(f"data.tokenizer: the hub has no tokenizer `{name}`{guess}: {_first_line(error)}") from error
+        raise ShoalError(
+            f"data.tokenizer: `{name}`{guess} is not at hand, and the Hugging Face hub cannot be reached: put {_FILES} in a folder, "
+            "and set data.tokenizer to it; or use `bytes` or `bpe`, which need no download"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
