@@ -15,7 +15,7 @@ from shoal.updates.frames import frame_of
 from shoal.updates.messages import PROTOCOL
 from shoal.worker.contributions import Gradients, UnitGradient
 from shoal.worker.courier import Answer, Courier, Lost
-from shoal.worker.policies import LeasedUnits, OwnShard, Pull
+from shoal.worker.policies import LeasedUnits, OwnShard, Pulling
 from shoal.worker.protocol import Frames, Protocol
 from shoal.worker.worker import Policies, Worker
 
@@ -136,7 +136,7 @@ def worker_of(
     engine: Engine,
     *,
     contribution: Gradients | None = None,
-    pull: Pull | None = None,
+    pull: Pulling | None = None,
     leased: bool = False,
     feed: Callable[[int, int, int], Any] = Feed,
     tell: Callable[[str], None] = lambda text: None,
@@ -147,7 +147,7 @@ def worker_of(
     courier = courier_of(line, tell, clock=stopped)
     courier.converse()
     policies = Policies(
-        LeasedUnits() if leased else OwnShard(), contribution or (UnitGradient() if leased else Gradients()), pull or Pull(), window
+        LeasedUnits() if leased else OwnShard(), contribution or (UnitGradient() if leased else Gradients()), pull or Pulling(), window
     )
     made: Any = engine
     return Worker(courier, made, feed, policies, Updates(codec=codec or NoCodec()), clock=stopped)

@@ -15,7 +15,7 @@ from shoal.updates import codecs
 from shoal.updates.frames import frame_of
 from shoal.worker.contributions import Gradients
 from shoal.worker.courier import Answer
-from shoal.worker.policies import Pull
+from shoal.worker.policies import Pulling
 from shoal.worker.protocol import Frames
 
 STEP = torch.tensor([1.0, -2.0, 0.5])
@@ -43,7 +43,7 @@ def marching(contributions: int) -> Callable[[dict[str, Any], Frames], Answer]:
 def taken_at(contributions: int, own_steps: bool = False, look_ahead: bool = False) -> list[float]:
     """Where gradients are taken, in versions."""
     engine, line = Engine(), Line(marching(contributions))
-    worker_of(line, engine, contribution=Gradients(own_steps=own_steps), pull=Pull(look_ahead=look_ahead)).work()
+    worker_of(line, engine, contribution=Gradients(own_steps=own_steps), pull=Pulling(look_ahead=look_ahead)).work()
     assert all(place == pytest.approx([place[0] * step for step in STEP.tolist()]) for place in engine.taken_at)
     assert line.log[-1]["kind"] == "leave"
     return [place[0] for place in engine.taken_at]

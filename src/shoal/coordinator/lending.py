@@ -57,8 +57,6 @@ class Lender:
         self.claiming: OrderedDict[str, Claiming] = OrderedDict()
         """By session, longest waiting first."""
         self._offered: list[int] = []
-        self._spoiled: dict[int, int] = {}
-        """How often results for a unit could not be used, where a database keeps the leases."""
 
     # --- what is offered ---------------------------------------------------------------------------
 
@@ -112,22 +110,16 @@ class Lender:
         except codecs.UpdateError as error:
             return self.spoil(asked.epoch, asked.start, f"what {asked.worker} sent cannot be used: {error}")
         version = host.book.state.version
-        self._spoiled.pop(number, None)
         host.record(delivered(asked, number, staleness.weight(max(0, version - asked.base)), version), frames, decoded)
         return None
 
     def spoil(self, epoch: int, start: int, why: str) -> None:
-        """What was handed in for a unit cannot be used: the unit is done again, unless that happened too often."""
-        number = self.cut.number(epoch, start)
+        """What was handed in for a unit cannot be used: the unit is offered again. The database counts that as an attempt in vain."""
         self.host.book.state.count("malformed")
-        self._spoiled[number] = self._spoiled.get(number, 0) + 1
-        if self._spoiled[number] >= self.host.plan.attempts:
-            return self._give_up(Failed(*self.cut.unit(number), why), number)
+        number = self.cut.number(epoch, start)
         self.host.emit(Note(f"warning: {printable(why)}"), Issue(self.host.book.state.version, [number]))
-        return None
 
     def _give_up(self, asked: Failed, number: int) -> None:
-        self._spoiled.pop(number, None)
         fields = {name: getattr(asked, name) for name in ("epoch", "start", "batches", "reason")}
         self.host.record({"kind": "failed", "unit": number, **fields})
         self.host.emit(Note(f"warning: unit {number} of epoch {asked.epoch + 1} is given up: {printable(asked.reason)}"))

@@ -6,12 +6,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shoal.config.schema.strategy import DiLoCo, OuterOptimizer
+from shoal.config.schema.strategy import OuterOptimizer
 from shoal.config.schema.training import Optimizer, Schedule
 from shoal.engines import optimizers
 from shoal.engines.schedule import learning_rate
@@ -19,6 +19,8 @@ from shoal.engines.single import SingleEngine
 from shoal.errors import ShoalError
 from shoal.updates import clipping
 from shoal.updates.fragments import Span
+
+ScheduleKind = Literal["constant", "cosine", "linear", "polynomial"]
 
 
 class Apply(Protocol):
@@ -41,11 +43,15 @@ class OptimizerStep:
 class OuterStep:
     """An outer optimizer steps along how far workers moved; `averages`: the new weights are the mean of theirs."""
 
-    settings: DiLoCo
+    optimizer: OuterOptimizer
+    schedule: ScheduleKind = "constant"
+    """The outer learning rate over the rounds."""
+    clip_norm: float | None = None
+    """Limit on the norm of the outer gradient."""
     averages: bool = False
 
     def learner(self, engine: SingleEngine, spans: tuple[Span, ...]) -> EngineLearner:
-        return OuterLearner(engine, self.settings, spans, self.averages)
+        return OuterLearner(engine, self, spans)
 
 
 class EngineLearner:
@@ -87,33 +93,33 @@ class OuterLearner(EngineLearner):
 
     meaningless = ("learning_rate",)
 
-    def __init__(self, engine: SingleEngine, settings: DiLoCo, spans: tuple[Span, ...], averages: bool) -> None:
+    def __init__(self, engine: SingleEngine, policy: OuterStep, spans: tuple[Span, ...]) -> None:
         super().__init__(engine)
-        self.settings, self.averages = settings, averages
+        self.policy, outer = policy, policy.optimizer
         self.spans = spans or ((0, engine.vector.numel()),)
-        self.schedule = Schedule(kind=settings.outer_schedule)
-        self.shaped = settings.outer.name in optimizers.SHAPED
+        self.schedule = Schedule(kind=policy.schedule)
+        self.shaped = outer.name in optimizers.SHAPED
         self.parts = [nn.Parameter(engine.vector[start:end]) for start, end in self.spans]
-        keywords = outer_keywords(settings.outer)
+        keywords = outer_keywords(outer)
         self.outer: dict[str, torch.optim.Optimizer]
         if self.shaped:
-            chosen = Optimizer(name=settings.outer.name, learning_rate=settings.outer.learning_rate, kwargs=keywords)
+            chosen = Optimizer(name=outer.name, learning_rate=outer.learning_rate, kwargs=keywords)
             self.outer = {name: optimizers.build(chosen, network) for name, network in engine.networks.items()}
         else:
-            kind: Any = getattr(torch.optim, settings.outer.name)
-            self.outer = {"outer": kind(self.parts, lr=settings.outer.learning_rate, **keywords)}
+            kind: Any = getattr(torch.optim, outer.name)
+            self.outer = {"outer": kind(self.parts, lr=outer.learning_rate, **keywords)}
 
     def _step(self, update: Tensor, step: float, share: float) -> Mapping[str, float]:
         engine, number = self.engine, self.engine.step_count % len(self.spans)
         engine.step_count += 1
-        if self.averages:
+        if self.policy.averages:
             torch.mul(update, share, out=self.parts[number].data)
             return {}
         update = update * share  # what came may lie in a frame that is yet to be written down
-        limit = self.settings.outer_clip_norm
+        limit = self.policy.clip_norm
         norm = clipping.norm(update) if limit is None else clipping.clip_(update, limit)
         self._point(update, number)
-        rate = learning_rate(self.schedule, self.settings.outer.learning_rate, step, engine.total_steps)
+        rate = learning_rate(self.schedule, self.policy.optimizer.learning_rate, step, engine.total_steps)
         for optimizer in self.outer.values():
             for group in optimizer.param_groups:
                 group["lr"] = rate

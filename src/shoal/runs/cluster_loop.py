@@ -75,19 +75,7 @@ class ClusterLoop:
         )
         self.recorder.owner, self.recorder.members, self.recorder.blackboard = self, self._members, home.server
         self.message = self.recorder.message
-        self.driver = Driver(
-            coordinator,
-            Surroundings(
-                server=home.server,
-                store=home.store,
-                watcher=self,
-                welcome=welcome,
-                capture=lambda: Captured(self.engine.weights(), self.state_dict()),
-                clock=time.monotonic,
-                new_session=lambda: secrets.token_hex(16),
-                board=home.board,
-            ),
-        )
+        self.driver = self._driver(home, welcome)
         batches = held_out(parts.run, parts.data.eval)
         self.judge = Judge(parts, batches, home.directory, judging) if batches is not None and parts.run.evaluation.batches != 0 else None
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
@@ -98,6 +86,19 @@ class ClusterLoop:
         self._lessees: list[dict[str, Any]] = []
         """Workers that lease units, as they were a moment ago."""
         self._lessees_at = 0.0
+
+    def _driver(self, home: Home, welcome: Message) -> Driver:
+        around = Surroundings(
+            server=home.server,
+            store=home.store,
+            watcher=self,
+            welcome=welcome,
+            capture=lambda: Captured(self.engine.weights(), self.state_dict()),
+            clock=time.monotonic,
+            new_session=lambda: secrets.token_hex(16),
+            board=home.board,
+        )
+        return Driver(self.coordinator, around)
 
     @property
     def step(self) -> int:

@@ -10,7 +10,7 @@ from shoal.config.schema.strategy import Async
 from shoal.coordinator import Bounded, Every
 from shoal.strategies.lengths import in_updates
 from shoal.strategies.strategy import Strategy
-from shoal.worker.policies import Pull
+from shoal.worker.policies import Pulling
 
 
 def strategy(run: Run, expected: int) -> Strategy:
@@ -22,5 +22,5 @@ def strategy(run: Run, expected: int) -> Strategy:
         rounds=rounds,
         length=in_updates(run, rounds),
         admission=Bounded(settings.max_staleness, least if settings.adaptive else None, settings.max_staleness_multiplier),
-        pull=Pull(look_ahead=settings.look_ahead),
+        pull=Pulling(look_ahead=settings.look_ahead),
     )

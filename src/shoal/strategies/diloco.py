@@ -13,7 +13,7 @@ from shoal.engines.learners import OuterStep
 from shoal.strategies.lengths import in_rounds
 from shoal.strategies.strategy import Strategy
 from shoal.worker.contributions import Movement
-from shoal.worker.policies import Pull
+from shoal.worker.policies import Pulling
 
 
 def strategy(run: Run, expected: int) -> Strategy:
@@ -33,8 +33,8 @@ def strategy(run: Run, expected: int) -> Strategy:
             overlap=settings.overlap_steps,
         ),
         admission=Discounted() if weighs else Everything(),
-        apply=OuterStep(settings, averages(run)),
-        pull=Pull(blend=settings.overlap_blend if settings.overlap_steps else 1.0),
+        apply=OuterStep(settings.outer, settings.outer_schedule, settings.outer_clip_norm, averages(run)),
+        pull=Pulling(blend=settings.overlap_blend if settings.overlap_steps else 1.0),
     )
 
 

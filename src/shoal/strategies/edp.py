@@ -14,7 +14,7 @@ from shoal.coordinator import Discounted, Every
 from shoal.strategies.lengths import in_updates
 from shoal.strategies.strategy import Strategy
 from shoal.worker.contributions import Gradients
-from shoal.worker.policies import Pull
+from shoal.worker.policies import Pulling
 
 
 def strategy(run: Run, expected: int) -> Strategy:
@@ -26,5 +26,5 @@ def strategy(run: Run, expected: int) -> Strategy:
         length=in_updates(run, rounds),
         contribution=Gradients(own_steps=True),
         admission=Discounted(),
-        pull=Pull(every=settings.pull_every_steps, look_ahead=bool(settings.look_ahead)),
+        pull=Pulling(every=settings.pull_every_steps, look_ahead=bool(settings.look_ahead)),
     )

@@ -12,7 +12,7 @@ from shoal.engines.learners import Apply, OptimizerStep
 from shoal.updates.fragments import Span, spans
 from shoal.updates.layout import Layout
 from shoal.worker.contributions import Gradients
-from shoal.worker.policies import OwnShard, Pull
+from shoal.worker.policies import OwnShard, Pulling
 
 
 class Extent(NamedTuple):
@@ -60,7 +60,7 @@ class Strategy:
     """Whose contribution is too late, and what a late one counts."""
     apply: Apply = OptimizerStep()  # noqa: RUF009
     """How an update moves the weights."""
-    pull: Pull = Pull()  # noqa: RUF009
+    pull: Pulling = Pulling()  # noqa: RUF009
     """When a worker takes new weights, and how."""
 
     @property

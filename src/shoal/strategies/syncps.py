@@ -12,7 +12,7 @@ from shoal.coordinator import Barrier
 from shoal.strategies.lengths import in_updates
 from shoal.strategies.strategy import Strategy
 from shoal.worker.contributions import Gradients
-from shoal.worker.policies import Pull
+from shoal.worker.policies import Pulling
 
 
 def strategy(run: Run, expected: int) -> Strategy:
@@ -24,5 +24,5 @@ def strategy(run: Run, expected: int) -> Strategy:
         rounds=rounds,
         length=in_updates(run, rounds),
         contribution=Gradients(own_steps=settings.pull_every_steps > 1 or blend < 1),  # else its own steps would be overwritten at once
-        pull=Pull(every=settings.pull_every_steps, blend=blend),
+        pull=Pulling(every=settings.pull_every_steps, blend=blend),
     )

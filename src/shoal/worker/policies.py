@@ -27,7 +27,7 @@ class LeasedUnits(OwnShard):
 
 
 @dataclass(frozen=True)
-class Pull:
+class Pulling:
     """When a worker takes new weights, and how."""
 
     every: int = 1

@@ -8,7 +8,7 @@ from torch import Tensor
 from shoal.config.schema.updates import Codec, NoCodec
 from shoal.updates import codecs
 from shoal.worker.outgoing import Engine
-from shoal.worker.policies import Pull
+from shoal.worker.policies import Pulling
 from shoal.worker.protocol import News
 
 _PLAIN = NoCodec()
@@ -19,7 +19,7 @@ MOST_AHEAD = 3.0
 class Weights:
     """An engine's weights, kept up to date with the coordinator's."""
 
-    def __init__(self, engine: Engine, codec: Codec, pull: Pull, *, own_steps: bool, alone: bool) -> None:
+    def __init__(self, engine: Engine, codec: Codec, pull: Pulling, *, own_steps: bool, alone: bool) -> None:
         """`own_steps`, `alone`: whether the worker steps its own weights, with every gradient or in long walks."""
         self.engine, self.codec, self.pull = engine, codec, pull
         self.version = -1

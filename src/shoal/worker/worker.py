@@ -19,7 +19,7 @@ from shoal.worker.contributions import Gradients, Keeper, Made
 from shoal.worker.courier import Courier, Pending
 from shoal.worker.interfaces import Feed
 from shoal.worker.outgoing import Engine, Outgoing
-from shoal.worker.policies import OwnShard, Pull
+from shoal.worker.policies import OwnShard, Pulling
 from shoal.worker.protocol import News, Receipt, Seated, Unit
 from shoal.worker.receipts import Receipts
 from shoal.worker.weights import Weights
@@ -45,7 +45,9 @@ class _KeepsNothing:
 class Policies:
     """The worker's share of a strategy, and how many parts of the weights take turns."""
 
-    def __init__(self, feed: OwnShard, contribution: Gradients, pull: Pull, window: int, spans: tuple[tuple[int, int], ...] = ()) -> None:
+    def __init__(
+        self, feed: OwnShard, contribution: Gradients, pull: Pulling, window: int, spans: tuple[tuple[int, int], ...] = ()
+    ) -> None:
         self.feed, self.contribution, self.pull, self.window, self.spans = feed, contribution, pull, window, spans
         """`window`: rounds that may be open at once; 0: there are no rounds to wait for."""
 
