@@ -53,7 +53,7 @@ def check(argv: list[str]) -> int:
 def _summary(run: Run, dialects: list[str]) -> list[str]:
     return [
         f"{'+'.join(dict.fromkeys(dialects)) or 'shoal'} configuration",
-        f"{run.task} with a model of kind {run.model.kind}",
+        f"{run.chosen_task.kind} with a model of kind {run.model.kind}",
         f"engine {run.engine.kind}",
         f"strategy {run.strategy.kind}",
     ]

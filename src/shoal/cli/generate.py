@@ -34,10 +34,10 @@ def run(argv: list[str]) -> int:
 
     trained = open_run(arguments.run, lambda text: print(f"warning: {text}", file=sys.stderr))
     if arguments.grid:
-        from shoal.tasks.gan import Gan
+        from shoal.tasks import Draws
         from shoal.tasks.images import grid, save_png
 
-        if not isinstance(trained.task, Gan):
+        if not isinstance(trained.task, Draws):
             raise ShoalError(f"a model of kind {trained.run.model.kind} draws no images; --prompt writes text")
         try:
             save_png(grid(trained.task.images()), Path(arguments.grid))

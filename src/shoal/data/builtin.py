@@ -13,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config import Run
+from shoal.config.schema.data import Builtin
 from shoal.data.documents import TextPart, Texts
+from shoal.data.hub_dataset import Request
 from shoal.data.images import Target, TensorImages, from_pixels, image_data
 from shoal.data.interfaces import Data
 from shoal.data.limits import share_out
@@ -22,6 +24,10 @@ from shoal.errors import ShoalError
 
 _SOURCE_BYTES = 4_000_000
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "__phello__"}
+
+
+def load_builtin(source: Builtin, run: Run, request: Request) -> Data | list[TextPart]:
+    return load_digits(run) if source.name == "digits" else [python_source()]
 
 
 def load_digits(run: Run) -> Data:

@@ -15,21 +15,13 @@ from shoal.coordinator import Barrier, Policy
 from shoal.coordinator.units import Cut
 from shoal.errors import ShoalError
 from shoal.runs.assembly import feed_of, total_steps
-from shoal.strategies import asynchronous, diloco, edp, syncps, workunits
 from shoal.updates.fragments import Span, spans
 from shoal.updates.layout import Layout
 
-POLICIES = {
-    "workunits": workunits.policy,
-    "syncps": syncps.policy,
-    "edp": edp.policy,
-    "async": asynchronous.policy,
-    "diloco": diloco.policy,
-}
-
 
 def policy_of(run: Run, expected: int) -> Policy:
-    return POLICIES[run.strategy.kind](run, expected)
+    policy: Policy = run.strategy.builder()(run, expected)
+    return policy
 
 
 def needed(run: Run) -> int:

@@ -34,7 +34,7 @@ class RunDirectory:
     def create(cls, run: Run, wanted: str | None = None) -> RunDirectory:
         """A new folder: the one that is asked for, or one named after the run and the time."""
         parent = Path(run.output_dir) / (run.logging.project or "")
-        stem = run.name or f"{run.task}-{run.model.kind}"
+        stem = run.name or f"{run.chosen_task.kind}-{run.model.kind}"
         path = Path(wanted) if wanted else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
         number = 1
         while not wanted and path.exists():

@@ -24,6 +24,7 @@ class Shapes(NamedTuple):
     image_shape: tuple[int, int, int] | None
     num_classes: int | None
     vocab_size: int | None
+    eos_id: int | None = None
 
 
 class Trained(NamedTuple):
@@ -49,9 +50,10 @@ def open_run(path: str, warn: Callable[[str], None]) -> Trained:
     except (OSError, ValueError):
         raise ShoalError(f"the run at {path} was cut off before it began: it has no data.json") from None
     shape = raw["image_shape"]
-    shapes = Shapes(tuple(shape) if shape else None, raw["num_classes"], raw["vocab_size"])
     tokenizer = data.load_tokenizer(str(root / "tokenizer")) if (root / "tokenizer").is_dir() else None
-    task = tasks.build(run, models.build(run, shapes), shapes, tokenizer.eos_id if tokenizer else None)
+    eos_id = tokenizer.eos_id if tokenizer else None
+    shapes = Shapes(tuple(shape) if shape else None, raw["num_classes"], raw["vocab_size"], eos_id)
+    task = tasks.build(run, models.build(run, shapes), shapes)
     checkpoint = read_weights(pushed) if pushed.exists() else find(path, warn)
     SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
     for player in task.players.values():

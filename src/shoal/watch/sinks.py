@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.config import Run
 from shoal.config.fields import as_data
+from shoal.config.schema import output as schema
 from shoal.errors import ShoalError
 from shoal.runs.loop import Loop, Reporter
 from shoal.watch.hub import HubUploads
@@ -35,7 +36,7 @@ class Quiet:
 class TensorBoard(Quiet):
     """Event files for TensorBoard."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, settings: schema.TensorBoard, run: Run) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -59,7 +60,7 @@ class TensorBoard(Quiet):
 class Wandb(Quiet):
     """Weights & Biases; works offline too."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, settings: schema.Wandb, run: Run) -> None:
         try:
             import wandb
         except ImportError:
@@ -108,8 +109,7 @@ class LossCurve(Quiet):
 def sinks_for(run: Run) -> list[Reporter]:
     """The sinks that a run asks for."""
     made: list[Reporter] = [LossCurve()]
-    made += [TensorBoard(run)] if "tensorboard" in run.logging.sinks else []
-    made += [Wandb(run)] if "wandb" in run.logging.sinks else []
+    made += [sink.builder()(sink, run) for sink in run.logging.sinks]
     if run.strategy.kind != "local" and run.transport.kind == "postgres":
         from shoal.watch.blackboard import Blackboard
 

@@ -1,19 +1,24 @@
 """Between workers: how updates become new weights."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 from shoal.config.fields import EMPTY, Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section
+from shoal.config.parts import Part
 from shoal.config.schema.training import OptimizerName
 
 
-class Local(Section):
+class Strategy(Part, noun="strategy"):
+    """Between workers: how updates become new weights. Built by a function of the run and of the number of workers expected: a `Policy`."""
+
+
+class Local(Strategy):
     """Nobody else: one worker."""
 
     kind: Literal["local"] = "local"
 
 
-class WorkUnits(Section):
+class WorkUnits(Strategy, built_by="shoal.strategies.workunits:policy"):
     """Workers lease units of the data; N results make an update."""
 
     kind: Literal["workunits"] = "workunits"
@@ -27,7 +32,7 @@ class WorkUnits(Section):
     """Attempts at a unit before it counts as failed."""
 
 
-class Edp(Section):
+class Edp(Strategy, built_by="shoal.strategies.edp:policy"):
     """Elastic and asynchronous: every gradient is applied on arrival, weighted by 1/(1+lag)."""
 
     kind: Literal["edp"] = "edp"
@@ -37,7 +42,7 @@ class Edp(Section):
     """As under async; null: where workers pull at every step. Between pulls their own steps lead them elsewhere."""
 
 
-class SyncPs(Section):
+class SyncPs(Strategy, built_by="shoal.strategies.syncps:policy"):
     """Synchronous parameter server: a round closes when every live worker has sent, or at the deadline."""
 
     kind: Literal["syncps"] = "syncps"
@@ -49,7 +54,7 @@ class SyncPs(Section):
     """Rounds a worker may be ahead of the slowest before it waits; 1 is a strict barrier."""
 
 
-class Async(Section):
+class Async(Strategy, built_by="shoal.strategies.asynchronous:policy"):
     """Bounded staleness: a contribution that lags too many versions is rejected."""
 
     kind: Literal["async"] = "async"
@@ -82,7 +87,7 @@ class OuterOptimizer(Section):
     """Further arguments, passed as they are."""
 
 
-class DiLoCo(Section):
+class DiLoCo(Strategy, built_by="shoal.strategies.diloco:policy"):
     """Each worker takes many steps alone; the outer optimizer applies the mean of what they moved."""
 
     kind: Literal["diloco"] = "diloco"
@@ -111,6 +116,3 @@ class DiLoCo(Section):
     """Steps that a worker goes on while what it sent is on its way; 0: it waits."""
     overlap_blend: PositiveShare = 0.5
     """Share of the new weights in the worker's own, where it went on meanwhile; else they replace them."""
-
-
-Strategy = Union[Local, WorkUnits, Edp, SyncPs, Async, DiLoCo]
