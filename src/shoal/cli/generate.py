@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.errors import ShoalError
 
 WAYS = ("greedy", "sampling", "top_k", "top_p", "top_k_top_p")
@@ -20,7 +21,9 @@ def run(argv: list[str]) -> int:
     made.add_argument("--temperature", type=float, help="above 1 more random, below 1 less")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--grid", nargs="?", const="grid.png", metavar="FILE", help="draw images into a PNG file (GAN)")
+    add_plugin_option(made)
     arguments = made.parse_args(argv)
+    load_plugins(arguments)
     if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
         made.error("--max-new-tokens must be at least 1")
     if arguments.temperature is not None and not 0 <= arguments.temperature < float("inf"):

@@ -418,8 +418,9 @@ class SectionType(Checker):
 class TaggedType(Checker):
     """A union of sections; `kind` says which. `kinds` may grow: a plugin adds to it."""
 
-    def __init__(self, kinds: Mapping[str, type[Section]], word: bool = False) -> None:
-        self.kinds, self.word = kinds, word
+    def __init__(self, kinds: Mapping[str, type[Section]], word: bool = False, open: bool = False) -> None:
+        """`word`: a word may stand for a kind. `open`: plugins may add kinds."""
+        self.kinds, self.word, self.open = kinds, word, open
 
     @property
     def expected(self) -> str:
@@ -440,6 +441,8 @@ class TaggedType(Checker):
             return INVALID
         chosen = ChoiceType(tuple(self.kinds)).check(kind, (*path, "kind"), faults)
         if chosen is INVALID:
+            if self.open and not faults[-1].help:
+                faults[-1] = faults[-1]._replace(help="where a plugin has it, name the plugin: --plugin FILE")
             return INVALID
         start = len(faults)
         value = SectionType(self.kinds[chosen]).check(tree if entries_of(tree) is not None else entries, path, faults)

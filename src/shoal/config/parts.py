@@ -56,7 +56,7 @@ class Part(Section):
 
     @classmethod
     def checker(cls) -> Checker:
-        return TaggedType(cls.kinds, cls._word) if Part in cls.__bases__ else SectionType(cls)
+        return TaggedType(cls.kinds, cls._word, open=True) if Part in cls.__bases__ else SectionType(cls)
 
     @classmethod
     def is_built(cls) -> bool:

@@ -20,6 +20,7 @@ from shoal.config.text import data_of
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
+from shoal.runs import plugins
 from shoal.runs.checkpoint import Checkpoint, Checkpoints
 from shoal.runs.loop import Reporter
 from shoal.runs.run_directory import RunDirectory, same_settings
@@ -178,6 +179,7 @@ def continued(run: Run, run_dir: str | None, warn: Callable[[str], None]) -> tup
         raise ShoalError(
             f"{directory.path} was started with other settings: `shoal config diff {directory.path}/config.yaml -- FILE…` shows them"
         )
+    plugins.expect_those_of(directory.path)
     checkpoint = Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last).newest(warn)
     if checkpoint is None:
         warn(f"{directory.path} has no checkpoint yet: it starts over")

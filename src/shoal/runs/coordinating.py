@@ -12,6 +12,7 @@ import torch
 from shoal import data
 from shoal.config import Run
 from shoal.config.load import Loaded
+from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Transport
 from shoal.config.schema.strategy import DiLoCo
 from shoal.coordinator import Coordinator
@@ -143,6 +144,7 @@ def _welcome(run: Run, directory: RunDirectory, parts: Parts, length: Length, ex
     return Message(
         {
             "config": text,
+            "plugins": needed_by(run),
             "digest": hashlib.sha256(text.encode()).hexdigest(),
             "data": fingerprint(parts.data),
             "shards": expected,
