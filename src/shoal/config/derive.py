@@ -242,12 +242,16 @@ def memory_of_workers(settings: Settings) -> None:
 def global_batch(settings: Settings) -> None:
     """A later layer that changes a factor of the global batch size outdates it."""
     whole = settings.get("training.global_batch_size")
+    if whole is None:
+        return
     factors = ("training.batch_size", "training.gradient_accumulation_steps", "launch.devices_per_node", "launch.nodes")
     newer = [path for path in factors if settings.given(path) and settings.rank(path) > settings.rank("training.global_batch_size")]
     batch, accumulation, devices, nodes = (settings.get(path) for path in factors)
+    if batch is None:  # it could not be derived, because something else is wrong
+        return
     step = batch * accumulation * (devices or 1) * (nodes or 1)
-    fits = whole == step if devices else whole is None or whole % step == 0
-    if whole is None or fits or not newer:
+    fits = whole == step if devices else whole % step == 0
+    if fits or not newer:
         return
     product = f"{batch} × {accumulation}" + (f" × {devices * (nodes or 1)} devices" if devices else " × the number of devices")
     message = f"a global batch of {whole} does not fit {product}; the later layer counts, and the global batch follows from it"

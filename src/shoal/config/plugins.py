@@ -80,7 +80,7 @@ def _load_file(given: str, path: Path) -> Plugin:
     if known is not None and known.digest == digest:
         return known
     if known is not None:
-        _forget(known)
+        forget(known)
     module = f"plugin_{''.join(letter if letter.isalnum() else '_' for letter in path.stem)}"
     return _import(Plugin(path.name, given, path, module, digest), lambda: _run_file(module, path))
 
@@ -90,7 +90,7 @@ def _import(plugin: Plugin, run: Callable[[], object]) -> Plugin:
     try:
         run()
     except Exception as error:
-        _forget(plugin)
+        forget(plugin)
         if isinstance(error, ShoalError):
             raise
         raise ShoalError(f"the plugin {plugin.given} cannot be imported: {_told(error, plugin.path)}") from error
@@ -126,7 +126,8 @@ def _told(error: BaseException, path: Path) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def _forget(plugin: Plugin) -> None:
+def forget(plugin: Plugin) -> None:
+    """Take a plugin's parts back, as if it had never been imported."""
     for family in parts.FAMILIES.values():
         for kind in [kind for kind, part in family.kinds.items() if _is_of(part.__module__, plugin)]:
             del family.kinds[kind]
@@ -198,12 +199,15 @@ def expect(needed: Mapping[str, str], what: str) -> None:
     for name, digest in needed.items():
         if not _NAME.fullmatch(str(name)) or not _DIGEST.fullmatch(str(digest)):
             raise ShoalError(f"{what} names a plugin in an impossible way: {name!r}, {digest!r}")
-        here = LOADED.get(name)
-        if here is None:
-            raise ShoalError(
-                f"{what} needs the plugin {name} (SHA-256 {digest[:16]}…), and it was not named here: get it from whoever made the run, "
-                f"read it, and add --plugin {name}"
-            )
+    missing = {name: digest for name, digest in needed.items() if name not in LOADED}
+    if missing:
+        named = ", ".join(f"{name} (SHA-256 {digest[:16]}…)" for name, digest in missing.items())
+        raise ShoalError(
+            f"{what} needs the plugin {named}, which was not named here: get it from whoever made the run, read it, and add "
+            + " ".join(f"--plugin {name}" for name in missing)
+        )
+    for name, digest in needed.items():
+        here = LOADED[name]
         if here.digest != digest:
             raise ShoalError(
                 f"{what} needs the plugin {name} with SHA-256 {digest[:16]}…, and {here.path} has {here.digest[:16]}…: "
