@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,13 @@ def test_every_example_of_the_documentation_runs_as_a_plugin(processes: Processe
     assert len(json.loads((folder / "run" / "plugins.json").read_text())) == len(FAMILIES)
     assert (folder / "losses.csv").read_text().startswith("split,step,loss\ntrain,")
     assert "contribute" in (folder / "requests.txt").read_text()
+
+
+def test_the_documentation_shows_the_examples_as_they_are() -> None:
+    page = (HERE.parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"<!-- (examples/\S+) -->\n```python\n(.*?)```\n", page, re.DOTALL))
+    assert shown == {f"examples/plugins/{file.name}": file.read_text(encoding="utf-8") for file in EXAMPLES.glob("*.py")}, "run `make docs`"
+    assert len(shown) == len(FAMILIES), "one example for each kind of part"
 
 
 # --- settings -----------------------------------------------------------------------------------------
