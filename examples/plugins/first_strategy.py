@@ -12,6 +12,7 @@ class FirstComers(Strategy):
     """A number of contributions makes an update; none is too late."""
 
     kind: Literal["first-comers"] = "first-comers"
+    update_from = "strategy.contributions"
     contributions: PositiveInt = 2
     """Workers whose contributions make an update."""
 

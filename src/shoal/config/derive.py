@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from shoal.config.layers import Settings, UnavailableError
 from shoal.config.schema.model import Model
+from shoal.config.schema.strategy import Strategy
 from shoal.config.schema.task import TEXT, Task
 from shoal.config.schema.updates import Aggregation, NearestNeighbours
 
@@ -63,14 +64,10 @@ def bucket_size(settings: Settings) -> int:
 
 def contributions(settings: Settings) -> tuple[int | None, str]:
     """How many contributions make an update, and the setting that says so."""
-    kind = settings.get("strategy.kind")
-    if kind == "async":
-        return settings.get("strategy.contributions_per_update"), "strategy.contributions_per_update"
-    if kind == "workunits":
-        return settings.get("strategy.units_per_update"), "strategy.units_per_update"
-    if kind == "local" or (kind == "edp" and settings.get("updates.aggregation.kind") == "mean"):
+    strategy: type[Strategy] = Strategy.kinds[settings.get("strategy.kind")]
+    if strategy.update_from == "strategy.kind" or (strategy.mean_of_one and settings.get("updates.aggregation.kind") == "mean"):
         return 1, "strategy.kind"
-    return settings.get("cluster.num_workers"), "cluster.num_workers"
+    return settings.get(strategy.update_from), strategy.update_from
 
 
 def is_language(settings: Settings) -> bool:

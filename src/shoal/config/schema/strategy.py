@@ -1,7 +1,7 @@
 """Between workers: how updates become new weights."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from shoal.config.fields import EMPTY, Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section
 from shoal.config.parts import Part
@@ -11,17 +11,24 @@ from shoal.config.schema.training import OptimizerName
 class Strategy(Part, noun="strategy"):
     """Between workers: how updates become new weights. Built by a function of the run and of the number of workers expected: a `Policy`."""
 
+    update_from: ClassVar[str] = "cluster.num_workers"
+    """The setting that says how many contributions make an update; `strategy.kind`: one of them does."""
+    mean_of_one: ClassVar[bool] = False
+    """Whether each contribution is an update of its own where the rule is the mean."""
+
 
 class Local(Strategy):
     """Nobody else: one worker."""
 
     kind: Literal["local"] = "local"
+    update_from = "strategy.kind"
 
 
 class WorkUnits(Strategy, built_by="shoal.strategies.workunits:policy"):
     """Workers lease units of the data; N results make an update."""
 
     kind: Literal["workunits"] = "workunits"
+    update_from = "strategy.units_per_update"
     batches_per_unit: PositiveInt = 10
     """A unit is batch_size × batches_per_unit samples."""
     units_per_update: PositiveInt = 3
@@ -36,6 +43,7 @@ class Edp(Strategy, built_by="shoal.strategies.edp:policy"):
     """Elastic and asynchronous: every gradient is applied on arrival, weighted by 1/(1+lag)."""
 
     kind: Literal["edp"] = "edp"
+    mean_of_one = True
     pull_every_steps: PositiveInt = 10
     """Steps between pulls of the weights."""
     look_ahead: bool | None = None
@@ -58,6 +66,7 @@ class Async(Strategy, built_by="shoal.strategies.asynchronous:policy"):
     """Bounded staleness: a contribution that lags too many versions is rejected."""
 
     kind: Literal["async"] = "async"
+    update_from = "strategy.contributions_per_update"
     max_staleness: NonNegativeInt = 50
     """Versions a contribution may lag."""
     adaptive: bool = True
