@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from run import Row
+from shoal.runs.learners import EngineLearner
 from torch import Tensor
 
 from shoal.config import Run
@@ -21,7 +22,6 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.machine import Called, Plan
 from shoal.runs.agreement import length_of, needed, policy_of
 from shoal.runs.assembly import assemble, feed_of, held_out
-from shoal.runs.learners import EngineLearner
 from shoal.updates import codecs
 from shoal.updates.messages import PROTOCOL, Contribute, Join, Pull
 

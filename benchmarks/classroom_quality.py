@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from run import Row
+from shoal.runs.leasing import Leasing, join
 from torch import Tensor, nn
 
 from shoal import data
@@ -28,7 +29,6 @@ from shoal.launch import EmbeddedPostgres
 from shoal.runs.alone import prepare as prepare_alone
 from shoal.runs.coordinating import prepare as prepare_class
 from shoal.runs.joining import Way
-from shoal.runs.leasing import Leasing, join
 from shoal.runs.loop import Loop
 from shoal.tasks.gan import Gan
 from shoal.transports.databases import Access

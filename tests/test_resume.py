@@ -199,7 +199,7 @@ def test_an_early_end_is_counted_from_the_documents_start() -> None:
 
 def test_null_for_a_section_that_must_be_there_changes_nothing() -> None:
     run = resolve([File("demo-gpt")], [parse_override("model=null")], environ={}).run
-    assert (run.model.kind, run.task) == ("gpt", "language-modelling")
+    assert (run.model.kind, run.chosen_task.kind) == ("gpt", "language-modelling")
 
 
 def test_settings_between_config_and_its_command(capsys: pytest.CaptureFixture[str]) -> None:

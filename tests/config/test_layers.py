@@ -55,7 +55,8 @@ def test_an_empty_section_sets_nothing(tmp_path: Path) -> None:
 def test_an_optional_section_can_be_taken_back(tmp_path: Path) -> None:
     loaded = stack(tmp_path, "rlhf: {kl: {target: 2.0}}\nmodel: {kind: gpt}\n", "rlhf: null\n", dialect="shoal")
     assert loaded.run.rlhf is None
-    assert loaded.run.task == "language-modelling"
+    assert loaded.run.task is not None
+    assert loaded.run.task.kind == "language-modelling"
 
 
 def test_a_changed_kind_drops_the_old_kinds_settings(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Persist, Reply
 from shoal.coordinator.machine import LONGEST_WAIT_S
 from shoal.coordinator.state import Called, Concluded, Event, Opened, Plan, Tick
-from shoal.strategies import Strategy
+from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.updates.messages import PROTOCOL, Asked, Leave
 from shoal.worker.protocol import Protocol, Receipt, Seated, Unit
@@ -68,7 +68,7 @@ class Disk:
 class World:
     """The coordinator, its disk, its workers, and the weather."""
 
-    def __init__(self, strategy: Strategy, plan: Plan, workers: int) -> None:
+    def __init__(self, strategy: Policies, plan: Plan, workers: int) -> None:
         self.strategy, self.plan = strategy, plan
         self.now, self.calls = 50.0, 0
         self.disk = Disk()

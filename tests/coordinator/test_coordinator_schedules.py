@@ -15,9 +15,9 @@ from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import Updates
 from shoal.coordinator.state import Plan
 from shoal.coordinator.units import Cut
-from shoal.strategies import Strategy
+from shoal.strategies import Policies
 
-STRATEGIES: dict[str, Strategy] = {
+STRATEGIES: dict[str, Policies] = {
     "syncps": strategy_of(SyncPs(round_timeout_s=10.0)),
     "syncps, window 3": strategy_of(SyncPs(round_timeout_s=10.0, window=3)),
     "syncps, blending": strategy_of(SyncPs(round_timeout_s=10.0, window=2, pull_every_steps=3), polyak_alpha=0.5),
@@ -37,7 +37,7 @@ WRONG = ["double", "lose", "again", "again", "die", "leave", "crash", "crash", "
 SCHEDULE = st.lists(st.tuples(st.sampled_from(LIKELY + WRONG), st.integers(0, 11)), min_size=20, max_size=120)
 
 
-def live_through(strategy: Strategy, schedule: list[tuple[str, int]], workers: int, steps: int) -> World:
+def live_through(strategy: Policies, schedule: list[tuple[str, int]], workers: int, steps: int) -> World:
     plan = Plan(Updates(), 0, workers, 1, steps, None, 8 * workers, 5.0, 0.5)
     if strategy.feed.leased:
         plan = plan._replace(cut=Cut(LONGEST, strategy.feed.batches, 30), lease_s=20.0, attempts=50)

@@ -12,13 +12,13 @@ from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.state import Exited
-from shoal.strategies import Strategy
+from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.updates.fragments import spans
 from shoal.updates.messages import Gone
 
 
-def policy(expected: int, **settings: Any) -> Strategy:
+def policy(expected: int, **settings: Any) -> Policies:
     return strategy_of(DiLoCo(**{"inner_steps": 8, "rounds": 100} | settings), expected)
 
 

@@ -9,14 +9,14 @@ from tiny_cluster import RATE, Cluster, FakeWorker, strategy_of
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.config.schema.updates import Krum, Updates
 from shoal.coordinator import Barrier, Every
-from shoal.strategies import Strategy
+from shoal.strategies import Policies
 
 
-def syncps(window: int = 1, pull_every: int = 1) -> Strategy:
+def syncps(window: int = 1, pull_every: int = 1) -> Policies:
     return strategy_of(SyncPs(round_timeout_s=10.0, window=window, pull_every_steps=pull_every))
 
 
-def cluster_of(policy: Strategy, names: str, **settings: object) -> tuple[Cluster, list[FakeWorker]]:
+def cluster_of(policy: Policies, names: str, **settings: object) -> tuple[Cluster, list[FakeWorker]]:
     cluster = Cluster(policy, len(names), **settings)  # type: ignore[arg-type]
     return cluster, [cluster.join(name) for name in names]
 
@@ -230,12 +230,12 @@ def krum(below: str) -> Updates:
     return Updates(aggregation=Krum(byzantine=0), below_quorum=below)  # type: ignore[arg-type]
 
 
-def plain(rounds: Every) -> Strategy:
+def plain(rounds: Every) -> Policies:
     """A strategy of which only the rounds matter."""
-    return Strategy(rounds=rounds, length=lambda extent: pytest.fail("nobody asks"))
+    return Policies(rounds=rounds, length=lambda extent: pytest.fail("nobody asks"))
 
 
-def every(count: int) -> Strategy:
+def every(count: int) -> Policies:
     return plain(Every(count))
 
 

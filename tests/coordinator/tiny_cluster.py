@@ -16,7 +16,7 @@ from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.state import Called, Plan, Tick
-from shoal.strategies import Strategy
+from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.updates.messages import PROTOCOL, Asked, Contribute, header_of, parse
 from shoal.worker.protocol import Protocol
@@ -36,7 +36,7 @@ class Numbers:
         return {}
 
 
-def strategy_of(settings: SyncPs | Edp | Async | DiLoCo | WorkUnits, expected: int = 1, *, polyak_alpha: float | None = None) -> Strategy:
+def strategy_of(settings: SyncPs | Edp | Async | DiLoCo | WorkUnits, expected: int = 1, *, polyak_alpha: float | None = None) -> Policies:
     """The policies of a strategy, as the strategies' own files pick them."""
     run: Any = SimpleNamespace(strategy=settings, updates=Updates(), training=Training(polyak_alpha=polyak_alpha))
     return strategies.of(run, expected)
@@ -93,7 +93,7 @@ class Cluster:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Policies,
         expected: int = 1,
         *,
         updates: Updates | None = None,

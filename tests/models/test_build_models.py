@@ -51,7 +51,7 @@ def test_weights_are_made_on_the_cpu(anything, model):
 
 
 def test_moe_is_not_built_yet(anything):
-    with pytest.raises(ShoalError, match=r"models of kind moe are not built yet"):
+    with pytest.raises(ShoalError, match=r"the model `moe` is not built yet; choose another: mlp"):
         build(Run(model=schema.Moe()), anything)
 
 

@@ -17,7 +17,7 @@ from shoal.worker.contributions import Gradients, UnitGradient
 from shoal.worker.courier import Answer, Courier, Lost
 from shoal.worker.policies import LeasedUnits, OwnShard, Pulling
 from shoal.worker.protocol import Frames, Protocol
-from shoal.worker.worker import Policies, Worker
+from shoal.worker.worker import Worker, WorkerPolicies
 
 WELCOME = {"kind": "welcome", "session": "s", "name": "w", "size": 3, "seat": 0, "epoch": 0, "position": 0, "last_seq": -1, "version": 0}
 
@@ -146,7 +146,7 @@ def worker_of(
     """A worker that has joined."""
     courier = courier_of(line, tell, clock=stopped)
     courier.converse()
-    policies = Policies(
+    policies = WorkerPolicies(
         LeasedUnits() if leased else OwnShard(), contribution or (UnitGradient() if leased else Gradients()), pull or Pulling(), window
     )
     made: Any = engine

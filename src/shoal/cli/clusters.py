@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.cli.train import conclude, download, stopping_on_signals
 from shoal.config.load import Loaded
+from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Collectives, Postgres, Zmq
 from shoal.errors import ShoalError
 
@@ -184,7 +185,8 @@ def _transport(settings: Transport, invite: bool, hosts: bool) -> Transport:
         return Zmq(port=0)
     if invite and not hosts:
         return settings
-    changed: Transport = settings.replace(host=None) if invite else settings.replace(host=None, port=0)
+    elsewhere = {"host": None} if invite else {"host": None, "port": 0}
+    changed: Transport = settings.replace(**{name: value for name, value in elsewhere.items() if name in settings.fields()})
     return changed
 
 
@@ -210,14 +212,15 @@ def _invite(coordinating: Coordinating, ground: Ground) -> None:
     from shoal.transports.keys import key_text
 
     invitation, cluster = coordinating.invitation, coordinating.loop.run.cluster
+    plugins = "".join(f" --plugin {name}" for name in needed_by(coordinating.loop.run))
     if is_address(invitation.address):
         access = parse_database(invitation.address)
         if ground.role:
             print("`shoal db grant student NAME FILE` lets somebody in, and prints the command:")
             access = access._replace(user=ground.role, password=None)
-        print(f"workers join with:\n  shoal join {access.address}", flush=True)
+        print(f"workers join with:\n  shoal join {access.address}{plugins}", flush=True)
         return
-    rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "")
+    rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "") + plugins
     here = parse_address(invitation.address)
     print(f"workers join with:\n  shoal join {here} {rest}")
     for name in cluster.workers:

@@ -6,7 +6,7 @@ import sys
 
 from shoal import ShoalError
 from shoal.cli.main import leading_flags, report
-from shoal.cli.options import load, parse, parser, require
+from shoal.cli.options import add_plugin_option, load, load_plugins, parse, parser, require
 from shoal.config.problems import ConfigError, render
 from shoal.config.schema import Run
 
@@ -53,7 +53,7 @@ def check(argv: list[str]) -> int:
 def _summary(run: Run, dialects: list[str]) -> list[str]:
     return [
         f"{'+'.join(dict.fromkeys(dialects)) or 'shoal'} configuration",
-        f"{run.task} with a model of kind {run.model.kind}",
+        f"{run.chosen_task.kind} with a model of kind {run.model.kind}",
         f"engine {run.engine.kind}",
         f"strategy {run.strategy.kind}",
     ]
@@ -109,7 +109,9 @@ def schema(argv: list[str]) -> int:
 
     from shoal.config.reference import json_schema
 
-    argparse.ArgumentParser("shoal config schema", description="Print the JSON Schema of a native file.").parse_args(argv)
+    made = argparse.ArgumentParser("shoal config schema", description="Print the JSON Schema of a native file.")
+    add_plugin_option(made)
+    load_plugins(made.parse_args(argv))
     print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
     return 0
 

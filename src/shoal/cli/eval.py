@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.errors import ShoalError
 
 
@@ -13,7 +14,9 @@ def run(argv: list[str]) -> int:
     made = argparse.ArgumentParser("shoal eval", description="Judge a run's newest checkpoint on its held-out data.")
     made.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
     made.add_argument("--format", choices=("text", "json"), default="text")
+    add_plugin_option(made)
     arguments = made.parse_args(argv)
+    load_plugins(arguments)
 
     from shoal.runs.assembly import assemble, held_out
     from shoal.runs.trained import open_run

@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from shoal.cli.options import add_plugin_option, load_plugins
+
 EPILOG = """\
 A Hugging Face model becomes what AutoModelForCausalLM.from_pretrained loads, with its tokenizer, and with LoRA's matrices added in; one of
 Shoal's own becomes a folder that `shoal generate` reads. Checkpoints of several processes are put together.
@@ -18,7 +20,9 @@ def run(argv: list[str]) -> int:
     )
     made.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
     made.add_argument("folder", metavar="FOLDER", help="where to: a new folder")
+    add_plugin_option(made)
     arguments = made.parse_args(argv)
+    load_plugins(arguments)
 
     from shoal.runs.trained import export
 

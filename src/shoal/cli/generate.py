@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
+from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 
@@ -39,7 +40,9 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     made.add_argument("--temperature", type=float, help="above 1 more random, below 1 less")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--grid", nargs="?", const="grid.png", metavar="FILE", help="draw images into a PNG file (GAN)")
+    add_plugin_option(made)
     arguments = made.parse_args(argv)
+    load_plugins(arguments)
     if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
         made.error("--max-new-tokens must be at least 1")
     if arguments.temperature is not None and not 0 <= arguments.temperature < float("inf"):
@@ -52,10 +55,10 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 
 
 def _draw(trained: Trained, file: str) -> None:
-    from shoal.tasks.gan import Gan
+    from shoal.tasks import Draws
     from shoal.tasks.images import grid, save_png
 
-    if not isinstance(trained.task, Gan):
+    if not isinstance(trained.task, Draws):
         raise ShoalError(f"a model of kind {trained.run.model.kind} draws no images; --prompt writes text")
     try:
         save_png(grid(trained.task.images()), Path(file))

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.cli.ranks import as_rank, ignore_signals, island
 from shoal.cli.train import download
 from shoal.config.environment import database_password
@@ -59,6 +60,7 @@ def run(argv: list[str]) -> int:
     made.add_argument("--key", help="the coordinator's public key; none for a coordinator on this machine alone")
     made.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
     made.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
+    add_plugin_option(made)
     made.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
     made.add_argument("--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: its optimizer)")
     made.add_argument(
@@ -68,6 +70,7 @@ def run(argv: list[str]) -> int:
     made.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for a coordinator that is gone")
     made.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
     arguments = made.parse_args(argv)
+    load_plugins(arguments)
     here = place()
     if here is None:
         return _take_part(arguments, argv)

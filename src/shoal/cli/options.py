@@ -33,14 +33,29 @@ def parser(name: str, description: str, *, files: str = "*") -> argparse.Argumen
         spellings = {f"--{layer}", f"--{layer.replace('_', '-')}"}
         made.add_argument(*sorted(spellings), dest=layer, metavar="FILE", help=f"the {meaning} layer")
     made.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
+    add_plugin_option(made)
     made.add_argument("--dialect", choices=NAMES, help="the vocabulary of the files, where their keys do not tell")
     return made
+
+
+def add_plugin_option(made: argparse.ArgumentParser) -> None:
+    help = "parts of your own: a file (my_parts.py), a module, or an installed plugin by name (may be repeated)"
+    made.add_argument("--plugin", dest="plugins", action="append", default=[], metavar="PLUGIN", help=help)
+
+
+def load_plugins(arguments: argparse.Namespace) -> None:
+    """Import the plugins that were named, before any configuration is read."""
+    if arguments.plugins:
+        from shoal.config import plugins
+
+        plugins.load(*arguments.plugins)
 
 
 def parse(made: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[Override]]:
     """The options, and the settings that were given as options."""
     known, flags = _split(made, argv)
     arguments = made.parse_args(known)
+    load_plugins(arguments)
     return arguments, [parse_override(text) for text in arguments.settings] + flags
 
 

@@ -36,7 +36,7 @@ def _row(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         summary = {"status": "running or killed", "metrics": {}, "steps": _last_step(folder)}
     config = (folder / "config.yaml").read_text(encoding="utf-8")
-    task = re.search(r"^task: (\S+)", config, re.MULTILINE)
+    task = re.search(r"^task:(?: |\n  kind: )(\S+)", config, re.MULTILINE)
     metrics = summary["metrics"].get("eval") or summary["metrics"].get("train") or {}
     best = next((f"{name} {metrics[name]:.4g}" for name in ("accuracy", "loss", "discriminator_loss") if name in metrics), "")
     row = {"run": str(folder), "task": task.group(1) if task else "", "status": summary["status"]}

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,10 @@ def _in_fleet(loaded: Loaded, arguments: argparse.Namespace, here: Place) -> int
 def continued_from(arguments: argparse.Namespace) -> bool:
     """A run that is resumed by its folder alone goes on with the settings in it."""
     alone = bool(arguments.resume and arguments.run_dir and not arguments.files and not arguments.config)
+    if arguments.resume and arguments.run_dir:
+        from shoal.runs.plugins import expect_those_of
+
+        expect_those_of(Path(arguments.run_dir))
     if alone:
         arguments.files = [os.path.join(arguments.run_dir, "config.yaml")]
         arguments.dialect = "shoal"

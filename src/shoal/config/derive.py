@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.config.layers import Settings, UnavailableError
+from shoal.config.schema.model import Model
+from shoal.config.schema.strategy import Strategy
+from shoal.config.schema.task import TEXT, Task
+from shoal.config.schema.updates import Aggregation, NearestNeighbours
 
 Step = Callable[[Settings], None]
 _STEPS: list[Step] = []
-TASKS = {"mlp": "classification", "dcgan": "gan", "lstm": "language-modelling", "gpt": "language-modelling", "moe": "language-modelling"}
-TASKS["huggingface"] = "language-modelling"
 
 
 def derive(settings: Settings) -> None:
@@ -26,20 +28,22 @@ def _step(function: Step) -> Step:
     return function
 
 
-_NEEDED = {"krum": (2, 3), "multi-krum": (2, 3), "bulyan": (4, 3), "nearest-neighbours": (2, 1)}
-"""a and b of the a·f + b contributions that withstand f false ones."""
+def withstands(rule: str) -> tuple[int, int] | None:
+    """a and b of the a·f + b contributions with which a rule, or the mixing before it, withstands f false ones; None: it does not count."""
+    found: tuple[int, int] | None = Aggregation.kinds.get(rule, NearestNeighbours).withstands
+    return found
 
 
 def quorum(rule: str, byzantine: int, bucket: int = 1) -> int:
     """Contributions that a rule needs to withstand so many false ones. It sees buckets: the last may hold a single contribution."""
-    factor, more = _NEEDED.get(rule, (0, 1))
+    factor, more = withstands(rule) or (0, 1)
     return bucket * (factor * byzantine + more - 1) + 1
 
 
 def tolerated(rule: str, count: int, bucket: int = 1) -> int:
     """False contributions, of `count`, that a rule withstands; below 0 where there are too few even for none."""
-    factor, more = _NEEDED[rule]
-    return (-(-count // bucket) - more) // factor
+    factor, more = withstands(rule) or (0, 1)
+    return (-(-count // bucket) - more) // max(1, factor)
 
 
 def default_byzantine(rule: str, count: int, bucket: int = 1) -> int:
@@ -49,7 +53,7 @@ def default_byzantine(rule: str, count: int, bucket: int = 1) -> int:
 
 def formula(rule: str, bucket: int = 1) -> str:
     """How many a rule needs, as people write it."""
-    factor, more = _NEEDED[rule]
+    factor, more = withstands(rule) or (0, 1)
     return f"{factor}f+{more}" if bucket == 1 else f"{bucket}({factor}f+{more - 1})+1"
 
 
@@ -60,28 +64,28 @@ def bucket_size(settings: Settings) -> int:
 
 def contributions(settings: Settings) -> tuple[int | None, str]:
     """How many contributions make an update, and the setting that says so."""
-    kind = settings.get("strategy.kind")
-    if kind == "async":
-        return settings.get("strategy.contributions_per_update"), "strategy.contributions_per_update"
-    if kind == "workunits":
-        return settings.get("strategy.units_per_update"), "strategy.units_per_update"
-    if kind == "local" or (kind == "edp" and settings.get("updates.aggregation.kind") == "mean"):
+    strategy: type[Strategy] = Strategy.kinds[settings.get("strategy.kind")]
+    if strategy.update_from == "strategy.kind" or (strategy.mean_of_one and settings.get("updates.aggregation.kind") == "mean"):
         return 1, "strategy.kind"
-    return settings.get("cluster.num_workers"), "cluster.num_workers"
+    return settings.get(strategy.update_from), strategy.update_from
 
 
 def is_language(settings: Settings) -> bool:
-    return settings.get("task") in ("language-modelling", "ppo")
+    """Whether the run learns from text."""
+    return Task.kinds[settings.get("task.kind")].needs in TEXT
 
 
 @_step
 def task(settings: Settings) -> None:
-    if settings.get("task") is None:
+    if settings.get("task") is None and ("task",) not in settings.kinds:
         kind = settings.get("model.kind")
         if settings.get("rlhf") is not None:
-            settings.derive("task", "ppo", "there is an rlhf section")
+            settings.kinds["task",], because = "ppo", "there is an rlhf section"
+        elif Model.kinds[kind].learns:
+            settings.kinds["task",], because = Model.kinds[kind].learns[0], f"what a model of kind {kind} is for"
         else:
-            settings.derive("task", TASKS[kind], f"what a model of kind {kind} is for")
+            return
+        settings.derive("task.kind", settings.kinds["task",], because)
 
 
 @_step
@@ -90,7 +94,7 @@ def source(settings: Settings) -> None:
         name = "python-source" if is_language(settings) else "digits"
         settings.kinds["data", "source"] = "builtin"
         settings.derive("data.source.kind", "builtin", "no data.source is given")
-        settings.derive("data.source.name", name, f"built-in data for {settings.get('task')}")
+        settings.derive("data.source.name", name, f"built-in data for {settings.get('task.kind')}")
 
 
 @_step
@@ -193,13 +197,14 @@ def byzantine(settings: Settings) -> None:
     rule = settings.get("updates.aggregation.kind")
     if count is None:
         return
-    if rule in _NEEDED and settings.get("updates.aggregation.byzantine") is None:
+    counts = withstands(rule) is not None
+    if counts and settings.get("updates.aggregation.byzantine") is None:
         number = default_byzantine(rule, count, bucket_size(settings))
         why = f"a quarter of {count} contributions" if number == count // 4 else f"what {rule} withstands among {count} contributions"
         settings.derive("updates.aggregation.byzantine", number, why)
     if settings.get("updates.mixing.kind") == "nearest-neighbours" and settings.get("updates.mixing.byzantine") is None:
-        own = settings.get("updates.aggregation.byzantine") if rule in _NEEDED else default_byzantine("nearest-neighbours", count)
-        settings.derive("updates.mixing.byzantine", own, "as for the rule" if rule in _NEEDED else f"a quarter of {count} contributions")
+        own = settings.get("updates.aggregation.byzantine") if counts else default_byzantine("nearest-neighbours", count)
+        settings.derive("updates.mixing.byzantine", own, "as for the rule" if counts else f"a quarter of {count} contributions")
 
 
 @_step
@@ -207,7 +212,7 @@ def robust_round(settings: Settings) -> None:
     """Krum and Bulyan need enough contributions. A dialect file that asks for fewer gets more, and is told."""
     rule = settings.get("updates.aggregation.kind")
     count, path = contributions(settings)
-    if rule not in _NEEDED or count is None:
+    if withstands(rule) is None or count is None:
         return
     byzantine = settings.get("updates.aggregation.byzantine")
     needed = quorum(rule, byzantine, bucket_size(settings))
@@ -224,7 +229,7 @@ def robust_round(settings: Settings) -> None:
 @_step
 def memory_of_workers(settings: Settings) -> None:
     if settings.get("updates.memory") is None:
-        sparse = settings.get("updates.codec.kind") == "topk" and settings.get("updates.aggregation.kind") != "mean"
+        sparse = settings.get("updates.codec").sparse and settings.get("updates.aggregation.kind") != "mean"
         settings.derive(
             "updates.memory", 0.9 if sparse else 0.0, "sparse updates hardly overlap" if sparse else "updates are dense, or averaged"
         )
@@ -234,12 +239,16 @@ def memory_of_workers(settings: Settings) -> None:
 def global_batch(settings: Settings) -> None:
     """A later layer that changes a factor of the global batch size outdates it."""
     whole = settings.get("training.global_batch_size")
+    if whole is None:
+        return
     factors = ("training.batch_size", "training.gradient_accumulation_steps", "launch.devices_per_node", "launch.nodes")
     newer = [path for path in factors if settings.given(path) and settings.rank(path) > settings.rank("training.global_batch_size")]
     batch, accumulation, devices, nodes = (settings.get(path) for path in factors)
+    if batch is None:  # it could not be derived, because something else is wrong
+        return
     step = batch * accumulation * (devices or 1) * (nodes or 1)
-    fits = whole == step if devices else whole is None or whole % step == 0
-    if whole is None or fits or not newer:
+    fits = whole == step if devices else whole % step == 0
+    if fits or not newer:
         return
     product = f"{batch} × {accumulation}" + (f" × {devices * (nodes or 1)} devices" if devices else " × the number of devices")
     message = f"a global batch of {whole} does not fit {product}; the later layer counts, and the global batch follows from it"

@@ -115,11 +115,13 @@ class Section:
     __slots__ = ()
     _fields: ClassVar[dict[str, Field]] = {}
     _declared: ClassVar[dict[str, tuple[Any, Any]]] = {}
+    _word: ClassVar[bool] = False
+    """Whether the word `gan` may stand for `{kind: gan}`."""
 
     def __init_subclass__(cls) -> None:
         declared = dict(cls._declared)
         for name, annotation in cls.__dict__.get("__annotations__", {}).items():  # noqa: RUF063 (inspect takes 5 ms to import)
-            if not name.startswith("_"):
+            if not name.startswith("_") and not _is_class_variable(annotation):
                 declared[name] = (annotation, cls.__dict__.get(name, MISSING))
         cls._declared = declared
         cls._fields = {}
@@ -136,8 +138,16 @@ class Section:
     @classmethod
     def fields(cls) -> dict[str, Field]:
         if not cls._fields:
-            cls._fields = {name: Field(checker_of(annotation), default) for name, (annotation, default) in cls._declared.items()}
+            hints = _hints(cls) if any(isinstance(annotation, str) for annotation, _ in cls._declared.values()) else {}
+            cls._fields = {
+                name: Field(checker_of(hints.get(name, annotation)), default) for name, (annotation, default) in cls._declared.items()
+            }
         return cls._fields
+
+    @classmethod
+    def checker(cls) -> Checker:
+        """Checks a setting whose type is this section."""
+        return SectionType(cls)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a loaded configuration does not change; use replace({name}=…)")
@@ -158,6 +168,23 @@ class Section:
         return type(self)(**{name: getattr(self, name) for name in self.fields()} | changes)
 
 
+def _is_class_variable(annotation: Any) -> bool:
+    """Whether an annotation is of a fact about the class, which is no setting."""
+    return (
+        annotation.startswith("ClassVar") if isinstance(annotation, str) else annotation is ClassVar or get_origin(annotation) is ClassVar
+    )
+
+
+def _hints(section: type[Section]) -> dict[str, Any]:
+    """The types of a section whose module writes annotations as text (`from __future__ import annotations`)."""
+    from typing import get_type_hints
+
+    try:
+        return get_type_hints(section, include_extras=True)
+    except NameError as error:
+        raise TypeError(f"the types of {section.__module__}.{section.__name__} cannot be found: {error}") from None
+
+
 class Field(NamedTuple):
     """The type and the default of one setting."""
 
@@ -165,10 +192,15 @@ class Field(NamedTuple):
     default: Any
 
 
+def word_of(value: object) -> str | None:
+    """The word that stands for a whole section, where its kind is all there is to say; None: it needs more than a word."""
+    return getattr(value, "kind", None) if isinstance(value, Section) and value._word and len(value._declared) == 1 else None
+
+
 def as_data(value: object, *, mask: str | None = Secret.MASK) -> Any:
     """Plain data for YAML or JSON; a secret becomes `mask`."""
     if isinstance(value, Section):
-        return {name: as_data(getattr(value, name), mask=mask) for name in value.fields()}
+        return word_of(value) or {name: as_data(getattr(value, name), mask=mask) for name in value.fields()}
     if isinstance(value, Mapping):
         return {key: as_data(item, mask=mask) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -182,7 +214,9 @@ def as_data(value: object, *, mask: str | None = Secret.MASK) -> Any:
 class Checker:
     """Checks a tree and gives the frozen value, or INVALID after adding to `faults`. `expected` completes "expected …"."""
 
-    expected = "a value"
+    @property
+    def expected(self) -> str:
+        return "a value"
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
         raise NotImplementedError  # abstract
@@ -220,6 +254,8 @@ class BoolType(Checker):
 
 
 class NumberType(Checker):
+    expected = "a number"
+
     def __init__(self, whole: bool, bounds: Bounds) -> None:
         self.whole = whole
         self.bounds = bounds
@@ -277,6 +313,8 @@ class SecretType(Checker):
 
 
 class ChoiceType(Checker):
+    expected = "a choice"
+
     def __init__(self, choices: tuple[Any, ...]) -> None:
         self.choices = choices
         self.expected = choices[0] if len(choices) == 1 else "one of " + ", ".join(f"`{choice}`" for choice in choices)
@@ -296,7 +334,10 @@ class ChoiceType(Checker):
 class ListType(Checker):
     def __init__(self, item: Checker) -> None:
         self.item = item
-        self.expected = f"a list (each {item.expected})"
+
+    @property
+    def expected(self) -> str:
+        return f"a list (each {self.item.expected})"
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
         if not isinstance(tree, Node) or not isinstance(tree.value, list):
@@ -328,7 +369,10 @@ class MappingType(Checker):
 class OptionalType(Checker):
     def __init__(self, inner: Checker) -> None:
         self.inner = inner
-        self.expected = f"{inner.expected}, or null"
+
+    @property
+    def expected(self) -> str:
+        return f"{self.inner.expected}, or null"
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
         if isinstance(tree, Node) and tree.value is None:
@@ -372,14 +416,22 @@ class SectionType(Checker):
 
 
 class TaggedType(Checker):
-    """A union of sections; `kind` says which."""
+    """A union of sections; `kind` says which. `kinds` may grow: a plugin adds to it."""
 
-    def __init__(self, sections: tuple[type[Section], ...]) -> None:
-        self.kinds = {get_args(section._declared["kind"][0])[0]: section for section in sections}
-        self.expected = f"a mapping with a `kind`: {', '.join(self.kinds)}"
+    def __init__(self, kinds: Mapping[str, type[Section]], word: bool = False, open: bool = False) -> None:
+        """`word`: a word may stand for a kind. `open`: plugins may add kinds."""
+        self.kinds, self.word, self.open = kinds, word, open
+
+    @property
+    def expected(self) -> str:
+        if self.word:
+            return f"one of {', '.join(f'`{kind}`' for kind in self.kinds)}, or a mapping with such a `kind`"
+        return f"a mapping with a `kind`: {', '.join(self.kinds)}"
 
     def check(self, tree: Tree, path: Path, faults: Faults) -> Any:
         entries = entries_of(tree)
+        if entries is None and self.word and isinstance(tree, Node) and isinstance(tree.value, str):
+            entries = {"kind": tree}
         if entries is None:
             kind = tree.value if isinstance(tree, Node) else None
             return self.wrong(tree, path, faults, f"write `{{kind: {kind}}}`" if isinstance(kind, str) and kind in self.kinds else "")
@@ -389,9 +441,11 @@ class TaggedType(Checker):
             return INVALID
         chosen = ChoiceType(tuple(self.kinds)).check(kind, (*path, "kind"), faults)
         if chosen is INVALID:
+            if self.open and not faults[-1].help:
+                faults[-1] = faults[-1]._replace(help="where a plugin has it, name the plugin: --plugin FILE")
             return INVALID
         start = len(faults)
-        value = SectionType(self.kinds[chosen]).check(tree, path, faults)
+        value = SectionType(self.kinds[chosen]).check(tree if entries_of(tree) is not None else entries, path, faults)
         for i in range(start, len(faults)):
             faults[i] = self.elsewhere(faults[i], chosen, len(path))
         return value
@@ -406,6 +460,14 @@ class TaggedType(Checker):
 
     def sections(self) -> Iterator[type[Section]]:
         return iter(self.kinds.values())
+
+
+def kind_of(section: type[Section]) -> str:
+    """The `kind` by which a section of a union is chosen."""
+    kind = section._declared.get("kind", (None, None))[1]
+    if not isinstance(kind, str):
+        raise TypeError(f'{section.__module__}.{section.__name__} has no kind to be chosen by: write kind: Literal["name"] = "name"')
+    return kind
 
 
 def entries_of(tree: Tree) -> dict[str, Tree] | None:
@@ -445,8 +507,8 @@ def checker_of(annotation: Any) -> Checker:
         return MappingType(checker_of(arguments[1]))
     if origin in (Union, UnionType):
         rest = tuple(argument for argument in arguments if argument is not NoneType)
-        inner = TaggedType(rest) if len(rest) > 1 else checker_of(rest[0])
+        inner = TaggedType({kind_of(section): section for section in rest}) if len(rest) > 1 else checker_of(rest[0])
         return OptionalType(inner) if len(rest) < len(arguments) else inner
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return SectionType(annotation)
+        return annotation.checker()
     raise TypeError(f"no checker for {annotation!r}")

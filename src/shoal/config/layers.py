@@ -57,7 +57,7 @@ class Settings:
     """The merged settings, before and while they are checked."""
 
     def __init__(self, assignments: Iterable[Assignment]) -> None:
-        self.assignments = sorted(assignments, key=lambda assignment: assignment.layer.rank)
+        self.assignments = sorted(map(_spelled_out, assignments), key=lambda assignment: assignment.layer.rank)
         self.problems: list[Problem] = []
         self.kinds: dict[Key, str] = {}
         self.history: dict[Key, list[Assignment]] = {}
@@ -142,6 +142,7 @@ class Settings:
 
     def last(self, path: Key) -> Assignment | None:
         """The assignment that gave a setting its value; None where it has its default."""
+        path = (*path, "kind") if path in _words() else path
         above = [self.history[path[:length]][-1] for length in range(1, len(path) + 1) if path[:length] in self.history]
         return max(above, key=lambda assignment: assignment.layer.rank, default=None)
 
@@ -213,6 +214,19 @@ def _unions(section: type[Section], path: Key) -> Iterator[Key]:
             yield (*path, name)
         elif isinstance(checker, SectionType):
             yield from _unions(checker.section, (*path, name))
+
+
+@lru_cache(maxsize=1)
+def _words() -> frozenset[Key]:
+    """The unions in which a word alone may stand for a kind."""
+    return frozenset(path for path in unions() if (union := union_at(path, {})) and union.word)
+
+
+def _spelled_out(assignment: Assignment) -> Assignment:
+    """`task: gan` is short for `task: {kind: gan}`."""
+    if isinstance(assignment.node.value, str) and assignment.path in _words():
+        return assignment._replace(path=(*assignment.path, "kind"))
+    return assignment
 
 
 def _inner(checker: Checker) -> Checker:

@@ -39,10 +39,11 @@ def _section(section: type[Section], definitions: dict[str, Any]) -> dict[str, A
 
 
 def _reference(section: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:
-    if section.__name__ not in definitions:
-        definitions[section.__name__] = {}
-        definitions[section.__name__] = _section(section, definitions)
-    return {"$ref": f"#/$defs/{section.__name__}"}
+    name = section.__name__ if section.__module__.startswith("shoal.") else f"{section.__module__}.{section.__name__}"
+    if name not in definitions:
+        definitions[name] = {}
+        definitions[name] = _section(section, definitions)
+    return {"$ref": f"#/$defs/{name}"}
 
 
 def _of(checker: Checker, definitions: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +54,8 @@ def _of(checker: Checker, definitions: dict[str, Any]) -> dict[str, Any]:
             return {"anyOf": [_reference(checker.section, definitions), {"type": "null"}]}
         case f.TaggedType():
             kinds = [_reference(section, definitions) for section in checker.kinds.values()]
-            return {"type": "object", "properties": {"kind": {"enum": list(checker.kinds)}}, "anyOf": kinds}
+            mapping = {"type": "object", "properties": {"kind": {"enum": list(checker.kinds)}}, "anyOf": kinds}
+            return {"anyOf": [{"enum": list(checker.kinds)}, _INTERPOLATED, mapping]} if checker.word else mapping
         case f.ListType():
             return {"type": "array", "items": _of(checker.item, definitions)}
         case f.MappingType():
@@ -90,11 +92,12 @@ def _page(section: type[Section], path: str, rows: list[str]) -> None:
     for name, field in section.fields().items():
         inner = field.checker.inner if isinstance(field.checker, f.OptionalType) else field.checker
         if isinstance(inner, (f.SectionType, f.TaggedType)):
-            below += [(item, f"{path}{name}.") for item in inner.sections()]
-            continue
+            below += [(item, f"{path}{name}.") for item in inner.sections() if not (item._word and len(item.fields()) == 1)]
+            if not isinstance(inner, f.TaggedType) or not inner.word:
+                continue
         if isinstance(inner, (f.ListType, f.MappingType)):
             star = "NAME" if isinstance(inner, f.MappingType) else "[]"
-            below += [(item, f"{path}{name}.{star}.") for item in inner.sections() if not isinstance(inner.item, f.TaggedType)]
+            below += [(item, f"{path}{name}.{star}.") for item in inner.sections() if len(item.fields()) > 1]
         if name == "kind" and tagged:
             continue
         default = "required" if field.default is MISSING else f"`{scalar(as_data(field.default))}`"

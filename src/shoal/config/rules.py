@@ -14,6 +14,8 @@ from shoal.config.derive import bucket_size, contributions, formula, quorum, tol
 from shoal.config.fields import Secret
 from shoal.config.layers import Settings, UnavailableError, default_at
 from shoal.config.problems import Severity
+from shoal.config.schema.model import Model
+from shoal.config.schema.task import TEXT, Task
 
 
 class Rule(NamedTuple):
@@ -393,20 +395,21 @@ def tasks_named_once(settings: Settings, tasks: tuple[Any, ...]) -> None:
         settings.report("tasks", f"task `{name}` stands twice", "scheduler.tasks")
 
 
-@rule("task", "model.kind")
-def task_fits_model(settings: Settings, task: str | None, kind: str) -> None:
-    from shoal.config.derive import TASKS
-
-    wanted = {"ppo": "language-modelling"}.get(task or "", task)
-    if task is not None and TASKS[kind] != wanted:
-        settings.report("task", f"a model of kind {kind} does not learn {task}", "task", "model.kind")
+@rule("task", "model")
+def task_fits_model(settings: Settings, task: Task | None, model: Model) -> None:
+    """A model that learns one task learns every other one that needs the same of the data."""
+    if task is None:
+        settings.report("task", f"a model of kind {model.kind} does not say what it learns", "model.kind", help="set task")
+    elif task.kind not in model.learns and task.needs not in [Task.kinds[name].needs for name in model.learns]:
+        settings.report("task", f"a model of kind {model.kind} does not learn {task.kind}", "task.kind", "model.kind")
 
 
 @rule("task", "training.penalties")
-def penalties_in_use(settings: Settings, task: str | None, penalties: Any) -> None:
+def penalties_in_use(settings: Settings, task: Task | None, penalties: Any) -> None:
     given = [name for name in ("repetition_weight", "immediate_repetition_weight", "eos_weight") if getattr(penalties, name)]
-    if given and task not in ("language-modelling", "ppo", None):
-        settings.report("no-effect", f"penalties are for language models, this is {task}", f"training.penalties.{given[0]}", "task")
+    if given and task is not None and task.needs not in TEXT:
+        message = f"penalties are for language models, this is {task.kind}"
+        settings.report("no-effect", message, f"training.penalties.{given[0]}", "task.kind")
 
 
 @rule("data.source.parts", "data.mixing.enabled")

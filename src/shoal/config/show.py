@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from shoal.config.fields import Secret, Section, as_data, did_you_mean
+from shoal.config.fields import Secret, Section, as_data, did_you_mean, word_of
 from shoal.config.layers import Assignment, Key, Settings, checker_at, default_at, section_at, union_at
 from shoal.config.load import Loaded
 from shoal.config.problems import ConfigError, Problem, masked
@@ -76,7 +76,9 @@ def flat(section: Section, path: Key = ()) -> Iterator[tuple[Key, Any]]:
     """Every setting below a section, with its path."""
     for name in section.fields():
         value = getattr(section, name)
-        if isinstance(value, Section):
+        if word := word_of(value):
+            yield (*path, name), word
+        elif isinstance(value, Section):
             yield from flat(value, (*path, name))
         elif hasattr(value, "items") and value:
             for key, item in value.items():
@@ -110,10 +112,11 @@ def explain(loaded: Loaded, dotted: str) -> str:
     value: Any = loaded.run
     for name in path:
         value = value.get(name) if hasattr(value, "get") else getattr(value, name)
-    if isinstance(value, Section):
+    word = word_of(value)
+    if isinstance(value, Section) and not word:
         return to_yaml({dotted: as_data(value)})
     rows = [f"{dotted} = {_quoted(value)}"]
-    rows += _story(settings, path)
+    rows += _story(settings, (*path, "kind") if word else path)
     meaning = description(path, settings)
     rows += [f"  meaning   {meaning}"] if meaning else []
     rows.append(f"  takes     {_takes(path, settings)}")
@@ -130,7 +133,8 @@ def _takes(path: Key, settings: Settings) -> str:
 
 
 def _quoted(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else scalar(as_data(value))
+    data = as_data(value)
+    return json.dumps(data, ensure_ascii=False) if isinstance(data, str) and not isinstance(value, Secret) else scalar(data)
 
 
 def _story(settings: Settings, path: Key) -> list[str]:

@@ -79,6 +79,11 @@ class Info(NamedTuple):
     vocab_size: int | None = None
     tokenizer: Tokenizer | None = None
 
+    @property
+    def eos_id(self) -> int | None:
+        """The token that ends a text, where there is one."""
+        return self.tokenizer.eos_id if self.tokenizer else None
+
 
 class Data(NamedTuple):
     """Data to learn from, data to be judged on, and what they are. The two never overlap."""

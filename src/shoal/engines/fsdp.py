@@ -159,7 +159,8 @@ def _check(run: Run, task: Task, optimizer: str, device: torch.device) -> None:
 def refuse_several(run: Run, task: Task) -> None:
     """Refuse tasks with several networks, or with BatchNorm: engines that shard support neither."""
     if list(task.players) != ["model"]:
-        raise ShoalError(f"engine.kind: {run.engine.kind} shards one network, and the task {run.task} has {len(task.players)}: take ddp")
+        name = run.chosen_task.kind
+        raise ShoalError(f"engine.kind: {run.engine.kind} shards one network, and the task {name} has {len(task.players)}: take ddp")
     if any(True for _ in statistics(task.players["model"])):
         raise ShoalError(f"engine.kind: {run.engine.kind} does not keep the figures of BatchNorm the same in all processes: take ddp")
 

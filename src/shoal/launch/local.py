@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from shoal.config import Run
+from shoal.config.plugins import as_arguments
 from shoal.errors import ShoalError
 
 MOST_FAILURES = 3
@@ -93,6 +94,7 @@ class LocalWorkers:
         worker.started_at = time.monotonic()
         command = [sys.executable, "-m", "shoal", "join", "--stdin", "--name", worker.name]
         command += ["--receipts", str(self.folder / f"{worker.name}.jsonl"), "--state", str(self.folder / worker.name), *worker.arguments]
+        command += as_arguments()  # the plugins that this process was told to use
         with self.log(worker).open("ab") as log:
             environ = dict(self.environ or os.environ) | self._threads() | self._devices(worker)
             worker.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environ)

@@ -20,6 +20,7 @@ from shoal.config.text import data_of
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
+from shoal.runs import plugins
 from shoal.runs.checkpoint import Checkpoint, Checkpoints
 from shoal.runs.recorder import Reporter
 from shoal.runs.run_directory import RunDirectory, same_settings
@@ -45,8 +46,8 @@ _UNBUILT = {
 def refuse_unbuilt(loaded: Loaded) -> None:
     """A configuration that asks for a part that is not built yet is refused, by name."""
     run = loaded.run
-    if run.model.kind == "moe":
-        raise ShoalError("models of kind moe are not built yet")
+    if not run.model.is_built():
+        run.model.builder()  # says so
     if run.engine.kind == "pipeline":
         raise ShoalError("the engine pipeline is not built yet; single, ddp, fsdp and deepspeed are")
     if run.data.source is not None and run.data.source.kind == "preferences":
@@ -93,8 +94,7 @@ def assemble(
     source = run.replace(data=run.data.replace(tokenizer=str(saved))) if saved and saved.is_dir() else run
     samples = data.load(source, progress=progress)
     players: dict[str, nn.Module] = models.build(run, samples.info)
-    tokenizer = samples.info.tokenizer
-    task = tasks.build(run, players, samples.info, tokenizer.eos_id if tokenizer else None)
+    task = tasks.build(run, players, samples.info)
     rank, ranks = (world.rank, world.size) if world else (0, 1)
     torch.manual_seed(run.seed + 1_000_003 * rank)
     feed = feed_of(run, samples, part=(rank, ranks))
@@ -158,6 +158,7 @@ def continued(run: Run, run_dir: str | None, warn: Callable[[str], None]) -> tup
         raise ShoalError(
             f"{directory.path} was started with other settings: `shoal config diff {directory.path}/config.yaml -- FILE…` shows them"
         )
+    plugins.expect_those_of(directory.path)
     checkpoint = Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last).newest(warn)
     if checkpoint is None:
         warn(f"{directory.path} has no checkpoint yet: it starts over")
@@ -215,7 +216,8 @@ def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
 
     def images(step: int) -> None:
         if first:
-            save_png(grid(task.images()), folder / f"step-{step:08d}.png")  # type: ignore[attr-defined]
+            assert isinstance(task, tasks.Draws)
+            save_png(grid(task.images()), folder / f"step-{step:08d}.png")
 
     def text(step: int) -> None:
         assert tokenizer is not None
@@ -229,6 +231,4 @@ def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
             folder.mkdir(exist_ok=True)
             (folder / f"step-{step:08d}.txt").write_text(written, encoding="utf-8")
 
-    if run.task == "gan":
-        return images
-    return text if run.task == "language-modelling" else lambda step: None
+    return {"images": images, "text": text, "": lambda step: None}[run.chosen_task.shows]

@@ -23,7 +23,7 @@ from shoal.runs.checkpoint import Checkpoint, save_weights
 from shoal.runs.judging import Judge
 from shoal.runs.recorder import INTERRUPTED, Members, Recorder, Reporter
 from shoal.runs.run_directory import RunDirectory
-from shoal.strategies import Length, Strategy
+from shoal.strategies import Length, Policies
 from shoal.updates import privacy
 from shoal.updates.messages import Message
 
@@ -58,7 +58,7 @@ class ClusterLoop:
     def __init__(
         self,
         parts: Parts,
-        strategy: Strategy,
+        strategy: Policies,
         length: Length,
         coordinator: Coordinator,
         learner: EngineLearner,

@@ -12,6 +12,7 @@ import torch
 from shoal import data, strategies
 from shoal.config import Run
 from shoal.config.load import Loaded
+from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
 from shoal.coordinator.state import Plan
@@ -26,7 +27,7 @@ from shoal.runs.homes import home_of
 from shoal.runs.inviting import Invitation
 from shoal.runs.recorder import Reporter
 from shoal.runs.run_directory import RunDirectory
-from shoal.strategies import Length, Strategy
+from shoal.strategies import Length, Policies
 from shoal.transports import Message
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs
@@ -83,7 +84,7 @@ def prepare(
     return Coordinating(loop, opened.invitation)
 
 
-def _plan(run: Run, strategy: Strategy, length: Length, spans: tuple[Span, ...], expected: int) -> Plan:
+def _plan(run: Run, strategy: Policies, length: Length, spans: tuple[Span, ...], expected: int) -> Plan:
     return Plan(
         updates=run.updates,
         seed=run.seed,
@@ -152,6 +153,7 @@ def _welcome(run: Run, directory: RunDirectory, parts: Parts, length: Length, ex
     return Message(
         {
             "config": text,
+            "plugins": needed_by(run),
             "digest": hashlib.sha256(text.encode()).hexdigest(),
             "data": fingerprint(parts.data),
             "shards": expected,

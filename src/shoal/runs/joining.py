@@ -22,12 +22,12 @@ from shoal.runs.assembly import Parts, Progress, feed_of
 from shoal.runs.keepsake import Keepsakes
 from shoal.runs.lines import ClientLine, lines_to
 from shoal.runs.welcome import configuration, parts_for
-from shoal.strategies import Strategy
+from shoal.strategies import Policies
 from shoal.updates.messages import PROTOCOL, Gone, header_of
 from shoal.worker.courier import Courier, Lost, Pulse
 from shoal.worker.protocol import Frames, Protocol
 from shoal.worker.receipts import Receipts
-from shoal.worker.worker import Policies, Worker
+from shoal.worker.worker import Worker, WorkerPolicies
 
 _LONGER_S = 60.0
 """A process waits so much longer for the first one's word than that one does for the coordinator."""
@@ -107,7 +107,7 @@ class Joined:
             self.courier,
             engine,
             feed_for,
-            Policies(strategy.feed, strategy.contribution, strategy.pull, strategy.rounds.window, strategy.spans(engine.layouts)),
+            WorkerPolicies(strategy.feed, strategy.contribution, strategy.pull, strategy.rounds.window, strategy.spans(engine.layouts)),
             self.run.updates,
             accumulation=self.run.training.gradient_accumulation_steps,
             ranks=1 if meeting is None else meeting.here.size,
@@ -185,7 +185,7 @@ class Share(NamedTuple):
     """What one process of a worker needs for the work. A worker of one process has all of it."""
 
     parts: Parts
-    strategy: Strategy
+    strategy: Policies
     shards: int
     keepsakes: Keepsakes
     pieces: data.Pieces | None
@@ -220,7 +220,7 @@ class Share(NamedTuple):
         return feed
 
 
-def pieces_of(parts: Parts, strategy: Strategy) -> data.Pieces:
+def pieces_of(parts: Parts, strategy: Policies) -> data.Pieces:
     """The data as units that are leased. Of a worker of several processes each takes its part of every batch."""
     run, crew = parts.run, parts.engine.crew
     if not isinstance(parts.data.train, data.Samples):
@@ -236,7 +236,7 @@ def pieces_of(parts: Parts, strategy: Strategy) -> data.Pieces:
     )
 
 
-def _keepsakes(parts: Parts, strategy: Strategy, way: Way, name: str, tell: Callable[[str], None]) -> Keepsakes:
+def _keepsakes(parts: Parts, strategy: Policies, way: Way, name: str, tell: Callable[[str], None]) -> Keepsakes:
     """A worker keeps its own state when the coordinator saves a checkpoint."""
     settings, contribution = parts.run.checkpoint, strategy.contribution
     every = settings.every_steps if settings.strategy == "steps" else None

@@ -1,6 +1,7 @@
 """The folder of a run: what was asked for, what happened, and how it ended.
 
 config.yaml, provenance.json   every setting, and where it came from
+plugins.json                   the plugins whose parts it uses, each with its digest; where it uses any
 metrics.jsonl                  one record a line, appended
 checkpoints/, samples/         what was learned
 summary.json                   how it ended; also after a failure
@@ -21,6 +22,7 @@ from shoal.config.fields import as_data
 from shoal.config.load import Loaded
 from shoal.config.show import show, to_yaml
 from shoal.errors import ShoalError
+from shoal.runs import plugins
 
 
 class RunDirectory:
@@ -34,7 +36,7 @@ class RunDirectory:
     def create(cls, run: Run, wanted: str | None = None) -> RunDirectory:
         """A new folder: the one that is asked for, or one named after the run and the time."""
         parent = Path(run.output_dir) / (run.logging.project or "")
-        stem = run.name or f"{run.task}-{run.model.kind}"
+        stem = run.name or f"{run.chosen_task.kind}-{run.model.kind}"
         path = Path(wanted) if wanted else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
         number = 1
         while not wanted and path.exists():
@@ -52,6 +54,8 @@ class RunDirectory:
         text = to_yaml(as_data(loaded.run, mask=None))  # secrets come from the environment again
         text = text.replace("${", "$${")  # variables were expanded; what looks like one now is plain text
         self.write("provenance.json", show(loaded, origin=True, style="json"))
+        if record := plugins.record_of(loaded.run):
+            self.write(plugins.FILE, record)
         self.write("config.yaml", "dialect: shoal\n" + text)
 
     def record(self, record: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from shoal.config import Run
 from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
+from shoal.runs import plugins
 from shoal.runs.assembly import config_of, write_text
 from shoal.runs.checkpoint import Checkpoint, find, read_weights, save_weights
 from shoal.runs.run_directory import RunDirectory
@@ -24,6 +25,7 @@ class Shapes(NamedTuple):
     image_shape: tuple[int, int, int] | None
     num_classes: int | None
     vocab_size: int | None
+    eos_id: int | None = None
 
 
 class Trained(NamedTuple):
@@ -43,15 +45,17 @@ def open_run(path: str, warn: Callable[[str], None]) -> Trained:
     pushed = root / "model.safetensors"  # a copy from the hub
     if not (root / "config.yaml").exists() or not (pushed.exists() or (root / "provenance.json").exists()):
         raise ShoalError(f"there is no run at {path}: `shoal runs` lists those there are")
+    plugins.expect_those_of(root)
     run = config_of(RunDirectory(root))
     try:
         raw: dict[str, Any] = json.loads((root / "data.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise ShoalError(f"the run at {path} was cut off before it began: it has no data.json") from None
     shape = raw["image_shape"]
-    shapes = Shapes(tuple(shape) if shape else None, raw["num_classes"], raw["vocab_size"])
     tokenizer = data.load_tokenizer(str(root / "tokenizer")) if (root / "tokenizer").is_dir() else None
-    task = tasks.build(run, models.build(run, shapes), shapes, tokenizer.eos_id if tokenizer else None)
+    eos_id = tokenizer.eos_id if tokenizer else None
+    shapes = Shapes(tuple(shape) if shape else None, raw["num_classes"], raw["vocab_size"], eos_id)
+    task = tasks.build(run, models.build(run, shapes), shapes)
     checkpoint = read_weights(pushed) if pushed.exists() else find(path, warn)
     SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
     for player in task.players.values():
@@ -98,8 +102,9 @@ def _write(trained: Trained, folder: Path) -> None:
             trained.tokenizer.save(folder)
         return
     save_weights(folder / "model.safetensors", trained.checkpoint.weights)
-    for name in ("config.yaml", "data.json"):
-        shutil.copy(trained.root / name, folder / name)
+    for name in ("config.yaml", "data.json", plugins.FILE):
+        if (trained.root / name).exists():
+            shutil.copy(trained.root / name, folder / name)
     if trained.tokenizer is not None:
         trained.tokenizer.save(folder / "tokenizer")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.config import Run
+from shoal.config import Run, plugins
 from shoal.config.load import File, Override, resolve
 from shoal.config.problems import ConfigError
 from shoal.engines import Meeting, choose_device
@@ -53,6 +53,7 @@ def configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:
     text = header["config"]
     if hashlib.sha256(text.encode()).hexdigest() != header["digest"]:
         raise ShoalError("the configuration was damaged on its way: try again")
+    plugins.expect(header.get("plugins", {}), "this run")
     for override in overrides:
         if not override.path.startswith(OWN_SETTINGS):
             raise ShoalError(f"`{override.path}` is the run's to set, not a worker's; a worker may set {', '.join(OWN_SETTINGS)}")

@@ -9,16 +9,16 @@ from shoal.config import Run
 from shoal.config.schema.strategy import Async
 from shoal.coordinator import Bounded, Every
 from shoal.strategies.lengths import in_updates
-from shoal.strategies.strategy import Strategy
+from shoal.strategies.policies import Policies
 from shoal.worker.policies import Pulling
 
 
-def strategy(run: Run, expected: int) -> Strategy:
+def policies(run: Run, expected: int) -> Policies:
     settings = run.strategy
     assert isinstance(settings, Async)
     rounds = Every(settings.contributions_per_update)
     least = settings.max_staleness if settings.min_staleness is None else settings.min_staleness
-    return Strategy(
+    return Policies(
         rounds=rounds,
         length=in_updates(run, rounds),
         admission=Bounded(settings.max_staleness, least if settings.adaptive else None, settings.max_staleness_multiplier),

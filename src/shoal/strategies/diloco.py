@@ -11,18 +11,18 @@ from shoal.config.schema.strategy import DiLoCo
 from shoal.coordinator import Barrier, Discounted, Everything
 from shoal.engines.learners import OuterStep
 from shoal.strategies.lengths import in_rounds
-from shoal.strategies.strategy import Strategy
+from shoal.strategies.policies import Policies
 from shoal.worker.contributions import Movement
 from shoal.worker.policies import Pulling
 
 
-def strategy(run: Run, expected: int) -> Strategy:
+def policies(run: Run, expected: int) -> Policies:
     settings = run.strategy
     assert isinstance(settings, DiLoCo)
     weighs, steps = settings.late == "weigh", settings.inner_steps // settings.fragments
     quorum = None if settings.quorum is None else min(settings.quorum, expected)
     rounds = Barrier(deadline_s=settings.round_timeout_s, quorum=quorum, grace_s=settings.grace_s, late_count=weighs)
-    return Strategy(
+    return Policies(
         rounds=rounds,
         length=in_rounds(run, rounds, steps, by_data=settings.quorum is not None or settings.balance_speeds),
         contribution=Movement(

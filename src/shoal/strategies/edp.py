@@ -12,16 +12,16 @@ from shoal.config import Run
 from shoal.config.schema.strategy import Edp
 from shoal.coordinator import Discounted, Every
 from shoal.strategies.lengths import in_updates
-from shoal.strategies.strategy import Strategy
+from shoal.strategies.policies import Policies
 from shoal.worker.contributions import Gradients
 from shoal.worker.policies import Pulling
 
 
-def strategy(run: Run, expected: int) -> Strategy:
+def policies(run: Run, expected: int) -> Policies:
     settings = run.strategy
     assert isinstance(settings, Edp)
     rounds = Every(1 if run.updates.aggregation.kind == "mean" else expected)
-    return Strategy(
+    return Policies(
         rounds=rounds,
         length=in_updates(run, rounds),
         contribution=Gradients(own_steps=True),

@@ -8,7 +8,7 @@ from shoal.config import Run
 from shoal.coordinator.policies import Every
 from shoal.coordinator.units import Cut
 from shoal.errors import ShoalError
-from shoal.strategies.strategy import Extent, Length
+from shoal.strategies.policies import Extent, Length
 
 _ENDLESS = "a stream has no end: set training.max_steps"
 

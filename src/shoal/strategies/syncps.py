@@ -10,17 +10,17 @@ from shoal.config import Run
 from shoal.config.schema.strategy import SyncPs
 from shoal.coordinator import Barrier
 from shoal.strategies.lengths import in_updates
-from shoal.strategies.strategy import Strategy
+from shoal.strategies.policies import Policies
 from shoal.worker.contributions import Gradients
 from shoal.worker.policies import Pulling
 
 
-def strategy(run: Run, expected: int) -> Strategy:
+def policies(run: Run, expected: int) -> Policies:
     settings = run.strategy
     assert isinstance(settings, SyncPs)
     blend = 1.0 if run.training.polyak_alpha is None else run.training.polyak_alpha
     rounds = Barrier(deadline_s=settings.round_timeout_s, window=settings.window)
-    return Strategy(
+    return Policies(
         rounds=rounds,
         length=in_updates(run, rounds),
         contribution=Gradients(own_steps=settings.pull_every_steps > 1 or blend < 1),  # else its own steps would be overwritten at once

@@ -10,16 +10,16 @@ from shoal.config import Run
 from shoal.config.schema.strategy import WorkUnits
 from shoal.coordinator import UnitQuorum
 from shoal.strategies.lengths import in_units
-from shoal.strategies.strategy import Strategy
+from shoal.strategies.policies import Policies
 from shoal.worker.contributions import UnitGradient
 from shoal.worker.policies import LeasedUnits
 
 
-def strategy(run: Run, expected: int) -> Strategy:
+def policies(run: Run, expected: int) -> Policies:
     settings = run.strategy
     assert isinstance(settings, WorkUnits)
     rounds = UnitQuorum(settings.units_per_update)
-    return Strategy(
+    return Policies(
         rounds=rounds,
         length=in_units(run, rounds, settings.batches_per_unit),
         feed=LeasedUnits(batches=settings.batches_per_unit, lease_s=settings.lease_timeout_s, attempts=max(1, settings.max_retries)),

@@ -6,27 +6,24 @@ from torch import nn
 
 from shoal.config import Run
 from shoal.errors import ShoalError
-from shoal.tasks.base import Batch, Loss, Task, TaskInfo
-from shoal.tasks.classification import Classification
-from shoal.tasks.gan import Gan
-from shoal.tasks.language import LanguageModelling
+from shoal.tasks.base import Batch, Draws, Loss, Mean, Task, TaskInfo
 
-__all__ = ["Batch", "Loss", "Task", "TaskInfo", "build"]
+__all__ = ["Batch", "Draws", "Loss", "Mean", "Task", "TaskInfo", "build"]
 
 
-def build(run: Run, players: dict[str, nn.Module], info: TaskInfo, eos_id: int | None = None) -> Task:
+def build(run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Task:
     """The task of a run, over the networks it is learned by."""
-    if run.task == "classification":
-        if info.num_classes is None:
-            raise ShoalError("classification needs data with labels: put the images of each class in a folder of its own")
-        return Classification(players)
-    if run.task == "language-modelling":
-        if info.vocab_size is None:
-            raise ShoalError("a language model learns from text, and data.source holds images")
-        return LanguageModelling(players, run.training.penalties, eos_id, left_padding=run.data.padding_side == "left")
-    if run.task == "gan":
-        if info.image_shape is None:
-            raise ShoalError("a GAN learns from images, and data.source holds text")
-        assert run.model.kind == "dcgan"
-        return Gan(players, run.model.latent_dim, run.seed)
-    raise ShoalError(f"the task {run.task} is not built yet")
+    settings = run.chosen_task
+    _expect(settings.needs, settings.kind, info)
+    task: Task = settings.builder()(settings, run, players, info)
+    return task
+
+
+def _expect(needs: str, kind: str, info: TaskInfo) -> None:
+    """Whether the data has what a task learns from. Raises ShoalError."""
+    if needs == "labels" and info.num_classes is None:
+        raise ShoalError(f"{kind} needs data with labels: put the images of each class in a folder of its own")
+    if needs == "images" and info.image_shape is None:
+        raise ShoalError(f"{kind} learns from images, and data.source holds text")
+    if needs not in ("labels", "images") and info.vocab_size is None:
+        raise ShoalError(f"{kind} learns from text, and data.source holds images")

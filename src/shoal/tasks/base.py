@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -19,6 +19,8 @@ class TaskInfo(Protocol):
     def num_classes(self) -> int | None: ...
     @property
     def vocab_size(self) -> int | None: ...
+    @property
+    def eos_id(self) -> int | None: ...
 
 
 class Loss(NamedTuple):
@@ -50,6 +52,13 @@ class Task(Protocol):
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Metrics over batches of held-out data. Leaves weights, buffers and random numbers as they were."""
         ...
+
+
+@runtime_checkable
+class Draws(Protocol):
+    """A task that can show what it has learned as images."""
+
+    def images(self) -> Tensor: ...
 
 
 class Mean:

@@ -8,7 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.tasks.base import Batch, Loss, Mean
+from shoal.config import Run
+from shoal.config.schema import task as schema
+from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
+
+
+def build(task: schema.Classification, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Classification:
+    return Classification(players)
 
 
 class Classification:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.tasks.base import Batch, Loss, Mean
+from shoal.config import Run
+from shoal.config.schema import task as schema
+from shoal.config.schema.model import Dcgan
+from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
+
+
+def build(task: schema.Gan, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Gan:
+    assert isinstance(run.model, Dcgan)
+    return Gan(players, run.model.latent_dim, run.seed)
 
 
 class Gan:

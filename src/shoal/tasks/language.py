@@ -14,12 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.config import Run
+from shoal.config.schema import task as schema
 from shoal.config.schema.training import Penalties
 from shoal.errors import ShoalError
-from shoal.tasks.base import Batch, Loss, Mean
+from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
 
 IGNORED = -100
 _HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, except on Windows
+
+
+def build(task: schema.LanguageModelling, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> LanguageModelling:
+    return LanguageModelling(players, run.training.penalties, info.eos_id, left_padding=run.data.padding_side == "left")
 
 
 class LanguageModelling:

@@ -9,10 +9,11 @@ import itertools
 import threading
 import time
 
+from shoal.config.schema.cluster import InProcess
 from shoal.errors import ShoalError
 from shoal.transports import keys, wire
 from shoal.transports.desk import Desk, Waiting
-from shoal.transports.interface import Frame, Message, Refused, Request, Traffic, Unreachable
+from shoal.transports.interface import Call, Frame, Message, Place, Refused, Request, Traffic, Unreachable
 from shoal.transports.rate import Rate
 
 SCHEME = "in-process://"
@@ -129,3 +130,11 @@ class InProcessClient:
             _changed.notify_all()
         if waiting := self._waiting:
             waiting.give_up()
+
+
+def serve(settings: InProcess, place: Place) -> InProcessServer:
+    return InProcessServer(token=place.token, max_frame_bytes=place.max_frame_bytes)
+
+
+def connect(call: Call) -> InProcessClient:
+    return InProcessClient(call.address, token=call.token, max_frame_bytes=call.max_frame_bytes)

@@ -13,9 +13,11 @@ and not written to. Whoever receives a frame may keep it as long as it likes and
 from __future__ import annotations
 
 import threading
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from shoal.errors import ShoalError
+from shoal.transports.keys import Keys
 from shoal.updates.messages import Frame, Message, Request
 
 __all__ = ["Client", "Frame", "Message", "Poster", "Refused", "Request", "Server", "Traffic", "Unreachable"]
@@ -58,6 +60,32 @@ class Traffic:
     def refuse(self, reason: str) -> None:
         with self._lock:
             self.refused[reason] = self.refused.get(reason, 0) + 1
+
+
+class Place(NamedTuple):
+    """Where a transport's `serve(settings, place)` is to make a server, and for whom."""
+
+    hosts: Sequence[str]
+    """Addresses to listen on."""
+    token: str
+    """What a worker must know to be let in."""
+    keys: Keys | None
+    """The coordinator's keys, where what travels must be encrypted."""
+    max_frame_bytes: int
+    further_ports: Sequence[int] = ()
+    insecure: bool = False
+    """Whether a transport that cannot encrypt may leave this machine."""
+
+
+class Call(NamedTuple):
+    """What a transport's `connect(call)` makes a client from."""
+
+    address: str
+    token: str
+    server_key: str | None
+    max_frame_bytes: int
+    insecure: bool = False
+    local: str | None = None
 
 
 class Server(Protocol):

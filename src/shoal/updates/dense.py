@@ -6,13 +6,15 @@ Each is a pair of `pack` and `unpack` of one block; blocks begin at whole chunks
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.updates.blocks import Floats, scratch
+from shoal.config.schema.updates import Codec
+from shoal.updates.blocks import Floats, in_blocks, scratch
+from shoal.updates.coder import Blockwise, Coder, expect_finite
 from shoal.updates.frames import Frame, Frames, UpdateError, expect_frames, frame_of, values_of
 
 _LARGEST_HALF = 65504.0
@@ -22,20 +24,37 @@ _SMALLEST_PEAK = np.float32(1e-36)
 _ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
 
 
-class Dense(Protocol):
-    """An encoded vector that can be written and read block by block."""
+def plain(codec: Codec) -> Coder:
+    return PlainCoder()
 
-    @classmethod
-    def empty(cls, size: int) -> Self: ...
 
-    @classmethod
-    def read(cls, size: int, frames: Sequence[Frame]) -> Self: ...
+def half(codec: Codec) -> Coder:
+    return Blockwise(Half)
 
-    def pack(self, block: Floats, start: int, end: int) -> None: ...
 
-    def unpack(self, start: int, end: int, out: Floats) -> None: ...
+def eight_bits(codec: Codec) -> Coder:
+    return Blockwise(Bytes)
 
-    def frames(self) -> Frames: ...
+
+def four_bits(codec: Codec) -> Coder:
+    return Blockwise(Nibbles)
+
+
+class PlainCoder(Blockwise):
+    """Where nothing is lost and nothing is left out, the vector's own memory travels, and is read where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__(Plain)
+
+    def encode(self, values: Floats, lost: Floats | None) -> Frames:
+        return (frame_of(values),) if lost is None else super().encode(values, lost)
+
+    def borrow(self, size: int, frames: Sequence[Frame]) -> Floats | None:
+        values = Plain.read(size, frames).values
+        if not (values.flags.writeable and values.flags.aligned and values.dtype.isnative):  # torch takes no other
+            return None
+        in_blocks(size, lambda start, end: expect_finite(values[start:end]))
+        return values
 
 
 class Plain:

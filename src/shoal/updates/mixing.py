@@ -44,8 +44,12 @@ def neighbour_matrix(gram_NN: Tensor, byzantine: int) -> Tensor:
 class Contributions:
     """The rows that a rule sees: means of the stack's rows. They are only made where the rule needs more than their inner products."""
 
-    def __init__(self, stack_ND: Tensor, mixing: Mixing, seed: int) -> None:
+    def __init__(self, stack_ND: Tensor, mixing: Mixing, seed: int, weights_N: Tensor | None = None, memory: Tensor | None = None) -> None:
         self.stack_ND = stack_ND
+        self.weights_N = torch.ones(len(stack_ND)) if weights_N is None else weights_N
+        """Samples behind each contribution. Only the mean goes by them: who claims many samples must not count for many."""
+        self.memory = memory
+        """What the rule left here when it was last used; None at first. Whatever it leaves here now is saved with the run."""
         self.bucket = mixing.size if isinstance(mixing, Bucketing) else 1
         self.mixing_RN = self._matrix(mixing, seed)
 

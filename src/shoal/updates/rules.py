@@ -13,18 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.config.derive import default_byzantine, quorum
-from shoal.config.schema.updates import (
-    Aggregation,
-    Bulyan,
-    CenteredClipping,
-    GeometricMedian,
-    Krum,
-    Mean,
-    Median,
-    Mixing,
-    MultiKrum,
-    TrimmedMean,
-)
+from shoal.config.schema import updates as schema
 from shoal.errors import ShoalError
 from shoal.updates.blocks import BLOCK, Floats, in_blocks, scratch
 from shoal.updates.columns import by_sorted_columns, mean_of, nearest_the_median
@@ -35,42 +24,51 @@ Doubles = NDArray[np.float64]
 
 
 def combine(
-    aggregation: Aggregation, mixing: Mixing, stack_ND: Tensor, weights_N: Tensor, state: Tensor | None, seed: int
+    aggregation: schema.Aggregation, mixing: schema.Mixing, stack_ND: Tensor, weights_N: Tensor, state: Tensor | None, seed: int
 ) -> tuple[Tensor, Tensor | None]:
-    """One update from a round's contributions, and what the rule wants to find again next time.
-
-    Only the mean is weighted: with the other rules a contribution that claims many samples must not count for many.
-    """
-    there = Contributions(stack_ND, mixing, seed)
-    if isinstance(aggregation, CenteredClipping):
-        centre = centered_clipping(there.rows, state, aggregation.radius, aggregation.iterations)
-        return centre, centre.clone()
-    return _combine(aggregation, there, weights_N), None
+    """One update from a round's contributions, and what the rule wants to find again next time."""
+    there = Contributions(stack_ND, mixing, seed, weights_N, state)
+    update: Tensor = aggregation.builder()(aggregation, there)
+    return update, there.memory
 
 
-def _combine(aggregation: Aggregation, there: Contributions, weights_N: Tensor) -> Tensor:
-    match aggregation:
-        case Mean():
-            return there.mean(weights_N)
-        case TrimmedMean():
-            return trimmed_mean(there.rows, aggregation.trim_ratio)
-        case Median():
-            return median(there.rows)
-        case GeometricMedian():
-            return there.weighted(geometric_median_weights(there.gram, None, aggregation.iterations, aggregation.smoothing))
-        case Krum():
-            return there.weighted(krum_weights(there.gram, _false(aggregation, there), 1))
-        case MultiKrum():
-            return there.weighted(krum_weights(there.gram, _false(aggregation, there), aggregation.select))
-        case Bulyan():
-            return bulyan_of(there.rows, there.gram, _false(aggregation, there))
-    raise TypeError(aggregation)
+def by_mean(rule: schema.Mean, there: Contributions) -> Tensor:
+    return there.mean(there.weights_N)
 
 
-def _false(aggregation: Krum | MultiKrum | Bulyan, there: Contributions) -> int:
-    if aggregation.byzantine is not None:
-        return aggregation.byzantine
-    return default_byzantine(aggregation.kind, len(there.stack_ND), there.bucket)
+def by_trimmed_mean(rule: schema.TrimmedMean, there: Contributions) -> Tensor:
+    return trimmed_mean(there.rows, rule.trim_ratio)
+
+
+def by_median(rule: schema.Median, there: Contributions) -> Tensor:
+    return median(there.rows)
+
+
+def by_geometric_median(rule: schema.GeometricMedian, there: Contributions) -> Tensor:
+    return there.weighted(geometric_median_weights(there.gram, None, rule.iterations, rule.smoothing))
+
+
+def by_krum(rule: schema.Krum, there: Contributions) -> Tensor:
+    return there.weighted(krum_weights(there.gram, _false(rule, there), 1))
+
+
+def by_multi_krum(rule: schema.MultiKrum, there: Contributions) -> Tensor:
+    return there.weighted(krum_weights(there.gram, _false(rule, there), rule.select))
+
+
+def by_bulyan(rule: schema.Bulyan, there: Contributions) -> Tensor:
+    return bulyan_of(there.rows, there.gram, _false(rule, there))
+
+
+def by_centered_clipping(rule: schema.CenteredClipping, there: Contributions) -> Tensor:
+    centre = centered_clipping(there.rows, there.memory, rule.radius, rule.iterations)
+    there.memory = centre.clone()
+    return centre
+
+
+def _false(rule: schema.Krum | schema.MultiKrum | schema.Bulyan, there: Contributions) -> int:
+    """The false contributions to withstand."""
+    return default_byzantine(rule.kind, len(there.stack_ND), there.bucket) if rule.byzantine is None else rule.byzantine
 
 
 def mean(stack_ND: Tensor, weights_N: Tensor | None = None) -> Tensor:

@@ -12,7 +12,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.config.schema.updates import Codec
 from shoal.updates.blocks import Floats
+from shoal.updates.coder import Blockwise, Coder
 from shoal.updates.dense import chunks, rows_of
 from shoal.updates.frames import Frame, Frames, UpdateError, expect_frames, frame_of, values_of
 
@@ -23,6 +25,10 @@ _POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
 _LARGEST_SCALE = np.float32(2.9e38)
 _TABLE: Floats = (np.arange(256)[:, None] // _POWERS % 3 - 1).astype(np.float32)
 """The five numbers of every byte."""
+
+
+def ternary(codec: Codec) -> Coder:
+    return Blockwise(Trits)
 
 
 class Trits:

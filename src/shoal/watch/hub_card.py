@@ -7,13 +7,6 @@ from typing import Any, NamedTuple
 
 from shoal.config import Run
 
-_PIPELINES = {
-    "gan": "unconditional-image-generation",
-    "classification": "image-classification",
-    "language-modelling": "text-generation",
-    "ppo": "text-generation",
-}
-_KINDS = {"gan": "draws images", "classification": "classifies images", "language-modelling": "writes text", "ppo": "writes text"}
 _NOT_METRICS = ("step", "split", "samples", "epoch", "wall_s", "samples_per_s")
 
 
@@ -38,7 +31,8 @@ def write_card(story: Story, records: list[dict[str, Any]], sample: Path | None,
 
 def _header(run: Run) -> str:
     lines = ["---", "library_name: shoal", "tags:", "- shoal", f"- {run.model.kind}"]
-    lines += [f"pipeline_tag: {_PIPELINES[run.task]}"] if run.task in _PIPELINES else []
+    pipeline = run.chosen_task.pipeline
+    lines += [f"pipeline_tag: {pipeline}"] if pipeline else []
     return "\n".join([*lines, "---"])
 
 
@@ -46,7 +40,7 @@ def _introduction(story: Story) -> str:
     run = story.run
     base = getattr(run.model, "pretrained", None)
     kind = f"{base}, fine-tuned" if base else f"a model of kind `{run.model.kind}`"
-    does = f" that {_KINDS[run.task]}" if run.task in _KINDS else ""
+    does = f" that {run.chosen_task.does}" if run.chosen_task.does else ""
     state = "at the end of its training" if story.step >= story.total_steps else "while it is still being trained"
     title = run.name or run.hub.repo_id.partition("/")[2]
     return f"# {title}\n\nThis is {kind}{does}, with {story.size:,} parameters, trained with Shoal; here {state}."
@@ -96,9 +90,8 @@ def _figure(value: object) -> str:
 def _loading(run: Run) -> str:
     repo = run.hub.repo_id
     name = repo.partition("/")[2]
-    use = {"gan": f"shoal generate {name} --grid grid.png", "classification": f"shoal eval {name}"}
-    use |= dict.fromkeys(("language-modelling", "ppo"), f'shoal generate {name} --prompt "Once"')
-    command = f"hf download {repo} --local-dir {name}\n{use.get(run.task or '', f'shoal eval {name}')}"
+    use = {"images": f"shoal generate {name} --grid grid.png", "text": f'shoal generate {name} --prompt "Once"', "": f"shoal eval {name}"}
+    command = f"hf download {repo} --local-dir {name}\n{use[run.chosen_task.shows]}"
     return f"""## How to load it
 
 ```sh

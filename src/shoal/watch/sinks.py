@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.config import Run
 from shoal.config.fields import as_data
+from shoal.config.schema import output as schema
 from shoal.errors import ShoalError
 from shoal.runs.recorder import Recorder, Reporter
 from shoal.watch.blackboard import Blackboard
@@ -18,7 +19,7 @@ from shoal.watch.plot import save_curves
 class TensorBoard(Reporter):
     """Event files for TensorBoard."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, settings: schema.TensorBoard, run: Run) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -42,7 +43,7 @@ class TensorBoard(Reporter):
 class Wandb(Reporter):
     """Weights & Biases; works offline too."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, settings: schema.Wandb, run: Run) -> None:
         try:
             import wandb
         except ImportError:
@@ -91,8 +92,7 @@ class LossCurve(Reporter):
 def sinks_for(run: Run) -> list[Reporter]:
     """The sinks that a run asks for."""
     made: list[Reporter] = [LossCurve()]
-    made += [TensorBoard(run)] if "tensorboard" in run.logging.sinks else []
-    made += [Wandb(run)] if "wandb" in run.logging.sinks else []
+    made += [sink.builder()(sink, run) for sink in run.logging.sinks]
     made += [Blackboard()] if run.transport.kind == "postgres" and not run.alone else []
     made += [HubUploads(run)] if run.hub.enabled else []
     return made

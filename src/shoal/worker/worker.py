@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from shoal.config.schema.updates import Updates
 from shoal.errors import ShoalError
+from shoal.updates.fragments import Span
 from shoal.updates.messages import Contribute
 from shoal.worker.contributions import Gradients, Keeper, Made
 from shoal.worker.courier import Courier, Pending
@@ -42,14 +44,16 @@ class _KeepsNothing:
     def restore(self, version: int, residual: Tensor | None) -> None: ...
 
 
-class Policies:
-    """The worker's share of a strategy, and how many parts of the weights take turns."""
+class WorkerPolicies(NamedTuple):
+    """The worker's share of a strategy."""
 
-    def __init__(
-        self, feed: OwnShard, contribution: Gradients, pull: Pulling, window: int, spans: tuple[tuple[int, int], ...] = ()
-    ) -> None:
-        self.feed, self.contribution, self.pull, self.window, self.spans = feed, contribution, pull, window, spans
-        """`window`: rounds that may be open at once; 0: there are no rounds to wait for."""
+    feed: OwnShard
+    contribution: Gradients
+    pull: Pulling
+    window: int = 0
+    """Rounds that may be open at once; 0: there are no rounds to wait for."""
+    spans: tuple[Span, ...] = ()
+    """Parts of the weights that rounds take in turn; none: each round moves all of them."""
 
 
 class Worker:
@@ -60,7 +64,7 @@ class Worker:
         courier: Courier,
         engine: Engine,
         feed_for: Callable[[int, int, int], Feed],
-        policies: Policies,
+        policies: WorkerPolicies,
         updates: Updates,
         *,
         accumulation: int = 1,

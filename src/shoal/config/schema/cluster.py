@@ -1,7 +1,7 @@
 """Who takes part, how they reach each other, and who does what."""
 
 from collections.abc import Mapping
-from typing import Literal, Union
+from typing import ClassVar, Literal
 
 from shoal.config.fields import (
     EMPTY,
@@ -15,32 +15,46 @@ from shoal.config.fields import (
     Section,
     Share,
 )
+from shoal.config.parts import Part
 
 
-class Zmq(Section):
+class Transport(Part, noun="transport"):
+    """How workers reach the coordinator. Built by a module or a class that has `serve` and `connect` (`shoal.transports.interface`)."""
+
+    schemes: ClassVar[tuple[str, ...]] = ()
+    """What addresses of its servers begin with, before `://`."""
+    own_keys: ClassVar[bool] = False
+    """Whether it sees to secrecy between machines itself, or never leaves this one."""
+
+
+class Zmq(Transport, built_by="shoal.transports.zeromq"):
     """ZeroMQ: a small header and raw frames."""
 
     kind: Literal["zmq"] = "zmq"
+    schemes = ("tcp",)
     host: str | None = None
     """Address the coordinator listens on; null: all this machine has, or this machine alone where `shoal train` starts the workers."""
     port: Port = 65432
     """0 lets the system choose."""
 
 
-class XmlRpc(Section):
+class XmlRpc(Transport, built_by="shoal.transports.xmlrpc"):
     """XML-RPC over HTTP, for debugging: the same results, slower."""
 
     kind: Literal["xmlrpc"] = "xmlrpc"
+    schemes = ("http",)
     host: str | None = None
     """Address the coordinator listens on; null: all this machine has, or this machine alone where `shoal train` starts the workers."""
     port: Port = 65432
     """0 lets the system choose."""
 
 
-class Postgres(Section):
+class Postgres(Transport, built_by="shoal.transports.postgres"):
     """A PostgreSQL database that every machine reaches."""
 
     kind: Literal["postgres"] = "postgres"
+    schemes = ("postgresql", "postgres")
+    own_keys = True
     host: str = "embedded"
     """Server address; `embedded` starts a server of the run's own, in the run's folder."""
     port: Port | None = None
@@ -55,19 +69,18 @@ class Postgres(Section):
     """Seconds between looks at the database where notifications do not get through."""
 
 
-class InProcess(Section):
+class InProcess(Transport, built_by="shoal.transports.in_process"):
     """All in one process."""
 
     kind: Literal["in-process"] = "in-process"
+    schemes = ("in-process",)
+    own_keys = True
 
 
-class Collectives(Section):
+class Collectives(Transport):
     """torch.distributed between workers that start together and end together (gloo, or NCCL on GPUs): for diloco in one machine room."""
 
     kind: Literal["collectives"] = "collectives"
-
-
-Transport = Union[Zmq, XmlRpc, Postgres, Collectives, InProcess]
 
 
 class Host(Section):

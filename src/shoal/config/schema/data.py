@@ -3,35 +3,51 @@
 from typing import Literal, Union
 
 from shoal.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from shoal.config.parts import Part
 
 
-class Builtin(Section):
+class DataSource(Part, noun="data source"):
+    """Where samples come from. Built by a function of its settings, the run and a `shoal.data.Request`: `Data`, or parts of text."""
+
+    @property
+    def gives(self) -> str:
+        """`text` or `images`."""
+        return "text"
+
+
+class Builtin(DataSource, built_by="shoal.data.builtin:load_builtin"):
     """Real data that comes with Python packages, so that everything runs with no download."""
 
     kind: Literal["builtin"] = "builtin"
     name: Literal["digits", "python-source"] = "digits"
     """`digits`: 1,797 handwritten digits of 8 × 8; `python-source`: the text of Python's standard library."""
 
+    @property
+    def gives(self) -> str:
+        return "images" if self.name == "digits" else "text"
 
-class Mnist(Section):
+
+class Mnist(DataSource, built_by="shoal.data.images.mnist:load_mnist"):
     """Files in MNIST's idx format."""
 
     kind: Literal["mnist"] = "mnist"
+    gives = "images"
     path: str = "data/mnist"
     """Folder with the four idx files, gzipped or not; downloaded there when missing."""
 
 
-class Images(Section):
+class Images(DataSource, built_by="shoal.data.images.source:load_images"):
     """A folder or a zip file of images, such as CelebA."""
 
     kind: Literal["images"] = "images"
+    gives = "images"
     path: str = "data/images"
     """Folder, or .zip or .npz file."""
     download: str | None = None
     """Data set of the hub to download when nothing is at the path."""
 
 
-class Text(Section):
+class Text(DataSource, built_by="shoal.data.text.sources:open_files"):
     """Text files (.txt, .jsonl, gzipped or not), or a folder of them."""
 
     kind: Literal["text"] = "text"
@@ -41,7 +57,7 @@ class Text(Section):
     """Field of a JSON line that holds the text; null: found out."""
 
 
-class HubDataset(Section):
+class HubDataset(DataSource, built_by="shoal.data.text.sources:open_hub"):
     """A data set of the Hugging Face hub, or a local copy of one."""
 
     kind: Literal["huggingface"] = "huggingface"
@@ -53,7 +69,7 @@ class HubDataset(Section):
     """Column that holds the text; null: found out."""
 
 
-class Wikitext(Section):
+class Wikitext(DataSource, built_by="shoal.data.text.sources:open_wiki"):
     """WikiText-2 (Merity et al.)."""
 
     kind: Literal["wikitext"] = "wikitext"
@@ -61,7 +77,7 @@ class Wikitext(Section):
     """Folder with its files; null: from the hub."""
 
 
-class Snli(Section):
+class Snli(DataSource, built_by="shoal.data.text.sources:open_pairs"):
     """The Stanford Natural Language Inference corpus, as text."""
 
     kind: Literal["snli"] = "snli"
@@ -69,7 +85,7 @@ class Snli(Section):
     """Folder with its files; null: from the hub."""
 
 
-class Preferences(Section):
+class Preferences(DataSource, built_by="shoal.data.text.load:load_preferences"):
     """Pairs of a chosen and a rejected answer, one JSON object a line."""
 
     kind: Literal["preferences"] = "preferences"
@@ -89,14 +105,11 @@ class MixturePart(Section):
     """How often it is drawn, against the others; null: by its size."""
 
 
-class Mixture(Section):
+class Mixture(DataSource, built_by="shoal.data.text.sources:open_mixture"):
     """Several sources, drawn from by weight."""
 
     kind: Literal["mixture"] = "mixture"
     parts: tuple[MixturePart, ...]
-
-
-DataSource = Union[Builtin, Mnist, Images, Text, HubDataset, Wikitext, Snli, Preferences, Mixture]
 
 
 class Mixing(Section):

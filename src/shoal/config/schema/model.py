@@ -1,14 +1,23 @@
 """What is trained: the network and its sizes."""
 
-from typing import Literal, Union
+from typing import ClassVar, Literal
 
 from shoal.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare, Section, Share
+from shoal.config.parts import Part
 
 
-class Mlp(Section):
+class Model(Part, noun="model"):
+    """What is trained: one network or several, by name. Built by a function of its settings, the run and the shapes of the data."""
+
+    learns: ClassVar[tuple[str, ...]] = ()
+    """The tasks it can be trained for; the first is what it is for where no task is given."""
+
+
+class Mlp(Model, built_by="shoal.models.mlp:players"):
     """Fully connected layers, each normalised, with ReLU between them, for images and other flat inputs."""
 
     kind: Literal["mlp"] = "mlp"
+    learns = ("classification",)
     input_dim: PositiveInt | None = None
     """Numbers per sample; null: as many as the data has."""
     hidden_sizes: tuple[PositiveInt, ...] = (128,)
@@ -17,10 +26,11 @@ class Mlp(Section):
     """Number of classes; null: as many as the data has."""
 
 
-class Lstm(Section):
+class Lstm(Model, built_by="shoal.models.lstm:players"):
     """A recurrent language model."""
 
     kind: Literal["lstm"] = "lstm"
+    learns = ("language-modelling", "ppo")
     vocab_size: PositiveInt | None = None
     """Number of tokens; null: as many as the tokenizer has."""
     hidden_size: PositiveInt = 128
@@ -31,10 +41,11 @@ class Lstm(Section):
     """Share of activations dropped between layers while training."""
 
 
-class Gpt(Section):
+class Gpt(Model, built_by="shoal.models.gpt:players"):
     """A decoder-only transformer."""
 
     kind: Literal["gpt"] = "gpt"
+    learns = ("language-modelling", "ppo")
     vocab_size: PositiveInt | None = None
     """Number of tokens; null: as many as the tokenizer has."""
     hidden_size: PositiveInt = 256
@@ -122,10 +133,11 @@ class EpisodicMemory(Section):
     """Episodes recalled for each input."""
 
 
-class Moe(Section):
+class Moe(Model):
     """A decoder-only transformer with mixture-of-experts layers."""
 
     kind: Literal["moe"] = "moe"
+    learns = ("language-modelling", "ppo")
     vocab_size: PositiveInt | None = None
     """Number of tokens; null: as many as the tokenizer has."""
     hidden_size: PositiveInt = 768
@@ -154,10 +166,11 @@ class Moe(Section):
     episodic_memory: EpisodicMemory = EpisodicMemory()
 
 
-class Dcgan(Section):
+class Dcgan(Model, built_by="shoal.models.dcgan:players"):
     """A generator and a discriminator of convolutions (players `generator` and `discriminator`)."""
 
     kind: Literal["dcgan"] = "dcgan"
+    learns = ("gan",)
     latent_dim: PositiveInt = 100
     """Numbers in the noise vector an image is made from."""
     generator_features: PositiveInt = 64
@@ -183,10 +196,11 @@ class Lora(Section):
     """Names of the layers that get one; empty: the library's choice for the model."""
 
 
-class HuggingFace(Section):
+class HuggingFace(Model, built_by="shoal.models.huggingface:players"):
     """Any causal language model of the Hugging Face hub, or a local copy of one."""
 
     kind: Literal["huggingface"] = "huggingface"
+    learns = ("language-modelling", "ppo")
     pretrained: str
     """Name on the hub, or a folder: the architecture and the tokenizer."""
     weights: str | None = None
@@ -197,6 +211,3 @@ class HuggingFace(Section):
     """Transformer blocks the model must have; null: as many as it has."""
     lora: Lora | None = None
     """Fine-tune with LoRA; null: train all weights."""
-
-
-Model = Union[Mlp, Lstm, Gpt, Moe, Dcgan, HuggingFace]

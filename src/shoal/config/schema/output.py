@@ -3,6 +3,7 @@
 from typing import Literal
 
 from shoal.config.fields import NonNegativeInt, PositiveInt, Secret, Section
+from shoal.config.parts import Part
 
 Cadence = Literal["steps", "epoch", "never"]
 
@@ -33,13 +34,29 @@ class Checkpoint(Section):
     """Checkpoint or run folder to continue from."""
 
 
+class Sink(Part, noun="sink", word=True):
+    """Where metrics go besides the run's own folder. Built by a function of its settings and of the run: a `Reporter`."""
+
+
+class TensorBoard(Sink, built_by="shoal.watch.sinks:TensorBoard"):
+    """Event files for TensorBoard."""
+
+    kind: Literal["tensorboard"] = "tensorboard"
+
+
+class Wandb(Sink, built_by="shoal.watch.sinks:Wandb"):
+    """Weights & Biases; works offline, too."""
+
+    kind: Literal["wandb"] = "wandb"
+
+
 class Logging(Section):
     """What is recorded while it runs; metrics.jsonl is always written."""
 
     every_steps: PositiveInt = 10
     """Steps between records."""
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides the run's own folder."""
+    sinks: tuple[Sink, ...] = ()
+    """Where metrics go besides the run's own folder: words, or mappings with a `kind` where one has settings."""
     directory: str | None = None
     """Folder for TensorBoard's files; null: `logs` in the run's folder."""
     project: str | None = None

@@ -11,10 +11,9 @@ from shoal.config.schema.output import Checkpoint, Evaluation, Hub, Logging
 from shoal.config.schema.rlhf import Rlhf
 from shoal.config.schema.serving import Serving
 from shoal.config.schema.strategy import Local, Strategy
+from shoal.config.schema.task import Task
 from shoal.config.schema.training import Training
 from shoal.config.schema.updates import Updates
-
-Task = Literal["classification", "language-modelling", "gan", "ppo"]
 
 
 class Run(Section):
@@ -29,7 +28,7 @@ class Run(Section):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """How much is told while it runs: DEBUG every record, INFO progress, WARNING only warnings, ERROR nothing."""
     task: Task | None = None
-    """What is learned; null: what the model is for."""
+    """What is learned: a word, or a mapping with a `kind` where the task has settings; null: what the model is for."""
     model: Model = Mlp()
     data: Data = Data()
     training: Training = Training()
@@ -54,3 +53,9 @@ class Run(Section):
     def alone(self) -> bool:
         """Whether nobody else takes part: one worker, and no coordinator."""
         return isinstance(self.strategy, Local)
+
+    @property
+    def chosen_task(self) -> Task:
+        """The task: given, or derived when the configuration was loaded."""
+        assert self.task is not None
+        return self.task

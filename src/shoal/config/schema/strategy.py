@@ -1,22 +1,34 @@
 """Between workers: how updates become new weights."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Union
+from typing import Any, ClassVar, Literal
 
 from shoal.config.fields import EMPTY, Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section
+from shoal.config.parts import Part
 from shoal.config.schema.training import OptimizerName
 
 
-class Local(Section):
+class Strategy(Part, noun="strategy"):
+    """Between workers: how updates become new weights. Built by a function of the run and of the number of workers expected."""
+
+    update_from: ClassVar[str] = "cluster.num_workers"
+    """The setting that says how many contributions make an update; `strategy.kind`: one of them does."""
+    mean_of_one: ClassVar[bool] = False
+    """Whether each contribution is an update of its own where the rule is the mean."""
+
+
+class Local(Strategy):
     """Nobody else: one worker."""
 
     kind: Literal["local"] = "local"
+    update_from = "strategy.kind"
 
 
-class WorkUnits(Section):
+class WorkUnits(Strategy, built_by="shoal.strategies.workunits:policies"):
     """Workers lease units of the data; N results make an update."""
 
     kind: Literal["workunits"] = "workunits"
+    update_from = "strategy.units_per_update"
     batches_per_unit: PositiveInt = 10
     """A unit is batch_size × batches_per_unit samples."""
     units_per_update: PositiveInt = 3
@@ -27,17 +39,18 @@ class WorkUnits(Section):
     """Attempts at a unit, in all, before it is given up."""
 
 
-class Edp(Section):
+class Edp(Strategy, built_by="shoal.strategies.edp:policies"):
     """Elastic and asynchronous: every gradient is applied on arrival, weighted by 1/(1+lag)."""
 
     kind: Literal["edp"] = "edp"
+    mean_of_one = True
     pull_every_steps: PositiveInt = 10
     """Steps between pulls of the weights."""
     look_ahead: bool | None = None
     """As under async; null: where workers pull at every step. Between pulls their own steps lead them elsewhere."""
 
 
-class SyncPs(Section):
+class SyncPs(Strategy, built_by="shoal.strategies.syncps:policies"):
     """Synchronous parameter server: a round closes when every live worker has sent, or at the deadline."""
 
     kind: Literal["syncps"] = "syncps"
@@ -49,10 +62,11 @@ class SyncPs(Section):
     """Rounds a worker may be ahead of the slowest before it waits; 1 is a strict barrier."""
 
 
-class Async(Section):
+class Async(Strategy, built_by="shoal.strategies.asynchronous:policies"):
     """Bounded staleness: a contribution that lags too many versions is rejected."""
 
     kind: Literal["async"] = "async"
+    update_from = "strategy.contributions_per_update"
     max_staleness: NonNegativeInt = 50
     """Versions a contribution may lag."""
     adaptive: bool = True
@@ -82,7 +96,7 @@ class OuterOptimizer(Section):
     """Further arguments, passed as they are."""
 
 
-class DiLoCo(Section):
+class DiLoCo(Strategy, built_by="shoal.strategies.diloco:policies"):
     """Each worker takes many steps alone; the outer optimizer applies the mean of what they moved."""
 
     kind: Literal["diloco"] = "diloco"
@@ -111,6 +125,3 @@ class DiLoCo(Section):
     """Steps that a worker goes on while what it sent is on its way; 0: it waits."""
     overlap_blend: PositiveShare = 0.5
     """Share of the new weights in the worker's own, where it went on meanwhile; else they replace them."""
-
-
-Strategy = Union[Local, WorkUnits, Edp, SyncPs, Async, DiLoCo]

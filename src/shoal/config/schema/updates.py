@@ -1,17 +1,35 @@
 """What happens to an update on its way: clipped, made private, encoded, combined."""
 
-from typing import Literal, Union
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Union
 
 from shoal.config.fields import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section, Share
+from shoal.config.parts import Part
 
 
-class NoCodec(Section):
+class Codec(Part, noun="codec"):
+    """How an update travels: as frames of bytes, and back. Built by a function of its settings: a `shoal.updates.coder.Coder`."""
+
+    sparse: ClassVar[bool] = False
+    """Whether it leaves out most of the numbers, so that the updates of two workers hardly overlap."""
+
+    @cached_property
+    def coder(self) -> Any:
+        """What encodes and decodes with these settings."""
+        return self.builder()(self)
+
+    def for_weights(self) -> "Codec":
+        """What shortens differences of weights, which may have moved everywhere, where this shortens updates."""
+        return self
+
+
+class NoCodec(Codec, built_by="shoal.updates.dense:plain"):
     """32-bit floats as they are."""
 
     kind: Literal["none"] = "none"
 
 
-class Fp16Codec(Section):
+class Fp16Codec(Codec, built_by="shoal.updates.dense:half"):
     """16-bit floats: half the bytes."""
 
     kind: Literal["fp16"] = "fp16"
@@ -19,7 +37,7 @@ class Fp16Codec(Section):
     """What rounding lost is added to the next update."""
 
 
-class Int8Codec(Section):
+class Int8Codec(Codec, built_by="shoal.updates.dense:eight_bits"):
     """8-bit integers with a scale per chunk: a quarter of the bytes."""
 
     kind: Literal["int8"] = "int8"
@@ -27,7 +45,7 @@ class Int8Codec(Section):
     """What rounding lost is added to the next update."""
 
 
-class Int4Codec(Section):
+class Int4Codec(Codec, built_by="shoal.updates.dense:four_bits"):
     """4-bit integers with a scale per chunk: an eighth of the bytes, near enough. For updates that many steps made."""
 
     kind: Literal["int4"] = "int4"
@@ -35,7 +53,7 @@ class Int4Codec(Section):
     """What rounding lost is added to the next update."""
 
 
-class TernaryCodec(Section):
+class TernaryCodec(Codec, built_by="shoal.updates.trits:ternary"):
     """−1, 0 or 1 times a scale per chunk: a twentieth of the bytes. For updates that many steps made."""
 
     kind: Literal["ternary"] = "ternary"
@@ -43,10 +61,11 @@ class TernaryCodec(Section):
     """What rounding lost is added to the next update."""
 
 
-class TopKCodec(Section):
+class TopKCodec(Codec, built_by="shoal.updates.topk:TopK"):
     """Only the largest values."""
 
     kind: Literal["topk"] = "topk"
+    sparse = True
     ratio: PositiveShare = 0.01
     """Share of the values that is kept."""
     values: Literal["float32", "int8", "int4", "ternary"] = "float32"
@@ -56,17 +75,25 @@ class TopKCodec(Section):
     error_decay: PositiveShare = 1.0
     """Share of what was left out that is still there when the next update comes; below 1 what no update confirms fades."""
 
+    def for_weights(self) -> Codec:
+        kept: Codec = Codec.kinds["none" if self.values == "float32" else self.values]()
+        return kept
 
-Codec = Union[NoCodec, Fp16Codec, Int8Codec, Int4Codec, TernaryCodec, TopKCodec]
+
+class Aggregation(Part, noun="aggregation rule"):
+    """How contributions become one update. Built by a function of its settings and of `shoal.updates.mixing.Contributions`: the update."""
+
+    withstands: ClassVar[tuple[int, int] | None] = None
+    """a and b of the a·f + b contributions that withstand f false ones, where `byzantine` is f; None: one contribution is enough."""
 
 
-class Mean(Section):
+class Mean(Aggregation, built_by="shoal.updates.rules:by_mean"):
     """The mean, weighted by samples. One false contribution can move it anywhere."""
 
     kind: Literal["mean"] = "mean"
 
 
-class TrimmedMean(Section):
+class TrimmedMean(Aggregation, built_by="shoal.updates.rules:by_trimmed_mean"):
     """The mean without the extremes, per coordinate."""
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"
@@ -74,13 +101,13 @@ class TrimmedMean(Section):
     """Share that is dropped, half of it at each end."""
 
 
-class Median(Section):
+class Median(Aggregation, built_by="shoal.updates.rules:by_median"):
     """The middle value, per coordinate."""
 
     kind: Literal["median"] = "median"
 
 
-class GeometricMedian(Section):
+class GeometricMedian(Aggregation, built_by="shoal.updates.rules:by_geometric_median"):
     """The point with the least sum of distances to all contributions; fewer than half of them cannot move it far."""
 
     kind: Literal["geometric-median"] = "geometric-median"
@@ -90,33 +117,36 @@ class GeometricMedian(Section):
     """Least distance that counts, as a share of the middle one."""
 
 
-class Krum(Section):
+class Krum(Aggregation, built_by="shoal.updates.rules:by_krum"):
     """The contribution closest to its neighbours; needs 2f+3 contributions."""
 
     kind: Literal["krum"] = "krum"
+    withstands = (2, 3)
     byzantine: NonNegativeInt | None = None
     """f, the false contributions to withstand; null: a quarter of the contributions, or what they allow if that is less."""
 
 
-class MultiKrum(Section):
+class MultiKrum(Aggregation, built_by="shoal.updates.rules:by_multi_krum"):
     """The mean of the contributions closest to their neighbours; needs 2f+3 contributions."""
 
     kind: Literal["multi-krum"] = "multi-krum"
+    withstands = (2, 3)
     byzantine: NonNegativeInt | None = None
     """f, the false contributions to withstand; null: a quarter of the contributions, or what they allow if that is less."""
     select: PositiveInt | None = None
     """Contributions that are averaged; null: all but f."""
 
 
-class Bulyan(Section):
+class Bulyan(Aggregation, built_by="shoal.updates.rules:by_bulyan"):
     """Krum again and again, then a trimmed mean of what it chose; needs 4f+3 contributions."""
 
     kind: Literal["bulyan"] = "bulyan"
+    withstands = (4, 3)
     byzantine: NonNegativeInt | None = None
     """f, the false contributions to withstand; null: a quarter of the contributions, or what they allow if that is less."""
 
 
-class CenteredClipping(Section):
+class CenteredClipping(Aggregation, built_by="shoal.updates.rules:by_centered_clipping"):
     """From the last update towards each contribution, by a limited length; a false one moves it no further than that."""
 
     kind: Literal["centered-clipping"] = "centered-clipping"
@@ -124,9 +154,6 @@ class CenteredClipping(Section):
     """The length that each contribution counts for at most, measured from the last update."""
     iterations: PositiveInt = 3
     """How often that is repeated, each time from where the last one led."""
-
-
-Aggregation = Union[Mean, TrimmedMean, Median, GeometricMedian, Krum, MultiKrum, Bulyan, CenteredClipping]
 
 
 class NoMixing(Section):
@@ -147,6 +174,7 @@ class NearestNeighbours(Section):
     """Each contribution is replaced by the mean of all but the f farthest from it; needs 2f+1 contributions."""
 
     kind: Literal["nearest-neighbours"] = "nearest-neighbours"
+    withstands: ClassVar[tuple[int, int]] = (2, 1)
     byzantine: NonNegativeInt | None = None
     """f, the false contributions to withstand; null: as in the aggregation rule, else a quarter of the contributions."""
 

@@ -55,6 +55,8 @@ class Request(NamedTuple):
     progress: Progress | None = None
     otherwise: str = ""
     """What to do where there is no network; empty: save the data set elsewhere, and name the copy."""
+    folder: Path | None = None
+    """Where a trained tokenizer is kept; None: it is trained anew."""
 
 
 def open_dataset(source: HubDataset, request: Request) -> TextPart:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from shoal.config import Run
 from shoal.config.schema.data import Mnist
 from shoal.data.download import fetch
+from shoal.data.hub.dataset import Request
 from shoal.data.images.samples import Target, from_pixels, image_data
 from shoal.data.interfaces import Data, Progress
 from shoal.errors import ShoalError
@@ -31,9 +32,9 @@ CLASSES = 10
 _IMAGES, _LABELS = 0x803, 0x801
 
 
-def load_mnist(source: Mnist, run: Run, progress: Progress | None) -> Data:
+def load_mnist(source: Mnist, run: Run, request: Request) -> Data:
     folder = Path(source.path).expanduser()
-    files = {name: _find(folder, name, progress) for name in FILES}
+    files = {name: _find(folder, name, request.progress) for name in FILES}
     target = Target.of(run)
     train, held_out = (
         from_pixels(*_pair(files[f"{split}-images-idx3-ubyte"], files[f"{split}-labels-idx1-ubyte"]), target) for split in ("train", "t10k")

@@ -30,8 +30,7 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, run: Run) -> Target:
-        model = run.model
-        return cls(model.image_size, model.channels) if model.kind == "dcgan" else cls()
+        return cls(getattr(run.model, "image_size", None), getattr(run.model, "channels", None))
 
     def fits(self, channels: int, height: int, width: int) -> bool:
         return self.channels in (None, channels) and (self.size is None or height == width == self.size)
@@ -98,7 +97,7 @@ def image_data(
     run: Run, name: str, train: Selectable, held_out: Selectable | None, shape: tuple[int, int, int], num_classes: int | None
 ) -> Data:
     """Hold samples out if the source has no held-out part, keep as many as the settings allow, and describe the result."""
-    if run.task == "classification" and num_classes is None:
+    if run.chosen_task.needs == "labels" and num_classes is None:
         raise ShoalError(f"{name}: images to be told apart need labels: put those of each class in a sub-folder with its name")
     if held_out is None:
         train, held_out = divided(train, run.seed)

@@ -9,6 +9,7 @@ import numpy as np
 
 from shoal.config import Run
 from shoal.config.schema.data import Preferences
+from shoal.data.hub.dataset import Request
 from shoal.data.interfaces import Data, Info, Samples
 from shoal.data.limits import counts, divided, share_out, some_of
 from shoal.data.text.documents import Document, TextPart, split
@@ -65,9 +66,9 @@ def _mix(samples: Sequence[TextSamples], parts: Sequence[TextPart], run: Run) ->
     return MixedText(samples, probabilities(names, weights, [len(part) for part in samples], run.data.mixing.temperature))
 
 
-def load_preferences(source: Preferences, run: Run, cache_dir: Path | None, token: str | None) -> Data:
+def load_preferences(source: Preferences, run: Run, request: Request) -> Data:
     pairs, apart, left_out = read_preferences(source)
-    encoding = find_encoding(run, lambda: [text for pair in pairs for text in pair if text], cache_dir, token)
+    encoding = find_encoding(run, lambda: [text for pair in pairs for text in pair if text], request.folder, request.token)
     train, held_out = PreferencePairs(pairs, encoding), PreferencePairs(apart, encoding) if apart else None
     if held_out is None:
         train, held_out = divided(train, run.seed)

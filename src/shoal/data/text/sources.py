@@ -1,39 +1,47 @@
-"""The sources of text: open the parts that a run's source is made of."""
+"""The sources of text: each opens the parts that it is made of, which are then cut, encoded, mixed or streamed as the run says."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from shoal.config import Run
-from shoal.config.schema.data import Builtin, DataSource, HubDataset, Mixture, Snli, Text, Wikitext
+from shoal.config.schema.data import HubDataset, Mixing, Mixture, Snli, Text, Wikitext
 from shoal.data.hub.dataset import Request, open_dataset
 from shoal.data.text.documents import TextPart, Unit
 from shoal.data.text.files import open_text
-from shoal.data.text.python_source import python_source
 from shoal.data.text.snli import open_snli
 from shoal.data.text.wikitext import open_wikitext
 from shoal.errors import ShoalError
 
 
-def open_parts(source: DataSource, run: Run, request: Request) -> list[TextPart]:
-    """One part; several of a mixture, or of a folder of texts that is to be mixed."""
-    unit: Unit = "line" if run.data.batching != "packed" else "piece" if run.data.streaming else "whole"
-    if isinstance(source, Mixture):
-        return [_open(part.source, request, unit)._replace(weight=part.weight) for part in source.parts]
-    if isinstance(source, Text):
-        return open_text(Path(source.path).expanduser(), source.text_field, unit, mixed=run.data.mixing.enabled)
-    return [_open(source, request, unit)]
+def unit_of(run: Run) -> Unit:
+    """What a plain text is cut into."""
+    return "line" if run.data.batching != "packed" else "piece" if run.data.streaming else "whole"
 
 
-def _open(source: DataSource, request: Request, unit: Unit) -> TextPart:
-    if isinstance(source, Text):
-        return open_text(Path(source.path).expanduser(), source.text_field, unit, mixed=False)[0]
-    if isinstance(source, HubDataset):
-        return open_dataset(source, request._replace(name=source.name))
-    if isinstance(source, Wikitext):
-        return open_wikitext(source, request, unit)
-    if isinstance(source, Snli):
-        return open_snli(source, request)
-    if isinstance(source, Builtin) and source.name == "python-source":
-        return python_source()
-    raise ShoalError(f"data.source: `{getattr(source, 'name', source.kind)}` is not a text")
+def open_files(source: Text, run: Run, request: Request) -> list[TextPart]:
+    """One part, or several of a folder of texts that is to be mixed."""
+    return open_text(Path(source.path).expanduser(), source.text_field, unit_of(run), mixed=run.data.mixing.enabled)
+
+
+def open_hub(source: HubDataset, run: Run, request: Request) -> list[TextPart]:
+    return [open_dataset(source, request._replace(name=source.name))]
+
+
+def open_wiki(source: Wikitext, run: Run, request: Request) -> list[TextPart]:
+    return [open_wikitext(source, request, unit_of(run))]
+
+
+def open_pairs(source: Snli, run: Run, request: Request) -> list[TextPart]:
+    return [open_snli(source, request)]
+
+
+def open_mixture(source: Mixture, run: Run, request: Request) -> list[TextPart]:
+    """The parts of a mixture, each of which is one whole here."""
+    whole = run.replace(data=run.data.replace(mixing=Mixing(enabled=False)))
+    parts: list[TextPart] = []
+    for part in source.parts:
+        if part.source.gives != "text":
+            raise ShoalError(f"data.source: `{getattr(part.source, 'name', part.source.kind)}` is not a text")
+        parts.append(part.source.builder()(part.source, whole, request)[0]._replace(weight=part.weight))
+    return parts

@@ -9,8 +9,20 @@ that only the caller and the database know. No statement relies on a session: tr
 only make it quick; where they do not get through, everybody looks again after `poll_interval_s`.
 """
 
+from shoal.config.schema.cluster import Postgres
+from shoal.transports.interface import Call, Place
 from shoal.transports.postgres.client import PostgresClient
+from shoal.transports.postgres.line import conninfo_of
 from shoal.transports.postgres.server import PostgresServer
 from shoal.transports.postgres.units import Unit, UnitDesk, Weights, stored_run
 
-__all__ = ["PostgresClient", "PostgresServer", "Unit", "UnitDesk", "Weights", "stored_run"]
+__all__ = ["PostgresClient", "PostgresServer", "Unit", "UnitDesk", "Weights", "connect", "serve", "stored_run"]
+
+
+def serve(settings: Postgres, place: Place) -> PostgresServer:
+    return PostgresServer(conninfo_of(settings), max_frame_bytes=place.max_frame_bytes, poll_interval_s=settings.poll_interval_s)
+
+
+def connect(call: Call) -> PostgresClient:
+    """A client. The database knows its users: the token is not for it."""
+    return PostgresClient(call.address, max_frame_bytes=call.max_frame_bytes)

@@ -4,7 +4,24 @@ Every connection is authenticated in its handshake, so an unauthorised peer neve
 itself (PLAIN), beyond it by CURVE, where a worker's key is derived from the token and everything is encrypted.
 """
 
+from shoal.config.schema.cluster import Zmq
+from shoal.transports.interface import Call, Place
 from shoal.transports.zeromq.client import ZmqClient
 from shoal.transports.zeromq.server import ZmqServer
 
-__all__ = ["ZmqClient", "ZmqServer"]
+__all__ = ["ZmqClient", "ZmqServer", "connect", "serve"]
+
+
+def serve(settings: Zmq, place: Place) -> ZmqServer:
+    return ZmqServer(
+        place.hosts,
+        settings.port,
+        token=place.token,
+        secret_key=place.keys.secret if place.keys else None,
+        max_frame_bytes=place.max_frame_bytes,
+        further_ports=place.further_ports,
+    )
+
+
+def connect(call: Call) -> ZmqClient:
+    return ZmqClient(call.address, token=call.token, server_key=call.server_key, max_frame_bytes=call.max_frame_bytes, local=call.local)

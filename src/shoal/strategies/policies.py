@@ -45,7 +45,7 @@ class Length(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Strategy:
+class Policies:
     """How updates become new weights."""
 
     rounds: Every

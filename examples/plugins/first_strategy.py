@@ -1,0 +1,26 @@
+"""A strategy: the first few gradients make an update, whoever they are from, however late they are."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shoal.coordinator import Every
+from shoal.plugins import PositiveInt, Run, Strategy, builds
+from shoal.strategies import Policies
+from shoal.strategies.lengths import in_updates
+
+
+class FirstComers(Strategy):
+    """A number of contributions makes an update; none is too late."""
+
+    kind: Literal["first-comers"] = "first-comers"
+    update_from = "strategy.contributions"
+    contributions: PositiveInt = 2
+    """Workers whose contributions make an update."""
+
+
+@builds(FirstComers)
+def policies(run: Run, expected: int) -> Policies:
+    assert isinstance(run.strategy, FirstComers)
+    rounds = Every(min(run.strategy.contributions, expected))
+    return Policies(rounds=rounds, length=in_updates(run, rounds))

@@ -1,0 +1,113 @@
+"""Parts of which there are several kinds, and to which anybody may add: one family for models, one for tasks, one for codecs and so on.
+
+A family is a class of settings, and each of its kinds a class below it:
+
+    class Codec(Part):
+        '''How an update travels.'''
+
+    class Fp16Codec(Codec, built_by="shoal.updates.dense:half"):
+        '''16-bit floats: half the bytes.'''
+        kind: Literal["fp16"] = "fp16"
+
+To define the class is to register the kind: from then on it can be chosen, and is checked, explained and documented. `built_by` names what
+makes the part itself, which is imported when it is first needed: nothing here imports torch. What a part needs, and how it shows itself,
+are class variables of its family. A plugin's part takes the same way; its code has been imported, so it says `@builds(Fp16Codec)` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar
+
+from shoal.config.fields import Checker, Section, SectionType, TaggedType, kind_of
+from shoal.errors import ShoalError
+
+Built = TypeVar("Built")
+FAMILIES: dict[str, type[Part]] = {}
+
+
+class Part(Section):
+    """The settings of a part. A family is a direct subclass; a kind is a subclass of a family."""
+
+    kind: str
+    kinds: ClassVar[dict[str, Any]] = {}
+    """The kinds of this family, by name: classes below it."""
+    noun: ClassVar[str] = "part"
+    """What messages call a member of this family."""
+    made_by: ClassVar[Any] = None
+    """What makes the part: `module:name`, `module`, or the function or class itself; None: it is not built yet."""
+
+    def __init_subclass__(cls, *, built_by: str | None = None, noun: str = "", word: bool = False) -> None:
+        """`noun` and `word` are a family's: what messages call it, and whether a word alone may stand for a kind."""
+        super().__init_subclass__()
+        if Part in cls.__bases__:
+            cls.kinds, cls.noun, cls._word = {}, noun, word
+            FAMILIES[noun] = cls
+            return
+        cls.made_by = built_by
+        kind = kind_of(cls)
+        if kind in cls.kinds:
+            raise ShoalError(
+                f"there are two parts of one name: the {cls.noun} `{kind}` is at {place_of(cls.kinds[kind])} and at {place_of(cls)}; "
+                "rename one of them"
+            )
+        cls.kinds[kind] = cls
+
+    @classmethod
+    def checker(cls) -> Checker:
+        return TaggedType(cls.kinds, cls._word, open=True) if Part in cls.__bases__ else SectionType(cls)
+
+    @classmethod
+    def is_built(cls) -> bool:
+        return cls.made_by is not None
+
+    @classmethod
+    def builder(cls) -> Any:
+        """What makes the part. Raises ShoalError where nothing does."""
+        if cls.made_by is None:
+            others = ", ".join(name for name, part in cls.kinds.items() if part.is_built())
+            raise ShoalError(f"the {cls.noun} `{kind_of(cls)}` is not built yet; choose another: {others}")
+        if isinstance(cls.made_by, str):
+            module, _, name = cls.made_by.partition(":")
+            found = import_module(module)
+            cls.made_by = getattr(found, name) if name else found
+        return cls.made_by
+
+
+def builds(settings: type[Part]) -> Callable[[Built], Built]:
+    """Says that the function or class below makes the part with these settings."""
+
+    def register(made_by: Built) -> Built:
+        if settings.is_built():
+            raise ShoalError(f"the {settings.noun} `{kind_of(settings)}` ({place_of(settings)}) has two builders; keep one of them")
+        settings.made_by = made_by
+        return made_by
+
+    return register
+
+
+def place_of(part: type[Part]) -> str:
+    """The file and line where a part's settings are declared."""
+    import inspect
+
+    try:
+        return f"{inspect.getsourcefile(part)}:{inspect.getsourcelines(part)[1]}"
+    except (OSError, TypeError):
+        return part.__module__
+
+
+def all_parts() -> Iterator[type[Part]]:
+    """Every kind of every family."""
+    for family in FAMILIES.values():
+        yield from family.kinds.values()
+
+
+def used_by(value: object) -> Iterator[type[Part]]:
+    """The kinds of all parts that some settings choose."""
+    if isinstance(value, Part):
+        yield type(value)
+    below = [getattr(value, name) for name in value.fields()] if isinstance(value, Section) else []
+    items = value if isinstance(value, tuple) else value.values() if hasattr(value, "values") and not isinstance(value, Section) else below
+    for item in items:
+        yield from used_by(item)

@@ -1,0 +1,15 @@
+"""Data that comes with Python's own packages, so that a first run needs no files: digits, and Python's source text."""
+
+from __future__ import annotations
+
+from shoal.config import Run
+from shoal.config.schema.data import Builtin
+from shoal.data.hub.dataset import Request
+from shoal.data.images.digits import load_digits
+from shoal.data.interfaces import Data
+from shoal.data.text.documents import TextPart
+from shoal.data.text.python_source import python_source
+
+
+def load_builtin(source: Builtin, run: Run, request: Request) -> Data | list[TextPart]:
+    return load_digits(run) if source.name == "digits" else [python_source()]

@@ -1,0 +1,29 @@
+"""What a run's folder says of plugins: their names and digests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from shoal.config import Run
+from shoal.config.plugins import expect, needed_by
+from shoal.errors import ShoalError
+
+FILE = "plugins.json"
+
+
+def record_of(run: Run) -> str:
+    """The text of the record; empty where the run needs no plugin."""
+    needed = needed_by(run)
+    return json.dumps(needed, indent=2) + "\n" if needed else ""
+
+
+def expect_those_of(folder: Path) -> None:
+    """Whether the plugins that the run in a folder was made with are here, and are the same. Raises ShoalError."""
+    try:
+        needed = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise ShoalError(f"{folder / FILE} cannot be read: {error}") from None
+    expect({str(name): str(digest) for name, digest in needed.items()}, f"the run in {folder}")

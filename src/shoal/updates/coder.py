@@ -1,0 +1,126 @@
+"""What a codec does: numbers become frames of bytes, and frames numbers again.
+
+Frames come from strangers: their lengths must be exactly what the codec and the size say, and no more than `size` numbers are ever
+allocated. What is not finite is refused on arrival. What a codec loses may be kept and added to the next update (error feedback).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, Self
+
+import numpy as np
+
+from shoal.updates.blocks import Floats, all_finite, in_blocks, scratch
+from shoal.updates.frames import Frame, Frames, UpdateError
+
+
+class Coder:
+    """A codec at work. A new one writes `pack`, `unpack` and `most_bytes`; the rest follows from those, and may be made faster."""
+
+    def pack(self, values: Floats) -> Frames:
+        """The frames of some numbers, all of which are finite."""
+        raise NotImplementedError  # abstract
+
+    def unpack(self, size: int, frames: Sequence[Frame]) -> Floats:
+        """So many numbers from frames. Raises UpdateError where the frames are not exactly what `pack` makes."""
+        raise NotImplementedError  # abstract
+
+    def most_bytes(self, size: int) -> int:
+        """The most bytes that so many numbers take."""
+        raise NotImplementedError  # abstract
+
+    def encode(self, values: Floats, lost: Floats | None) -> Frames:
+        """The frames of the values, which stay as they are. `lost` is added first, and becomes what the codec lost of the sum."""
+        if lost is None:
+            return self.pack(values)
+        lost += values
+        frames = self.pack(lost)
+        lost -= self.unpack(len(values), frames)
+        return frames
+
+    def decode(self, size: int, frames: Sequence[Frame], out: Floats) -> None:
+        """The numbers in the frames, into `out`, which holds anything at all after an error."""
+        found = self.unpack(size, frames)
+        expect_finite(found)
+        out[:] = found
+
+    def add(self, size: int, frames: Sequence[Frame], target: Floats, scale: float, own: bool) -> None:
+        """`target += scale × decoded`. An error leaves the target as it was. `own`: the frames were made here, and need no check."""
+        found = self.unpack(size, frames)
+        if not own:
+            expect_finite(found)
+        target += found * np.float32(scale)
+
+    def borrow(self, size: int, frames: Sequence[Frame]) -> Floats | None:
+        """The numbers where they lie in the frames, for reading only; None where they do not lie there as they are needed."""
+        return None
+
+
+class Dense(Protocol):
+    """An encoded vector that can be written and read block by block."""
+
+    @classmethod
+    def empty(cls, size: int) -> Self: ...
+
+    @classmethod
+    def read(cls, size: int, frames: Sequence[Frame]) -> Self: ...
+
+    def pack(self, block: Floats, start: int, end: int) -> None: ...
+
+    def unpack(self, start: int, end: int, out: Floats) -> None: ...
+
+    def frames(self) -> Frames: ...
+
+
+class Blockwise(Coder):
+    """A codec that sends every number: it works on blocks that fit the cache, on several of them at once."""
+
+    def __init__(self, dense: type[Dense]) -> None:
+        self.dense = dense
+
+    def encode(self, values: Floats, lost: Floats | None) -> Frames:
+        packed = self.dense.empty(len(values))
+        in_blocks(len(values), lambda start, end: _pack(packed, values, lost, start, end))
+        return packed.frames()
+
+    def decode(self, size: int, frames: Sequence[Frame], out: Floats) -> None:
+        packed = self.dense.read(size, frames)
+        in_blocks(size, lambda start, end: _unpack(packed, out[start:end], start, end))
+
+    def add(self, size: int, frames: Sequence[Frame], target: Floats, scale: float, own: bool) -> None:
+        packed = self.dense.read(size, frames)
+        if not own:  # everything is checked before anything is added
+            in_blocks(size, lambda start, end: _unpack(packed, scratch(end - start), start, end))
+        in_blocks(size, lambda start, end: _add(packed, target[start:end], scale, start, end))
+
+    def most_bytes(self, size: int) -> int:
+        return sum(frame.nbytes for frame in self.dense.empty(size).frames())
+
+
+def expect_finite(block: Floats) -> None:
+    if not all_finite(block):
+        raise UpdateError("values: a number that is not finite")
+
+
+def _pack(packed: Dense, values: Floats, lost: Floats | None, start: int, end: int) -> None:
+    if lost is None:
+        return packed.pack(values[start:end], start, end)
+    wanted = lost[start:end]
+    wanted += values[start:end]
+    packed.pack(wanted, start, end)
+    sent = scratch(end - start)
+    packed.unpack(start, end, sent)
+    wanted -= sent
+
+
+def _unpack(packed: Dense, out: Floats, start: int, end: int) -> None:
+    packed.unpack(start, end, out)
+    expect_finite(out)
+
+
+def _add(packed: Dense, target: Floats, scale: float, start: int, end: int) -> None:
+    block = scratch(end - start)
+    packed.unpack(start, end, block)
+    block *= scale
+    target += block

@@ -1,0 +1,99 @@
+"""A plugin as somebody else would write it: a rule, a codec, a task and a model, in one file."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.config import Run
+from shoal.models.shapes import Shapes
+from shoal.plugins import Aggregation, Codec, Model, PositiveInt, PositiveShare, Task, builds
+from shoal.tasks import Batch, Loss, TaskInfo
+from shoal.tasks.classification import Classification
+from shoal.updates.coder import Coder
+from shoal.updates.frames import expect_frames, frame_of, values_of
+from shoal.updates.mixing import Contributions
+
+
+class Drifting(Aggregation):
+    """A running mean of the updates: it remembers the last one."""
+
+    kind: Literal["drifting"] = "drifting"
+    pace: PositiveShare = 0.5
+    """Share of the new mean in the update."""
+
+
+@builds(Drifting)
+def drifting(rule: Drifting, there: Contributions) -> Tensor:
+    mean = there.rows.mean(0)
+    there.memory = mean if there.memory is None else torch.lerp(there.memory.to(mean), mean, rule.pace)
+    return there.memory.clone()
+
+
+class Rounded(Codec):
+    """Decimal places, as whole numbers of two bytes."""
+
+    kind: Literal["rounded"] = "rounded"
+    places: PositiveInt = 3
+    """Decimal places that are kept."""
+    error_feedback: bool = True
+    """What was lost is added to the next update."""
+
+
+@builds(Rounded)
+class RoundedCoder(Coder):
+    def __init__(self, settings: Rounded) -> None:
+        self.scale = np.float32(10**settings.places)
+
+    def pack(self, values: np.ndarray) -> tuple[memoryview, ...]:
+        return (frame_of(np.clip(np.rint(values * self.scale), -32767, 32767).astype("<i2")),)
+
+    def unpack(self, size: int, frames: Sequence[memoryview]) -> np.ndarray:
+        expect_frames(len(frames), 1)
+        return values_of(frames[0], "<i2", size, "whole numbers").astype(np.float32) / self.scale
+
+    def most_bytes(self, size: int) -> int:
+        return 2 * size
+
+
+class Margin(Task):
+    """The right class must score higher than all others by a margin."""
+
+    kind: Literal["margin"] = "margin"
+    needs = "labels"
+    margin: PositiveShare = 0.5
+    """By how much."""
+
+
+@builds(Margin)
+class MarginTask(Classification):
+    def __init__(self, settings: Margin, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> None:
+        super().__init__(players)
+        self.loss = nn.MultiMarginLoss(margin=settings.margin)
+
+    def losses(self, batch: Batch) -> Iterator[Loss]:
+        loss = self.loss(self.players["model"](batch["image"]), batch["label"])
+        yield Loss("model", loss, {"loss": loss})
+
+
+class Waves(Model):
+    """One hidden layer of sines."""
+
+    kind: Literal["waves"] = "waves"
+    learns = ("margin", "classification")
+    width: PositiveInt = 32
+    """How many of them."""
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+@builds(Waves)
+def waves(settings: Waves, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+    pixels = int(np.prod(shapes.image_shape))
+    layers = (nn.Flatten(), nn.Linear(pixels, settings.width), Sine(), nn.Linear(settings.width, shapes.num_classes))
+    return {"model": nn.Sequential(*layers)}
