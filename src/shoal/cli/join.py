@@ -12,15 +12,16 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.cli.ranks import as_rank, ignore_signals, island
-from shoal.cli.train import download
+from shoal.cli.showing import download, tell
 from shoal.config.environment import database_password
 from shoal.config.load import File, parse_override, resolve
 from shoal.config.ranks import of_several, place
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
+from shoal.runs.inviting import Invitation
 from shoal.transports.addresses import bracketed
 from shoal.transports.addresses import parse as parse_tcp
 from shoal.transports.databases import access_of, is_address
@@ -37,14 +38,6 @@ EPILOG = """\
 The coordinator sends everything else: the configuration, what the data must be, the tokenizer.
 Where this machine differs, say so: --set data.source.path=/my/mnist --set training.device=cpu
 """
-
-
-class Invitation(NamedTuple):
-    """How to reach a coordinator."""
-
-    address: str
-    token: str
-    key: str | None
 
 
 def run(argv: list[str]) -> int:
@@ -194,10 +187,6 @@ def _through_weather(address: str, name: str) -> tuple[Proxy, str]:
     weather = Proxy(f"tcp://{bracketed(access.host)}:{access.port}", profile(name), seed=0)
     reached = parse_tcp(weather.address)
     return weather, access._replace(host=reached.host, port=reached.port).address
-
-
-def tell(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 class Leaver(Protocol):
