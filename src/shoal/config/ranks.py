@@ -59,7 +59,7 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
 
 def of_several(run: Run) -> bool:
     """Whether a worker of this run is several processes."""
-    return run.engine.kind != "single" or run.transport.kind == "collectives"
+    return run.engine.kind != "single"
 
 
 def environment_of(here: Place) -> dict[str, str]:

@@ -139,43 +139,24 @@ def units_are_kept_in_a_database(settings: Settings, kind: str, transport: str) 
         settings.report("transport", message, "strategy.kind", "transport.kind", help="set transport.kind to postgres")
 
 
-@rule("transport.kind")
-def collectives_add_up(settings: Settings, kind: str) -> None:
-    """All that an all-reduce can do is to add up plain numbers of all, at once."""
-    if kind != "collectives":
+@rule("engine.kind", "strategy.kind")
+def replicas_meet_at_the_end_of_a_round(settings: Settings, engine: str, strategy: str) -> None:
+    """In between each process has weights of its own, which nobody may ask for or replace."""
+    if engine != "collectives":
         return
-    for path, only in _COLLECTIVE.items():
-        try:
-            given = settings.get(path)
-        except UnavailableError:
-            continue
-        if given != only:
-            told = "null" if only is None else str(only).lower() if isinstance(only, bool) else only
-            message = f"collectives add up the weights of all workers at once: `{settings.spelling(path)}` would have to be {told}"
-            settings.report("transport", message, path, "transport.kind", help="or set transport.kind to zmq")
-
-
-_COLLECTIVE = {
-    "strategy.kind": "diloco",
-    "strategy.fragments": 1,
-    "strategy.overlap_steps": 0,
-    "strategy.quorum": None,
-    "strategy.balance_speeds": False,
-    "engine.kind": "single",
-    "updates.codec.kind": "none",
-    "updates.aggregation.kind": "mean",
-    "updates.mixing.kind": "none",
-    "updates.privacy.enabled": False,
-    "updates.clip_norm": None,
-    "coordinator.trains": False,
-    "launch.devices_per_node": None,
-    "launch.nodes": None,
-}
+    if strategy != "diloco":
+        message = f"the processes of the engine collectives step by themselves between the rounds of diloco, and the strategy is {strategy}"
+        settings.report("engine", message, "engine.kind", "strategy.kind", help="set strategy.kind to diloco, or engine.kind to ddp")
+        return
+    for path, only in (("strategy.fragments", 1), ("strategy.overlap_steps", 0)):
+        if settings.get(path) != only:
+            message = f"the engine collectives averages whole models between rounds: `{settings.spelling(path)}` would have to be {only}"
+            settings.report("engine", message, path, "engine.kind", help="or choose another engine.kind")
 
 
 @rule("strategy.kind", "engine.kind")
 def a_unit_is_for_one_process(settings: Settings, kind: str, engine: str) -> None:
-    if kind == "workunits" and engine in ("ddp", "fsdp", "deepspeed"):
+    if kind == "workunits" and engine != "single":
         message = f"a unit of work is for one process, and {engine} is several"
         settings.report("engine", message, "engine.kind", "strategy.kind", help="set engine.kind to single, or choose another strategy")
 

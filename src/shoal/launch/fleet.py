@@ -1,7 +1,7 @@
 """The processes that torchrun started, as the workers of a run: the first one coordinates, and each starts a worker, or its part of one.
 
 Where an engine is one process, each of them is a worker; where it spans several, those of a machine are (or of as many machines as
-`launch.nodes` says); where workers meet in collectives, all of them are one to the coordinator. All they know of each other is what
+`launch.nodes` says). All they know of each other is what
 torchrun's variables say; the rest they hear from the first one, in torchrun's own store. How often torchrun has started them again is not
 the same on all machines, so nothing goes by that: who starts asks under a number that it has made up, and is answered under that.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from shoal.config import Run
 from shoal.config.ranks import Place, environment_of, of_several, without_place
-from shoal.config.schema.cluster import Collectives, XmlRpc, Zmq
+from shoal.config.schema.cluster import XmlRpc, Zmq
 from shoal.engines import Meeting
 from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorkers, gpus_of, names_for
@@ -40,15 +40,14 @@ class Fleet:
 
     def __init__(self, run: Run, here: Place) -> None:
         self.here, self.run = here, run
-        if not isinstance(run.transport, (Zmq, XmlRpc, Collectives)):
+        if not isinstance(run.transport, (Zmq, XmlRpc)):
             raise ShoalError(f"transport.kind {run.transport.kind}: the processes of torchrun speak zmq; start others with `shoal join`")
         self.machines = int(os.environ.get("GROUP_WORLD_SIZE", here.nodes))
         self.per_worker = self._per_worker()
         self.workers = here.size // self.per_worker
-        there = here.size if run.transport.kind == "collectives" else self.workers
         expected = run.cluster.num_workers
-        if expected is not None and there not in (expected, expected + run.coordinator.trains):
-            raise ShoalError(f"cluster.num_workers is {expected}, and torchrun started {there}")
+        if expected is not None and self.workers not in (expected, expected + run.coordinator.trains):
+            raise ShoalError(f"cluster.num_workers is {expected}, and torchrun started {self.workers}")
         self.group, self.rank = divmod(here.rank, self.per_worker)
         self.name = names_for(self.workers, run.cluster.workers)[self.group]
         self.number = next(_RUNS)
@@ -59,8 +58,6 @@ class Fleet:
     def _per_worker(self) -> int:
         """Processes that make up one worker."""
         settings, here = self.run.launch, self.here
-        if self.run.transport.kind == "collectives":
-            return here.size
         if self.run.engine.kind == "single":
             return 1
         if settings.devices_per_node not in (None, here.local_size):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shoal.config import Run
 from shoal.config.fields import Secret
-from shoal.config.schema.cluster import Collectives, Postgres, Transport, Zmq
+from shoal.config.schema.cluster import Postgres, Transport
 from shoal.errors import ShoalError
 from shoal.launch.postgres import EmbeddedPostgres
 from shoal.runs.assembly import continued
@@ -51,8 +51,6 @@ def ground_for(run: Run, run_dir: str | None, resume: bool, hosts: tuple[str, ..
 def _near(settings: Transport, invite: bool, hosts: bool) -> Transport:
     """Where to listen: addresses that were asked for count more than the configuration, and workers of this machine need no
     particular port."""
-    if isinstance(settings, Collectives):  # for the one of them that speaks for all
-        return Zmq(port=0)
     if invite and not hosts:
         return settings
     changed: Transport = settings.replace(host=None) if invite else settings.replace(host=None, port=0)

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.config.former import was_a_transport
 from shoal.config.load import Loaded, Override
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import Place, of_several, place
@@ -114,7 +115,10 @@ def plan(load: Load, asked: Asked) -> Plan:
     if loaded.run.strategy.kind == "local":
         return _local(loaded, asked)
     wait_quietly()
-    here, count = place(), asked.workers or loaded.run.cluster.num_workers or asked.otherwise
+    if asked.workers and was_a_transport(loaded.settings):
+        more.append(Override("launch.devices_per_node", str(asked.workers), "--workers"))
+        loaded, asked = _good(load(more)), asked._replace(workers=1)
+    here, count = place(), asked.workers or loaded.run.cluster.num_workers or _otherwise(loaded.run, asked)
     if facts := facts_of(loaded.run, here, count):
         loaded = _good(load([*more, *facts]))
     if here is not None:
@@ -142,8 +146,6 @@ def _invited(loaded: Loaded, asked: Asked) -> Plan:
     run = loaded.run
     if run.strategy.kind == "local":
         raise ShoalError("strategy.kind is local, so there is nobody to coordinate: --set strategy.kind=syncps (or edp, async)")
-    if run.transport.kind == "collectives":
-        raise ShoalError("transport.kind: who meets in collectives starts together: use `torchrun … -m shoal train`, or choose zmq")
     if isinstance(run.transport, Postgres) and len(asked.hosts) > (run.transport.host == "embedded"):
         raise ShoalError("--host: a database of the run's own listens at one address, and another one listens where it does")
     wait_quietly()
@@ -165,12 +167,13 @@ def _in_fleet(loaded: Loaded, asked: Asked, here: Place) -> Plan:
     return Plan(Way.COORDINATES, loaded, asked, workers=fleet.workers, fleet=fleet)
 
 
+def _otherwise(run: Run, asked: Asked) -> int:
+    """Workers where nobody says how many. The processes of collectives are a room of workers already."""
+    return asked.otherwise or int(run.engine.kind == "collectives" and not asked.resume)
+
+
 def _number(run: Run, asked: Asked, count: int) -> int:
     """Workers to start here."""
-    if run.transport.kind == "collectives":
-        if not count:
-            raise ShoalError("how many workers? --workers N starts them here")
-        return 1  # to the coordinator they are one
     if not count and not asked.resume:
         raise ShoalError(f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({run.strategy.kind})")
     return count + bool(count and run.coordinator.trains and not asked.workers)

@@ -17,6 +17,7 @@ from shoal.config.layers import default_at
 from shoal.config.load import File, Loaded, resolve
 from shoal.config.ranks import Place
 from shoal.config.text import data_of
+from shoal.engines import KINDS as ENGINES
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
@@ -45,8 +46,8 @@ def refuse_unbuilt(loaded: Loaded) -> None:
     run = loaded.run
     if run.model.kind == "moe":
         raise ShoalError("models of kind moe are not built yet")
-    if run.engine.kind == "pipeline":
-        raise ShoalError("the engine pipeline is not built yet; single, ddp, fsdp and deepspeed are")
+    if run.engine.kind not in ENGINES:
+        raise ShoalError(f"the engine {run.engine.kind} is not built yet; there are {', '.join(ENGINES)}")
     if run.data.source is not None and run.data.source.kind == "preferences":
         raise ShoalError("data.source: learning from preferences is not built yet")
     for path, history in loaded.settings.history.items():

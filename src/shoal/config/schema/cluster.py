@@ -61,13 +61,7 @@ class InProcess(Section):
     kind: Literal["in-process"] = "in-process"
 
 
-class Collectives(Section):
-    """torch.distributed between workers that start together and end together (gloo, or NCCL on GPUs): for diloco in one machine room."""
-
-    kind: Literal["collectives"] = "collectives"
-
-
-Transport = Union[Zmq, XmlRpc, Postgres, Collectives, InProcess]
+Transport = Union[Zmq, XmlRpc, Postgres, InProcess]
 
 
 class Host(Section):
