@@ -60,6 +60,9 @@ def run(argv: list[str]) -> int:
     )
     made.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
     made.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for a coordinator that is gone")
+    made.add_argument(
+        "--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="call this function where the run asks for it"
+    )
     made.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
     arguments = made.parse_args(argv)
     here = place()
@@ -86,6 +89,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         reached = invitation._replace(address=address)
     try:
         joined = _join_in_database(_way(arguments, reached)) if in_database else Joined(_way(arguments, reached), tell)
+        _check_trust(joined, arguments.factory)
         here = place_in(joined.run)
         if isinstance(joined, Joined) and here is None and of_several(joined.run):
             joined.leave()
@@ -102,6 +106,17 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         if weather is not None:
             weather.close()
     return 0
+
+
+def _check_trust(joined: Joined | Leasing, trusted: list[str]) -> None:
+    """A coordinator sends names of functions, never code; a worker calls only those that it was told to."""
+    from shoal.runs.given import factories_of
+
+    unknown = [name for name in factories_of(joined.run) if name not in trusted]
+    if unknown:
+        joined.close()
+        wanted = " ".join(f"--factory {name}" for name in unknown)
+        raise ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
 
 
 def _join_in_database(way: Way) -> Joined | Leasing:

@@ -15,7 +15,7 @@ from shoal.cli.showing import download, show_invitation, show_outcome, stopping_
 from shoal.config.load import Override
 from shoal.config.problems import ConfigError
 from shoal.errors import ShoalError
-from shoal.launch.starting import Arguments, Asked, Plan, Started, Way, plan, started
+from shoal.launch.starting import Arguments, Asked, Plan, Way, headline, plan, started
 
 if TYPE_CHECKING:
     from shoal.worker.interfaces import World
@@ -70,21 +70,12 @@ def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
     reporters = [progress_for(sys.stderr, run.log_level, cluster), *sinks_for(run)] if speaks else []
     with started(made, reporters, download if speaks else None, arguments) as ready:
         loop = ready.loop
-        loop.message(_headline(made, ready))
+        loop.message(headline(made, loop))
         if made.asked.invite:
             show_invitation(ready)
         with stopping_on_signals(loop):
             outcome = ready.train()
         return show_outcome(loop, outcome) if speaks else 0, loop.engine.world
-
-
-def _headline(made: Plan, ready: Started) -> str:
-    loop = ready.loop
-    rest = f"{loop.engine.size:,} parameters, in {loop.directory.path}"
-    if made.way is Way.COORDINATES:
-        return f"{made.run.strategy.kind}, {rest}"
-    where = loop.engine.device if made.here is None else f"{made.here.size} × {loop.engine.device.type} ({made.run.engine.kind})"
-    return f"{loop.engine.task.__class__.__name__} on {where}, {rest}"
 
 
 def weather_and_speeds(netem: str | None, slowdown: Sequence[str]) -> Arguments:

@@ -10,6 +10,8 @@ Step = Callable[[Settings], None]
 _STEPS: list[Step] = []
 TASKS = {"mlp": "classification", "dcgan": "gan", "lstm": "language-modelling", "gpt": "language-modelling", "moe": "language-modelling"}
 TASKS["huggingface"] = "language-modelling"
+OWN = ("live", "factory")
+"""Kinds of models and data that are somebody's own."""
 
 
 def derive(settings: Settings) -> None:
@@ -80,8 +82,20 @@ def task(settings: Settings) -> None:
         kind = settings.get("model.kind")
         if settings.get("rlhf") is not None:
             settings.derive("task", "ppo", "there is an rlhf section")
+        elif kind in OWN:
+            name, why = _task_of_data(settings)
+            settings.derive("task", name, why)
         else:
             settings.derive("task", TASKS[kind], f"what a model of kind {kind} is for")
+
+
+def _task_of_data(settings: Settings) -> tuple[str, str]:
+    """What a model of somebody's own learns from data that settings describe."""
+    kind = settings.get("data.source.kind") if ("data", "source") in settings.kinds else "live"
+    if kind in OWN:
+        return "custom", "the data is one's own"
+    name = settings.get("data.source.name") if kind == "builtin" else kind
+    return ("classification" if name in ("digits", "mnist", "images") else "language-modelling"), f"data.source is {name}"
 
 
 @_step

@@ -390,8 +390,10 @@ def tasks_named_once(settings: Settings, tasks: tuple[Any, ...]) -> None:
 
 @rule("task", "model.kind")
 def task_fits_model(settings: Settings, task: str | None, kind: str) -> None:
-    from shoal.config.derive import TASKS
+    from shoal.config.derive import OWN, TASKS
 
+    if kind in OWN:
+        return
     wanted = {"ppo": "language-modelling"}.get(task or "", task)
     if task is not None and TASKS[kind] != wanted:
         settings.report("task", f"a model of kind {kind} does not learn {task}", "task", "model.kind")

@@ -71,7 +71,7 @@ class Stream(Protocol):
 class Info(NamedTuple):
     """What kind of data it is."""
 
-    kind: Literal["image", "text"]
+    kind: Literal["image", "text", "own"]
     name: str
     """For people."""
     image_shape: tuple[int, int, int] | None = None

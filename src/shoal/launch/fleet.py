@@ -23,7 +23,7 @@ from shoal.config.ranks import Place, environment_of, of_several, without_place
 from shoal.config.schema.cluster import XmlRpc, Zmq
 from shoal.engines import Meeting
 from shoal.errors import ShoalError
-from shoal.launch.local import LocalWorkers, gpus_of, names_for
+from shoal.launch.local import LocalWorkers, gpus_of, names_for, trusting
 from shoal.runs.inviting import Invitation
 from shoal.transports.addresses import parse
 
@@ -117,9 +117,10 @@ class Fleet:
 
     # --- the others --------------------------------------------------------------------------------
 
-    def work(self, tell: Callable[[str], None]) -> None:
-        """Until the run is over. Raises ShoalError where the worker cannot go on."""
-        started = self._worker(*self.ask())
+    def work(self, tell: Callable[[str], None]) -> Path:
+        """Until the run is over; its folder. Raises ShoalError where the worker cannot go on."""
+        invitation, folder = self.ask()
+        started = self._worker(invitation, folder)
         try:
             started.start()
             while not started.ended:
@@ -127,6 +128,7 @@ class Fleet:
                 time.sleep(_LOOK_S)
         finally:
             started.close()
+        return folder
 
     def ask(self) -> tuple[Invitation, Path]:
         """Whom to join, and where the run's folder is. Raises ShoalError where nobody says."""
@@ -147,7 +149,8 @@ class Fleet:
     def _worker(self, invitation: Invitation, folder: Path) -> LocalWorkers:
         """The process that computes here. Those of an island start again together, which is torchrun's to do."""
         told, gpus, several = invitation._asdict(), gpus_of(self.run), of_several(self.run)
-        environ = dict(os.environ)
+        trusted, modules = trusting(self.run)
+        environ = dict(modules or os.environ)
         if several:
             here = self.here._replace(rank=self.rank, size=self.per_worker, hosted=True, group=f"{self.start} {self.group}")
             environ |= environment_of(here)
@@ -155,4 +158,4 @@ class Fleet:
             environ = without_place(environ)
             gpus = gpus[self.here.local_rank % len(gpus) :][:1] if gpus else []
         log = f"{self.name}-{self.rank}" if several else self.name
-        return LocalWorkers(folder / "workers", told, {self.name: ()}, gpus, environ=environ, again=not several, log=log)
+        return LocalWorkers(folder / "workers", told, {self.name: trusted}, gpus, environ=environ, again=not several, log=log)

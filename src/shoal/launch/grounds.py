@@ -38,8 +38,8 @@ def ground_for(run: Run, run_dir: str | None, resume: bool, hosts: tuple[str, ..
     """Until the end of the run. A database that the run asks for, and that nobody else runs, is started."""
     settings = run.transport
     if settings.kind == "in-process":
-        raise ShoalError("transport.kind: workers are processes of their own, which in-process does not reach: choose zmq or xmlrpc")
-    if not isinstance(settings, Postgres):
+        yield Ground(run_dir, settings)
+    elif not isinstance(settings, Postgres):
         yield Ground(run_dir, _near(settings, invite, invite and hosts != ("0.0.0.0",)))
     elif settings.host != "embedded":
         yield Ground(run_dir, settings, role="STUDENT")

@@ -13,22 +13,26 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.config.derive import OWN
 from shoal.config.former import was_a_transport
 from shoal.config.load import Loaded, Override
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import Place, of_several, place
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
-from shoal.launch.local import LocalWorkers, gpus_of, names_for, wait_quietly
+from shoal.launch.local import LocalWorkers, fair_threads, gpus_of, names_for, trusting, wait_quietly
 from shoal.launch.ranks import Crew, facts_of, place_in
 
 if TYPE_CHECKING:
     from shoal.config import Run
     from shoal.launch.fleet import Fleet
+    from shoal.launch.threads import WorkerThreads
     from shoal.runs.assembly import Progress
     from shoal.runs.coordinating import Coordinating
+    from shoal.runs.given import Given
     from shoal.runs.inviting import Invitation
-    from shoal.runs.loop import Loop, Reporter
+    from shoal.runs.loop import Loop
+from shoal.runs.reporter import Reporter
 
 Load = Callable[[Sequence[Override]], Loaded]
 """Resolves the configuration with some more settings on top."""
@@ -49,6 +53,8 @@ class Asked(NamedTuple):
     """Workers of other machines may join."""
     hosts: tuple[str, ...] = ()
     """Addresses to listen on for them; none: all that this machine has."""
+    live: tuple[str, ...] = ()
+    """Names of what the program brings along and workers need: only threads of this process can have it."""
 
 
 class Way(Enum):
@@ -107,13 +113,17 @@ def plan(load: Load, asked: Asked) -> Plan:
     loaded, note = _good(load([])), ""
     more: list[Override] = []
     if asked.workers and loaded.run.strategy.kind == "local":
-        note = "strategy: syncps, since there are workers (edp and async are others: --set strategy.kind=…)"
+        note = "strategy.kind: syncps, since there are workers (edp and async are others)"
         more = [Override("strategy.kind", "syncps", "--workers")]
         loaded = _good(load(more))
     if asked.invite:
         return _invited(loaded, asked)
     if loaded.run.strategy.kind == "local":
         return _local(loaded, asked)
+    if asked.live:
+        _refuse_other_processes(loaded, asked.live)
+        more.append(Override("transport.kind", "in-process", f"{asked.live[0]}=…"))
+        loaded = _good(load(more))
     wait_quietly()
     if asked.workers and was_a_transport(loaded.settings):
         more.append(Override("launch.devices_per_node", str(asked.workers), "--workers"))
@@ -132,9 +142,24 @@ def _good(loaded: Loaded) -> Loaded:
     return loaded
 
 
+def _refuse_other_processes(loaded: Loaded, live: tuple[str, ...]) -> None:
+    """Raise ShoalError where workers are to be processes, which cannot have live objects of this one."""
+    run, settings = loaded.run, loaded.settings
+    spoken = settings.given("transport.kind") and run.transport.kind != "in-process"
+    asks = "torchrun has started several" if place() else f"transport.kind is {run.transport.kind}" if spoken else ""
+    asks = asks or (f"the engine {run.engine.kind} is several" if of_several(run) else "")
+    if asks:
+        raise ShoalError(
+            f"{' and '.join(f'{name}=' for name in live)} cannot be handed to other processes, and {asks}. For worker processes name "
+            f'functions that make them ({live[0]}="module:function"); workers that are threads of this process need no transport'
+        )
+
+
 def _local(loaded: Loaded, asked: Asked) -> Plan:
     here = place_in(loaded.run)
     if here is None and of_several(loaded.run):
+        if asked.live:
+            _refuse_other_processes(loaded, asked.live)
         from shoal.runs.assembly import refuse_unbuilt
 
         refuse_unbuilt(loaded)
@@ -146,6 +171,8 @@ def _invited(loaded: Loaded, asked: Asked) -> Plan:
     run = loaded.run
     if run.strategy.kind == "local":
         raise ShoalError("strategy.kind is local, so there is nobody to coordinate: --set strategy.kind=syncps (or edp, async)")
+    if run.transport.kind == "in-process":
+        raise ShoalError("transport.kind: other machines do not reach workers that are threads of this process: choose zmq or postgres")
     if isinstance(run.transport, Postgres) and len(asked.hosts) > (run.transport.host == "embedded"):
         raise ShoalError("--host: a database of the run's own listens at one address, and another one listens where it does")
     wait_quietly()
@@ -185,10 +212,17 @@ def started(
     reporters: list[Reporter],
     progress: Progress | None = None,
     arguments: Arguments = lambda names: dict.fromkeys(names, ()),
+    given: Given | None = None,
 ) -> Iterator[Started]:
-    """Put a run together that this process trains or coordinates. What it needs besides, such as a database, is there until the end."""
+    """Put a run together that this process trains or coordinates. What it needs besides, such as a database, is there until the end.
+
+    `given`: live parts that the program brings along.
+    """
+    from shoal.runs.given import NOTHING
+
+    given = given or NOTHING
     if plan.way is Way.ALONE:
-        yield _alone(plan, reporters, progress)
+        yield _alone(plan, reporters, progress, given)
         return
     assert plan.way is Way.COORDINATES, plan.way
     from shoal.launch.grounds import ground_for
@@ -206,18 +240,31 @@ def started(
             workers=_expected(plan),
             hosts=hosts,
             transport=ground.transport,
+            given=given,
         )
         if ground.invitation is not None:
             made = made._replace(invitation=ground.invitation)
         workers = arguments(_names(plan, made))
-        yield Started(made.loop, lambda: _coordinate(plan, made, workers), made.invitation, ground.role)
+        yield Started(made.loop, lambda: _coordinate(plan, made, workers, given), made.invitation, ground.role)
 
 
-def _alone(plan: Plan, reporters: list[Reporter], progress: Progress | None) -> Started:
+def headline(plan: Plan, loop: Loop) -> str:
+    """What is about to be trained, for people."""
+    rest = f"{loop.engine.size:,} parameters, in {loop.directory.path}"
+    if plan.way is Way.COORDINATES:
+        return f"{plan.run.strategy.kind}, {rest}"
+    where = loop.engine.device if plan.here is None else f"{plan.here.size} × {loop.engine.device.type} ({plan.run.engine.kind})"
+    own = plan.run.model.kind in OWN
+    what = loop.engine.task.players["model"] if own else loop.engine.task
+    return f"{type(what).__name__} on {where}, {rest}"
+
+
+def _alone(plan: Plan, reporters: list[Reporter], progress: Progress | None, given: Given) -> Started:
     from shoal.runs.alone import prepare
 
+    asked = plan.asked
     loop = prepare(
-        plan.loaded, run_dir=plan.asked.run_dir, resume=plan.asked.resume, reporters=reporters, progress=progress, here=plan.here
+        plan.loaded, run_dir=asked.run_dir, resume=asked.resume, reporters=reporters, progress=progress, here=plan.here, given=given
     )
     return Started(loop, lambda: _finished(loop, loop.train()))
 
@@ -248,37 +295,59 @@ def _names(plan: Plan, made: Coordinating) -> list[str]:
     return names_for(workers, (cluster.server or "here",) if plan.asked.invite else cluster.workers)
 
 
-def _coordinate(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]]) -> Outcome:
+def _coordinate(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> Outcome:
     """Coordinate, with workers that are started here, or by each of the processes that torchrun started."""
-    with closing(made.loop.server), _threads_left_to(workers):
-        outcome = _finished(made.loop, _train_with(made, workers, plan.fleet))
+    threads = fair_threads(len(workers)) if plan.run.transport.kind == "in-process" else 1
+    with closing(made.loop.server), _computing_with(threads if workers else None):
+        outcome = _finished(made.loop, _train_with(plan, made, workers, given))
     if plan.fleet is not None:
         plan.fleet.end(outcome.summary)
     return outcome
 
 
 @contextmanager
-def _threads_left_to(workers: Mapping[str, Any]) -> Iterator[None]:
-    """Compute with one thread beside workers of this machine: they need the cores more."""
+def _computing_with(threads: int | None) -> Iterator[None]:
+    """Let torch use so many threads for a while: workers beside this process need the cores more. None: as many as it has."""
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1 if workers else before)
+    torch.set_num_threads(threads or before)
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
-def _train_with(made: Coordinating, workers: Mapping[str, Sequence[str]], fleet: Fleet | None) -> dict[str, Any]:
+def _train_with(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> dict[str, Any]:
     loop = made.loop
-    if fleet is not None:
-        staff, loop.goodbye_s = fleet.announce(made.invitation, loop.directory.path), math.inf
-    else:
-        crew = Crew.of(loop.run, "join", loop.message, max(1, len(workers)))
-        invitation = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
-        staff = LocalWorkers(loop.directory.path / "workers", invitation, workers, gpus_of(loop.run))
+    staff = _staff(plan, made, workers, given)
+    if plan.fleet is not None:
+        loop.goodbye_s = math.inf
     loop.beside = lambda: staff.look_after(loop.message, loop.lost)
     with closing(staff):
         staff.start()
         return loop.train()
+
+
+def _staff(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> LocalWorkers | WorkerThreads:
+    """The workers here, not started yet."""
+    loop, folder = made.loop, made.loop.directory.path / "workers"
+    if plan.fleet is not None:
+        return plan.fleet.announce(made.invitation, loop.directory.path)
+    if plan.run.transport.kind == "in-process":
+        return _threads(plan.run, made, workers, given)
+    crew = Crew.of(loop.run, "join", loop.message, max(1, len(workers)))
+    invitation = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
+    trusted, environ = trusting(loop.run)
+    every = {name: [*arguments, *trusted] for name, arguments in workers.items()}
+    return LocalWorkers(folder, invitation, every, gpus_of(loop.run), environ=environ)
+
+
+def _threads(run: Run, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> WorkerThreads:
+    from shoal.launch.threads import WorkerThreads
+
+    if of_several(run):
+        raise ShoalError(f"transport.kind in-process: workers are threads of this process, and the engine {run.engine.kind} is several")
+    if any(workers.values()):
+        raise ShoalError("transport.kind in-process: --netem and --slowdown are for workers that are processes of their own")
+    return WorkerThreads(made.loop.directory.path / "workers", made.invitation, list(workers), given, made.loop.message)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.config import Run
+from shoal.config.derive import OWN
 from shoal.errors import ShoalError
 from shoal.models import dcgan, gpt, huggingface, lstm, mlp
 from shoal.models.shapes import Shapes
@@ -26,6 +27,8 @@ BUILDERS: dict[str, Callable[[Any, Run, Shapes], Players]] = {
 def build(run: Run, shapes: Shapes) -> Players:
     """The networks of `run.model` by name. The same seed gives the same weights, on the CPU, whatever was drawn before."""
     kind = run.model.kind
+    if kind in OWN:
+        raise ShoalError(f"the model of this run came from a Python program (model.kind {kind}): only that program can put it together")
     if kind not in BUILDERS:
         raise ShoalError(f"models of kind {kind} are not built yet; choose another model.kind: {', '.join(BUILDERS)}")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shoal import data, models, tasks
+from shoal import data, models
 from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.layers import default_at
@@ -22,7 +22,8 @@ from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
 from shoal.runs.checkpoint import Checkpoint, Checkpoints
-from shoal.runs.loop import Reporter
+from shoal.runs.given import NOTHING, Given, players_of, samples_of, task_of
+from shoal.runs.reporter import Reporter
 from shoal.runs.run_directory import RunDirectory, same_settings
 from shoal.tasks.images import grid, save_png
 
@@ -82,18 +83,19 @@ def assemble(
     length: Length | None = None,
     here: Place | None = None,
     world: World | None = None,
+    given: Given = NOTHING,
 ) -> Parts:
     """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder.
 
     `length` tells how many steps the run has; None: as many as one worker alone takes. `here` and `world` are for a process that
-    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine.
+    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `given` are live parts
+    that a program has brought along.
     """
     saved = tokenizer_of / "tokenizer" if tokenizer_of else None
     source = run.replace(data=run.data.replace(tokenizer=str(saved))) if saved and saved.is_dir() else run
-    samples = data.load(source, progress=progress)
-    players: dict[str, nn.Module] = models.build(run, samples.info)
+    samples = samples_of(run, given, lambda: data.load(source, progress=progress))
     tokenizer = samples.info.tokenizer
-    task = tasks.build(run, players, samples.info, tokenizer.eos_id if tokenizer else None)
+    task = task_of(run, given, players_of(run, given, samples.info), samples.info, tokenizer.eos_id if tokenizer else None)
     rank, ranks = (world.rank, world.size) if world else (0, 1)
     torch.manual_seed(run.seed + 1_000_003 * rank)
     feed = feed_of(run, samples, part=(rank, ranks))

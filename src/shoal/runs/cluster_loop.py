@@ -25,7 +25,8 @@ from shoal.runs.checkpoint import Saved, save_weights
 from shoal.runs.judging import Judge
 from shoal.runs.keeping import Board, Files, Store
 from shoal.runs.learners import EngineLearner
-from shoal.runs.loop import Loop, Reporter
+from shoal.runs.loop import Loop
+from shoal.runs.reporter import Reporter
 from shoal.runs.run_directory import RunDirectory
 from shoal.runs.snapshot_writer import Photographs
 from shoal.transports import Message, Request, Server

@@ -25,6 +25,7 @@ from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
 from shoal.runs.agreement import fingerprint, fragments_of, policy_of
 from shoal.runs.assembly import Parts, Progress, assemble, feed_of
+from shoal.runs.given import NOTHING, Given
 from shoal.runs.keepsake import Keepsakes
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
@@ -125,10 +126,10 @@ class Joined:
             self.close()
             raise
 
-    def prepare(self, progress: Progress | None = None, here: Place | None = None) -> None:
+    def prepare(self, progress: Progress | None = None, here: Place | None = None, given: Given = NOTHING) -> None:
         """Put together what the work takes. `here`: as the first of several processes, which all get ready with it."""
         try:
-            self.member = self._member(progress, here)
+            self.member = self._member(progress, here, given)
         except BaseException:
             self.close()
             raise
@@ -141,7 +142,7 @@ class Joined:
     def state(self) -> str:
         return self.member.state if self.member else "preparing"
 
-    def _member(self, progress: Progress | None, here: Place | None) -> Member:
+    def _member(self, progress: Progress | None, here: Place | None, given: Given) -> Member:
         header = self.welcome.header
         meeting = Meeting(here) if here is not None else None
         if meeting is not None:
@@ -149,7 +150,7 @@ class Joined:
             meeting.say("words", str(len(words)))
             for number, word in enumerate(words):
                 meeting.say(f"word {number}", word)
-        share = Share.of(header, self.welcome.frames, self.way, meeting, self.tell, progress)
+        share = Share.of(header, self.welcome.frames, self.way, meeting, self.tell, progress, given)
         common: dict[str, Any] = {
             "accumulation": self.run.training.gradient_accumulation_steps,
             "receipts": Receipts(self.way.receipts),
@@ -227,8 +228,9 @@ class Share(NamedTuple):
         meeting: Meeting | None,
         tell: Callable[[str], None],
         progress: Progress | None = None,
+        given: Given = NOTHING,
     ) -> Share:
-        parts = parts_for(header, frames, way.overrides, progress, meeting)
+        parts = parts_for(header, frames, way.overrides, progress, meeting, given)
         policy = policy_of(parts.run, header["shards"])
         torch.manual_seed(parts.run.seed + header["seat"] + 1_000_003 * parts.engine.crew.rank)
         return cls(parts, policy, header["shards"], _keepsakes(parts, policy, way, header["name"], tell))
@@ -294,6 +296,7 @@ def parts_for(
     overrides: Sequence[Override],
     progress: Progress | None,
     meeting: Meeting | None = None,
+    given: Given = NOTHING,
 ) -> Parts:
     """What the run is made of, on this machine; the same as at the coordinator's, or an error."""
     run = configuration(header, overrides)
@@ -301,7 +304,7 @@ def parts_for(
     world = meeting.enter(choose_device(run.training.device, meeting.here.local_rank)) if meeting is not None else None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
-        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world)
+        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world, given)
     if fingerprint(parts.data) != header["data"]:
         raise ShoalError(
             f"the data here ({parts.data.info.name}) is not what the coordinator has: put the same files in place, "

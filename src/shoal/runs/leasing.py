@@ -13,6 +13,7 @@ from shoal.config.schema.cluster import Postgres
 from shoal.config.schema.strategy import WorkUnits
 from shoal.errors import ShoalError
 from shoal.runs.assembly import Parts, Progress
+from shoal.runs.given import NOTHING, Given
 from shoal.runs.joining import Joined, Way, about_here, configuration, parts_for
 from shoal.transports import Message
 from shoal.transports.postgres import UnitDesk
@@ -51,11 +52,11 @@ class Leasing:
         self.name: str = desk.enter(way.name, about_here())
         self.pulse = Pulse(self._beat, welcome.header["heartbeat_s"])
 
-    def prepare(self, progress: Progress | None = None, here: Place | None = None) -> None:
+    def prepare(self, progress: Progress | None = None, here: Place | None = None, given: Given = NOTHING) -> None:
         """Put together what the work takes."""
         assert here is None  # several processes were refused
         try:
-            self._work_on(parts_for(self.welcome.header, self.welcome.frames, self.way.overrides, progress))
+            self._work_on(parts_for(self.welcome.header, self.welcome.frames, self.way.overrides, progress, given=given))
         except BaseException:
             self.close()
             raise

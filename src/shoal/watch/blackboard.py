@@ -6,10 +6,11 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.runs.loop import Loop
-from shoal.watch.sinks import Quiet, metrics_of
+from shoal.runs.reporter import Reporter
+from shoal.watch.sinks import metrics_of
 
 
-class Blackboard(Quiet):
+class Blackboard(Reporter):
     """Writes into the database that the run goes through. Nobody trains worse because it could not be written."""
 
     def start(self, loop: Loop) -> None:

@@ -15,6 +15,7 @@ from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, to_yaml
 from shoal.runs.loop import Loop
+from shoal.runs.reporter import Reporter
 from shoal.watch.hub_card import Story, write_card
 from shoal.watch.hub_repository import PushError, Repository
 from shoal.watch.pusher import Pusher
@@ -36,7 +37,7 @@ class Snapshot(NamedTuple):
     weights: dict[str, Tensor]
 
 
-class HubUploads:
+class HubUploads(Reporter):
     """The reporter that pushes weights, the newest sample, settings, metrics and a model card."""
 
     def __init__(self, run: Run) -> None:
@@ -56,12 +57,6 @@ class HubUploads:
         if loop.step % self.run.hub.push_interval == 0 and loop.step < loop.engine.total_steps:
             self._offer(self.pusher)
         self._tell()
-
-    def record(self, record: dict[str, Any]) -> None:
-        return None
-
-    def message(self, text: str) -> None:
-        return None
 
     def close(self, summary: dict[str, Any]) -> None:
         if self.pusher is None:

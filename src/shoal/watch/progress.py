@@ -12,6 +12,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from shoal.runs.loop import Loop
+from shoal.runs.reporter import Reporter
 from shoal.watch import classroom
 
 _LOUD = ("loss", "accuracy", "perplexity", "discriminator_loss", "generator_loss", "discriminator_accuracy")
@@ -22,7 +23,7 @@ def figures(record: dict[str, Any]) -> str:
     return "  ".join(f"{name} {record[name]:.4g}" for name in _LOUD if name in record)
 
 
-class PlainProgress:
+class PlainProgress(Reporter):
     """A line for each evaluation, and one every few seconds. At level DEBUG every record, from WARNING on only warnings."""
 
     def __init__(self, stream: TextIO, level: str = "INFO", every_s: float = 5.0) -> None:
@@ -38,9 +39,6 @@ class PlainProgress:
         if loop.step:
             self.message(f"resumed from {loop.resumed_from} at step {loop.step}")
 
-    def step(self, loop: Loop) -> None:
-        return None
-
     def record(self, record: dict[str, Any]) -> None:
         now = time.monotonic()
         if record["split"] == "train" and now - self._last < self.every_s and record["step"] < self.total:
@@ -54,11 +52,8 @@ class PlainProgress:
             self.stream.write(text + "\n")
             self.stream.flush()
 
-    def close(self, summary: dict[str, Any]) -> None:
-        return None
 
-
-class LiveProgress:
+class LiveProgress(Reporter):
     """A bar with the latest figures, the time it took and the time it will take."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.errors import ShoalError
-from shoal.runs.loop import Loop, Reporter
+from shoal.runs.loop import Loop
+from shoal.runs.reporter import Reporter
 from shoal.watch.hub import HubUploads
 from shoal.watch.plot import save_curves
 
@@ -19,20 +20,7 @@ def metrics_of(record: dict[str, Any]) -> dict[str, float]:
     return {f"{record['split']}/{name}": value for name, value in record.items() if name not in _NOT_METRICS}
 
 
-class Quiet:
-    """A reporter that only cares for records."""
-
-    def start(self, loop: Loop) -> None:
-        return None
-
-    def step(self, loop: Loop) -> None:
-        return None
-
-    def message(self, text: str) -> None:
-        return None
-
-
-class TensorBoard(Quiet):
+class TensorBoard(Reporter):
     """Event files for TensorBoard."""
 
     def __init__(self, run: Run) -> None:
@@ -56,7 +44,7 @@ class TensorBoard(Quiet):
             self.writer.close()
 
 
-class Wandb(Quiet):
+class Wandb(Reporter):
     """Weights & Biases; works offline too."""
 
     def __init__(self, run: Run) -> None:
@@ -84,14 +72,11 @@ class Wandb(Quiet):
             self.session.finish(exit_code=0 if summary["status"] != "failed" else 1)
 
 
-class LossCurve(Quiet):
+class LossCurve(Reporter):
     """loss.png in the run's folder, drawn when it ends."""
 
     def start(self, loop: Loop) -> None:
         self.directory = loop.directory
-
-    def record(self, record: dict[str, Any]) -> None:
-        return None
 
     def close(self, summary: dict[str, Any]) -> None:
         if not hasattr(self, "directory"):

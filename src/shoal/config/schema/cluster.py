@@ -56,7 +56,7 @@ class Postgres(Section):
 
 
 class InProcess(Section):
-    """All in one process."""
+    """Workers are threads of the process that coordinates."""
 
     kind: Literal["in-process"] = "in-process"
 

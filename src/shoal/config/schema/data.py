@@ -96,7 +96,25 @@ class Mixture(Section):
     parts: tuple[MixturePart, ...]
 
 
-DataSource = Union[Builtin, Mnist, Images, Text, HubDataset, Wikitext, Snli, Preferences, Mixture]
+class LiveData(Section):
+    """Data that a Python program brings along: `shoal.train(data=…)`."""
+
+    kind: Literal["live"] = "live"
+
+
+class FactoryData(Section):
+    """Data that a Python function makes."""
+
+    kind: Literal["factory"] = "factory"
+    function: str
+    """`module:function`, called without arguments: it gives a list, a data set or something to iterate over."""
+    eval_function: str | None = None
+    """The same for held-out data; null: there is none."""
+    collate: str | None = None
+    """`module:function`, called with a list of samples: it gives a batch; null: samples are stacked."""
+
+
+DataSource = Union[Builtin, Mnist, Images, Text, HubDataset, Wikitext, Snli, Preferences, Mixture, LiveData, FactoryData]
 
 
 class Mixing(Section):

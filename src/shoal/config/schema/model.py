@@ -199,4 +199,20 @@ class HuggingFace(Section):
     """Fine-tune with LoRA; null: train all weights."""
 
 
-Model = Union[Mlp, Lstm, Gpt, Moe, Dcgan, HuggingFace]
+class LiveModel(Section):
+    """A network that a Python program brings along: `shoal.train(model=…)`."""
+
+    kind: Literal["live"] = "live"
+
+
+class FactoryModel(Section):
+    """A network that a Python function makes."""
+
+    kind: Literal["factory"] = "factory"
+    function: str
+    """`module:function`, called without arguments: it gives a torch.nn.Module."""
+    loss: str | None = None
+    """`module:function`, called with the model and a batch: it gives the loss; null: the usual one for such a batch."""
+
+
+Model = Union[Mlp, Lstm, Gpt, Moe, Dcgan, HuggingFace, LiveModel, FactoryModel]

@@ -14,7 +14,7 @@ from shoal.config.schema.strategy import Local, Strategy
 from shoal.config.schema.training import Training
 from shoal.config.schema.updates import Updates
 
-Task = Literal["classification", "language-modelling", "gan", "ppo"]
+Task = Literal["classification", "language-modelling", "gan", "ppo", "custom"]
 
 
 class Run(Section):
@@ -29,7 +29,7 @@ class Run(Section):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """How much is told while it runs: DEBUG every record, INFO progress, WARNING only warnings, ERROR nothing."""
     task: Task | None = None
-    """What is learned; null: what the model is for."""
+    """What is learned; null: what the model is for. `custom`: what a loss of one's own says."""
     model: Model = Mlp()
     data: Data = Data()
     training: Training = Training()
