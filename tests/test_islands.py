@@ -263,9 +263,9 @@ def test_torchrun_starts_a_killed_fleet_again_from_what_it_confirmed(processes: 
         "if os.environ['RANK'] == '1' and deaths < 2:\n"
         "    threading.Thread(target=die, args=(4 * deaths + 1,), daemon=True).start()\n"
         "common = ['strategy.kind=diloco', 'strategy.inner_steps=4', 'launch.devices_per_node=null', 'training.epochs=1000']\n"
-        "summary = train('config.yaml', overrides=[*common, 'training.max_steps=160'], run_dir='fleet')\n"
+        "one = train('config.yaml', overrides=[*common, 'training.max_steps=160'], run_dir='fleet')\n"
         "again = train('config.yaml', overrides=[*common, 'training.max_steps=8'], run_dir='again')\n"
-        "Path(f\"{os.environ['RANK']}.told\").write_text(f\"{summary['status']} {summary['steps']} {again['status']} {again['steps']}\")\n"
+        'Path(f"{os.environ[\'RANK\']}.told").write_text(f"{one.status} {one.steps} {again.status} {again.steps}")\n'
     )
     with two_machines(processes.folder, "--nproc-per-node", "1", "program.py") as machines:
         codes = [machine.wait(200) for machine in machines]

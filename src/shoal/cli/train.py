@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shoal.cli.options import parse, parser
+from shoal.config.ranks import place
 from shoal.errors import ShoalError
 
 
@@ -21,15 +22,17 @@ def run(argv: list[str]) -> int:
     from shoal.cli.running import carry_out, planned, weather_and_speeds
     from shoal.launch.starting import Asked
 
+    if place() is not None:
+        _refuse(arguments, "workers", "is for workers that Shoal starts here, and torchrun has started these: leave it out")
     plan = planned(arguments, overrides, Asked(arguments.run_dir, arguments.resume, arguments.workers))
-    if plan.fleet is not None:
-        _refuse(arguments, "is for workers that Shoal starts here, and torchrun has started these: leave it out")
-    elif plan.run.strategy.kind == "local":
-        _refuse(arguments, "needs workers: add --workers N")
+    for option in ("netem", "slowdown"):
+        if plan.fleet is not None:
+            _refuse(arguments, option, "is for workers that Shoal starts here, and torchrun has started these: leave it out")
+        elif plan.run.strategy.kind == "local":
+            _refuse(arguments, option, "needs workers: add --workers N")
     return carry_out(plan, argv, weather_and_speeds(arguments.netem, arguments.slowdown))
 
 
-def _refuse(arguments: argparse.Namespace, why: str) -> None:
-    for option in ("netem", "slowdown"):
-        if getattr(arguments, option):
-            raise ShoalError(f"--{option} {why}")
+def _refuse(arguments: argparse.Namespace, option: str, why: str) -> None:
+    if getattr(arguments, option):
+        raise ShoalError(f"--{option} {why}")

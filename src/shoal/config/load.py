@@ -14,7 +14,7 @@ from shoal.config.layers import Assignment, Key, Layer, Settings
 from shoal.config.presets import find as find_preset
 from shoal.config.problems import ConfigError, Label, Problem, errors
 from shoal.config.schema import Run
-from shoal.config.text import Entry, Node, Source, interpolate, node_of, parse_value, read
+from shoal.config.text import Entry, Node, Source, interpolate, parse_value, python_node, read
 
 VARIABLES = {
     "DB_PASSWORD": "transport[postgres].password",
@@ -98,12 +98,17 @@ def resolve(
 
 
 def resolve_data(
-    data: Mapping[str, Any], *, name: str, dialect: str, environ: Mapping[str, str] | None = None, overrides: Iterable[Override] = ()
+    data: Mapping[str, Any],
+    *,
+    name: str,
+    dialect: str,
+    environ: Mapping[str, str] | None = None,
+    overrides: Iterable[Override] = (),
+    key_style: str = '["{}"]',
 ) -> Loaded:
-    """The same for settings given in Python."""
+    """The same for settings given in Python: `name` is what the program calls them, `key_style` how it reaches one of them."""
     loader = _Loader(os.environ if environ is None else environ, dialect)
-    source = Source(name, kind="python")
-    root = node_of(data, source.whole())
+    root = python_node(data, name, key_style=key_style)
     return loader.finish([_Parsed(root, Layer(name, 10, dialect))], list(overrides))
 
 

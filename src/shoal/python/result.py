@@ -33,10 +33,15 @@ class Result:
     summary: Mapping[str, Any]
     """All that `summary.json` has."""
 
+    @property
+    def steps(self) -> int:
+        """Updates of the weights."""
+        return int(self.summary["steps"])
+
     def __repr__(self) -> str:
         last = self.metrics["eval"] or self.metrics["train"]
         figures = ", ".join(f"{name} {value:.4g}" for name, value in last.items() if name in ("loss", "accuracy"))
-        return f"Result({self.status} after {self.summary['steps']} steps: {figures}; {self.run_dir})"
+        return f"Result({self.status} after {self.steps} steps: {figures}; {self.run_dir})"
 
     def export(self, path: str | Path) -> Path:
         """Write the trained model into a new folder, for other programs: a model of transformers as `from_pretrained` loads it, another
