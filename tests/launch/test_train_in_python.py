@@ -149,7 +149,8 @@ def test_a_collate_makes_the_batches(tmp_path: Path) -> None:
         counts = torch.tensor([[float(row.count(letter)) for letter in "abc"] for row in rows])
         return counts, counts.sum(1)
 
-    result = train(small(tmp_path), model=nn.Linear(3, 1), data=texts, collate=collate, progress=False)
+    config = small(tmp_path, optimizer={"learning_rate": 0.1})
+    result = train(config, model=nn.Linear(3, 1), data=texts, collate=collate, progress=False)
     assert result.history[-1]["loss"] < result.history[0]["loss"], "squared error, since the targets are numbers"
 
 
