@@ -43,6 +43,7 @@ def show_outcome(loop: Loop, outcome: Outcome) -> int:
 
 def show_invitation(started: Started) -> None:
     """Print the one line that a worker needs; for machines that reach this one under an address of their own, theirs."""
+    from shoal.runs.given import factories_of
     from shoal.transports.addresses import parse as parse_address
     from shoal.transports.databases import is_address
     from shoal.transports.databases import parse as parse_database
@@ -50,14 +51,15 @@ def show_invitation(started: Started) -> None:
 
     invitation, cluster = started.invitation, started.loop.run.cluster
     assert invitation is not None
+    functions = "".join(f" --factory {name}" for name in factories_of(started.loop.run))
     if is_address(invitation.address):
         access = parse_database(invitation.address)
         if started.role:
             print("`shoal db grant student NAME FILE` lets somebody in, and prints the command:")
             access = access._replace(user=started.role, password=None)
-        print(f"workers join with:\n  shoal join {access.address}", flush=True)
+        print(f"workers join with:\n  shoal join {access.address}{functions}", flush=True)
         return
-    rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "")
+    rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "") + functions
     here = parse_address(invitation.address)
     print(f"workers join with:\n  shoal join {here} {rest}")
     for name in cluster.workers:

@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.config.derive import OWN
 from shoal.errors import ShoalError
+from shoal.models.huggingface import HuggingFace
 from shoal.runs.loop import Loop
 from shoal.runs.run_directory import RunDirectory
 
@@ -32,6 +33,8 @@ class Result:
     """What the coordinator did with what workers sent: `accepted`, `rejected` and so on; empty for one process alone."""
     summary: Mapping[str, Any]
     """All that `summary.json` has."""
+    own_model: bool = False
+    """Whether the network is one that the program, or a function that it named, has made."""
 
     @property
     def steps(self) -> int:
@@ -48,13 +51,13 @@ class Result:
         one as `model.safetensors`. Raises ShoalError."""
         from shoal.runs.trained import export, export_network
 
-        folder, kind = Path(path), self.summary["model_kind"]
-        if kind not in OWN:
-            export(str(self.run_dir), folder, lambda text: None)
-        elif self.model is None:
+        folder = Path(path)
+        if self.model is None:
             raise ShoalError("the trained model is in the process that coordinates: export it there")
-        else:
+        if self.own_model:
             export_network(self.model, folder)
+        else:
+            export(str(self.run_dir), folder, lambda text: None)
         return folder
 
 
@@ -62,17 +65,18 @@ def result_of(loop: Loop, summary: Mapping[str, Any]) -> Result:
     """The result in the process that trained, or coordinated."""
     players = loop.engine.task.players
     model = players["model"] if len(players) == 1 else nn.ModuleDict(players)
-    if loop.run.model.kind in OWN:
-        model = getattr(model, "inner", model)  # a model of transformers is wrapped where it learns from text
-    return _made(loop.directory, model.eval(), {**summary, "model_kind": loop.run.model.kind})
+    own = loop.run.model.kind in OWN
+    if own and isinstance(model, HuggingFace):  # wrapped, since it learned from text that the settings name
+        model = model.inner
+    return _made(loop.directory, model.eval(), summary, own)
 
 
-def result_elsewhere(folder: Path, kind: str, summary: Mapping[str, Any]) -> Result:
+def result_elsewhere(folder: Path, summary: Mapping[str, Any]) -> Result:
     """The result in a process that followed another one."""
-    return _made(RunDirectory(folder), None, {**summary, "model_kind": kind})
+    return _made(RunDirectory(folder), None, summary, False)
 
 
-def _made(directory: RunDirectory, model: nn.Module | None, summary: Mapping[str, Any]) -> Result:
+def _made(directory: RunDirectory, model: nn.Module | None, summary: Mapping[str, Any], own: bool) -> Result:
     return Result(
         status=summary["status"],
         run_dir=directory.path,
@@ -81,4 +85,5 @@ def _made(directory: RunDirectory, model: nn.Module | None, summary: Mapping[str
         history=tuple(directory.metrics()),
         contributions=summary.get("contributions", {}),
         summary=summary,
+        own_model=own,
     )

@@ -38,31 +38,27 @@ def train(
     """Train, alone or with workers on this machine, and return what came of it.
 
     `config` is a file, a preset, a list of them, a dict of settings, a `TrainerConfig` or a `Run`; `overrides` are `path=value`, as on the
-    command line. `model`, `data` and `eval_data` take the place of what it describes:
+    command line. `model`, `data` and `eval_data` take the place of what it describes: a torch.nn.Module, which is trained in place, and
+    data sets, lists of samples or something to iterate over. `collate(samples)` makes a batch, `loss(model, batch)` gives a scalar or a
+    dict with `loss`, `metrics` are functions of model and batch for held-out data.
 
-    - `model`: a torch.nn.Module, which is trained in place;
-    - `data`, `eval_data`: a data set, a list of samples, or something to iterate over;
-    - `collate(samples)` makes a batch; else tensors, arrays and numbers are stacked;
-    - `loss(model, batch)` gives a scalar, or a dict with `loss` and other figures; else it is what suits model and batch;
-    - `metrics`: functions of model and batch by name, for held-out data.
-
-    Each but `metrics` may be the name of a function, `"module:function"`, that makes it (a loss or collate: that is it). `workers` that
-    need live objects are threads of this process, other workers are processes. They need a strategy: syncps, where none is configured.
-    `progress` shows on standard error what `shoal train` does. Raises ConfigError, or ShoalError where the run cannot go on.
+    Each but `metrics` may be named as `"module:function"`: a function that makes it, or is it. Workers that need live objects are threads
+    of this process, others are processes. Several need a strategy: syncps, where none is configured. `progress` shows on standard error
+    what `shoal train` shows. Raises ConfigError for wrong settings, ShoalError where the run cannot go on. docs/python.md tells more.
     """
     check_workers(workers)
-    own = brought(model, data, eval_data, collate, loss, metrics)
+    own, watching = brought(model, data, eval_data, collate, loss, metrics), reporters_of(reporters)
     load = loader_of(config, [*own.settings, *overrides_of(overrides)])
-    asked = Asked(str(run_dir) if run_dir is not None else None, resume, workers, otherwise=1, live=own.live)
-    made = plan(load, asked)
+    made = plan(load, Asked(str(run_dir) if run_dir is not None else None, resume, workers, otherwise=1, live=own.live))
     _check_fit(made, own)
-    watching = reporters_of(reporters)
-    if made.way is Way.FOLLOWS:
-        return _follow(made, watching)
-    if made.here is None or made.here.rank == 0:
-        cluster = made.way is Way.COORDINATES
-        watching = [*([progress_for(sys.stderr, made.run.log_level, cluster)] if progress else []), *sinks_for(made.run), *watching]
-    with started(made, watching, given=own.given) as ready:
+    return _follow(made, watching) if made.way is Way.FOLLOWS else _train(made, own, watching, progress)
+
+
+def _train(made: Plan, own: Brought, watching: list[Reporter], progress: bool) -> Result:
+    """Train in this process, or coordinate in it. Of the processes of an engine the first one tells, for all of them."""
+    run, speaks = made.run, made.here is None or made.here.rank == 0
+    shown: list[Reporter] = [progress_for(sys.stderr, run.log_level, made.way is Way.COORDINATES)] if progress else []
+    with started(made, [*shown, *sinks_for(run), *watching] if speaks else [], given=own.given) as ready:
         for text in (made.note, *(f"warning: {problem.message}" for problem in made.loaded.problems), headline(made, ready.loop)):
             if text:
                 ready.loop.message(text)
@@ -97,4 +93,4 @@ def _follow(made: Plan, watching: list[Reporter]) -> Result:
             reporter.message(text)
 
     folder = fleet.work(tell)
-    return result_elsewhere(folder, made.run.model.kind, fleet.outcome())
+    return result_elsewhere(folder, fleet.outcome())

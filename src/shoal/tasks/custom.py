@@ -63,10 +63,12 @@ class Custom:
 
     def count(self, batch: Batch) -> int:
         """Samples; for a language model of transformers, whose mean is over tokens, the tokens that it predicts."""
-        labels = batch.get("labels")
-        if self.usual and labels is not None and "input_ids" in batch and labels.shape == batch["input_ids"].shape:
-            return int((labels[:, 1:] != _IGNORED).sum())
-        return len(next(iter(batch.values())))
+        ids = batch.get("input_ids")
+        if not self.usual or ids is None or batch.get("labels", ids).shape != ids.shape:
+            return len(next(iter(batch.values())))
+        causal = _predicts_the_next(self.players["model"])
+        counted = _labels(batch) if "labels" not in batch and causal else batch.get("labels", ids)
+        return int((counted[:, int(causal) :] != _IGNORED).sum())
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
         figures = self._figures(batch)
@@ -159,12 +161,21 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
 def _own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
     """The loss that a model of transformers gives with its output. One that predicts the next token needs no labels of its own."""
     arguments: dict[str, Tensor] = dict(batch)
-    if "labels" not in arguments and "input_ids" in arguments and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-        mask = arguments.get("attention_mask")
-        ids = arguments["input_ids"]
-        arguments["labels"] = ids if mask is None else ids.masked_fill(mask == 0, _IGNORED)
+    if "labels" not in arguments and "input_ids" in arguments and _predicts_the_next(model):
+        arguments["labels"] = _labels(batch)
     loss = getattr(model(**arguments), "loss", None)
     if loss is None:
         names = ", ".join(f"`{name}`" for name in batch)
         raise ShoalError(f"the model gives no loss of its own for a batch of {names}: give one with loss=, or add `labels`")
     return loss
+
+
+def _predicts_the_next(model: nn.Module) -> bool:
+    """Whether it is a causal language model of transformers, which shifts its labels itself."""
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def _labels(batch: Mapping[str, Tensor]) -> Tensor:
+    """The tokens themselves, without padding."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    return ids if mask is None else ids.masked_fill(mask == 0, _IGNORED)
