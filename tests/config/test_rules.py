@@ -156,6 +156,7 @@ def test_torchrun_counts_the_processes_of_collectives_itself(tmp_path: Path) -> 
 def test_the_same_files_mended_load(tmp_path: Path) -> None:
     for text in (
         HOSTS,
+        "strategy: {kind: diloco, quorum: 2}\nengine: {kind: collectives}\nupdates: {codec: {kind: int8}, clip_norm: 1.0}\n",
         "updates: {privacy: {enabled: true}, clip_norm: 1.0}\n",
         "strategy: {kind: async, contributions_per_update: 7}\nupdates: {aggregation: {kind: krum, byzantine: 2}}\n",
         "strategy: {kind: async, contributions_per_update: 11}\nupdates: {aggregation: {kind: bulyan, byzantine: 2}}\n",

@@ -200,6 +200,13 @@ def test_an_own_network_learns_from_data_that_the_configuration_names(tmp_path: 
     assert "accuracy" in result.metrics["eval"]
 
 
+def test_a_configuration_may_ask_for_threads_too(tmp_path: Path) -> None:
+    settings = ["transport.kind=in-process", "training.max_steps=3", f"output_dir={tmp_path}"]
+    result = train("starter", workers=2, overrides=settings, progress=False)
+    assert (result.steps, result.contributions["accepted"]) == (3, 6)
+    assert not list((result.run_dir / "workers").glob("*.log")), "no process was started"
+
+
 # --- worker processes ------------------------------------------------------------------------------------
 
 PARTS = """\
