@@ -31,6 +31,7 @@ BROKEN = [
     ),
     ("transport", "strategy: {kind: workunits}\ntransport: {kind: zmq}\n", ["strategy.kind", "transport.kind"]),
     ("engine", "strategy: {kind: edp}\nengine: {kind: collectives}\n", ["engine.kind", "strategy.kind"]),
+    ("engine", "strategy: {kind: diloco}\nengine: {kind: fsdp}\ntransport: {kind: collectives}\n", None),
     ("engine", "strategy: {kind: diloco, fragments: 2}\nengine: {kind: collectives}\n", ["strategy.fragments", "engine.kind"]),
     ("engine", "strategy: {kind: diloco, overlap_steps: 2}\nengine: {kind: collectives}\n", ["strategy.overlap_steps", "engine.kind"]),
     (

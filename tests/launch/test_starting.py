@@ -33,6 +33,7 @@ DILOCO = {"strategy": {"kind": "diloco"}}
         (DILOCO, {"workers": 2}, Way.COORDINATES, "diloco", 2),
         (DILOCO, {"otherwise": 1}, Way.COORDINATES, "diloco", 1),
         (DILOCO, {"resume": True}, Way.COORDINATES, "diloco", 0),
+        (DILOCO, {"resume": True, "otherwise": 1}, Way.COORDINATES, "diloco", 0),
         (DILOCO | {"cluster": {"num_workers": 4}}, {}, Way.COORDINATES, "diloco", 4),
         (DILOCO | {"cluster": {"num_workers": 4}, "coordinator": {"trains": True}}, {}, Way.COORDINATES, "diloco", 5),
         (DILOCO | {"engine": {"kind": "collectives"}, "launch": {"devices_per_node": 2}}, {}, Way.COORDINATES, "diloco", 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shoal.cli.options import parse, parser
-from shoal.config.ranks import place
+from shoal.config.ranks import place, works_alone
 from shoal.errors import ShoalError
 
 
@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     for option in ("netem", "slowdown"):
         if plan.fleet is not None:
             _refuse(arguments, option, "is for workers that Shoal starts here, and torchrun has started these: leave it out")
-        elif plan.run.strategy.kind == "local":
+        elif works_alone(plan.run):
             _refuse(arguments, option, "needs workers: add --workers N")
     return carry_out(plan, argv, weather_and_speeds(arguments.netem, arguments.slowdown))
 

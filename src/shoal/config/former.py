@@ -14,8 +14,8 @@ _OLD_COUNT, _NEW_COUNT = ("cluster", "num_workers"), ("launch", "devices_per_nod
 def moved(assignments: list[Assignment], environ: Mapping[str, str]) -> tuple[list[Assignment], list[Problem]]:
     """The assignments with every setting in its present place, and a warning for each that has moved.
 
-    `transport.kind: collectives` was `engine.kind: collectives`; its processes were counted by `cluster.num_workers`. torchrun counts
-    its processes itself.
+    What was `transport.kind: collectives` is `engine.kind: collectives`, and `launch.devices_per_node` counts its processes, which
+    `cluster.num_workers` did. torchrun counts its processes itself.
     """
     kinds = sorted((one for one in assignments if one.path == _OLD), key=lambda one: one.layer.rank)
     if not kinds or kinds[-1].node.value != "collectives":
@@ -25,6 +25,10 @@ def moved(assignments: list[Assignment], environ: Mapping[str, str]) -> tuple[li
     now = [] if "RANK" in environ else [one._replace(path=_NEW_COUNT) for one in counts]
     message = "`transport.kind: collectives` is now `engine.kind: collectives`, and launch.devices_per_node says how many processes it has"
     problem = Problem("moved", message, (Label(kinds[-1].node.span),), "transport.kind", "write it in the new way", "warning")
+    other = next((one for one in assignments if one.path == _NEW and one.node.value not in ("single", "collectives")), None)
+    if other is not None:
+        refused = f"the processes of collectives step by themselves, and `engine.kind` is {other.node.value}"
+        return [*kept, *now], [Problem("engine", refused, (Label(other.node.span), Label(kinds[-1].node.span)), "engine.kind")]
     return [*kept, *now, kinds[-1]._replace(path=_NEW)], [problem]
 
 

@@ -17,7 +17,7 @@ from shoal.config.derive import OWN
 from shoal.config.former import was_a_transport
 from shoal.config.load import Loaded, Override
 from shoal.config.problems import ConfigError
-from shoal.config.ranks import Place, of_several, place
+from shoal.config.ranks import STRATEGY_FOR_WORKERS, Place, of_several, place, works_alone
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorkers, fair_threads, gpus_of, names_for, trusting, wait_quietly
@@ -112,13 +112,13 @@ def plan(load: Load, asked: Asked) -> Plan:
     """Choose. Raises ConfigError for settings that are not good, ShoalError where they do not fit what was asked for."""
     loaded, note = _good(load([])), ""
     more: list[Override] = []
-    if asked.workers and loaded.run.strategy.kind == "local":
-        note = "strategy.kind: syncps, since there are workers (edp and async are others)"
-        more = [Override("strategy.kind", "syncps", "--workers")]
+    if asked.workers and works_alone(loaded.run):
+        note = f"strategy.kind: {STRATEGY_FOR_WORKERS}, since there are workers (edp and async are others)"
+        more = [Override("strategy.kind", STRATEGY_FOR_WORKERS, "--workers")]
         loaded = _good(load(more))
     if asked.invite:
         return _invited(loaded, asked)
-    if loaded.run.strategy.kind == "local":
+    if works_alone(loaded.run):
         return _local(loaded, asked)
     if asked.live:
         _refuse_other_processes(loaded, asked.live)
@@ -169,7 +169,7 @@ def _local(loaded: Loaded, asked: Asked) -> Plan:
 
 def _invited(loaded: Loaded, asked: Asked) -> Plan:
     run = loaded.run
-    if run.strategy.kind == "local":
+    if works_alone(run):
         raise ShoalError("strategy.kind is local, so there is nobody to coordinate: --set strategy.kind=syncps (or edp, async)")
     if run.transport.kind == "in-process":
         raise ShoalError("transport.kind: other machines do not reach workers that are threads of this process: choose zmq or postgres")
@@ -195,8 +195,9 @@ def _in_fleet(loaded: Loaded, asked: Asked, here: Place) -> Plan:
 
 
 def _otherwise(run: Run, asked: Asked) -> int:
-    """Workers where nobody says how many. The processes of collectives are a room of workers already."""
-    return asked.otherwise or int(run.engine.kind == "collectives" and not asked.resume)
+    """Workers where nobody says how many. The processes of collectives are a room of workers already; a run that goes on has as many as
+    it was begun for."""
+    return 0 if asked.resume else asked.otherwise or int(run.engine.kind == "collectives")
 
 
 def _number(run: Run, asked: Asked, count: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.config import Run
 from shoal.config.fields import as_data
+from shoal.config.ranks import works_alone
 from shoal.errors import ShoalError
 from shoal.runs.loop import Loop
 from shoal.runs.reporter import Reporter
@@ -95,7 +96,7 @@ def sinks_for(run: Run) -> list[Reporter]:
     made: list[Reporter] = [LossCurve()]
     made += [TensorBoard(run)] if "tensorboard" in run.logging.sinks else []
     made += [Wandb(run)] if "wandb" in run.logging.sinks else []
-    if run.strategy.kind != "local" and run.transport.kind == "postgres":
+    if not works_alone(run) and run.transport.kind == "postgres":
         from shoal.watch.blackboard import Blackboard
 
         made.append(Blackboard())
