@@ -125,7 +125,8 @@ def test_an_island_that_loses_a_process_comes_back_and_the_others_never_stop(pro
 
 # --- collectives -----------------------------------------------------------------------------------------
 
-COLLECTIVES = ["--set", "transport.kind=collectives", "--set", "launch.devices_per_node=null"]
+COLLECTIVES = ["--set", "engine.kind=collectives"]
+FORMERLY = ["--set", "transport.kind=collectives", "--set", "launch.devices_per_node=null", "--workers", "2"]
 
 
 def test_collectives_with_one_step_a_round_are_one_process_with_the_combined_batch(processes: Processes) -> None:
@@ -134,26 +135,34 @@ def test_collectives_with_one_step_a_round_are_one_process_with_the_combined_bat
     sgd += ["--set", "training.clipping.enabled=false"]
     alone = trained(processes, "alone", *sgd, "--set", "training.batch_size=12")
     each_step = [*PLAIN, "--set", "strategy.inner_steps=1", *COLLECTIVES]
-    together = trained(processes, "together", *sgd, *each_step, "--workers", "2")
+    together = trained(processes, "together", *sgd, *each_step)
     assert_same(together, alone, 1e-6)
     code, output = processes.run("audit", "together")
     assert code == 0, output
 
 
+def test_a_command_that_calls_collectives_a_transport_still_trains_as_it_did(processes: Processes) -> None:
+    settings = ["--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4"]
+    code, output = processes.run("train", "config.yaml", "--run-dir", "formerly", *settings, *FORMERLY)
+    assert code == 0, output
+    assert "`transport.kind: collectives` is now `engine.kind: collectives`" in output
+    assert_same(weights_of(processes.folder / "formerly"), trained(processes, "now", *settings, *COLLECTIVES), 0.0)
+
+
 def test_collectives_go_on_with_the_very_optimizers_they_had(processes: Processes) -> None:
     """Each process has an optimizer of its own, and keeps it: a run in two parts is a run in one."""
     settings = ["--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4", *COLLECTIVES]
-    whole = trained(processes, "whole", *settings, "--workers", "2")
+    whole = trained(processes, "whole", *settings)
     assert summary_of(processes.folder / "whole")["samples"] == 12 * 6 * 2
-    trained(processes, "part", *settings, "--workers", "2", "--set", "training.max_steps=8")
+    trained(processes, "part", *settings, "--set", "training.max_steps=8")
     start = ["--set", f"checkpoint.resume_from={processes.folder / 'part'}"]
-    rest = trained(processes, "rest", *settings, "--workers", "2", *start)
+    rest = trained(processes, "rest", *settings, *start)
     assert_same(rest, whole, 0.0)
 
 
 def test_torchrun_trains_over_collectives(processes: Processes) -> None:
     settings = ["config.yaml", "--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4", *COLLECTIVES]
-    alike = trained(processes, "alike", *settings[1:], "--workers", "2")
+    alike = trained(processes, "alike", *settings[1:])
     with torchrun(processes.folder, *HERE, "-m", "shoal", "train", *settings, "--run-dir", "fleet") as fleet:
         code = fleet.wait(120)
     assert code == 0, (processes.folder / "torchrun.log").read_text()
@@ -204,7 +213,7 @@ def test_torchrun_alone_trains_with_each_process_as_a_worker(processes: Processe
     assert code == 0, (processes.folder / "torchrun.log").read_text()
     assert (summary_of(processes.folder / "fleet")["status"], summary_of(processes.folder / "fleet")["steps"]) == ("completed", 3)
     assert {path.stem for path in (processes.folder / "fleet" / "workers").glob("*.jsonl")} == {"w1", "w2"}
-    alike = trained(processes, "alike", *settings[1:], "--workers", "2")
+    alike = trained(processes, "alike", *settings[1:])
     assert_same(weights_of(processes.folder / "fleet"), alike, 1e-6)
     code, output = processes.run("audit", "fleet")
     assert code == 0, output
@@ -254,9 +263,9 @@ def test_torchrun_starts_a_killed_fleet_again_from_what_it_confirmed(processes: 
         "if os.environ['RANK'] == '1' and deaths < 2:\n"
         "    threading.Thread(target=die, args=(4 * deaths + 1,), daemon=True).start()\n"
         "common = ['strategy.kind=diloco', 'strategy.inner_steps=4', 'launch.devices_per_node=null', 'training.epochs=1000']\n"
-        "summary = train('config.yaml', overrides=[*common, 'training.max_steps=160'], run_dir='fleet')\n"
+        "one = train('config.yaml', overrides=[*common, 'training.max_steps=160'], run_dir='fleet')\n"
         "again = train('config.yaml', overrides=[*common, 'training.max_steps=8'], run_dir='again')\n"
-        "Path(f\"{os.environ['RANK']}.told\").write_text(f\"{summary['status']} {summary['steps']} {again['status']} {again['steps']}\")\n"
+        'Path(f"{os.environ[\'RANK\']}.told").write_text(f"{one.status} {one.steps} {again.status} {again.steps}")\n'
     )
     with two_machines(processes.folder, "--nproc-per-node", "1", "program.py") as machines:
         codes = [machine.wait(200) for machine in machines]

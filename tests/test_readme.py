@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ISLANDS = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
+PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 SLIPS = "dialect: shoal\nmodel:\n  kind: gtp\nstrategy:\n  kind: syncps\n  pull_evry_steps: 10\n"
 
 
@@ -46,6 +47,20 @@ def test_the_commands_run(page: str, least: int, tmp_path: Path) -> None:
     for command in commands:
         output = shell(command, tmp_path)
         assert "error" not in output.split("\n")[0], (command, output)
+
+
+@pytest.mark.timeout(300)
+def test_the_examples_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = blocks("python", PYTHON)
+    assert len(examples) >= 5
+    names: dict[str, object] = {"__name__": "__main__"}
+    for example in examples:
+        exec(compile(example, "docs/python.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "interrupted 20 then completed 54" in printed
+    assert (tmp_path / "trained" / "model.safetensors").exists()
+    assert list((tmp_path / "watched" / "logs").glob("events.*"))
 
 
 @pytest.mark.parametrize("command", re.findall(r"^\| .* \| `(shoal [^`]*)`.* \|$", README, re.MULTILINE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ShoalError
@@ -9,23 +10,25 @@ from shoal.errors import ShoalError
 if TYPE_CHECKING:
     from shoal.config import ConfigError, Run, load
     from shoal.config.trainer_config import TrainerConfig
-    from shoal.launch.training import train
+    from shoal.python.result import Result
+    from shoal.python.train import train
+    from shoal.runs.recorder import Reporter
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "Run", "ShoalError", "TrainerConfig", "__version__", "load", "train"]
+__all__ = ["ConfigError", "Reporter", "Result", "Run", "ShoalError", "TrainerConfig", "__version__", "load", "train"]
+_HOMES = {
+    "ConfigError": "shoal.config",
+    "Reporter": "shoal.runs.recorder",
+    "Result": "shoal.python.result",
+    "Run": "shoal.config",
+    "TrainerConfig": "shoal.config.trainer_config",
+    "load": "shoal.config",
+    "train": "shoal.python.train",
+}
+"""Where public names live: each is imported when it is asked for, since some need torch."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TrainerConfig":
-        from shoal.config.trainer_config import TrainerConfig
-
-        return TrainerConfig
-    if name == "train":
-        from shoal.launch.training import train
-
-        return train
-    if name in ("ConfigError", "Run", "load"):
-        import shoal.config
-
-        return getattr(shoal.config, name)
-    raise AttributeError(f"shoal has no {name}")
+    if name not in _HOMES:
+        raise AttributeError(f"shoal has no {name}")
+    return getattr(import_module(_HOMES[name]), name)

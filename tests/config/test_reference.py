@@ -61,7 +61,8 @@ def test_the_schema_helps_an_editor() -> None:
     schema = json_schema()
     assert schema["properties"]["seed"]["description"]
     assert schema["properties"]["seed"]["default"] == 42
-    assert schema["properties"]["model"]["properties"]["kind"]["enum"] == ["mlp", "lstm", "gpt", "moe", "dcgan", "huggingface"]
+    kinds = schema["properties"]["model"]["properties"]["kind"]["enum"]
+    assert kinds == ["mlp", "lstm", "gpt", "moe", "dcgan", "huggingface", "live", "factory"]
 
 
 def _yaml_1_2(text: str) -> Any:

@@ -30,17 +30,10 @@ BROKEN = [
         ["engine.kind", "strategy.kind"],
     ),
     ("transport", "strategy: {kind: workunits}\ntransport: {kind: zmq}\n", ["strategy.kind", "transport.kind"]),
-    ("transport", "strategy: {kind: edp}\ntransport: {kind: collectives}\n", ["strategy.kind", "transport.kind"]),
-    (
-        "transport",
-        "strategy: {kind: diloco}\ntransport: {kind: collectives}\nupdates: {codec: {kind: int8}}\n",
-        ["updates.codec.kind", "transport.kind"],
-    ),
-    (
-        "transport",
-        "strategy: {kind: diloco, quorum: 2}\ntransport: {kind: collectives}\n",
-        ["strategy.quorum", "transport.kind"],
-    ),
+    ("engine", "strategy: {kind: edp}\nengine: {kind: collectives}\n", ["engine.kind", "strategy.kind"]),
+    ("engine", "strategy: {kind: diloco}\nengine: {kind: fsdp}\ntransport: {kind: collectives}\n", None),
+    ("engine", "strategy: {kind: diloco, fragments: 2}\nengine: {kind: collectives}\n", ["strategy.fragments", "engine.kind"]),
+    ("engine", "strategy: {kind: diloco, overlap_steps: 2}\nengine: {kind: collectives}\n", ["strategy.overlap_steps", "engine.kind"]),
     (
         "codec",
         "updates: {codec: {kind: topk, error_feedback: false, error_decay: 0.9}}\n",
@@ -141,9 +134,30 @@ def test_a_broken_rule_is_an_error_with_its_places(tmp_path: Path, code: str, te
         assert [label.text.strip("`") for label in problem.labels] == paths
 
 
+def test_collectives_in_their_former_place_load_and_are_told_where_they_are_now(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "strategy: {kind: diloco}\ntransport: {kind: collectives}\ncluster: {num_workers: 4}\n")
+    assert (loaded.run.engine.kind, loaded.run.launch.devices_per_node) == ("collectives", 4)
+    assert (loaded.run.transport.kind, loaded.run.cluster.num_workers) == ("zmq", None)
+    assert [(problem.code, problem.severity, problem.labels[0].span.line) for problem in loaded.problems] == [("moved", "warning", 2)]
+
+
+def test_a_file_that_shoal_wrote_with_collectives_in_their_former_place_goes_on_silently(tmp_path: Path) -> None:
+    text = "engine: {kind: single}\nstrategy: {kind: diloco}\ntransport: {kind: collectives}\ncluster: {num_workers: 2}\n"
+    (tmp_path / "config.yaml").write_text(text + "launch: {devices_per_node: null}\n")
+    loaded = resolve([File(str(tmp_path / "config.yaml"))], dialect="shoal", environ={}, resolved=True)
+    assert (loaded.run.engine.kind, loaded.run.launch.devices_per_node, loaded.problems) == ("collectives", 2, [])
+
+
+def test_torchrun_counts_the_processes_of_collectives_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("strategy: {kind: diloco}\ntransport: {kind: collectives}\ncluster: {num_workers: 4}\n")
+    loaded = resolve([File(str(tmp_path / "config.yaml"))], dialect="shoal", environ={"RANK": "0"})
+    assert (loaded.run.launch.devices_per_node, loaded.run.cluster.num_workers) == (None, None)
+
+
 def test_the_same_files_mended_load(tmp_path: Path) -> None:
     for text in (
         HOSTS,
+        "strategy: {kind: diloco, quorum: 2}\nengine: {kind: collectives}\nupdates: {codec: {kind: int8}, clip_norm: 1.0}\n",
         "updates: {privacy: {enabled: true}, clip_norm: 1.0}\n",
         "strategy: {kind: async, contributions_per_update: 7}\nupdates: {aggregation: {kind: krum, byzantine: 2}}\n",
         "strategy: {kind: async, contributions_per_update: 11}\nupdates: {aggregation: {kind: bulyan, byzantine: 2}}\n",

@@ -131,10 +131,10 @@ def test_a_checkpoint_goes_on_under_another_engine(processes: Processes, engine:
     assert loss_of(processes, "rest", "engine.kind=single", rows, "checkpoint.resume_from=part") == pytest.approx(whole, rel=0.01)
 
 
-@pytest.mark.parametrize("transport", ["zmq", "collectives"])
-def test_diloco_with_a_worker_on_each_gpu(processes: Processes, transport: str) -> None:
-    workers = str(GPUS) if transport == "collectives" else str(max(2, GPUS))
-    diloco = ["strategy.kind=diloco", "strategy.inner_steps=8", f"transport.kind={transport}"]
+@pytest.mark.parametrize("engine", ["single", "collectives"])
+def test_diloco_with_a_replica_on_each_gpu(processes: Processes, engine: str) -> None:
+    workers = "1" if engine == "collectives" else str(max(2, GPUS))
+    diloco = ["strategy.kind=diloco", "strategy.inner_steps=8", f"engine.kind={engine}"]
     assert loss_of(processes, "run", *diloco, "--workers", workers) < 2.5
     code, output = processes.run("audit", "run")
     assert code == 0, output

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.cli.clusters import coordinate
-from shoal.cli.main import report
-from shoal.cli.options import load, parse, parser, require
-from shoal.cli.train import continued_from
-from shoal.config.problems import ConfigError
-from shoal.errors import ShoalError
+from shoal.cli.options import parse, parser
 
 
 def run(argv: list[str]) -> int:
@@ -17,11 +12,8 @@ def run(argv: list[str]) -> int:
     made.add_argument("--workers", type=int, metavar="N", help="also start N workers here (default: 1 if coordinator.trains, else none)")
     made.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
     arguments, overrides = parse(made, argv)
-    resolved = continued_from(arguments)
-    loaded = require(load(arguments, overrides, resolved=resolved))
-    if loaded.problems:
-        report(ConfigError(loaded.problems))
-    if loaded.run.strategy.kind == "local":
-        raise ShoalError("strategy.kind is local, so there is nobody to coordinate: --set strategy.kind=syncps (or edp, async)")
-    own = int(loaded.run.coordinator.trains) if arguments.workers is None else arguments.workers
-    return coordinate(loaded, arguments.run_dir, arguments.resume, workers=own, invite=True, hosts=tuple(arguments.host))
+    from shoal.cli.running import carry_out, planned
+    from shoal.launch.starting import Asked
+
+    asked = Asked(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host))
+    return carry_out(planned(arguments, overrides, asked), argv)

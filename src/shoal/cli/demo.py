@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shoal.config.load import File, Override, resolve
+from shoal.config.load import File, parse_override, resolve
 
 SHOWN = 6
 
@@ -32,10 +32,11 @@ def run(argv: list[str]) -> int:
 
 
 def _train(preset: str, folder: Path, settings: list[str]) -> int:
-    from shoal.cli.train import train
+    from shoal.cli.running import train
+    from shoal.launch.starting import Asked, plan
 
-    overrides = [Override(path, value, f"--set {path}={value}") for path, _, value in (text.partition("=") for text in settings)]
-    return train(resolve([File(preset)], overrides, environ={}), str(folder))
+    overrides = [parse_override(text) for text in settings]
+    return train(plan(lambda more: resolve([File(preset)], [*overrides, *more], environ={}), Asked(str(folder))))
 
 
 def _show_digits(folder: Path) -> None:

@@ -12,16 +12,17 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.cli.ranks import as_rank, ignore_signals, island
-from shoal.cli.train import download
+from shoal.cli.showing import download, tell
 from shoal.config.environment import database_password
 from shoal.config.load import File, parse_override, resolve
 from shoal.config.ranks import of_several, place
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
+from shoal.runs.inviting import Invitation
 from shoal.transports.addresses import bracketed
 from shoal.transports.addresses import parse as parse_tcp
 from shoal.transports.databases import access_of, is_address
@@ -30,21 +31,13 @@ from shoal.transports.databases import parse as parse_address
 if TYPE_CHECKING:
     from shoal.config.ranks import Place
     from shoal.launch import Crew
-    from shoal.runs.joining import Way
+    from shoal.runs.joining import Joined, Way
     from shoal.transports.weather import Proxy
 
 EPILOG = """\
 The coordinator sends everything else: the configuration, what the data must be, the tokenizer.
 Where this machine differs, say so: --set data.source.path=/my/mnist --set training.device=cpu
 """
-
-
-class Invitation(NamedTuple):
-    """How to reach a coordinator."""
-
-    address: str
-    token: str
-    key: str | None
 
 
 def run(argv: list[str]) -> int:
@@ -68,6 +61,9 @@ def run(argv: list[str]) -> int:
     )
     made.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
     made.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for a coordinator that is gone")
+    made.add_argument(
+        "--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="call this function where the run asks for it"
+    )
     made.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
     arguments = made.parse_args(argv)
     load_plugins(arguments)
@@ -94,6 +90,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         reached = invitation._replace(address=address)
     try:
         joined = Joined(_way(arguments, reached), tell)
+        _check_trust(joined, arguments.factory)
         here = place_in(joined.run)
         if here is None and of_several(joined.run):
             joined.leave()
@@ -110,6 +107,17 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         if weather is not None:
             weather.close()
     return 0
+
+
+def _check_trust(joined: Joined, trusted: list[str]) -> None:
+    """A coordinator sends names of functions, never code; a worker calls only those that it was told to."""
+    from shoal.runs.given import factories_of
+
+    unknown = [name for name in factories_of(joined.run) if name not in trusted]
+    if unknown:
+        joined.close()
+        wanted = " ".join(f"--factory {name}" for name in unknown)
+        raise ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
 
 
 def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:
@@ -189,10 +197,6 @@ def _through_weather(address: str, name: str) -> tuple[Proxy, str]:
     weather = Proxy(f"tcp://{bracketed(access.host)}:{access.port}", profile(name), seed=0)
     reached = parse_tcp(weather.address)
     return weather, access._replace(host=reached.host, port=reached.port).address
-
-
-def tell(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 class Leaver(Protocol):

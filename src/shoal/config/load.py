@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from shoal.config import derive, rules
+from shoal.config import derive, former, rules
 from shoal.config.dialects import DIALECTS, NAMES, NATIVE, candidates, native_knows, native_paths
 from shoal.config.dialects.table import Seen, leaves, parse_target
 from shoal.config.fields import INVALID, Fault, Faults, SectionType, did_you_mean
@@ -15,7 +15,7 @@ from shoal.config.places import Source
 from shoal.config.presets import find as find_preset
 from shoal.config.problems import ConfigError, Label, Problem, errors
 from shoal.config.schema import Run
-from shoal.config.text import Entry, Node, interpolate, node_of, parse_value, read
+from shoal.config.text import Entry, Node, interpolate, parse_value, python_node, read
 
 VARIABLES = {
     "DB_PASSWORD": "transport[postgres].password",
@@ -99,12 +99,17 @@ def resolve(
 
 
 def resolve_data(
-    data: Mapping[str, Any], *, name: str, dialect: str, environ: Mapping[str, str] | None = None, overrides: Iterable[Override] = ()
+    data: Mapping[str, Any],
+    *,
+    name: str,
+    dialect: str,
+    environ: Mapping[str, str] | None = None,
+    overrides: Iterable[Override] = (),
+    key_style: str = '["{}"]',
 ) -> Loaded:
-    """The same for settings given in Python."""
+    """The same for settings given in Python: `name` is what the program calls them, `key_style` how it reaches one of them."""
     loader = _Loader(os.environ if environ is None else environ, dialect)
-    source = Source(name, kind="python")
-    root = node_of(data, source.whole())
+    root = python_node(data, name, key_style=key_style)
     return loader.finish([_Parsed(root, Layer(name, 10, dialect))], list(overrides))
 
 
@@ -185,6 +190,8 @@ class _Loader:
         for rank, name in enumerate(name for name in used if name != NATIVE):
             layer = Layer(f"{name} dialect", rank, name)
             assignments += DIALECTS[name].unwritten(self.seen.get(name, Seen()), layer, self.report)
+        assignments, warnings = former.moved(assignments, self.environ)
+        self.problems += [] if self.resolved else warnings
         return self.check(Settings(assignments), files)
 
     def translate(self, root: Node, layer: Layer) -> list[Assignment]:

@@ -13,6 +13,8 @@ RENDEZVOUS = "SHOAL_RENDEZVOUS"
 """A file in which the processes that Shoal starts on one machine find each other; torchrun's find each other at an address."""
 GROUP = "SHOAL_GROUP"
 """Which of several groups of torchrun's processes it belongs to, where each is a worker of its own."""
+STRATEGY_FOR_WORKERS = "syncps"
+"""The strategy where several workers are asked for and none is configured: its results are those of one process."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -59,7 +61,7 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
 
 def of_several(run: Run) -> bool:
     """Whether a worker of this run is several processes."""
-    return run.engine.kind != "single" or run.transport.kind == "collectives"
+    return run.engine.kind != "single"
 
 
 def environment_of(here: Place) -> dict[str, str]:

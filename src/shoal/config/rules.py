@@ -134,38 +134,19 @@ def robust_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
     _quorum(settings, "updates.aggregation.byzantine", kind, byzantine, bucket, others)
 
 
-@rule("transport.kind")
-def collectives_add_up(settings: Settings, kind: str) -> None:
-    """All that an all-reduce can do is to add up plain numbers of all, at once."""
-    if kind != "collectives":
+@rule("engine.kind", "strategy.kind")
+def replicas_meet_at_the_end_of_a_round(settings: Settings, engine: str, strategy: str) -> None:
+    """In between each process has weights of its own, which nobody may ask for or replace."""
+    if engine != "collectives":
         return
-    for path, only in _COLLECTIVE.items():
-        try:
-            given = settings.get(path)
-        except UnavailableError:
-            continue
-        if given != only:
-            told = "null" if only is None else str(only).lower() if isinstance(only, bool) else only
-            message = f"collectives add up the weights of all workers at once: `{settings.spelling(path)}` would have to be {told}"
-            settings.report("transport", message, path, "transport.kind", help="or set transport.kind to zmq")
-
-
-_COLLECTIVE = {
-    "strategy.kind": "diloco",
-    "strategy.fragments": 1,
-    "strategy.overlap_steps": 0,
-    "strategy.quorum": None,
-    "strategy.balance_speeds": False,
-    "engine.kind": "single",
-    "updates.codec.kind": "none",
-    "updates.aggregation.kind": "mean",
-    "updates.mixing.kind": "none",
-    "updates.privacy.enabled": False,
-    "updates.clip_norm": None,
-    "coordinator.trains": False,
-    "launch.devices_per_node": None,
-    "launch.nodes": None,
-}
+    if strategy != "diloco":
+        message = f"the processes of the engine collectives step by themselves between the rounds of diloco, and the strategy is {strategy}"
+        settings.report("engine", message, "engine.kind", "strategy.kind", help="set strategy.kind to diloco, or engine.kind to ddp")
+        return
+    for path, only in (("strategy.fragments", 1), ("strategy.overlap_steps", 0)):
+        if settings.get(path) != only:
+            message = f"the engine collectives averages whole models between rounds: `{settings.spelling(path)}` would have to be {only}"
+            settings.report("engine", message, path, "engine.kind", help="or choose another engine.kind")
 
 
 @rule("strategy.units_per_update", "cluster.num_workers")
@@ -400,7 +381,7 @@ def task_fits_model(settings: Settings, task: Task | None, model: Model) -> None
     """A model that learns one task learns every other one that needs the same of the data."""
     if task is None:
         settings.report("task", f"a model of kind {model.kind} does not say what it learns", "model.kind", help="set task")
-    elif task.kind not in model.learns and task.needs not in [Task.kinds[name].needs for name in model.learns]:
+    elif model.learns and task.kind not in model.learns and task.needs not in [Task.kinds[name].needs for name in model.learns]:
         settings.report("task", f"a model of kind {model.kind} does not learn {task.kind}", "task.kind", "model.kind")
 
 

@@ -87,6 +87,16 @@ def node_of(data: Any, span: Span, user_path: str = "") -> Node:
     return Node(data, span, user_path=user_path)
 
 
+def python_node(data: Mapping[str, Any], name: str, user_path: str = "", key_style: str = '["{}"]') -> Node:
+    """A node for a mapping of a Python program; each value's place is how the program reaches it: `config["training"]["epochs"]`."""
+    entries: dict[str, Entry] = {}
+    for key, value in data.items():
+        place, path = name + key_style.format(key), f"{user_path}.{key}".lstrip(".")
+        span = Source(place, kind="python").whole()
+        entries[str(key)] = Entry(span, python_node(value, place, path) if isinstance(value, Mapping) else node_of(value, span, path))
+    return Node(entries, Source(name, kind="python").whole(), user_path=user_path)
+
+
 def read(path: str, report: Report, *, name: str = "", layer: str = "", order: int = 0) -> Node | None:
     """The tree of a file; None once a problem that leaves nothing to read has been reported."""
     source = Source(name or path, layer=layer, order=order)

@@ -47,7 +47,7 @@ class TrainerConfig:
         """Check the fields, as a file with the same keys would be checked. A field left at None is left to Shoal."""
         given = {item.name: getattr(self, item.name) for item in fields(self)}
         given = {name: value for name, value in given.items() if value is not None}
-        return resolve_data(given, name="TrainerConfig", dialect="diloco", environ=environ, overrides=overrides)
+        return resolve_data(given, name="TrainerConfig", dialect="diloco", environ=environ, overrides=overrides, key_style=".{}")
 
     def to_run(self) -> Run:
         """The run these fields describe. Raises ConfigError."""

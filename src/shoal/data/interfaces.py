@@ -71,7 +71,7 @@ class Stream(Protocol):
 class Info(NamedTuple):
     """What the model and the task must know about the data."""
 
-    kind: Literal["image", "text"]
+    kind: Literal["image", "text", "own"]
     name: str
     """A description for people."""
     image_shape: tuple[int, int, int] | None = None

@@ -8,21 +8,25 @@ import torch
 
 from shoal.config import Run
 from shoal.engines.base import Engine
-from shoal.engines.replicas import Replicas
 from shoal.engines.single import SingleEngine
 from shoal.engines.world import World
 from shoal.tasks import Task
 
-OF_SEVERAL = {"ddp": "DdpEngine", "fsdp": "FsdpEngine", "deepspeed": "DeepSpeedEngine"}
+OF_SEVERAL = {
+    "ddp": ("ddp", "DdpEngine"),
+    "fsdp": ("fsdp", "FsdpEngine"),
+    "deepspeed": ("deepspeed", "DeepSpeedEngine"),
+    "collectives": ("replicas", "Replicas"),
+}
 """Engines of several processes: the module, and the class in it."""
+KINDS = ("single", *OF_SEVERAL)
+"""All engines that are built."""
 
 
 def build(run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> Engine:
-    """The engine that `run.engine` asks for. Where the transport is `collectives`, one engine stands for all workers."""
-    if run.transport.kind == "collectives":
-        return Replicas(run, task, device, total_steps, world)
+    """The engine that `run.engine` asks for."""
     if run.engine.kind not in OF_SEVERAL:
         return SingleEngine(run, task, device, total_steps)
-    module = import_module(f"shoal.engines.{run.engine.kind}")
-    engine: Engine = getattr(module, OF_SEVERAL[run.engine.kind])(run, task, device, total_steps, world)
+    module, name = OF_SEVERAL[run.engine.kind]
+    engine: Engine = getattr(import_module(f"shoal.engines.{module}"), name)(run, task, device, total_steps, world)
     return engine

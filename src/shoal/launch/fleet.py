@@ -1,9 +1,9 @@
 """The processes that torchrun started, as the workers of a run: the first one coordinates, and each starts a worker, or its part of one.
 
 Where an engine is one process, each of them is a worker; where it spans several, those of a machine are (or of as many machines as
-`launch.nodes` says); where workers meet in collectives, all of them are one to the coordinator. All they know of each other is what
-torchrun's variables say; the first process tells them the rest, in torchrun's own store. The count of torchrun's restarts differs between
-machines, so it is not used: each process asks under a random number of its own, and is answered under that number.
+`launch.nodes` says). All they know of each other is what torchrun's variables say; the first process tells them the rest, in torchrun's
+own store. The count of torchrun's restarts differs between machines, so it is not used: each process asks under a random number of its own,
+and is answered under that number.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 from shoal.config import Run
 from shoal.config.ranks import Place, environment_of, of_several, without_place
-from shoal.config.schema.cluster import Collectives, XmlRpc, Zmq
+from shoal.config.schema.cluster import XmlRpc, Zmq
 from shoal.engines import Meeting
 from shoal.errors import ShoalError
-from shoal.launch.local import LocalWorkers, gpus_of, names_for
+from shoal.launch.local import LocalWorkers, gpus_of, names_for, trusting
 from shoal.runs.inviting import Invitation
 from shoal.transports.addresses import parse
 
@@ -40,15 +40,14 @@ class Fleet:
 
     def __init__(self, run: Run, here: Place) -> None:
         self.here, self.run = here, run
-        if not isinstance(run.transport, (Zmq, XmlRpc, Collectives)):
+        if not isinstance(run.transport, (Zmq, XmlRpc)):
             raise ShoalError(f"transport.kind {run.transport.kind}: the processes of torchrun speak zmq; start others with `shoal join`")
         self.machines = int(os.environ.get("GROUP_WORLD_SIZE", here.nodes))
         self.per_worker = self._per_worker()
         self.workers = here.size // self.per_worker
-        there = here.size if run.transport.kind == "collectives" else self.workers
         expected = run.cluster.num_workers
-        if expected is not None and there not in (expected, expected + run.coordinator.trains):
-            raise ShoalError(f"cluster.num_workers is {expected}, and torchrun started {there}")
+        if expected is not None and self.workers not in (expected, expected + run.coordinator.trains):
+            raise ShoalError(f"cluster.num_workers is {expected}, and torchrun started {self.workers}")
         self.group, self.rank = divmod(here.rank, self.per_worker)
         self.name = names_for(self.workers, run.cluster.workers)[self.group]
         self.number = next(_RUNS)
@@ -59,8 +58,6 @@ class Fleet:
     def _per_worker(self) -> int:
         """Processes that make up one worker."""
         settings, here = self.run.launch, self.here
-        if self.run.transport.kind == "collectives":
-            return here.size
         if self.run.engine.kind == "single":
             return 1
         if settings.devices_per_node not in (None, here.local_size):
@@ -120,9 +117,10 @@ class Fleet:
 
     # --- the others --------------------------------------------------------------------------------
 
-    def work(self, notify: Callable[[str], None]) -> None:
-        """Keep this process's worker running until the run is over. Raises ShoalError if the worker cannot go on."""
-        started = self._worker(*self.ask())
+    def work(self, notify: Callable[[str], None]) -> Path:
+        """Keep this process's worker running until the run is over; its folder. Raises ShoalError if the worker cannot go on."""
+        invitation, folder = self.ask()
+        started = self._worker(invitation, folder)
         try:
             started.start()
             while not started.ended:
@@ -130,6 +128,7 @@ class Fleet:
                 time.sleep(_LOOK_S)
         finally:
             started.close()
+        return folder
 
     def ask(self) -> tuple[Invitation, Path]:
         """Whom to join, and where the run's folder is. Raises ShoalError if the first process does not answer."""
@@ -150,7 +149,8 @@ class Fleet:
     def _worker(self, invitation: Invitation, folder: Path) -> LocalWorkers:
         """The worker process of this machine. The processes of an island are not started again here: torchrun starts them all together."""
         invited, gpus, several = invitation._asdict(), gpus_of(self.run), of_several(self.run)
-        environ = dict(os.environ)
+        trusted, modules = trusting(self.run)
+        environ = dict(modules or os.environ)
         if several:
             here = self.here._replace(rank=self.rank, size=self.per_worker, hosted=True, group=f"{self.start} {self.group}")
             environ |= environment_of(here)
@@ -158,4 +158,4 @@ class Fleet:
             environ = without_place(environ)
             gpus = gpus[self.here.local_rank % len(gpus) :][:1] if gpus else []
         log = f"{self.name}-{self.rank}" if several else self.name
-        return LocalWorkers(folder / "workers", invited, {self.name: ()}, gpus, environ=environ, again=not several, log=log)
+        return LocalWorkers(folder / "workers", invited, {self.name: trusted}, gpus, environ=environ, again=not several, log=log)

@@ -55,6 +55,17 @@ def gpus_of(run: Run) -> list[str]:
     return named or [str(number) for number in range(torch.cuda.device_count())]
 
 
+def trusting(run: Run) -> tuple[list[str], dict[str, str] | None]:
+    """Arguments and variables for workers that may call the functions that a run names: those find the modules that this program finds."""
+    from shoal.runs.given import factories_of
+
+    named = factories_of(run)
+    if not named:
+        return [], None
+    path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))
+    return [argument for name in named for argument in ("--factory", name)], {**os.environ, "PYTHONPATH": path}
+
+
 class LocalWorker:
     """One worker process, and what became of it."""
 

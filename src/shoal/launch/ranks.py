@@ -55,8 +55,6 @@ class Crew(NamedTuple):
 
         if not of_several(run):
             return None
-        if run.transport.kind == "collectives":
-            return cls(run.cluster.num_workers or 1, run.training.device == "cpu")
         nodes, wanted, device = run.launch.nodes or 1, run.launch.devices_per_node, run.training.device
         if nodes > 1:
             raise ShoalError(
@@ -76,12 +74,11 @@ class Crew(NamedTuple):
 def facts_of(run: Run, here: Place | None, workers: int) -> list[Override]:
     """Settings that follow from what was started, where nobody gave them: how long a run is depends on how many take part."""
     given, facts = run.launch.devices_per_node, dict[str, int]()
-    if run.transport.kind == "collectives":
-        number = here.size if here is not None else workers
-        facts = {"cluster.num_workers": number} if number and run.cluster.num_workers is None else {}
-    elif run.engine.kind != "single" and given is None:
+    if of_several(run) and given is None:
         crew = Crew.of(run, "train", lambda text: None, max(1, workers)) if here is None else None
         facts = {"launch.devices_per_node": here.local_size if here is not None else crew.size if crew is not None else 1}
+    if run.engine.kind == "collectives" and here is not None and run.launch.nodes is None:
+        facts["launch.nodes"] = here.nodes  # all machines are one room, unless somebody says otherwise
     return [Override(path, str(value), "--workers" if here is None else "torchrun") for path, value in facts.items()]
 
 
@@ -92,9 +89,7 @@ def place_in(run: Run) -> Place | None:
         return None
     if not of_several(run):
         if here.size > 1:
-            raise ShoalError(
-                f"torchrun started {here.size} processes, and the engine single is one: set engine.kind to ddp, fsdp or deepspeed"
-            )
+            raise ShoalError(f"torchrun started {here.size} processes, and the engine single is one: set engine.kind to one of several")
         return None
     for setting, wanted, found in (
         ("launch.devices_per_node", run.launch.devices_per_node, here.local_size),

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from shoal.config import Run
+from shoal.config.schema.model import Model
+from shoal.errors import ShoalError
 from shoal.models.shapes import Shapes
 
 Players = dict[str, nn.Module]
@@ -19,3 +21,9 @@ def build(run: Run, shapes: Shapes) -> Players:
         torch.default_generator.manual_seed(run.seed)
         players: Players = builder(run.model, run, shapes)
         return players
+
+
+def only_its_program(settings: Model, run: Run, shapes: Shapes) -> Players:
+    """Raises ShoalError: such a model is put together by the program that brought it along, and by nobody else."""
+    came = f"the model of this run came from a Python program (model.kind {settings.kind})"
+    raise ShoalError(f"{came}: only that program can put it together")

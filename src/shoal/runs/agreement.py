@@ -22,8 +22,6 @@ def needed(run: Run) -> int:
 
 def ranks_of(run: Run) -> int:
     """Processes of a worker, as far as the settings say; each takes batches of its own. A worker may have others, and counts its own."""
-    if run.transport.kind == "collectives":
-        return run.cluster.num_workers or 1
     return 1 if run.engine.kind == "single" else (run.launch.devices_per_node or 1) * (run.launch.nodes or 1)
 
 

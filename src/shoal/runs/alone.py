@@ -12,6 +12,7 @@ from shoal.engines import World, choose_device, enter
 from shoal.errors import ShoalError
 from shoal.runs.assembly import Progress, assemble, continued, held_out, refuse_unbuilt, sampler, warner, write_info
 from shoal.runs.checkpoint import Checkpoint, find, read
+from shoal.runs.given import NOTHING, Given
 from shoal.runs.loop import Loop
 from shoal.runs.recorder import Recorder, Reporter
 from shoal.runs.run_directory import RunDirectory, SilentDirectory
@@ -25,6 +26,7 @@ def prepare(
     reporters: list[Reporter],
     progress: Progress | None = None,
     here: Place | None = None,
+    given: Given = NOTHING,
 ) -> Loop:
     """A loop that is ready to train, new or continued. `here`: as one of several processes, which all must get here."""
     refuse_unbuilt(loaded)
@@ -32,7 +34,7 @@ def prepare(
     warn = warner(reporters)
     world = enter(here, choose_device(run.training.device, here.local_rank)) if here else None
     directory, checkpoint, start = _first_decides(world, lambda: _begin_with(run, run_dir, resume, here, warn))
-    parts = assemble(run, progress, directory.path if directory else None, here=here, world=world)
+    parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, given=given)
     if directory is None:
         directory = _made_by_first(world, lambda: RunDirectory.create(run, run_dir))
     if checkpoint is None:

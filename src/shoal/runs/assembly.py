@@ -10,21 +10,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shoal import data, models, tasks
+from shoal import data, models
 from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.layers import default_at
 from shoal.config.load import File, Loaded, resolve
 from shoal.config.ranks import Place
 from shoal.config.text import data_of
+from shoal.engines import KINDS as ENGINES
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
 from shoal.runs import plugins
 from shoal.runs.checkpoint import Checkpoint, Checkpoints
+from shoal.runs.given import NOTHING, Given, players_of, samples_of, task_of
 from shoal.runs.recorder import Reporter
 from shoal.runs.run_directory import RunDirectory, same_settings
 from shoal.strategies import covers_all, lengths
+from shoal.tasks import Draws
 from shoal.tasks.images import grid, save_png
 
 Progress = Callable[[str, int, int | None], None]
@@ -48,8 +51,8 @@ def refuse_unbuilt(loaded: Loaded) -> None:
     run = loaded.run
     if not run.model.is_built():
         run.model.builder()  # says so
-    if run.engine.kind == "pipeline":
-        raise ShoalError("the engine pipeline is not built yet; single, ddp, fsdp and deepspeed are")
+    if run.engine.kind not in ENGINES:
+        raise ShoalError(f"the engine {run.engine.kind} is not built yet; there are {', '.join(ENGINES)}")
     if run.data.source is not None and run.data.source.kind == "preferences":
         raise ShoalError("data.source: learning from preferences is not built yet")
     for path, history in loaded.settings.history.items():
@@ -84,17 +87,18 @@ def assemble(
     length: StepsOf | None = None,
     here: Place | None = None,
     world: World | None = None,
+    given: Given = NOTHING,
 ) -> Parts:
     """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder.
 
     `length` tells how many steps the run has; None: as many as one worker alone takes. `here` and `world` are for a process that
-    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine.
+    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `given` are live parts
+    that a program has brought along.
     """
     saved = tokenizer_of / "tokenizer" if tokenizer_of else None
     source = run.replace(data=run.data.replace(tokenizer=str(saved))) if saved and saved.is_dir() else run
-    samples = data.load(source, progress=progress)
-    players: dict[str, nn.Module] = models.build(run, samples.info)
-    task = tasks.build(run, players, samples.info)
+    samples = samples_of(run, given, lambda: data.load(source, progress=progress))
+    task = task_of(run, given, players_of(run, given, samples.info), samples.info)
     rank, ranks = (world.rank, world.size) if world else (0, 1)
     torch.manual_seed(run.seed + 1_000_003 * rank)
     feed = feed_of(run, samples, part=(rank, ranks))
@@ -216,7 +220,7 @@ def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
 
     def images(step: int) -> None:
         if first:
-            assert isinstance(task, tasks.Draws)
+            assert isinstance(task, Draws)
             save_png(grid(task.images()), folder / f"step-{step:08d}.png")
 
     def text(step: int) -> None:

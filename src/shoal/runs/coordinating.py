@@ -23,6 +23,7 @@ from shoal.runs.agreement import extent_of, fingerprint, needed
 from shoal.runs.assembly import Parts, Progress, assemble, refuse_unbuilt, warner, write_info
 from shoal.runs.checkpoint import find, load_weights
 from shoal.runs.cluster_loop import ClusterLoop, Home
+from shoal.runs.given import NOTHING, Given
 from shoal.runs.homes import home_of
 from shoal.runs.inviting import Invitation
 from shoal.runs.recorder import Reporter
@@ -51,6 +52,7 @@ def prepare(
     workers: int | None = None,
     hosts: tuple[str, ...] = (),
     transport: Transport | None = None,
+    given: Given = NOTHING,
 ) -> Coordinating:
     """A coordinator, new or continued, that listens."""
     refuse_unbuilt(loaded)
@@ -66,7 +68,7 @@ def prepare(
         return lengths[0].steps
 
     coordinated = run.replace(training=run.training.replace(device="cpu", compile=False))
-    parts = assemble(coordinated, progress, home.directory.path if home.directory else None, steps)
+    parts = assemble(coordinated, progress, home.directory.path if home.directory else None, steps, given=given)
     directory = home.directory or RunDirectory.create(run, run_dir)
     directory.write_config(loaded)
     write_info(directory, parts.data.info)

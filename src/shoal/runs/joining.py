@@ -19,6 +19,7 @@ from shoal.engines import Meeting, World
 from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
 from shoal.runs.assembly import Parts, Progress, feed_of
+from shoal.runs.given import NOTHING, Given
 from shoal.runs.keepsake import Keepsakes
 from shoal.runs.lines import ClientLine, lines_to
 from shoal.runs.welcome import configuration, parts_for
@@ -81,10 +82,10 @@ class Joined:
         interval_s: float = self.welcome.header["heartbeat_s"]
         return interval_s
 
-    def prepare(self, progress: Progress | None = None, here: Place | None = None) -> None:
+    def prepare(self, progress: Progress | None = None, here: Place | None = None, given: Given = NOTHING) -> None:
         """Put together what the work takes. `here`: as the first of several processes, which all get ready with it."""
         try:
-            self.worker = self._worker(progress, here)
+            self.worker = self._worker(progress, here, given)
         except BaseException:
             self.close()
             raise
@@ -93,9 +94,9 @@ class Joined:
     def state(self) -> str:
         return self.worker.state if self.worker else "preparing"
 
-    def _worker(self, progress: Progress | None, here: Place | None) -> Worker:
+    def _worker(self, progress: Progress | None, here: Place | None, given: Given) -> Worker:
         meeting = self._meet(here) if here is not None else None
-        share = Share.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress)
+        share = Share.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress, given)
         engine: Any = share.parts.engine
         feed_for: Callable[[int, int, int], Any] = share.feed_for
         keeper: Any = share.keepsakes
@@ -200,8 +201,9 @@ class Share(NamedTuple):
         meeting: Meeting | None,
         tell: Callable[[str], None],
         progress: Progress | None = None,
+        given: Given = NOTHING,
     ) -> Share:
-        parts = parts_for(header, frames, way.overrides, progress, meeting)
+        parts = parts_for(header, frames, way.overrides, progress, meeting, given)
         strategy = strategies.of(parts.run, header["shards"])
         if strategy.feed.leased:
             torch.seed()  # every worker draws noise of its own

@@ -96,7 +96,11 @@ class Members(NamedTuple):
 
 
 class Reporter:
-    """Somebody who watches a run: a progress bar, TensorBoard, W&B. Override what you want to hear of."""
+    """Somebody who watches a run: a progress bar, TensorBoard, W&B. Override what you want to hear of; the rest does nothing.
+
+    `recorder.step`, `recorder.engine.total_steps`, `recorder.samples` and `recorder.directory.path` say where the run is. To end it after
+    this step, set `recorder.stopping` to a word that says why.
+    """
 
     def start(self, recorder: Recorder) -> None:
         """The run begins, or goes on."""
@@ -105,13 +109,13 @@ class Reporter:
         """A step was taken."""
 
     def record(self, record: dict[str, Any]) -> None:
-        """Figures were recorded."""
+        """Figures at a step: `step`, `split` (`train` or `eval`), `samples`, and the metrics by name."""
 
     def message(self, text: str) -> None:
-        """A word for people."""
+        """Something to tell people. A warning begins with `warning:`."""
 
     def close(self, summary: dict[str, Any]) -> None:
-        """The run has ended, well or not."""
+        """The run is over, well or not: what `summary.json` has."""
 
 
 class Recorder:

@@ -132,13 +132,13 @@ def same_settings(first: Run, second: Run) -> bool:
     """May one run continue the other? Everything that shapes the numbers must be the same.
 
     Another engine gives the same numbers. Where one is of several processes, how a step's samples are cut up among them may change, too:
-    the feed sees to it that it goes on at a whole step.
+    the feed sees to it that it goes on at a whole step. The processes of collectives step by themselves: there the engine counts.
     """
-    if (first.transport.kind == "collectives") != (second.transport.kind == "collectives"):
-        return False  # the data is shared out in another way
     free = {"name", "output_dir", "log_level", "checkpoint", "logging", "hub", "serving", "transport", "engine", "launch"}
     left, right = as_data(first), as_data(second)
-    if first.engine.kind != "single" or second.engine.kind != "single":
+    if "collectives" in (first.engine.kind, second.engine.kind):
+        free -= {"engine", "launch"}
+    elif first.engine.kind != "single" or second.engine.kind != "single":
         for tree in (left, right):
             for name in ("batch_size", "gradient_accumulation_steps", "global_batch_size"):
                 del tree["training"][name]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from shoal import data, models, tasks
 from shoal.config import Run
 from shoal.engines import SingleEngine
@@ -68,14 +70,38 @@ def export(path: str, folder: Path, warn: Callable[[str], None]) -> None:
 
     A model of Hugging Face as transformers loads it; one of Shoal's own as `shoal generate` does.
     """
+    _refuse_full(folder)
+    trained = open_run(path, warn)
+    _appear(folder, lambda partial: _write(trained, partial))
+
+
+def export_network(model: nn.Module, folder: Path) -> None:
+    """A network of somebody's own, likewise: as transformers loads it where it is a model of theirs, else its weights by name."""
+
+    def write(partial: Path) -> None:
+        save = getattr(model, "save_pretrained", None)
+        if save is not None:
+            save(str(partial))
+        else:
+            tensors = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+            save_weights(partial / "model.safetensors", tensors)
+
+    _refuse_full(folder)
+    _appear(folder, write)
+
+
+def _refuse_full(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ShoalError(f"{folder} is there already, and not empty: choose another folder")
-    trained = open_run(path, warn)
+
+
+def _appear(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder that is there whole or not at all."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write(trained, partial)
+        write(partial)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)

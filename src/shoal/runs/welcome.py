@@ -17,6 +17,7 @@ from shoal.engines import Meeting, choose_device
 from shoal.errors import ShoalError
 from shoal.runs.agreement import fingerprint
 from shoal.runs.assembly import Parts, Progress, assemble
+from shoal.runs.given import NOTHING, Given
 from shoal.worker.protocol import Frames
 
 OWN_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile", "engine", "launch")
@@ -30,6 +31,7 @@ def parts_for(
     overrides: Sequence[Override],
     progress: Progress | None,
     meeting: Meeting | None = None,
+    given: Given = NOTHING,
 ) -> Parts:
     """What the run is made of, on this machine; the same as at the coordinator's, or an error."""
     run = configuration(header, overrides)
@@ -37,7 +39,7 @@ def parts_for(
     world = meeting.enter(choose_device(run.training.device, meeting.here.local_rank)) if meeting is not None else None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
-        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world)
+        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world, given)
     if fingerprint(parts.data) != header["data"]:
         raise ShoalError(
             f"the data here ({parts.data.info.name}) is not what the coordinator has: put the same files in place, "

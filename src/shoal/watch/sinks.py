@@ -74,9 +74,6 @@ class LossCurve(Reporter):
     def start(self, recorder: Recorder) -> None:
         self.directory = recorder.directory
 
-    def record(self, record: dict[str, Any]) -> None:
-        return None
-
     def close(self, summary: dict[str, Any]) -> None:
         if not hasattr(self, "directory"):
             return

@@ -70,17 +70,11 @@ class Postgres(Transport, built_by="shoal.transports.postgres"):
 
 
 class InProcess(Transport, built_by="shoal.transports.in_process"):
-    """All in one process."""
+    """Workers are threads of the process that coordinates."""
 
     kind: Literal["in-process"] = "in-process"
     schemes = ("in-process",)
     own_keys = True
-
-
-class Collectives(Transport):
-    """torch.distributed between workers that start together and end together (gloo, or NCCL on GPUs): for diloco in one machine room."""
-
-    kind: Literal["collectives"] = "collectives"
 
 
 class Host(Section):

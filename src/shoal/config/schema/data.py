@@ -112,6 +112,26 @@ class Mixture(DataSource, built_by="shoal.data.text.sources:open_mixture"):
     parts: tuple[MixturePart, ...]
 
 
+class LiveData(DataSource, built_by="shoal.data.own:only_its_program"):
+    """Data that a Python program brings along: `shoal.train(data=…)`."""
+
+    kind: Literal["live"] = "live"
+    gives = "samples"
+
+
+class FactoryData(DataSource, built_by="shoal.data.own:only_its_program"):
+    """Data that a Python function makes."""
+
+    kind: Literal["factory"] = "factory"
+    gives = "samples"
+    function: str
+    """`module:function`, called without arguments: it gives a list, a data set or something to iterate over."""
+    eval_function: str | None = None
+    """The same for held-out data; null: there is none."""
+    collate: str | None = None
+    """`module:function`, called with a list of samples: it gives a batch; null: samples are stacked."""
+
+
 class Mixing(Section):
     """How the sources of a mixture, or the files of a folder of texts, are balanced."""
 

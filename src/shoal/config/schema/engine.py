@@ -61,4 +61,10 @@ class Pipeline(Section):
     """Longest wait for a neighbour or a request."""
 
 
-Engine = Union[Single, Ddp, Fsdp, DeepSpeed, Pipeline]
+class Collectives(Section):
+    """A copy of the model in each process, which steps by itself; an all-reduce averages the copies at the end of each round of diloco."""
+
+    kind: Literal["collectives"] = "collectives"
+
+
+Engine = Union[Single, Ddp, Fsdp, DeepSpeed, Pipeline, Collectives]

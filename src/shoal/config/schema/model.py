@@ -211,3 +211,19 @@ class HuggingFace(Model, built_by="shoal.models.huggingface:players"):
     """Transformer blocks the model must have; null: as many as it has."""
     lora: Lora | None = None
     """Fine-tune with LoRA; null: train all weights."""
+
+
+class LiveModel(Model, built_by="shoal.models.build:only_its_program"):
+    """A network that a Python program brings along: `shoal.train(model=…)`."""
+
+    kind: Literal["live"] = "live"
+
+
+class FactoryModel(Model, built_by="shoal.models.build:only_its_program"):
+    """A network that a Python function makes."""
+
+    kind: Literal["factory"] = "factory"
+    function: str
+    """`module:function`, called without arguments: it gives a torch.nn.Module."""
+    loss: str | None = None
+    """`module:function`, called with the model and a batch: it gives the loss; null: the usual one for such a batch."""

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from shoal.config.parts import Part
 
-Need = Literal["labels", "images", "tokens", "pairs", "prompts"]
+Need = Literal["labels", "images", "tokens", "pairs", "prompts", "samples"]
 TEXT: tuple[Need, ...] = ("tokens", "pairs", "prompts")
 """What is made of text; the others are made of images."""
 
@@ -59,3 +59,11 @@ class PpoTask(Task):
     shows = "text"
     does = "writes text"
     pipeline = "text-generation"
+
+
+class CustomTask(Task, built_by="shoal.tasks.custom:build"):
+    """What a loss of one's own says, on data of one's own."""
+
+    kind: Literal["custom"] = "custom"
+    needs = "samples"
+    does = "does what its own loss asks for"

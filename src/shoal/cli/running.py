@@ -1,0 +1,108 @@
+"""A run that was planned, carried out as a command: progress on standard error, the outcome on standard output, signals obeyed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.cli.main import report
+from shoal.cli.options import load
+from shoal.cli.ranks import as_rank, ignore_signals, start_ranks
+from shoal.cli.showing import download, show_invitation, show_outcome, stopping_on_signals, tell
+from shoal.config.load import Override
+from shoal.config.problems import ConfigError
+from shoal.errors import ShoalError
+from shoal.launch.starting import Arguments, Asked, Plan, Way, headline, plan, started
+
+if TYPE_CHECKING:
+    from shoal.worker.interfaces import World
+
+
+def planned(arguments: argparse.Namespace, overrides: list[Override], asked: Asked) -> Plan:
+    """The plan for what the options of a command say; what is doubtful about them is told."""
+    resolved = _continued(arguments)
+    made = plan(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
+    if made.note:
+        sys.stderr.write(f"{made.note}\n")
+    if made.loaded.problems:
+        report(ConfigError(made.loaded.problems))
+    return made
+
+
+def _continued(arguments: argparse.Namespace) -> bool:
+    """A run that is resumed by its folder alone goes on with the settings in it."""
+    alone = bool(arguments.resume and arguments.run_dir and not arguments.files and not arguments.config)
+    if arguments.resume and arguments.run_dir:
+        from shoal.runs.plugins import expect_those_of
+
+        expect_those_of(Path(arguments.run_dir))
+    if alone:
+        arguments.files = [os.path.join(arguments.run_dir, "config.yaml")]
+        arguments.dialect = "shoal"
+    return alone
+
+
+def carry_out(made: Plan, argv: list[str], arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
+    """Train, coordinate, or start the processes that do; the exit code. `argv` starts this command again in other processes."""
+    if made.way is Way.RANKS:
+        return start_ranks(made.run, argv)
+    if made.way is Way.FOLLOWS:
+        assert made.fleet is not None
+        ignore_signals()  # what this one starts is asked to stop, too, and it ends with that
+        made.fleet.work(tell)
+        return 0
+    if made.here is not None:
+        return as_rank(made.here, lambda: train(made), watch=bool(made.here.file))
+    return train(made, arguments)
+
+
+def train(made: Plan, arguments: Arguments = lambda names: dict.fromkeys(names, ())) -> int:
+    """Train in this process, or coordinate in it; the exit code."""
+    code, world = _train(made, arguments)
+    world.close()  # when nothing of the model is left
+    return code
+
+
+def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
+    from shoal.watch.progress import progress_for
+    from shoal.watch.sinks import sinks_for
+
+    run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.way is Way.COORDINATES
+    reporters = [progress_for(sys.stderr, run.log_level, cluster), *sinks_for(run)] if speaks else []
+    with started(made, reporters, download if speaks else None, arguments) as ready:
+        loop = ready.loop
+        loop.message(headline(made, loop))
+        if made.asked.invite:
+            show_invitation(ready)
+        with stopping_on_signals(loop):
+            outcome = ready.train()
+        return show_outcome(loop, outcome) if speaks else 0, loop.engine.world
+
+
+def weather_and_speeds(netem: str | None, slowdown: Sequence[str]) -> Arguments:
+    """Arguments for workers that behave as if they were elsewhere, or slower: `slowdown` is NAME=FACTOR each."""
+
+    def arguments(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        factors = _factors(slowdown, names)
+        common = ["--netem", netem] if netem else []
+        return {name: [*common, *(["--slowdown", factors[name]] if name in factors else [])] for name in names}
+
+    return arguments
+
+
+def _factors(slowdown: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    factors = dict(text.partition("=")[::2] for text in slowdown)
+    for name, factor in factors.items():
+        if name not in names:
+            raise ShoalError(f"--slowdown: there is no worker `{name}`; there are {', '.join(names)}")
+        try:
+            good = float(factor) >= 1
+        except ValueError:
+            good = False
+        if not good:
+            raise ShoalError(f"--slowdown: write {name}=8 to make it 8 times slower")
+    return factors

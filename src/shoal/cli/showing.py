@@ -1,0 +1,93 @@
+"""What commands that train show to people, and how they are stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shoal.launch.starting import Outcome, Started
+    from shoal.runs.cluster_loop import ClusterLoop
+    from shoal.runs.loop import Loop
+
+
+def tell(text: str) -> None:
+    """One line of a worker, with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def download(what: str, done: int, total: int | None) -> None:
+    """Progress of a download, on one line."""
+    size = f"{done >> 20} of {total >> 20} MiB" if total else f"{done >> 20} MiB"
+    end = "\n" if total and done >= total else "\r"
+    sys.stderr.write(f"downloading {what}: {size}{end}")
+
+
+def show_outcome(loop: Loop | ClusterLoop, outcome: Outcome) -> int:
+    """Tell how a run ended; the exit code."""
+    from shoal.watch.progress import figures
+
+    summary = outcome.summary
+    last = summary["metrics"]["eval"] or summary["metrics"]["train"]
+    print(f"{summary['status']} after {summary['steps']} steps, {summary['samples']} samples, {summary['wall_s']:.1f} s: {figures(last)}")
+    print(f"run: {loop.directory.path}")
+    if outcome.model:
+        print(f"model: {outcome.model}")
+    return 130 if summary["status"] == "interrupted" else 0
+
+
+def show_invitation(started: Started) -> None:
+    """Print the one line that a worker needs; for machines that reach this one under an address of their own, theirs."""
+    from shoal.config.plugins import needed_by
+    from shoal.runs.given import factories_of
+    from shoal.transports.addresses import parse as parse_address
+    from shoal.transports.databases import is_address
+    from shoal.transports.databases import parse as parse_database
+    from shoal.transports.keys import key_text
+
+    invitation, cluster = started.invitation, started.loop.run.cluster
+    assert invitation is not None
+    run = started.loop.run
+    functions = "".join([*(f" --factory {name}" for name in factories_of(run)), *(f" --plugin {name}" for name in needed_by(run))])
+    if is_address(invitation.address):
+        access = parse_database(invitation.address)
+        if started.role:
+            print("`shoal db grant student NAME FILE` lets somebody in, and prints the command:")
+            access = access._replace(user=started.role, password=None)
+        print(f"workers join with:\n  shoal join {access.address}{functions}", flush=True)
+        return
+    rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "") + functions
+    here = parse_address(invitation.address)
+    print(f"workers join with:\n  shoal join {here} {rest}")
+    for name in cluster.workers:
+        host = cluster.hosts.get(name)
+        if host is not None and (host.server_address or host.server_port):
+            own = here._replace(host=host.server_address or here.host, port=host.server_port or here.port)
+            print(f"{name} joins with:\n  shoal join {own} --name {name} {rest}")
+    sys.stdout.flush()
+
+
+@contextmanager
+def stopping_on_signals(loop: Loop | ClusterLoop) -> Iterator[None]:
+    """Stop after a step when asked to, and at once when asked again."""
+    own = os.getpid()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:  # a process that loads data: it ends with this one
+            return
+        if loop.interrupt():
+            os._exit(130)
+        loop.message("stopping after this step and saving; once more to stop at once")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,105 @@
+"""Where a run with workers takes place: a folder and a port, or a database, which is started here if nobody else runs it."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from shoal.config import Run
+from shoal.config.fields import Secret
+from shoal.config.schema.cluster import Postgres, Transport
+from shoal.errors import ShoalError
+from shoal.launch.postgres import EmbeddedPostgres
+from shoal.runs.assembly import continued
+from shoal.runs.inviting import Invitation
+from shoal.runs.run_directory import RunDirectory
+
+_LOOK_S = 0.5
+_STUDENT = "student"
+"""The role of all who join a run with a database of its own."""
+
+
+class Ground(NamedTuple):
+    """Where a run with workers takes place."""
+
+    run_dir: str | None
+    transport: Transport
+    invitation: Invitation | None = None
+    """How workers join, where the coordinator's own way in is not for them."""
+    role: str = ""
+    """In a database that others look after: the role that workers connect as."""
+
+
+@contextmanager
+def ground_for(run: Run, run_dir: str | None, resume: bool, hosts: tuple[str, ...], invite: bool) -> Iterator[Ground]:
+    """Until the end of the run. A database that the run asks for, and that nobody else runs, is started."""
+    settings = run.transport
+    if settings.kind == "in-process":
+        yield Ground(run_dir, settings)
+    elif not isinstance(settings, Postgres):
+        yield Ground(run_dir, _near(settings, invite, invite and hosts != ("0.0.0.0",)))
+    elif settings.host != "embedded":
+        yield Ground(run_dir, settings, role="STUDENT")
+    else:
+        with _embedded(run, settings, run_dir, resume, hosts[0]) as ground:
+            yield ground
+
+
+def _near(settings: Transport, invite: bool, hosts: bool) -> Transport:
+    """Where to listen: addresses that were asked for count more than the configuration, and workers of this machine need no
+    particular port."""
+    if invite and not hosts:
+        return settings
+    changed: Transport = settings.replace(host=None) if invite else settings.replace(host=None, port=0)
+    return changed
+
+
+@contextmanager
+def _embedded(run: Run, settings: Postgres, run_dir: str | None, resume: bool, host: str) -> Iterator[Ground]:
+    """A PostgreSQL of the run's own, in its folder, with a role for those who join."""
+    folder = continued(run, run_dir, lambda text: None)[0].path if resume else RunDirectory.create(run, run_dir).path
+    password = settings.password.reveal() if settings.password else None
+    with EmbeddedPostgres(
+        folder, host=host, port=settings.port or 0, database=settings.database, user=settings.user, password=password
+    ) as server:
+        here = settings.replace(host=server.access.host, port=server.access.port, password=Secret(server.access.password or ""))
+        invitation = _let_students_in(server, host)
+        with _kept_alive(server):
+            yield Ground(str(folder), here, invitation)
+
+
+def _let_students_in(server: EmbeddedPostgres, host: str) -> Invitation:
+    from shoal.transports.addresses import to_tell
+    from shoal.transports.postgres import schema
+    from shoal.transports.postgres.access import connect
+
+    access = server.access
+    # The same password whenever the run goes on, so that whoever joined before is let in again.
+    password = hashlib.sha256(f"{_STUDENT} of {access.password}".encode()).hexdigest()[:20]
+    with connect(access) as connection:
+        schema.init(connection)
+        schema.grant(connection, _STUDENT, password, "student")
+    theirs = access._replace(host=to_tell(host), user=_STUDENT, password=password)
+    return Invitation(theirs.address, "", None)
+
+
+@contextmanager
+def _kept_alive(server: EmbeddedPostgres) -> Iterator[None]:
+    """Start the database again if somebody kills it: from a thread of its own, since everybody else waits for it then."""
+    ending = threading.Event()
+
+    def watch() -> None:
+        while not ending.wait(_LOOK_S):
+            with suppress(ShoalError):  # the run tells, when its patience is at an end
+                server.ensure()
+
+    thread = threading.Thread(target=watch, name="database", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join()

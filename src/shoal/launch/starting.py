@@ -1,0 +1,355 @@
+"""One way to start a run. The command line, Python and tests decide here who takes part, and begin here.
+
+`plan` reads the settings and chooses: this process alone, several processes of one engine, workers on this machine, the processes that
+torchrun started, or workers of other machines who are invited. `started` puts the chosen run together, and its `train` runs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from enum import Enum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shoal.config.derive import OWN
+from shoal.config.former import was_a_transport
+from shoal.config.load import Loaded, Override
+from shoal.config.problems import ConfigError
+from shoal.config.ranks import STRATEGY_FOR_WORKERS, Place, of_several, place
+from shoal.config.schema.cluster import Postgres
+from shoal.errors import ShoalError
+from shoal.launch.local import LocalWorkers, fair_threads, gpus_of, names_for, trusting, wait_quietly
+from shoal.launch.ranks import Crew, facts_of, place_in
+
+if TYPE_CHECKING:
+    from shoal.config import Run
+    from shoal.launch.fleet import Fleet
+    from shoal.launch.threads import WorkerThreads
+    from shoal.runs.assembly import Progress
+    from shoal.runs.cluster_loop import ClusterLoop
+    from shoal.runs.coordinating import Coordinating
+    from shoal.runs.given import Given
+    from shoal.runs.inviting import Invitation
+    from shoal.runs.loop import Loop
+    from shoal.runs.recorder import Reporter
+
+Load = Callable[[Sequence[Override]], Loaded]
+"""Resolves the configuration with some more settings on top."""
+Arguments = Callable[[Sequence[str]], Mapping[str, Sequence[str]]]
+"""Gives each worker, by its name, further arguments of `shoal join`."""
+
+
+class Asked(NamedTuple):
+    """What somebody who starts a run wants besides its settings."""
+
+    run_dir: str | None = None
+    resume: bool = False
+    workers: int | None = None
+    """Workers on this machine; None: as the settings say."""
+    otherwise: int = 0
+    """Workers where nobody says how many; 0: that is an error."""
+    invite: bool = False
+    """Workers of other machines may join."""
+    hosts: tuple[str, ...] = ()
+    """Addresses to listen on for them; none: all that this machine has."""
+    live: tuple[str, ...] = ()
+    """Names of what the program brings along and workers need: only threads of this process can have it."""
+
+
+class Way(Enum):
+    """What this process does."""
+
+    ALONE = auto()
+    """It trains, perhaps as one of the processes of an engine."""
+    RANKS = auto()
+    """It has to start the processes of an engine first."""
+    COORDINATES = auto()
+    """It holds the weights, and workers train."""
+    FOLLOWS = auto()
+    """torchrun started it, and another process coordinates."""
+
+
+class Plan(NamedTuple):
+    """Who takes part in a run, and what this process does in it."""
+
+    way: Way
+    loaded: Loaded
+    asked: Asked
+    here: Place | None = None
+    """Which of an engine's processes this one is."""
+    workers: int = 0
+    """Workers that are started on this machine; 0 for a run that goes on: as many as it was begun for."""
+    fleet: Fleet | None = None
+    note: str = ""
+    """What was chosen without being asked for."""
+
+    @property
+    def run(self) -> Run:
+        return self.loaded.run
+
+
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    summary: dict[str, Any]
+    model: Path | None
+    """Folder of the finished model, where programs other than Shoal can read it."""
+
+
+class Started(NamedTuple):
+    """A run that is put together and has not moved yet."""
+
+    loop: Loop | ClusterLoop
+    train: Callable[[], Outcome]
+    invitation: Invitation | None = None
+    """How workers join."""
+    role: str = ""
+    """In a database that others look after: the role that workers connect as."""
+
+
+def plan(load: Load, asked: Asked) -> Plan:
+    """Choose. Raises ConfigError for settings that are not good, ShoalError where they do not fit what was asked for."""
+    loaded, note = _good(load([])), ""
+    more: list[Override] = []
+    if asked.workers and loaded.run.alone:
+        note = f"strategy.kind: {STRATEGY_FOR_WORKERS}, since there are workers (edp and async are others)"
+        more = [Override("strategy.kind", STRATEGY_FOR_WORKERS, "--workers")]
+        loaded = _good(load(more))
+    if asked.invite:
+        return _invited(loaded, asked)
+    if loaded.run.alone:
+        return _local(loaded, asked)
+    if asked.live:
+        _refuse_other_processes(loaded, asked.live)
+        more.append(Override("transport.kind", "in-process", f"{asked.live[0]}=…"))
+        loaded = _good(load(more))
+    wait_quietly()
+    if asked.workers and was_a_transport(loaded.settings):
+        more.append(Override("launch.devices_per_node", str(asked.workers), "--workers"))
+        loaded, asked = _good(load(more)), asked._replace(workers=1)
+    here, count = place(), asked.workers or loaded.run.cluster.num_workers or _otherwise(loaded.run, asked)
+    if facts := facts_of(loaded.run, here, count):
+        loaded = _good(load([*more, *facts]))
+    if here is not None:
+        return _in_fleet(loaded, asked, here)
+    return Plan(Way.COORDINATES, loaded, asked, workers=_number(loaded.run, asked, count), note=note)
+
+
+def _good(loaded: Loaded) -> Loaded:
+    if not loaded.ok:
+        raise ConfigError(loaded.problems)
+    return loaded
+
+
+def _refuse_other_processes(loaded: Loaded, live: tuple[str, ...]) -> None:
+    """Raise ShoalError where workers are to be processes, which cannot have live objects of this one."""
+    run, settings = loaded.run, loaded.settings
+    spoken = settings.given("transport.kind") and run.transport.kind != "in-process"
+    asks = "torchrun has started several" if place() else f"transport.kind is {run.transport.kind}" if spoken else ""
+    asks = asks or (f"the engine {run.engine.kind} is several" if of_several(run) else "")
+    if asks:
+        raise ShoalError(
+            f"{' and '.join(f'{name}=' for name in live)} cannot be handed to other processes, and {asks}. For worker processes name "
+            f'functions that make them ({live[0]}="module:function"); workers that are threads of this process need no transport'
+        )
+
+
+def _local(loaded: Loaded, asked: Asked) -> Plan:
+    here = place_in(loaded.run)
+    if here is None and of_several(loaded.run):
+        if asked.live:
+            _refuse_other_processes(loaded, asked.live)
+        from shoal.runs.assembly import refuse_unbuilt
+
+        refuse_unbuilt(loaded)
+        return Plan(Way.RANKS, loaded, asked)
+    return Plan(Way.ALONE, loaded, asked, here)
+
+
+def _invited(loaded: Loaded, asked: Asked) -> Plan:
+    run = loaded.run
+    if run.alone:
+        raise ShoalError("strategy.kind is local, so there is nobody to coordinate: --set strategy.kind=syncps (or edp, async)")
+    if run.transport.kind == "in-process":
+        raise ShoalError("transport.kind: other machines do not reach workers that are threads of this process: choose zmq or postgres")
+    if isinstance(run.transport, Postgres) and len(asked.hosts) > (run.transport.host == "embedded"):
+        raise ShoalError("--host: a database of the run's own listens at one address, and another one listens where it does")
+    wait_quietly()
+    workers = int(run.coordinator.trains) if asked.workers is None else asked.workers
+    return Plan(Way.COORDINATES, loaded, asked, workers=workers)
+
+
+def _in_fleet(loaded: Loaded, asked: Asked, here: Place) -> Plan:
+    """As one of the processes that torchrun started, each of which is a worker, or one of a worker's."""
+    from shoal.launch.fleet import Fleet
+
+    fleet = Fleet(loaded.run, here)
+    if asked.workers not in (None, fleet.workers):
+        raise ShoalError(f"{asked.workers} workers are asked for, and torchrun started {fleet.workers}: leave that out")
+    if not fleet.first:
+        return Plan(Way.FOLLOWS, loaded, asked, fleet=fleet)
+    if (begun := fleet.begun()) is not None:
+        asked = asked._replace(run_dir=begun, resume=True)
+    return Plan(Way.COORDINATES, loaded, asked, workers=fleet.workers, fleet=fleet)
+
+
+def _otherwise(run: Run, asked: Asked) -> int:
+    """Workers where nobody says how many. The processes of collectives are a room of workers already; a run that goes on has as many as
+    it was begun for."""
+    return 0 if asked.resume else asked.otherwise or int(run.engine.kind == "collectives")
+
+
+def _number(run: Run, asked: Asked, count: int) -> int:
+    """Workers to start here."""
+    if not count and not asked.resume:
+        raise ShoalError(f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({run.strategy.kind})")
+    return count + bool(count and run.coordinator.trains and not asked.workers)
+
+
+@contextmanager
+def started(
+    plan: Plan,
+    reporters: list[Reporter],
+    progress: Progress | None = None,
+    arguments: Arguments = lambda names: dict.fromkeys(names, ()),
+    given: Given | None = None,
+) -> Iterator[Started]:
+    """Put a run together that this process trains or coordinates. What it needs besides, such as a database, is there until the end.
+
+    `given`: live parts that the program brings along.
+    """
+    from shoal.runs.given import NOTHING
+
+    given = given or NOTHING
+    if plan.way is Way.ALONE:
+        yield _alone(plan, reporters, progress, given)
+        return
+    assert plan.way is Way.COORDINATES, plan.way
+    from shoal.launch.grounds import ground_for
+
+    asked, hosts = plan.asked, _hosts(plan)
+    with ground_for(plan.run, asked.run_dir, asked.resume, hosts, asked.invite) as ground:
+        from shoal.runs.coordinating import prepare
+
+        made = prepare(
+            plan.loaded,
+            run_dir=ground.run_dir,
+            resume=asked.resume,
+            reporters=reporters,
+            progress=progress,
+            workers=_expected(plan),
+            hosts=hosts,
+            transport=ground.transport,
+            given=given,
+        )
+        if ground.invitation is not None:
+            made = made._replace(invitation=ground.invitation)
+        workers = arguments(_names(plan, made))
+        yield Started(made.loop, lambda: _coordinate(plan, made, workers, given), made.invitation, ground.role)
+
+
+def headline(plan: Plan, loop: Loop | ClusterLoop) -> str:
+    """What is about to be trained, for people."""
+    rest = f"{loop.engine.size:,} parameters, in {loop.directory.path}"
+    if plan.way is Way.COORDINATES:
+        return f"{plan.run.strategy.kind}, {rest}"
+    where = loop.engine.device if plan.here is None else f"{plan.here.size} × {loop.engine.device.type} ({plan.run.engine.kind})"
+    own = plan.run.model.kind in OWN
+    what = loop.engine.task.players["model"] if own else loop.engine.task
+    return f"{type(what).__name__} on {where}, {rest}"
+
+
+def _alone(plan: Plan, reporters: list[Reporter], progress: Progress | None, given: Given) -> Started:
+    from shoal.runs.alone import prepare
+
+    asked = plan.asked
+    loop = prepare(
+        plan.loaded, run_dir=asked.run_dir, resume=asked.resume, reporters=reporters, progress=progress, here=plan.here, given=given
+    )
+    return Started(loop, lambda: _finished(loop, loop.train()))
+
+
+def _finished(loop: Loop | ClusterLoop, summary: dict[str, Any]) -> Outcome:
+    from shoal.runs.trained import save_final
+
+    return Outcome(summary, save_final(loop.run, loop.directory.path, summary) if loop.engine.world.first else None)
+
+
+def _hosts(plan: Plan) -> tuple[str, ...]:
+    if plan.asked.invite:
+        return plan.asked.hosts or ("0.0.0.0",)
+    return plan.fleet.hosts if plan.fleet is not None else ("127.0.0.1",)
+
+
+def _expected(plan: Plan) -> int:
+    """Workers that a new run is begun for."""
+    cluster = plan.run.cluster
+    return cluster.num_workers + plan.run.coordinator.trains if plan.asked.invite and cluster.num_workers else plan.workers
+
+
+def _names(plan: Plan, made: Coordinating) -> list[str]:
+    """Names of the workers that are started here. A run that goes on has as many as it was begun for."""
+    cluster, workers = plan.run.cluster, plan.workers
+    if not plan.asked.invite and not workers:
+        workers = made.loop.coordinator.plan.expected
+    return names_for(workers, (cluster.server or "here",) if plan.asked.invite else cluster.workers)
+
+
+def _coordinate(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> Outcome:
+    """Coordinate, with workers that are started here, or by each of the processes that torchrun started."""
+    threads = fair_threads(len(workers)) if plan.run.transport.kind == "in-process" else 1
+    with closing(made.loop.server), _computing_with(threads if workers else None):
+        outcome = _finished(made.loop, _train_with(plan, made, workers, given))
+    if plan.fleet is not None:
+        plan.fleet.end(outcome.summary)
+    return outcome
+
+
+@contextmanager
+def _computing_with(threads: int | None) -> Iterator[None]:
+    """Let torch use so many threads for a while: workers beside this process need the cores more. None: as many as it has."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _train_with(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> dict[str, Any]:
+    loop = made.loop
+    staff = _staff(plan, made, workers, given)
+    if plan.fleet is not None:
+        loop.goodbye_s = math.inf
+    loop.beside = lambda: staff.look_after(loop.message, loop.exited)
+    with closing(staff):
+        staff.start()
+        return loop.train()
+
+
+def _staff(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> LocalWorkers | WorkerThreads:
+    """The workers here, not started yet."""
+    loop, folder = made.loop, made.loop.directory.path / "workers"
+    if plan.fleet is not None:
+        return plan.fleet.announce(made.invitation, loop.directory.path)
+    if plan.run.transport.kind == "in-process":
+        return _threads(plan.run, made, workers, given)
+    crew = Crew.of(loop.run, "join", loop.message, max(1, len(workers)))
+    invitation = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
+    trusted, environ = trusting(loop.run)
+    every = {name: [*arguments, *trusted] for name, arguments in workers.items()}
+    return LocalWorkers(folder, invitation, every, gpus_of(loop.run), environ=environ)
+
+
+def _threads(run: Run, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> WorkerThreads:
+    from shoal.launch.threads import WorkerThreads
+
+    if of_several(run):
+        raise ShoalError(f"transport.kind in-process: workers are threads of this process, and the engine {run.engine.kind} is several")
+    if any(workers.values()):
+        raise ShoalError("transport.kind in-process: --netem and --slowdown are for workers that are processes of their own")
+    return WorkerThreads(made.loop.directory.path / "workers", made.invitation, list(workers), given, made.loop.message)

@@ -1,0 +1,85 @@
+"""Workers as threads of this process. They share what the program has, such as its data, and each has a model of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shoal.errors import ShoalError
+from shoal.runs.given import Given
+from shoal.runs.inviting import Invitation
+from shoal.runs.joining import Joined, Way
+
+_PATIENCE_S = 5.0
+"""How long a worker looks for a coordinator that is gone: it was in this process, so it does not come back."""
+
+
+class WorkerThread:
+    """One worker, and what became of it."""
+
+    def __init__(self, way: Way, given: Given, tell: Callable[[str], None]) -> None:
+        self.way, self.given, self.tell = way, given, tell
+        self.joined: Joined | None = None
+        self.problem: BaseException | None = None
+        self.noticed = self.stopping = False
+        self.thread = threading.Thread(target=self._run, name=f"worker-{way.name}", daemon=True)
+
+    @property
+    def name(self) -> str:
+        return self.way.name or "?"
+
+    def _run(self) -> None:
+        try:
+            self.joined = Joined(self.way, self.tell)
+            self.joined.prepare(given=self.given)
+            if self.stopping:
+                self.joined.stop()
+            self.joined.work()
+        except BaseException as problem:  # it is raised again where the run is waited for
+            self.problem = problem
+
+    def stop(self) -> None:
+        self.stopping = True
+        if self.joined is not None:
+            self.joined.stop()
+
+
+class WorkerThreads:
+    """The workers of a run in this process."""
+
+    def __init__(self, folder: Path, invitation: Invitation, names: Sequence[str], given: Given, tell: Callable[[str], None]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.workers = [
+            WorkerThread(
+                Way(*invitation, name=name, receipts=folder / f"{name}.jsonl", state=folder / name, patience_s=_PATIENCE_S),
+                given.copied(),
+                tell,
+            )
+            for name in names
+        ]
+
+    def start(self) -> None:
+        for worker in self.workers:
+            worker.thread.start()
+
+    def look_after(self, tell: Callable[[str], None], lost: Callable[[str], None]) -> None:
+        """Tell of those that cannot work. Raises what went wrong in the program's own parts, and ShoalError when no worker is left."""
+        for worker in self.workers:
+            if worker.problem is None or worker.noticed:
+                continue
+            worker.noticed = True
+            lost(worker.name)
+            if not isinstance(worker.problem, ShoalError):
+                raise worker.problem
+            tell(f"warning: {worker.name} cannot work: {worker.problem}")
+        if all(worker.noticed for worker in self.workers):
+            raise ShoalError(f"no worker is left: {self.workers[0].problem}")
+
+    def close(self) -> None:
+        """Let them go, and see that they do."""
+        for worker in self.workers:
+            worker.stop()
+        for worker in self.workers:
+            if worker.thread.ident is not None:
+                worker.thread.join(2 * _PATIENCE_S)

@@ -1,0 +1,169 @@
+"""What `shoal.train` was called with: checked, and turned into settings and live parts of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from shoal.config.fields import Secret, as_data
+from shoal.config.load import File, Loaded, Override, parse_override, resolve, resolve_data
+from shoal.config.schema import Run
+from shoal.config.show import flat
+from shoal.config.trainer_config import TrainerConfig
+from shoal.errors import ShoalError
+from shoal.runs.given import Given, called, called_for
+from shoal.runs.recorder import Reporter
+
+Config = TrainerConfig | Run | str | Path | Sequence[str | Path] | Mapping[str, Any]
+
+
+class ArgumentError(ShoalError, TypeError):
+    """An argument that is not what `train` takes."""
+
+    def __init__(self, name: str, takes: str, found: object) -> None:
+        super().__init__(f"{name}= takes {takes}; this is {_described(found)}")
+
+
+def _described(found: object) -> str:
+    shown = repr(found) if isinstance(found, (str, int, float, bool, type(None))) else ""
+    return f"{type(found).__name__} {shown[:60]}".rstrip()
+
+
+class Brought(NamedTuple):
+    """What a program brings along: live parts, and the settings that name what it does not have yet."""
+
+    given: Given
+    settings: list[Override]
+    live: tuple[str, ...]
+    """Names of live parts that workers need."""
+
+
+# --- the configuration -------------------------------------------------------------------------------
+
+
+def loader_of(config: Config, settings: Sequence[Override]) -> Callable[[Sequence[Override]], Loaded]:
+    """Resolves the configuration with these settings on top, and some more."""
+    if isinstance(config, TrainerConfig):
+        return lambda more: config.resolve(overrides=[*settings, *more])
+    if isinstance(config, (Run, Mapping)):
+        plain = _plain(config) if isinstance(config, Run) else dict(config)
+        dialect, name = str(plain.pop("dialect", "shoal")), "Run" if isinstance(config, Run) else "config"
+        return lambda more: resolve_data(plain, name=name, dialect=dialect, overrides=[*settings, *more])
+    several = [config] if isinstance(config, (str, Path)) else config
+    if not isinstance(several, (list, tuple)) or not several or not all(isinstance(one, (str, Path)) for one in several):
+        raise ArgumentError("config", "a file, a preset, a list of them, a dict of settings, a TrainerConfig or a Run", config)
+    files = [File(str(one)) for one in several]
+    return lambda more: resolve(files, [*settings, *more])
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    """The settings of a run as plain data, its secrets too."""
+    plain: dict[str, Any] = as_data(run, mask=None)
+    for path, value in flat(run):
+        if isinstance(value, Secret):
+            *above, last = path
+            branch = plain
+            for name in above:
+                branch = branch[name]
+            branch[last] = value.reveal()
+    return plain
+
+
+def overrides_of(overrides: Iterable[str]) -> list[Override]:
+    texts = [] if isinstance(overrides, str) or not isinstance(overrides, Iterable) else list(overrides)
+    if isinstance(overrides, str) or not isinstance(overrides, Iterable) or not all(isinstance(text, str) for text in texts):
+        raise ArgumentError("overrides", "a list of settings such as 'training.epochs=3'", overrides)
+    return [parse_override(text, "overrides:") for text in texts]
+
+
+# --- live parts --------------------------------------------------------------------------------------
+
+
+def brought(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> Brought:
+    """Check what was brought along. Raises ArgumentError."""
+    _check_model(model)
+    _check_data("data", data)
+    _check_data("eval_data", eval_data)
+    for name, function in (("collate", collate), ("loss", loss)):
+        if function is not None and not callable(function) and not _is_factory(function):
+            raise ArgumentError(name, "a function, or the name of one as 'module:function'", function)
+    if metrics is not None and not (isinstance(metrics, Mapping) and all(callable(metric) for metric in metrics.values())):
+        raise ArgumentError("metrics", "a dict of functions by name, each of which takes the model and a batch", metrics)
+    settings = [*_settings("model", "model", model, loss=loss), *_settings("data", "data.source", data, eval_data, collate)]
+    parts = {"model": model, "data": data, "collate": collate, "loss": loss}
+    live = tuple(name for name, part in parts.items() if part is not None and not _is_named(name, part, parts))
+    return Brought(_given(model, data, eval_data, collate, loss, metrics), settings, live)
+
+
+def _is_named(name: str, part: Any, parts: Mapping[str, Any]) -> bool:
+    """Whether workers find a part by its name. A loss goes by name with a model that does, a collate with data that does."""
+    beside = {"loss": "model", "collate": "data"}.get(name)
+    return _is_factory(part) and (beside is None or _is_factory(parts[beside]))
+
+
+def _given(model: Any, data: Any, eval_data: Any, collate: Any, loss: Any, metrics: Any) -> Given:
+    """The live parts. A name that goes into the settings is looked up where the run is put together."""
+    return Given(
+        model=None if _is_factory(model) else model,
+        train=None if _is_factory(data) else data,
+        eval=called(eval_data) if _is_factory(eval_data) and not _is_factory(data) else None if _is_factory(eval_data) else eval_data,
+        collate=called_for(collate) if _is_factory(collate) else collate,
+        loss=called_for(loss) if _is_factory(loss) else loss,
+        metrics=metrics,
+    )
+
+
+def _settings(argument: str, section: str, part: Any, eval_data: Any = None, collate: Any = None, loss: Any = None) -> Iterator[Override]:
+    """Settings that say where a part comes from."""
+    if part is None:
+        return
+    if not _is_factory(part):
+        yield Override(f"{section}.kind", "live", f"{argument}=live")
+        return
+    named = {"function": part, "eval_function": eval_data, "collate": collate, "loss": loss}
+    yield Override(f"{section}.kind", "factory", f"{argument}=factory")
+    for name, value in named.items():
+        if _is_factory(value):
+            yield Override(f"{section}.{name}", value, f"{argument}={value}")
+
+
+def _is_factory(part: Any) -> bool:
+    return isinstance(part, str) and part.count(":") == 1
+
+
+def _check_model(model: Any) -> None:
+    if model is not None and not isinstance(model, nn.Module) and not _is_factory(model):
+        made = " (a class: make an object of it)" if isinstance(model, type) else ""
+        raise ArgumentError("model", f"a torch.nn.Module, or the name of a function that makes one as 'module:function'{made}", model)
+
+
+def _check_data(name: str, data: Any) -> None:
+    if data is None or _is_factory(data):
+        return
+    if isinstance(data, DataLoader):
+        raise ArgumentError(name, "samples, and makes the batches itself: give loader.dataset, and collate=loader.collate_fn", data)
+    if isinstance(data, (str, bytes, Mapping)) or (not hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
+        raise ArgumentError(name, "a data set, a list of samples, something to iterate over, or 'module:function'", data)
+    if isinstance(data, Iterator):
+        raise ArgumentError(name, "something that can be read again, such as a list or a data set, and not an iterator", data)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not len(data):
+        raise ArgumentError(name, "at least one sample", data)
+
+
+def check_workers(workers: object) -> None:
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
+        raise ArgumentError("workers", "a number of workers, 1 or more", workers)
+
+
+def reporters_of(reporters: Iterable[Reporter]) -> list[Reporter]:
+    if isinstance(reporters, Reporter):
+        return [reporters]
+    found = list(reporters) if isinstance(reporters, Iterable) else [reporters]
+    for reporter in found:
+        if not isinstance(reporter, Reporter):
+            raise ArgumentError("reporters", "objects of classes that are derived from shoal.Reporter", reporter)
+    return found

@@ -1,0 +1,99 @@
+"""`shoal.train`: training from Python, with a configuration, with parts of one's own, or both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shoal.config.derive import OWN
+from shoal.config.plugins import load as load_plugins
+from shoal.errors import ShoalError
+from shoal.launch.starting import Asked, Plan, Way, headline, plan, started
+from shoal.python.arguments import Brought, Config, brought, check_workers, loader_of, overrides_of, reporters_of
+from shoal.python.result import Result, result_elsewhere, result_of
+from shoal.runs.recorder import Reporter
+from shoal.watch.progress import progress_for
+from shoal.watch.sinks import sinks_for
+
+
+def train(
+    config: Config,
+    *,
+    model: nn.Module | str | None = None,
+    data: Any = None,
+    eval_data: Any = None,
+    collate: Callable[[list[Any]], Any] | str | None = None,
+    loss: Callable[[nn.Module, Any], Any] | str | None = None,
+    metrics: Mapping[str, Callable[[nn.Module, Any], Any]] | None = None,
+    reporters: Iterable[Reporter] = (),
+    workers: int | None = None,
+    overrides: Iterable[str] = (),
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    plugins: Iterable[str | Path] = (),
+) -> Result:
+    """Train, alone or with workers on this machine, and return what came of it.
+
+    `config` is a file, a preset, a list of them, a dict of settings, a `TrainerConfig` or a `Run`; `overrides` are `path=value`, as on the
+    command line. `model`, `data` and `eval_data` take the place of what it describes: a torch.nn.Module, which is trained in place, and
+    data sets, lists of samples or something to iterate over. `collate(samples)` makes a batch, `loss(model, batch)` gives a scalar or a
+    dict with `loss`, `metrics` are functions of model and batch for held-out data.
+
+    Each but `metrics` may be named as `"module:function"`: a function that makes it, or is it. Workers that need live objects are threads
+    of this process, others are processes. Several need a strategy: syncps, where none is configured. `progress` shows on standard error
+    what `shoal train` shows. `plugins` are files or modules with parts of other people's (docs/extending.md). Raises ConfigError for wrong settings, ShoalError where the run cannot go on. docs/python.md tells more.
+    """
+    load_plugins(*map(str, plugins))
+    check_workers(workers)
+    own, watching = brought(model, data, eval_data, collate, loss, metrics), reporters_of(reporters)
+    load = loader_of(config, [*own.settings, *overrides_of(overrides)])
+    made = plan(load, Asked(str(run_dir) if run_dir is not None else None, resume, workers, otherwise=1, live=own.live))
+    _check_fit(made, own)
+    return _follow(made, watching) if made.way is Way.FOLLOWS else _train(made, own, watching, progress)
+
+
+def _train(made: Plan, own: Brought, watching: list[Reporter], progress: bool) -> Result:
+    """Train in this process, or coordinate in it. Of the processes of an engine the first one tells, for all of them."""
+    run, speaks = made.run, made.here is None or made.here.rank == 0
+    shown: list[Reporter] = [progress_for(sys.stderr, run.log_level, made.way is Way.COORDINATES)] if progress else []
+    with started(made, [*shown, *sinks_for(run), *watching] if speaks else [], given=own.given) as ready:
+        for text in (made.note, *(f"warning: {problem.message}" for problem in made.loaded.problems), headline(made, ready.loop)):
+            if text:
+                ready.loop.message(text)
+        return result_of(ready.loop, ready.train().summary)
+
+
+def _check_fit(made: Plan, own: Brought) -> None:
+    """Raise ShoalError where parts of one's own and the settings do not make a run."""
+    run, settings = made.run, made.loaded.settings
+    source = run.data.source.kind if run.data.source is not None else ""
+    if made.way is Way.RANKS:
+        raise ShoalError(f"the engine {run.engine.kind} is several processes: start this program with torchrun, or use `shoal train`")
+    if source in OWN and run.model.kind not in OWN:
+        raise ShoalError(
+            f"data= is your own, and a model of kind {run.model.kind} is made for data that settings describe: give model=, too"
+        )
+    if run.model.kind in OWN and not settings.given("data.source.kind"):
+        raise ShoalError("model= is your own, and nothing says what it learns from: give data=, or name data.source in the configuration")
+    if own.given.eval is not None and source not in OWN and run.chosen_task.needs != "labels":
+        raise ShoalError("eval_data= goes with data=: text that settings describe has held-out text of its own")
+    if run.chosen_task.needs == "tokens" and run.model.kind in OWN and not settings.given("data.tokenizer"):
+        raise ShoalError("data.tokenizer: name the tokenizer that your model was made for")
+
+
+def _follow(made: Plan, watching: list[Reporter]) -> Result:
+    """Work as torchrun's process that does not coordinate."""
+    fleet = made.fleet
+    assert fleet is not None
+
+    def tell(text: str) -> None:
+        for reporter in watching:
+            reporter.message(text)
+
+    folder = fleet.work(tell)
+    return result_elsewhere(folder, fleet.outcome())

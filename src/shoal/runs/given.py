@@ -1,0 +1,126 @@
+"""Parts of a run that a program brings along, in place of what the settings describe."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shoal import data, models, tasks
+from shoal.config import Run
+from shoal.config.schema.data import FactoryData
+from shoal.config.schema.model import FactoryModel
+from shoal.data.own import Collate, OwnSamples, OwnStream, stacked
+from shoal.errors import ShoalError
+from shoal.models.huggingface import HuggingFace
+from shoal.tasks.custom import Custom, LossFunction, Measured, Metric, named
+
+
+class Given(NamedTuple):
+    """What a program has: live objects of this process, which its threads may share. Nothing of it goes to other processes."""
+
+    model: nn.Module | None = None
+    train: Any = None
+    eval: Any = None
+    collate: Collate | None = None
+    loss: LossFunction | None = None
+    metrics: Mapping[str, Metric] | None = None
+
+    def copied(self) -> Given:
+        """The same with a model of its own, for a worker."""
+        return self._replace(model=copy.deepcopy(self.model))
+
+
+NOTHING = Given()
+
+
+def samples_of(run: Run, given: Given, load: Callable[[], data.Data]) -> data.Data:
+    """The data of a run: what the program gave, what a factory of the settings makes, or what the settings describe."""
+    source, train, held_out, collate = run.data.source, given.train, given.eval, given.collate
+    if isinstance(source, FactoryData):
+        train = called(source.function) if train is None else train
+        held_out = called(source.eval_function) if held_out is None and source.eval_function else held_out
+        collate = called_for(source.collate) if collate is None and source.collate else collate
+    if train is None:
+        loaded = load()
+        return loaded if held_out is None else loaded._replace(eval=_with_numbers(held_out, collate))
+    name = source.function if isinstance(source, FactoryData) else type(train).__name__
+    found = _with_numbers(train, collate) if has_numbers(train) else OwnStream(train, _batcher(collate))
+    return data.Data(found, None if held_out is None else _with_numbers(held_out, collate), data.Info("own", name))
+
+
+def has_numbers(samples: Any) -> bool:
+    """Whether samples can be asked for by number."""
+    return hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
+
+
+def _with_numbers(samples: Any, collate: Collate | None) -> OwnSamples:
+    return OwnSamples(samples if has_numbers(samples) else list(samples), _batcher(collate))
+
+
+def _batcher(collate: Collate | None) -> Callable[[Sequence[Any]], data.Batch]:
+    return lambda samples: named((collate or stacked)(list(samples)))
+
+
+def players_of(run: Run, given: Given, info: data.Info) -> dict[str, nn.Module]:
+    """The networks of a run, likewise."""
+    model = given.model
+    if model is None and isinstance(run.model, FactoryModel):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(run.seed)
+            model = called(run.model.function)
+        if not isinstance(model, nn.Module):
+            raise ShoalError(f"model.function: {run.model.function} made {type(model).__name__}, which is no torch.nn.Module")
+    if model is None:
+        return models.build(run, info)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ShoalError(f"the model ({type(model).__name__}) has no parameter to train: all of them are frozen, or there are none")
+    in_transformers = run.chosen_task.shows == "text" and hasattr(model, "get_input_embeddings")
+    return {"model": HuggingFace(model) if in_transformers else model}
+
+
+def task_of(run: Run, given: Given, players: dict[str, nn.Module], info: data.Info) -> tasks.Task:
+    """What is learned: a loss of the program's own, or the task of the settings."""
+    loss = given.loss
+    if loss is None and isinstance(run.model, FactoryModel) and run.model.loss:
+        loss = called_for(run.model.loss)
+    if (loss is not None or given.metrics) and set(players) != {"model"}:
+        raise ShoalError(f"loss= and metrics= are for one network, and a model of kind {run.model.kind} is {len(players)}")
+    task: tasks.Task = Custom(players, loss) if loss is not None else tasks.build(run, players, info)
+    return Measured(task, given.metrics) if given.metrics else task
+
+
+# --- functions that settings name --------------------------------------------------------------------
+
+
+def factories_of(run: Run) -> list[str]:
+    """The functions of other people's code that a run names, as `module:function`."""
+    source, named_ones = run.data.source, list[str | None]()
+    if isinstance(run.model, FactoryModel):
+        named_ones += [run.model.function, run.model.loss]
+    if isinstance(source, FactoryData):
+        named_ones += [source.function, source.eval_function, source.collate]
+    return [name for name in named_ones if name]
+
+
+def called(name: str) -> Any:
+    """What a function named `module:function` gives."""
+    return called_for(name)()
+
+
+def called_for(name: str) -> Any:
+    """The function itself. A module in the folder where the program was started is found, too."""
+    module, _, function = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        return getattr(import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ShoalError(f"there is no `{name}`: {error}. Write it as module:function, with a module that Python finds here") from None

@@ -1,0 +1,90 @@
+"""Who takes part in a run, and what this process does in it, is decided before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from shoal.cli.join import _check_trust
+from shoal.config.load import Loaded, Override, resolve_data
+from shoal.errors import ShoalError
+from shoal.launch.starting import Asked, Plan, Way, plan
+
+
+def loader(settings: dict[str, Any]) -> Callable[[Sequence[Override]], Loaded]:
+    return lambda more: resolve_data(settings, name="config", dialect="shoal", environ={}, overrides=more)
+
+
+def planned(settings: dict[str, Any], **asked: Any) -> Plan:
+    return plan(loader(settings), Asked(**asked))
+
+
+DILOCO = {"strategy": {"kind": "diloco"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "way", "strategy", "workers"),
+    [
+        ({}, {}, Way.ALONE, "local", 0),
+        ({}, {"workers": 3}, Way.COORDINATES, "syncps", 3),
+        ({"engine": {"kind": "ddp"}}, {}, Way.RANKS, "local", 0),
+        (DILOCO, {"workers": 2}, Way.COORDINATES, "diloco", 2),
+        (DILOCO, {"otherwise": 1}, Way.COORDINATES, "diloco", 1),
+        (DILOCO, {"resume": True}, Way.COORDINATES, "diloco", 0),
+        (DILOCO, {"resume": True, "otherwise": 1}, Way.COORDINATES, "diloco", 0),
+        (DILOCO | {"cluster": {"num_workers": 4}}, {}, Way.COORDINATES, "diloco", 4),
+        (DILOCO | {"cluster": {"num_workers": 4}, "coordinator": {"trains": True}}, {}, Way.COORDINATES, "diloco", 5),
+        (DILOCO | {"engine": {"kind": "collectives"}, "launch": {"devices_per_node": 2}}, {}, Way.COORDINATES, "diloco", 1),
+        (DILOCO, {"invite": True}, Way.COORDINATES, "diloco", 0),
+        (DILOCO | {"coordinator": {"trains": True}}, {"invite": True}, Way.COORDINATES, "diloco", 1),
+    ],
+)
+def test_the_plan_follows_from_settings_and_wishes(
+    settings: dict[str, Any], asked: dict[str, Any], way: Way, strategy: str, workers: int
+) -> None:
+    made = planned(settings, **asked)
+    assert (made.way, made.run.strategy.kind, made.workers) == (way, strategy, workers)
+
+
+def test_workers_that_need_live_objects_are_threads() -> None:
+    assert planned({}, workers=2, live=("model",)).run.transport.kind == "in-process"
+    assert planned({}, live=("model",)).run.transport.kind == "zmq", "one process alone has no use for it"
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "words"),
+    [
+        ({}, {"invite": True}, "nobody to coordinate"),
+        (DILOCO, {}, "how many workers"),
+        (DILOCO | {"transport": {"kind": "in-process"}}, {"invite": True}, "other machines do not reach"),
+        (DILOCO | {"transport": {"kind": "postgres"}}, {"invite": True, "hosts": ("a", "b")}, "listens at one address"),
+        (DILOCO | {"transport": {"kind": "xmlrpc"}}, {"workers": 2, "live": ("data",)}, "transport.kind is xmlrpc"),
+        (DILOCO | {"engine": {"kind": "fsdp"}}, {"workers": 2, "live": ("data",)}, "the engine fsdp is several"),
+    ],
+)
+def test_what_cannot_be_started_is_told(settings: dict[str, Any], asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(ShoalError, match=words):
+        planned(settings, **asked)
+
+
+class FakeWorker:
+    """A worker that has joined, as far as trust goes."""
+
+    closed = False
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.run = loader(settings)([]).run
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_worker_calls_only_functions_that_it_was_told_to() -> None:
+    settings = {"model": {"kind": "factory", "function": "parts:net"}, "data": {"source": {"kind": "factory", "function": "parts:rows"}}}
+    worker: Any = FakeWorker(settings)
+    _check_trust(worker, ["parts:net", "parts:rows"])
+    with pytest.raises(ShoalError, match="join with --factory parts:rows"):
+        _check_trust(worker, ["parts:net"])
+    assert worker.closed
