@@ -24,12 +24,6 @@ BROKEN = [
         "model: {kind: gpt, max_seq_len: 64}\ndata: {sequence_length: 65}\n",
         ["data.sequence_length", "model.max_seq_len"],
     ),
-    (
-        "engine",
-        "strategy: {kind: workunits}\ntransport: {kind: postgres}\nengine: {kind: fsdp}\n",
-        ["engine.kind", "strategy.kind"],
-    ),
-    ("transport", "strategy: {kind: workunits}\ntransport: {kind: zmq}\n", ["strategy.kind", "transport.kind"]),
     ("engine", "strategy: {kind: edp}\nengine: {kind: collectives}\n", ["engine.kind", "strategy.kind"]),
     ("engine", "strategy: {kind: diloco}\nengine: {kind: fsdp}\ntransport: {kind: collectives}\n", None),
     ("engine", "strategy: {kind: diloco, fragments: 2}\nengine: {kind: collectives}\n", ["strategy.fragments", "engine.kind"]),

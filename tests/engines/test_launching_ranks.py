@@ -226,8 +226,6 @@ def test_what_does_not_fit_is_told_before_anything_starts(
     base = ["train", "config.yaml", "--run-dir", "none"]
     assert main([*base, "--set", "engine.kind=ddp", "--set", "launch.nodes=2", "--set", "launch.devices_per_node=2"]) == 2
     assert "torchrun --nnodes 2 --nproc-per-node 2" in capsys.readouterr().err
-    assert main([*base, "--set", "engine.kind=fsdp", "--set", "strategy.kind=workunits", "--set", "transport.kind=postgres"]) == 2
-    assert "a unit of work is for one process" in capsys.readouterr().err
     for name, value in environment_of(Place(0, 2, 0, 2, file="meeting")).items():
         monkeypatch.setenv(name, value)
     assert main([*base, "--set", "strategy.kind=diloco", "--workers", "2"]) == 2

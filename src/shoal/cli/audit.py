@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def run(argv: list[str]) -> int:
     from shoal.coordinator.audit import audit
 
     evidence = (_from_database if in_database else _from_files)(folder, settings, receipts, violations)
-    report = audit(evidence, violations, first, units=_at(settings, "strategy", "kind") == "workunits")
+    report = audit(evidence, violations, first, units=_leases_units(settings))
     for line in report.checked:
         print(line)
     return _verdict(report.violations)
@@ -82,6 +83,11 @@ def _settings(folder: Path) -> Any:
 def _at(settings: Any, section: str, key: str) -> Any:
     found = settings.get(section) if isinstance(settings, dict) else None
     return found.get(key) if isinstance(found, dict) else None
+
+
+def _leases_units(settings: Any) -> bool:
+    """Whether the run's strategy leases units of the data; one of a plugin that is not here counts as one that does not."""
+    return getattr(Strategy.kinds.get(_at(settings, "strategy", "kind")), "leases_units", False)
 
 
 def _receipts(given: Path) -> list[Path]:

@@ -46,7 +46,8 @@ def train(
 
     Each but `metrics` may be named as `"module:function"`: a function that makes it, or is it. Workers that need live objects are threads
     of this process, others are processes. Several need a strategy: syncps, where none is configured. `progress` shows on standard error
-    what `shoal train` shows. `plugins` are files or modules with parts of other people's (docs/extending.md). Raises ConfigError for wrong settings, ShoalError where the run cannot go on. docs/python.md tells more.
+    what `shoal train` shows. `plugins` are files or modules with other parts (docs/extending.md). Raises ConfigError for wrong settings,
+    ShoalError where the run cannot go on. docs/python.md tells more.
     """
     load_plugins(*map(str, plugins))
     check_workers(workers)

@@ -26,7 +26,7 @@ from shoal.runs.checkpoint import Checkpoint, Checkpoints
 from shoal.runs.given import NOTHING, Given, players_of, samples_of, task_of
 from shoal.runs.recorder import Reporter
 from shoal.runs.run_directory import RunDirectory, same_settings
-from shoal.strategies import covers_all, lengths
+from shoal.strategies import lengths
 from shoal.tasks import Draws
 from shoal.tasks.images import grid, save_png
 
@@ -122,7 +122,7 @@ def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: 
         seed=seed + 1_000_003 * (seat // shards),
         shard=(seat % shards, shards),
         part=part,
-        drop_last=run.data.loader.drop_last and not covers_all(run),
+        drop_last=run.data.loader.drop_last and not run.strategy.leases_units,
         reshuffle=run.data.reshuffle_each_epoch,
         loader=run.data.loader,
     )

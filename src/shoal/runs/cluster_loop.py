@@ -25,6 +25,7 @@ from shoal.runs.recorder import INTERRUPTED, Members, Recorder, Reporter
 from shoal.runs.run_directory import RunDirectory
 from shoal.strategies import Length, Policies
 from shoal.updates import privacy
+from shoal.updates.fragments import Span
 from shoal.updates.messages import Message
 
 _LOOK_EVERY_S = 1.0
@@ -52,14 +53,24 @@ class Home(NamedTuple):
     """The same as the server, where a database keeps the leases of units."""
 
 
+class Agreed(NamedTuple):
+    """What a run with workers is made of, and what all of them must agree on."""
+
+    parts: Parts
+    policies: Policies
+    length: Length
+    spans: tuple[Span, ...]
+    """The parts of the weights that rounds take in turn; none: every round moves all of them."""
+    expected: int
+    """Workers that the run was begun for: the data is cut into so many shards."""
+
+
 class ClusterLoop:
     """A run whose steps are new versions, made by workers."""
 
     def __init__(
         self,
-        parts: Parts,
-        strategy: Policies,
-        length: Length,
+        agreed: Agreed,
         coordinator: Coordinator,
         learner: EngineLearner,
         home: Home,
@@ -68,7 +79,14 @@ class ClusterLoop:
         judging: torch.device,
     ) -> None:
         """`judging`: the device that evaluates; the weights are stepped on the CPU."""
-        self.run, self.engine, self.strategy, self.coordinator, self.learner = parts.run, parts.engine, strategy, coordinator, learner
+        parts, length = agreed.parts, agreed.length
+        self.run, self.engine, self.policies, self.coordinator, self.learner = (
+            parts.run,
+            parts.engine,
+            agreed.policies,
+            coordinator,
+            learner,
+        )
         self.server, self.store, self.directory, self.board = home.server, home.store, home.directory, home.board
         self.recorder = Recorder(
             parts.run, parts.engine, SharedData(length.batches_per_epoch), home.directory, reporters, learner.meaningless
@@ -165,13 +183,13 @@ class ClusterLoop:
     # --- what the recorder asks ----------------------------------------------------------------------
 
     def passes(self, step: int, every: int) -> bool:
-        return self.strategy.contribution.passes(step, every)
+        return self.policies.contribution.passes(step, every)
 
     def evaluate(self) -> dict[str, float]:
         """Have a copy of the weights judged beside the run."""
         if self.judge is None:
             return {}
-        if self.judge.pending >= (_MOST_UNJUDGED if self.strategy.contribution.alone else 1):
+        if self.judge.pending >= (_MOST_UNJUDGED if self.policies.contribution.alone else 1):
             self.message(f"warning: no evaluation at step {self.step}: the one before is still under way")
             return {}
         self.judge.begin(self.step, {name: value.detach().clone() for name, value in self.engine.weights().items()})
@@ -205,7 +223,7 @@ class ClusterLoop:
         by_sample = settings.unit == "sample"
         multiplier = settings.noise_multiplier if by_sample else privacy.sample_level_multiplier(settings.noise_multiplier)
         accountant = privacy.Accountant(multiplier, self.sampling_rate, settings.delta)
-        if self.strategy.feed.leased:  # all units are of the same data
+        if self.policies.feed.leased:  # all units are of the same data
             late = sum(one["late"] + one["cancelled"] for one in self.board.workers()) if self.board is not None else 0
             accountant.record("units", sum(state.contributions.values()) + late)
         else:

@@ -22,17 +22,16 @@ from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, fingerprint, needed
 from shoal.runs.assembly import Parts, Progress, assemble, refuse_unbuilt, warner, write_info
 from shoal.runs.checkpoint import find, load_weights
-from shoal.runs.cluster_loop import ClusterLoop, Home
+from shoal.runs.cluster_loop import Agreed, ClusterLoop, Home
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.homes import home_of
 from shoal.runs.inviting import Invitation
 from shoal.runs.recorder import Reporter
 from shoal.runs.run_directory import RunDirectory
-from shoal.strategies import Length, Policies
+from shoal.strategies import Length
 from shoal.transports import Message
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs
-from shoal.updates.fragments import Span
 
 
 class Coordinating(NamedTuple):
@@ -59,38 +58,41 @@ def prepare(
     run, warn = loaded.run, warner(reporters)
     place = transport or run.transport
     home = home_of(run, run_dir, resume, place, hosts)
-    expected = home.expected or workers or run.cluster.num_workers or max(1, needed(run))
-    strategy = strategies.of(run, expected)
-    lengths: list[Length] = []
-
-    def steps(samples: data.Data) -> int:
-        lengths.append(strategy.length(extent_of(run, samples, expected)))
-        return lengths[0].steps
-
-    coordinated = run.replace(training=run.training.replace(device="cpu", compile=False))
-    parts = assemble(coordinated, progress, home.directory.path if home.directory else None, steps, given=given)
+    agreed = _agree(run, home.expected or workers or run.cluster.num_workers or max(1, needed(run)), home.directory, progress, given)
     directory = home.directory or RunDirectory.create(run, run_dir)
     directory.write_config(loaded)
-    write_info(directory, parts.data.info)
-    welcome = _welcome(run, directory, parts, lengths[0], expected)
-    spans = strategy.spans(parts.single.layouts)
-    learner = strategy.apply.learner(parts.single, spans)
-    _warn_of_gaps(run, place, hosts, lengths[0], warn)
-    opened = home.open(directory, welcome, _largest_frame(run, learner), expected)
-    board = opened.board if strategy.feed.leased else None
-    plan = _plan(run, strategy, lengths[0], spans, expected)._replace(leased_elsewhere=board is not None)
-    coordinator = Coordinator(plan, strategy, learner)
+    write_info(directory, agreed.parts.data.info)
+    _warn_of_gaps(run, place, hosts, agreed.length, warn)
+    welcome = _welcome(run, directory, agreed.parts, agreed.length, agreed.expected)
+    learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans)
+    opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
+    board = opened.board if agreed.policies.feed.leased else None
+    coordinator = Coordinator(_plan(run, agreed)._replace(leased_elsewhere=board is not None), agreed.policies, learner)
     around = Home(opened.server, opened.store, directory, board)
-    loop = ClusterLoop(parts, strategy, lengths[0], coordinator, learner, around, reporters, welcome, _judging(run, warn))
+    loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
     _go_on(loop, run, resume, warn)
     return Coordinating(loop, opened.invitation)
 
 
-def _plan(run: Run, strategy: Policies, length: Length, spans: tuple[Span, ...], expected: int) -> Plan:
+def _agree(run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, given: Given) -> Agreed:
+    """What the run is made of, and what its workers must agree on."""
+    policies, lengths = strategies.of(run, expected), list[Length]()
+
+    def steps(samples: data.Data) -> int:
+        lengths.append(policies.length(extent_of(run, samples, expected)))
+        return lengths[0].steps
+
+    coordinated = run.replace(training=run.training.replace(device="cpu", compile=False))
+    parts = assemble(coordinated, progress, directory.path if directory else None, steps, given=given)
+    return Agreed(parts, policies, lengths[0], policies.spans(parts.single.layouts), expected)
+
+
+def _plan(run: Run, agreed: Agreed) -> Plan:
+    feed, length = agreed.policies.feed, agreed.length
     return Plan(
         updates=run.updates,
         seed=run.seed,
-        expected=expected,
+        expected=agreed.expected,
         needed=needed(run),
         total_steps=length.steps,
         total_batches=length.batches,
@@ -98,10 +100,10 @@ def _plan(run: Run, strategy: Policies, length: Length, spans: tuple[Span, ...],
         heartbeat_interval_s=run.coordinator.heartbeat_interval_s,
         telemetry_alpha=run.coordinator.telemetry_alpha,
         cut=length.cut,
-        lease_s=strategy.feed.lease_s,
-        attempts=strategy.feed.attempts,
+        lease_s=feed.lease_s,
+        attempts=feed.attempts,
         worker_steps=length.worker_steps,
-        spans=spans,
+        spans=agreed.spans,
     )
 
 

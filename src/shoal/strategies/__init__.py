@@ -5,15 +5,10 @@ from __future__ import annotations
 from shoal.config import Run
 from shoal.strategies.policies import Extent, Length, Policies
 
-__all__ = ["Extent", "Length", "Policies", "covers_all", "of"]
+__all__ = ["Extent", "Length", "Policies", "of"]
 
 
 def of(run: Run, expected: int) -> Policies:
     """The policies of the run's strategy, with so many workers expected."""
     policies: Policies = run.strategy.builder()(run, expected)
     return policies
-
-
-def covers_all(run: Run) -> bool:
-    """Whether every sample of an epoch is learned from, so that a last batch that is smaller is not left out."""
-    return not run.alone and of(run, 1).feed.leased

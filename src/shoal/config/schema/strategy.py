@@ -15,6 +15,8 @@ class Strategy(Part, noun="strategy"):
     """The setting that says how many contributions make an update; `strategy.kind`: one of them does."""
     mean_of_one: ClassVar[bool] = False
     """Whether each contribution is an update of its own where the rule is the mean."""
+    leases_units: ClassVar[bool] = False
+    """Whether workers lease units of the data, so that every sample of an epoch is learned from, or given up by name."""
 
 
 class Local(Strategy):
@@ -29,6 +31,7 @@ class WorkUnits(Strategy, built_by="shoal.strategies.workunits:policies"):
 
     kind: Literal["workunits"] = "workunits"
     update_from = "strategy.units_per_update"
+    leases_units = True
     batches_per_unit: PositiveInt = 10
     """A unit is batch_size × batches_per_unit samples."""
     units_per_update: PositiveInt = 3
