@@ -1,13 +1,18 @@
-"""What all tests share: the specification and the data beside the checkout, where they are."""
+"""What all tests share: how examples are made up, and the specification and the data beside the checkout, where they are."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+
+# The same examples in every run, and none fails because the machine is slow or busy.
+settings.register_profile("everywhere", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("everywhere")
 
 
 @pytest.fixture(scope="session")

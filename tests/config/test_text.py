@@ -241,13 +241,13 @@ def test_expansion_ends_and_never_expands_what_it_inserted(environ: dict[str, st
 YAMLISH = st.text(alphabet=st.sampled_from(list("abk: \n-[]{},#&*!|>'\"%@`?~0123456789.eE+_$\t\r\x00\x85\u2028é😀")), max_size=120)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(YAMLISH | st.text(max_size=60))
 def test_no_text_raises(text: str) -> None:
     parsed(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=80))
 def test_no_bytes_raise(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     file = tmp_path_factory.getbasetemp() / "fuzz.yaml"
@@ -285,7 +285,7 @@ SCALARS = (
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.dictionaries(KEYS, TREES, max_size=5))
 def test_no_tree_raises(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
     import yaml
