@@ -96,6 +96,6 @@ class School:
 
     def finish(self) -> None:
         for thread in self.threads:
-            thread.join(60)
+            thread.join(300)
         assert not self.problems, self.problems
         assert not any(thread.is_alive() for thread in self.threads)

@@ -126,7 +126,7 @@ def test_hostile_text_costs_little(text: str) -> None:
     parsed(text)
     seconds, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert seconds < 10
+    assert seconds < 60  # of this process; what grows with the square of the size takes hours
     assert peak < 300 << 20
 
 

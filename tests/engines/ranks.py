@@ -53,7 +53,7 @@ def together(name: str, count: int, *arguments: str, device: str = "cpu") -> lis
             with logs[rank].open("wb") as log:
                 processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
         try:
-            codes = [process.wait(100) for process in processes]
+            codes = [process.wait(600) for process in processes]
         finally:
             for process in processes:
                 process.kill()

@@ -79,7 +79,7 @@ def cluster_in(parent: Path) -> Callable[..., Outcome]:
         finally:
             loop.server.close()
             for thread in threads:
-                thread.join(30)
+                thread.join(300)
         assert not problems, problems
         assert not any(thread.is_alive() for thread in threads)
         return Outcome(loop, summary, joined)

@@ -85,10 +85,10 @@ def test_refusing_costs_little_memory_and_time() -> None:
         for parts in worst:
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            began = time.perf_counter()
+            began = time.thread_time()
             with pytest.raises(Malformed):
                 decode(parts, LIMITS)
-            assert time.perf_counter() - began < 2.0
+            assert time.thread_time() - began < 2.0
             assert tracemalloc.get_traced_memory()[1] - before < 2_000_000
     finally:
         tracemalloc.stop()
