@@ -118,6 +118,11 @@ def losses_of(engine: Engine, first: int = 0, last: int = STEPS) -> list[float]:
 # --- what runs in ranks ------------------------------------------------------------------------------
 
 
+def several(world: World, *asked: str) -> dict[str, Any]:
+    """Several functions of this file, one after the other: to start processes takes longer than most of them."""
+    return {name: globals()[name](world, *arguments) for name, *arguments in map(json.loads, asked)}
+
+
 def agreement(world: World, *engines: str) -> dict[str, Any]:
     """Fifty steps of each engine."""
     return {text: losses_of(engine_of(world, json.loads(text))) for text in engines}
