@@ -59,7 +59,7 @@ def test_train_starts_workers_and_leaves_none_behind(processes: Processes, tmp_p
 
 def test_xmlrpc_gives_the_same_kind_of_run(processes: Processes, tmp_path: Path) -> None:
     """A worker that asks the printed address by XML-RPC trains the model, and what it was told agrees with the ledger."""
-    coordinator, command = processes.coordinate("--set", "transport.kind=xmlrpc")
+    coordinator, command = processes.coordinate("--set", "transport.kind=xmlrpc", "--set", "transport.port=0")
     assert re.fullmatch(r"http://[\d.]+:\d+", command[1])
     code, output = processes.run(*command, "--name", "anna", "--receipts", "run/workers/anna.jsonl")
     assert code == 0, output
