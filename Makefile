@@ -1,11 +1,11 @@
-# make demo    see it work          make test    all tests         make lint    style, types, layers
-# make bench   ratios to peers      make docs    generated pages   make clean   forget the virtual environment
-# make chaos   kill -9, 200 times
+# make demo    see it work          make test    all tests         make quick   units and properties: tests that start no process
+# make bench   ratios to peers      make docs    generated pages   make lint    style, types, layers
+# make chaos   kill -9, 200 times   make clean   forget the virtual environment
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test chaos lint bench docs clean
+.PHONY: demo test quick chaos lint bench docs clean
 
 # The environment is made once, and again when what it is made from changes. The stamp says which extras are in it.
 .venv/core: pyproject.toml constraints.txt
@@ -24,7 +24,10 @@ demo: .venv/core
 	@$(BIN)/shoal demo
 
 test: .venv/dev
-	@$(BIN)/python -m pytest -n 2 tests
+	@$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+quick: .venv/dev
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not whole" tests
 
 chaos: .venv/dev
 	@$(BIN)/python -m pytest -q -s tests/chaos

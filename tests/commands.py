@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from shoal.cli.main import main
+
+HANG_S = 600
+"""A command that takes longer hangs. This measures nothing: a busy machine takes many times as long as a quiet one."""
 
 
 class Processes:
@@ -26,15 +30,22 @@ class Processes:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self.running.append(process)
         return process
 
     def run(self, *arguments: str) -> tuple[int, str]:
         process = self.start(*arguments)
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=HANG_S)
         return process.returncode, output
+
+    def here(self, *arguments: str) -> None:
+        """A command in this process, where a process of its own is not the point. Workers that it starts are processes all the same."""
+        with contextlib.chdir(self.folder):
+            assert main(list(arguments)) == 0  # what it printed is shown with the test
+
+    def audit(self, run: str) -> None:
+        self.here("audit", run)
 
     def coordinate(self, *arguments: str) -> tuple[subprocess.Popen[str], list[str]]:
         """A coordinator, and the command that it tells workers to join with."""
@@ -54,7 +65,7 @@ def wait_for(process: subprocess.Popen[str], pattern: str) -> str:
     raise AssertionError(f"{pattern} never came:\n{''.join(seen)}")
 
 
-@contextmanager
+@contextlib.contextmanager
 def processes_in(folder: Path) -> Iterator[Processes]:
     made = Processes(folder)
     try:

@@ -1,13 +1,64 @@
-"""What all tests share: the specification and the data beside the checkout, where they are."""
+"""What all tests share: how examples are made up, and the specification and the data beside the checkout, where they are."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+
+# One thread for each process, before anything reads this: tests run side by side, and threads that wait for each other on a busy
+# machine take several times the time of the work itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run, and none fails because the machine is slow or busy.
+settings.register_profile("everywhere", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("everywhere")
+
+
+# What `make quick` leaves to `make test`: folders whose tests train whole runs, and tests that can start processes, as their file, a
+# file of ours that it imports, or the file of a fixture that they take imports one of these.
+WHOLE_RUNS = ("chaos", "classroom", "hub", "launch", "strategies")
+STARTERS = {"subprocess", "multiprocessing", "torch.multiprocessing"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and (item.path.parent.name in WHOLE_RUNS or not STARTERS.isdisjoint(imported_for(item))):
+            item.add_marker(pytest.mark.whole)
+
+
+def imported_for(item: pytest.Function) -> set[str]:
+    """Names of all modules that the files behind a test import, as far as those files are ours."""
+    fixtures = (one.func for several in item._fixtureinfo.name2fixturedefs.values() for one in several)
+    waiting = [vars(item.module), *(getattr(function, "__globals__", {}) for function in fixtures)]  # every conftest.py has the same name
+    seen: set[str] = set()
+    found: set[str] = set()
+    while waiting:
+        names = waiting.pop()
+        file = str(names.get("__file__"))
+        if file not in seen and Path(file).is_relative_to(ROOT / "tests"):
+            seen.add(file)
+            modules = list(modules_in(names))
+            found |= {module.__name__ for module in modules}
+            waiting += map(vars, modules)
+    return found
+
+
+def modules_in(names: dict[str, Any]) -> Iterator[ModuleType]:
+    """Modules that have been imported, whole or something of them."""
+    for value in names.values():
+        origin = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
+        if origin is not None and origin.__name__ != "conftest":
+            yield origin
 
 
 @pytest.fixture(scope="session")

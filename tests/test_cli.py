@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import HANG_S
 from shoal.cli.main import main
 
 
@@ -177,11 +178,11 @@ def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
         f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
         "assert code == 0 and not loaded, loaded\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=HANG_S)
 
 
 def test_python_m_shoal_works() -> None:
-    result = subprocess.run([sys.executable, "-m", "shoal", "--version"], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-m", "shoal", "--version"], capture_output=True, text=True, check=True, timeout=HANG_S)
     assert result.stdout.startswith("shoal ")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,26 @@ def test_a_module_keeps_the_rules(path: Path) -> None:
 def test_no_path_of_a_machine_is_named() -> None:
     for path in MODULES:
         assert not re.search(r"/(home|root|work|Users)/", path.read_text()), path
+
+
+def warn_in(module: str, text: str, category: type[Warning]) -> list[warnings.WarningMessage]:
+    """Let a line of a module cause a warning; return what was recorded, where it was no error."""
+    with warnings.catch_warnings(record=True) as recorded:
+        exec("import warnings\nwarnings.warn(text, category)", {"__name__": module, "text": text, "category": category})
+    return recorded
+
+
+@pytest.mark.parametrize("module", ["shoal", "shoal.models.gpt"])
+@pytest.mark.parametrize("category", [UserWarning, DeprecationWarning, FutureWarning])
+def test_a_warning_that_a_line_of_ours_causes_is_an_error(module: str, category: type[Warning]) -> None:
+    with pytest.raises(category, match="do it otherwise"):
+        warn_in(module, "do it otherwise", category)
+
+
+def test_a_warning_of_a_library_about_itself_or_the_machine_is_none() -> None:
+    assert len(warn_in("torch.nn.modules.linear", "mkldnn is slow here", UserWarning)) == 1
+    assert len(warn_in("shoalish", "not ours", DeprecationWarning)) == 1
+    assert not warn_in("shoal.models.gpt", "mkldnn_matmul failed, switching to BLAS gemm", UserWarning)
 
 
 # --- who knows whom -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from commands import HANG_S
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ISLANDS = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
@@ -20,7 +22,7 @@ SLIPS = "dialect: shoal\nmodel:\n  kind: gtp\nstrategy:\n  kind: syncps\n  pull_
 def shell(command: str, folder: Path) -> str:
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     result = subprocess.run(
-        ["sh", "-c", command], cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=100
+        ["sh", "-c", command], cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=HANG_S
     )
     assert result.returncode in (0, 2), result.stdout
     return result.stdout
@@ -39,14 +41,31 @@ def test_the_shown_output_is_what_is_printed(tmp_path: Path) -> None:
             assert shell(command, tmp_path).strip() == output.strip()
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(("page", "least"), [(README, 8), (ISLANDS, 3)], ids=["README", "islands"])
-def test_the_commands_run(page: str, least: int, tmp_path: Path) -> None:
-    commands = [line for block in blocks("sh", page) for line in block.splitlines() if line.startswith("shoal")]
-    assert len(commands) >= least
+def commands_in(block: str) -> list[str]:
+    return [line for line in block.splitlines() if line.startswith("shoal")]
+
+
+SCRIPTS = [
+    pytest.param(commands_in(block), id=f"{name} {number}")
+    for name, page in (("README", README), ("islands", ISLANDS))
+    for number, block in enumerate(blocks("sh", page), 1)
+    if commands_in(block)
+]
+
+
+@pytest.mark.parametrize("commands", SCRIPTS)
+def test_the_commands_run(commands: list[str], tmp_path: Path) -> None:
+    """A block after the other in the text; each is run in a folder of its own, where the reader's `shoal init` has been."""
+    if not commands[0].startswith("shoal init"):
+        shell("shoal init", tmp_path)
     for command in commands:
         output = shell(command, tmp_path)
         assert "error" not in output.split("\n")[0], (command, output)
+
+
+def test_the_pages_show_commands() -> None:
+    assert len(SCRIPTS) >= 7
+    assert sum(len(script.values[0]) for script in SCRIPTS) >= 20
 
 
 @pytest.mark.timeout(300)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from commands import HANG_S
 from shoal.cli.main import main
 from shoal.config.load import File, parse_override, resolve
 from shoal.engines.health import HealthMonitor
@@ -124,7 +125,9 @@ def test_a_really_full_disk(folder: Path) -> None:
     ]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     arguments = ["train", "starter", "--epochs", "2", "--run-dir", "run"]
-    result = subprocess.run([*command, *arguments], cwd=folder, env=environ, preexec_fn=limit, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(
+        [*command, *arguments], cwd=folder, env=environ, preexec_fn=limit, capture_output=True, text=True, timeout=HANG_S
+    )
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "cannot save a checkpoint" in result.stderr
@@ -211,7 +214,7 @@ def test_settings_between_config_and_its_command(capsys: pytest.CaptureFixture[s
 def test_a_tokenizer_of_the_hub_without_a_network_is_told(folder: Path) -> None:
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
     command = [sys.executable, "-m", "shoal", "train", "text.yaml", "--set", "data.tokenizer=nobody/nothing"]
-    result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=HANG_S)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "nobody/nothing" in result.stderr

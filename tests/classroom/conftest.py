@@ -31,4 +31,4 @@ def school(server: EmbeddedPostgres, tmp_path: Path) -> Iterator[School]:
     for worker in made.workers:
         worker.stop()
     for thread in made.threads:
-        thread.join(30)
+        thread.join(300)

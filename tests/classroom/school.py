@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.runs.leasing import Leasing, join
+
 from shoal.config.fields import Secret
 from shoal.config.load import Loaded, resolve_data
 from shoal.config.schema.cluster import Postgres
 from shoal.runs.coordinating import Coordinating, prepare
 from shoal.runs.joining import Way
-from shoal.runs.leasing import Leasing, join
 from shoal.transports.databases import Access
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect
@@ -96,6 +97,6 @@ class School:
 
     def finish(self) -> None:
         for thread in self.threads:
-            thread.join(60)
+            thread.join(300)
         assert not self.problems, self.problems
         assert not any(thread.is_alive() for thread in self.threads)

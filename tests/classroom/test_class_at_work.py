@@ -174,7 +174,7 @@ def test_with_a_codec_students_read_what_changed(school: School) -> None:
 
 
 def test_a_worker_that_dies_is_missed_after_its_lease_and_somebody_else_does_its_unit(school: School) -> None:
-    strategy = {"kind": "workunits", "batches_per_unit": 15, "units_per_update": 3, "lease_timeout_s": 1.0}
+    strategy = {"kind": "workunits", "batches_per_unit": 15, "units_per_update": 3, "lease_timeout_s": 1.0, "max_retries": 99}
     coordinating = school.coordinate({"strategy": strategy})
     taken = threading.Event()
 
@@ -191,12 +191,12 @@ def test_a_worker_that_dies_is_missed_after_its_lease_and_somebody_else_does_its
     training = threading.Thread(target=train, args=(coordinating,))
     training.start()
     dead = school.worker("dead", die)
-    assert taken.wait(30)
-    dead.join(30)
+    assert taken.wait(300)
+    dead.join(300)
     school.problems.clear()
     school.worker("w0")
     school.worker("w1")
-    training.join(60)
+    training.join(300)
     school.finish()
     assert set(covered(school).values()) == {1}
     assert len(covered(school)) == 45
@@ -336,7 +336,7 @@ def test_other_strategies_go_through_the_database_too(school: School, strategy: 
         thread.start()
     summary = train(coordinating)
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert all(isinstance(worker, Joined) for worker in joined)
     assert summary["status"] == "completed"
     assert main(["status", school.access.address]) == 0

@@ -217,7 +217,7 @@ LEAVES = {
 LAYER = st.fixed_dictionaries({}, optional=LEAVES)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(LAYER, min_size=1, max_size=4))
 def test_the_last_layer_that_sets_a_value_wins(tmp_path_factory: pytest.TempPathFactory, layers: list[dict[str, Any]]) -> None:
     folder = tmp_path_factory.mktemp("layers")
@@ -245,7 +245,7 @@ def test_the_last_layer_that_sets_a_value_wins(tmp_path_factory: pytest.TempPath
     assert len(loaded.settings.history["log_level",]) == len(layers)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(LAYER)
 def test_a_layer_twice_is_a_layer_once(tmp_path_factory: pytest.TempPathFactory, layer: dict[str, Any]) -> None:
     file = tmp_path_factory.mktemp("twice") / "layer.yaml"

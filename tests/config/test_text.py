@@ -127,7 +127,7 @@ def test_hostile_text_costs_little(text: str) -> None:
     parsed(text)
     seconds, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert seconds < 10
+    assert seconds < 60  # of this process; what grows with the square of the size takes hours
     assert peak < 300 << 20
 
 
@@ -242,13 +242,13 @@ def test_expansion_ends_and_never_expands_what_it_inserted(environ: dict[str, st
 YAMLISH = st.text(alphabet=st.sampled_from(list("abk: \n-[]{},#&*!|>'\"%@`?~0123456789.eE+_$\t\r\x00\x85\u2028é😀")), max_size=120)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(YAMLISH | st.text(max_size=60))
 def test_no_text_raises(text: str) -> None:
     parsed(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=80))
 def test_no_bytes_raise(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     file = tmp_path_factory.getbasetemp() / "fuzz.yaml"
@@ -286,7 +286,7 @@ SCALARS = (
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.dictionaries(KEYS, TREES, max_size=5))
 def test_no_tree_raises(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
     import yaml

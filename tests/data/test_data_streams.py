@@ -72,7 +72,7 @@ def test_a_stream_has_the_samples_that_are_had_in_memory(batching: Any) -> None:
     assert shuffled == read(stream)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     texts=st.lists(st.text("ab", min_size=1, max_size=40), min_size=1, max_size=30),
     batching=st.sampled_from(["packed", "dynamic"]),
@@ -107,7 +107,7 @@ def test_so_many_samples_and_no_more() -> None:
     assert [len(read(stream, shard=(index, 3))) for index in range(3)] == [3, 2, 2]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(at=st.integers(0, 150), buffer=st.integers(1, 20), shards=st.integers(1, 2))
 def test_a_mixture_goes_on_exactly(at: int, buffer: int, shards: int) -> None:
     for index in range(shards):

@@ -53,7 +53,7 @@ def together(name: str, count: int, *arguments: str, device: str = "cpu") -> lis
             with logs[rank].open("wb") as log:
                 processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
         try:
-            codes = [process.wait(100) for process in processes]
+            codes = [process.wait(600) for process in processes]
         finally:
             for process in processes:
                 process.kill()
@@ -116,6 +116,11 @@ def losses_of(engine: Engine, first: int = 0, last: int = STEPS) -> list[float]:
 
 
 # --- what runs in ranks ------------------------------------------------------------------------------
+
+
+def several(world: World, *asked: str) -> dict[str, Any]:
+    """Several functions of this file, one after the other: to start processes takes longer than most of them."""
+    return {name: globals()[name](world, *arguments) for name, *arguments in map(json.loads, asked)}
 
 
 def agreement(world: World, *engines: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from commands import HANG_S
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.config.ranks import Place, environment_of, place
@@ -52,7 +53,7 @@ def command(run: str, engine: str, count: int, *more: str) -> list[str]:
 
 
 def train(folder: Path, run: str, engine: str, count: int, *more: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(run, engine, count, *more), cwd=folder, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command(run, engine, count, *more), cwd=folder, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -145,7 +146,7 @@ def running(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subp
         process.communicate()
 
 
-def wait_for(condition: Any, seconds: float = 90.0) -> None:
+def wait_for(condition: Any, seconds: float = HANG_S) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it did not come to pass"
@@ -167,7 +168,7 @@ def test_a_rank_that_is_killed_ends_all_with_a_clear_error(running: tuple[subpro
     process, _ = running
     first, second = children(process.pid)
     os.kill(second, signal.SIGKILL)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=HANG_S)
     assert process.returncode == 2
     assert error.strip().splitlines()[-1].startswith("error: process 1 of 2 was killed (SIGKILL); the others were ended")
     assert "Traceback" not in error
@@ -184,7 +185,7 @@ def test_no_rank_is_left_behind_by_a_launcher_that_is_killed(running: tuple[subp
 def test_a_run_that_is_asked_to_stop_stops_after_a_step_and_can_go_on(running: tuple[subprocess.Popen[str], Path]) -> None:
     process, run = running
     process.send_signal(signal.SIGINT)
-    output, error = process.communicate(timeout=60)
+    output, error = process.communicate(timeout=HANG_S)
     assert process.returncode == 130, error
     steps = json.loads((run / "summary.json").read_text())["steps"]
     assert (run / "checkpoints" / "latest").read_text() == f"step-{steps:08d}"
@@ -208,7 +209,7 @@ def test_torchrun_starts_a_killed_island_again_from_its_last_checkpoint(folder: 
     torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--monitor-interval=0.2", str(kill)]
     arguments = command("elastic", "ddp", 2, "--set", "training.max_steps=150")[3:]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, *arguments], cwd=folder, capture_output=True, text=True, timeout=110, env=environ)
+    done = subprocess.run([*torchrun, *arguments], cwd=folder, capture_output=True, text=True, timeout=HANG_S, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((folder / "elastic" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("completed", 150)

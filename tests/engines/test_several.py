@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -15,19 +16,32 @@ def alone() -> list[float]:
     return ranks.losses_of(ranks.engine_of())
 
 
+@pytest.fixture(scope="module")
+def in_two() -> list[dict[str, Any]]:
+    """What two processes found, one after the other."""
+    return ranks.together("several", 2, json.dumps(["agreement", DDP, FSDP, KEPT]), '["statistics"]', '["small_last_batch"]')
+
+
+@pytest.fixture(scope="module")
+def in_two_of_zero() -> list[dict[str, Any]]:
+    """The same, under DeepSpeed."""
+    asked = [["agreement", *ZERO, OFFLOADED[-1]], ["flat_view", *ZERO, *OFFLOADED]]
+    return ranks.together("several", 2, *map(json.dumps, asked))
+
+
 def check_agreement(found: list[dict[str, list[float]]], alone: list[float]) -> None:
     for name, losses in found[0].items():
         assert losses == pytest.approx(alone, rel=1e-4), name
         assert all(rank[name] == losses for rank in found), "all ranks are told the same"
 
 
-def test_ddp_and_fsdp_follow_one_process_over_fifty_steps(alone: list[float]) -> None:
-    check_agreement(ranks.together("agreement", 2, DDP, FSDP, KEPT), alone)
+def test_ddp_and_fsdp_follow_one_process_over_fifty_steps(alone: list[float], in_two: list[dict[str, Any]]) -> None:
+    check_agreement([found["agreement"] for found in in_two], alone)
 
 
 @needs_deepspeed
-def test_zero_1_2_and_3_follow_one_process_over_fifty_steps(alone: list[float]) -> None:
-    check_agreement(ranks.together("agreement", 2, *ZERO, OFFLOADED[-1]), alone)
+def test_zero_1_2_and_3_follow_one_process_over_fifty_steps(alone: list[float], in_two_of_zero: list[dict[str, Any]]) -> None:
+    check_agreement([found["agreement"] for found in in_two_of_zero], alone)
 
 
 def check_flat_view(seen_by_all: list[dict[str, Any]]) -> None:
@@ -46,23 +60,23 @@ def test_every_rank_sees_the_whole_gradient_and_the_whole_weights() -> None:
 
 
 @needs_deepspeed
-def test_every_rank_of_zero_sees_the_whole_gradient_and_the_whole_weights() -> None:
-    check_flat_view(ranks.together("flat_view", 2, *ZERO, *OFFLOADED))
+def test_every_rank_of_zero_sees_the_whole_gradient_and_the_whole_weights(in_two_of_zero: list[dict[str, Any]]) -> None:
+    check_flat_view([found["flat_view"] for found in in_two_of_zero])
 
 
-def test_running_figures_of_batchnorm_are_the_same_in_all_ranks() -> None:
-    first, second = ranks.together("statistics", 2)
+def test_running_figures_of_batchnorm_are_the_same_in_all_ranks(in_two: list[dict[str, Any]]) -> None:
+    first, second = (found["statistics"] for found in in_two)
     assert first == second
     assert any(first["buffers"])
 
 
-def test_a_rank_without_a_sample_of_a_small_last_batch_computes_along() -> None:
+def test_a_rank_without_a_sample_of_a_small_last_batch_computes_along(in_two: list[dict[str, Any]]) -> None:
     single = ranks.engine_of(gradient_accumulation_steps=1, optimizer=ranks.PLAIN)
     whole = ranks.batches(0)[0]
     for rows in (len(whole["labels"]), 1):
         single.step([{name: value[:rows] for name, value in whole.items()}])
-    for vector in ranks.together("small_last_batch", 2):
-        torch.testing.assert_close(torch.tensor(vector), single.vector, rtol=1e-4, atol=1e-6)
+    for found in in_two:
+        torch.testing.assert_close(torch.tensor(found["small_last_batch"]), single.vector, rtol=1e-4, atol=1e-6)
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:

@@ -29,6 +29,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield hub
     for thread in threading.enumerate():
         if thread.name == "hub":
-            thread.join(30)
+            thread.join(300)
             assert not thread.is_alive()
     huggingface_hub.set_client_factory(default_client_factory)

@@ -17,6 +17,7 @@ from fake_hub import FakeHub
 from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 
+from commands import HANG_S
 from shoal.cli.main import main
 from shoal.watch.hub_repository import PushError
 from shoal.watch.pusher import Pusher
@@ -256,7 +257,7 @@ def shell(hub: FakeHub, *command: str) -> str:
         "HF_HOME": str(Path("home").absolute()),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -319,12 +320,12 @@ def test_a_newer_state_takes_the_place_of_the_one_that_waits() -> None:
 
     def send(state: State) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(HANG_S)
         sent.append(state.step)
 
     pusher = Pusher(send)
     pusher.offer(State(1))
-    assert begun.wait(30)
+    assert begun.wait(HANG_S)
     for step in (2, 3, 4):
         pusher.offer(State(step))
     go_on.set()
@@ -346,7 +347,7 @@ def test_what_failed_is_tried_again_with_the_newest_state(monkeypatch: pytest.Mo
 
     pusher = Pusher(send)
     pusher.offer(State(1))
-    assert failed.wait(30)
+    assert failed.wait(HANG_S)
     pusher.offer(State(2))
     pusher.finish(30)
     assert tried == [1, 2], "the end does not wait for its turn"
@@ -360,7 +361,7 @@ def test_an_error_nobody_thought_of_does_not_end_the_thread() -> None:
 
     pusher = Pusher(send)
     pusher.offer(State(1))
-    assert "oops" in pusher.messages.get(timeout=30)
+    assert "oops" in pusher.messages.get(timeout=HANG_S)
     pusher.offer(State(2))
     pusher.finish(30)
     assert pusher.pushed_step == 2

@@ -40,7 +40,7 @@ with EmbeddedPostgres(Path(sys.argv[1])) as server:
 """
 
 
-def wait_until(true: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_until(true: Callable[[], object], seconds: float = 300.0) -> None:
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, "it did not happen"

@@ -41,10 +41,19 @@ class Outcome(NamedTuple):
 @pytest.fixture
 def cluster(tmp_path: Path) -> Callable[..., Outcome]:
     """Train with so many workers; each is a thread with a model and data of its own."""
+    return cluster_in(tmp_path)
 
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """The same, for runs that many tests compare theirs with."""
+    return cluster_in(tmp_path_factory.mktemp("shared"))
+
+
+def cluster_in(parent: Path) -> Callable[..., Outcome]:
     def train(*layers: Mapping[str, Any], workers: int = 3, change: Callable[[Joined], None] = lambda joined: None) -> Outcome:
         made = loaded(merged({"coordinator": {"heartbeat_interval_s": 30.0}}, *layers))
-        folder = tmp_path / f"cluster-{len(list(tmp_path.iterdir()))}"
+        folder = parent / f"cluster-{len(list(parent.iterdir()))}"
         loop, invitation = prepare(made, run_dir=str(folder), resume=False, reporters=[], workers=workers, transport=InProcess())
         joined: list[Joined] = []
         problems: list[BaseException] = []
@@ -70,7 +79,7 @@ def cluster(tmp_path: Path) -> Callable[..., Outcome]:
         finally:
             loop.server.close()
             for thread in threads:
-                thread.join(30)
+                thread.join(300)
         assert not problems, problems
         assert not any(thread.is_alive() for thread in threads)
         return Outcome(loop, summary, joined)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from layered import loaded, merged
 
+from shoal.runs.assembly import assemble, feed_of
 from shoal.runs.joining import Joined
+from shoal.updates import rules
 
 SMALL = {
     "model": {"kind": "mlp", "hidden_sizes": [16]},
@@ -37,43 +42,151 @@ RULES = [
     {"kind": "krum", "byzantine": 1},
     {"kind": "multi-krum", "byzantine": 1},
     {"kind": "bulyan", "byzantine": 1},
-    {"kind": "centered-clipping"},
+    {"kind": "centered-clipping", "radius": 0.1},
 ]
+SEVEN = {"cluster": {"num_workers": 7}, "training": {"max_steps": 4, "device": "cpu"}}
+LEARNING = {"training": {"max_steps": 40}, "evaluation": {"strategy": "epoch"}}
+
+
+@pytest.fixture(scope="module")
+def plain(shared_cluster: Callable[..., Any]) -> Callable[[str], Any]:
+    """A strategy's run without a codec. It is trained once for all codecs."""
+    return functools.cache(lambda strategy: shared_cluster(SMALL, STRATEGIES[strategy], LEARNING, workers=2))
+
+
+def bytes_per_contribution(outcome: Any) -> float:
+    return float(outcome.summary["received_bytes"] / sum(worker.member.counts["sent"] for worker in outcome.workers))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["kind"] + codec.get("values", ""))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_codec_sends_fewer_bytes_and_still_learns(cluster: Callable[..., Any], strategy: str, codec: Any) -> None:
-    learning = {"training": {"max_steps": 40}, "evaluation": {"strategy": "epoch"}}
-    plain = cluster(SMALL, STRATEGIES[strategy], learning, workers=2)
-    encoded = cluster(SMALL, STRATEGIES[strategy], learning, {"updates": {"codec": codec}}, workers=2)
-    sent = [sum(worker.member.counts["sent"] for worker in outcome.workers) for outcome in (plain, encoded)]
-    assert encoded.summary["received_bytes"] / sent[1] < plain.summary["received_bytes"] / sent[0]
+def test_a_codec_sends_fewer_bytes_and_still_learns(
+    cluster: Callable[..., Any], plain: Callable[[str], Any], strategy: str, codec: Any
+) -> None:
+    encoded = cluster(SMALL, STRATEGIES[strategy], LEARNING, {"updates": {"codec": codec}}, workers=2)
+    assert bytes_per_contribution(encoded) < bytes_per_contribution(plain(strategy))
     assert encoded.loss < 2.0
 
 
+def seats_by_round(outcome: Any) -> list[list[int]]:
+    """Whose contributions a round took, in the order in which it combined them."""
+    ledger = (outcome.loop.directory.path / "coordinator" / "ledger.jsonl").read_text().splitlines()
+    return [[line[5] for line in entry["from"]] for entry in map(json.loads, ledger) if "from" in entry]
+
+
+def moved_by_hand(settings: dict[str, Any], rounds: list[list[int]], combine: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The weights after the rounds, where all workers send in each and `combine` makes one update of what they send."""
+    run, workers = loaded(settings).run, len(rounds[0])
+    inner = getattr(run.strategy, "inner_steps", 0)
+    islands = [assemble(run, length=lambda samples: run.training.max_steps or 0) for _ in range(workers)]
+    feeds = [feed_of(run, island.data, seat, workers) for seat, island in enumerate(islands)]
+    weights = torch.nn.Parameter(islands[0].engine.vector.clone())
+    outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True} if inner else {"lr": 0.1}
+    optimizer = torch.optim.SGD([weights], **outer)
+    for seats in rounds:
+        sent = []
+        for island, feed in zip(islands, feeds, strict=True):
+            island.engine.vector.copy_(weights.detach())
+            for _ in range(inner):
+                island.engine.step([next(feed)])
+            if not inner:
+                island.engine.gradients([next(feed)])
+            sent.append(weights.detach() - island.engine.vector if inner else island.engine.gradient.clone())
+        weights.grad = combine(torch.stack(sent)[seats])
+        optimizer.step()
+    for feed in feeds:
+        feed.close()
+    return weights.detach()
+
+
+def centered_clipping(radius: float, iterations: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """It begins each time at its last result."""
+    last: list[torch.Tensor] = []
+
+    def combine(stack: torch.Tensor) -> torch.Tensor:
+        last[:] = [rules.centered_clipping(stack, last[0] if last else None, radius, iterations)]
+        return last[0]
+
+    return combine
+
+
+def combination(rule: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a rule's settings say, in the functions that tests/updates compares with numpy."""
+    return {
+        "trimmed-mean": lambda stack: rules.trimmed_mean(stack, 0.3),
+        "median": rules.median,
+        "geometric-median": rules.geometric_median,
+        "krum": lambda stack: rules.krum(stack, 1),
+        "multi-krum": lambda stack: rules.multi_krum(stack, 1),
+        "bulyan": lambda stack: rules.bulyan(stack, 1),
+        "centered-clipping": centered_clipping(0.1, 3),
+    }[rule["kind"]]
+
+
+@pytest.fixture(scope="module")
+def by_mean() -> Callable[[str], torch.Tensor]:
+    """Where the mean would lead. No rule may be mistaken for it."""
+    rounds = {"syncps": 4 * [list(range(7))], "diloco": 2 * [list(range(7))]}
+    by_hand = functools.partial(moved_by_hand, combine=lambda stack: stack.mean(0))
+    return functools.cache(lambda strategy: by_hand(merged(SMALL, STRATEGIES[strategy], SEVEN), rounds[strategy]))
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["kind"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_rule_combines_the_contributions(cluster: Callable[..., Any], strategy: str, rule: Any) -> None:
-    several = {"async": {"strategy": {"contributions_per_update": 7}}}.get(strategy, {})
-    outcome = cluster(
-        SMALL,
-        STRATEGIES[strategy],
-        several,
-        {"updates": {"aggregation": rule}, "cluster": {"num_workers": 7}, "training": {"max_steps": 3}},
-        workers=7,
-    )
-    rounds = 2 if strategy == "diloco" else 3  # of two steps each
-    assert outcome.loop.step == rounds
-    assert outcome.summary["contributions"]["accepted"] >= rounds * 7
+@pytest.mark.parametrize("strategy", ["syncps", "diloco"])
+def test_a_rule_makes_of_each_round_what_its_arithmetic_says(
+    cluster: Callable[..., Any], by_mean: Callable[[str], torch.Tensor], strategy: str, rule: Any
+) -> None:
+    settings = merged(SMALL, STRATEGIES[strategy], SEVEN, {"updates": {"aggregation": rule}})
+    outcome = cluster(settings, workers=7)
+    rounds = seats_by_round(outcome)
+    assert [sorted(seats) for seats in rounds] == (2 if strategy == "diloco" else 4) * [list(range(7))]
+    expected = moved_by_hand(settings, rounds, combination(rule))
+    assert torch.allclose(outcome.loop.engine.vector, expected, atol=2e-6)
+    assert not torch.allclose(by_mean(strategy), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["kind"])
+@pytest.mark.parametrize("strategy", ["edp", "async"])
+def test_without_rounds_a_rule_learns_beside_a_worker_that_pulls_all_weights_down(
+    cluster: Callable[..., Any], strategy: str, rule: Any
+) -> None:
+    several = {"strategy": {"contributions_per_update": 7}} if strategy == "async" else {}
+    learning = {"updates": {"aggregation": rule}, "training": {"max_steps": 20}, "evaluation": {"strategy": "epoch"}}
+    outcome = cluster(SMALL, STRATEGIES[strategy], several, SEVEN, learning, workers=7, change=lie)
+    assert outcome.loop.step == 20
+    assert outcome.loss < 2.2  # 2.3 at first; with the mean more than a thousand
+
+
+def lie(joined: Joined) -> None:
+    """The gradient of the seventh worker is a million for every weight, whatever its data."""
+    if joined.name != "w7":
+        return
+    assert joined.member is not None
+    task = joined.member.engine.task
+    losses, parameters = task.losses, list(task.players["model"].parameters())
+    task.losses = lambda batch: (loss._replace(value=1e6 * sum(map(torch.sum, parameters))) for loss in losses(batch))
+
+
+def neighbours_averaged(stack: torch.Tensor) -> torch.Tensor:
+    """The median, after each contribution became the mean of the three of four that are nearest to it."""
+    nearest = torch.cdist(stack.double(), stack.double()).argsort(dim=1)[:, :3]
+    return rules.median(torch.stack([stack[near].mean(0) for near in nearest]))
 
 
 @pytest.mark.parametrize(
-    "mixing", [{"kind": "bucketing", "size": 2}, {"kind": "nearest-neighbours", "byzantine": 1}], ids=lambda one: one["kind"]
+    ("mixing", "combine"),
+    [
+        ({"kind": "none"}, rules.median),
+        ({"kind": "bucketing", "size": 4}, lambda stack: stack.mean(0)),  # the median of one bucket, which holds all
+        ({"kind": "nearest-neighbours", "byzantine": 1}, neighbours_averaged),
+    ],
+    ids=["none", "bucketing", "nearest-neighbours"],
 )
-def test_mixing_comes_before_a_rule(cluster: Callable[..., Any], mixing: Any) -> None:
-    updates = {"updates": {"aggregation": {"kind": "median"}, "mixing": mixing}, "training": {"max_steps": 3}}
-    assert cluster(SMALL, STRATEGIES["syncps"], updates, workers=4).loop.step == 3
+def test_mixing_comes_before_a_rule(cluster: Callable[..., Any], mixing: Any, combine: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    updates = {"aggregation": {"kind": "median"}, "mixing": mixing}
+    settings = merged(SMALL, STRATEGIES["syncps"], {"updates": updates, "training": {"max_steps": 3, "device": "cpu"}})
+    outcome = cluster(settings, workers=4)
+    assert torch.allclose(outcome.loop.engine.vector, moved_by_hand(settings, seats_by_round(outcome), combine), atol=2e-6)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -68,7 +68,7 @@ class PostgresProcess:
         command += [word for setting in settings for word in ("-c", setting)]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, **self._user)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while True:
             try:
                 self.connect("postgres").close()
@@ -80,7 +80,7 @@ class PostgresProcess:
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
         """SIGINT ends it in order; SIGQUIT is a crash: the next start has to recover."""
         self._process.send_signal(how)
-        self._process.wait(30)
+        self._process.wait(300)
 
     def connect(self, database: str) -> psycopg.Connection[Any]:
         return psycopg.connect(self.conninfo("admin", database), autocommit=True)

@@ -92,7 +92,7 @@ os.kill(os.getpid(), 9)
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
     began = time.monotonic()
     serve()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 10.0
 
 
 def test_one_that_fell_silent_elsewhere_is_replaced_and_cannot_go_on(database: Database, serve: Serve) -> None:
@@ -335,7 +335,7 @@ def test_a_stuck_upload_does_not_hold_up_the_coordinator(database: Database, ser
         stuck.execute("SELECT shoal.put_part(gen_random_uuid(), 0, %s)", (bytes(100_000),))
         began = time.monotonic()
         server.issue(2, [(0, 0, 1)], 100.0, 3)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < PATIENCE_S / 2
         stuck.execute("ROLLBACK")
     assert database.rows("SELECT count(*) FROM shoal.parts") == [(0,)]
 

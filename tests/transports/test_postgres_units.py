@@ -163,12 +163,12 @@ def test_an_expired_claim_goes_to_anybody_and_fails_in_the_end(
 
 
 def test_who_waits_gets_what_expires(server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
-    """Nobody polls for twenty seconds, and no notification tells of a lease that ends."""
+    """Nobody polls for minutes, and no notification tells of a lease that ends."""
     issue(server, 1, 1, lease_timeout_s=0.3)
-    assert len(enter("dead").claim(1, 0.0)) == 1
     began = time.monotonic()
+    assert len(enter("dead").claim(1, 0.0)) == 1
     assert enter("alive").claim(1, PATIENCE_S)[0].attempts == 1
-    assert 0.1 < time.monotonic() - began < PATIENCE_S / 4
+    assert 0.3 <= time.monotonic() - began < PATIENCE_S / 4
 
 
 @pytest.mark.parametrize("state", ["computing", "sending"])

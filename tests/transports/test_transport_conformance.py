@@ -157,7 +157,7 @@ def test_nobody_there(harness: Harness, server: Server) -> None:
     began = time.monotonic()
     with pytest.raises(Unreachable):
         client.call(Message({}), 0.3)
-    assert 0.2 < time.monotonic() - began < 3.0
+    assert 0.2 < time.monotonic() - began < PATIENCE_S / 2
 
 
 def test_a_client_waits_for_a_server_that_is_not_there_yet(harness: Harness, server: Server) -> None:
@@ -182,7 +182,7 @@ def test_a_late_answer_is_not_taken_for_the_next(harness: Harness, server: Serve
 def test_an_empty_poll_takes_its_time(server: Server) -> None:
     began = time.monotonic()
     assert server.poll(0.2) == []
-    assert 0.15 < time.monotonic() - began < 2.0
+    assert 0.15 < time.monotonic() - began < PATIENCE_S / 2
     assert server.poll(0) == []
 
 
@@ -206,7 +206,7 @@ def test_clients_go_on_when_the_server_restarts(harness: Harness) -> None:
             for client in clients:
                 began = time.monotonic()
                 assert call_until_answered(client, Message({"life": life})).header["echo"] == {"life": life}
-                assert time.monotonic() - began < 3.0
+                assert time.monotonic() - began < PATIENCE_S / 2
         server.close()
         server = harness.serve(server.address)
 
@@ -217,7 +217,7 @@ def test_a_question_in_flight_does_not_wait_for_a_server_that_died(server: Serve
     began = time.monotonic()
     server.close()
     assert isinstance(call.outcome(), Unreachable)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < PATIENCE_S / 2
 
 
 def test_close_ends_a_call_in_progress(server: Server, client: Client) -> None:
@@ -226,7 +226,7 @@ def test_close_ends_a_call_in_progress(server: Server, client: Client) -> None:
     began = time.monotonic()
     client.close()
     assert isinstance(call.outcome(), Unreachable)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < PATIENCE_S / 2
     server.reply(request, Message({}))  # nobody is there to hear it, and that is fine
     with pytest.raises(Unreachable):
         client.call(Message({}), 1.0)
@@ -258,7 +258,7 @@ def test_a_wrong_token_is_refused_at_once_and_counted(harness: Harness, server: 
     began = time.monotonic()
     with pytest.raises(Refused, match="does not accept this join token") as refused:
         stranger.call(Message({}, (bytes(1_000_000),)), PATIENCE_S)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < PATIENCE_S / 2
     assert refused.value.reason == "unauthorised"
     eventually(lambda: server.traffic.refused.get("unauthorised", 0) >= 1)
     assert server.poll(0) == []

@@ -10,7 +10,7 @@ from typing import Any
 import hostile
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.transports import Message
@@ -32,14 +32,12 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=20), values, max_size=8), st.lists(st.binary(max_size=99), max_size=16), st.integers(0, 2**63 - 1))
 def test_a_message_survives_the_wire(header: dict[str, Any], frames: list[bytes], number: int) -> None:
     message = Message(header, tuple(frames))
     assert decode(encode(message, number, LIMITS), LIMITS) == (number, message)
 
 
-@settings(deadline=None)
 @given(values)
 def test_the_survey_agrees_with_msgpack(value: object) -> None:
     survey(msgpack.packb(value), LIMITS)
@@ -87,10 +85,10 @@ def test_refusing_costs_little_memory_and_time() -> None:
         for parts in worst:
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            began = time.perf_counter()
+            began = time.thread_time()
             with pytest.raises(Malformed):
                 decode(parts, LIMITS)
-            assert time.perf_counter() - began < 2.0
+            assert time.thread_time() - began < 2.0
             assert tracemalloc.get_traced_memory()[1] - before < 2_000_000
     finally:
         tracemalloc.stop()

@@ -44,7 +44,7 @@ def reference_bulyan(values: Doubles, byzantine: int) -> Doubles:
     return np.take_along_axis(picked, order, axis=0).mean(0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 30), st.integers(1, 700), st.floats(0, 1), st.integers(0, 99))
 def test_column_rules_equal_numpy(count: int, size: int, ratio: float, seed: int) -> None:
     values = stack(count, size, seed)
@@ -69,7 +69,7 @@ def test_a_weighted_mean_weighs_by_samples() -> None:
     assert torch.allclose(rules.mean(values, weights).double(), expected, atol=1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2), st.integers(0, 4), st.integers(1, 50), st.integers(0, 99))
 def test_krum_and_bulyan_equal_the_reference(byzantine: int, more: int, size: int, seed: int) -> None:
     values = stack(4 * byzantine + 3 + more, size, seed)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.updates.clipping import clip_, norm
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 300_000), st.floats(-37, 37), st.integers(0, 99))
 def test_the_norm_equals_one_in_double_precision(size: int, exponent: float, seed: int) -> None:
     values = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 10**exponent

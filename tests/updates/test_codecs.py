@@ -52,7 +52,7 @@ def named(codec: Codec) -> str:
     return f"{codec.kind}{getattr(codec, 'ratio', '')}{getattr(codec, 'values', '')}"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(CODECS), sizes, st.floats(-30, 30), st.integers(0, 9))
 def test_a_vector_comes_back_as_near_as_the_codec_promises(codec: Codec, size: int, exponent: float, seed: int) -> None:
     values = vector(size, seed) * 10**exponent
@@ -183,7 +183,7 @@ def test_an_empty_vector_travels(codec: Codec) -> None:
     assert decode(codec, 0, encode(codec, torch.empty(0), None)).shape == (0,)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 3000), st.integers(0, 5), st.floats(0.001, 1), st.integers(0, 99))
 def test_top_k_is_exact_with_ties_and_zeros(size: int, levels: int, ratio: float, seed: int) -> None:
     values = torch.randint(-levels, levels + 1, (size,), generator=torch.Generator().manual_seed(seed)).float()
@@ -270,7 +270,7 @@ def hostile(data: st.DataObject, frames: list[bytes]) -> list[bytes]:
     return frames
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.sampled_from(CODECS), st.integers(1, 3000))
 def test_hostile_frames_raise_an_update_error_or_decode_to_finite_numbers(data: st.DataObject, codec: Codec, size: int) -> None:
     frames = hostile(data, [bytes(frame) for frame in encode(codec, vector(size), None)])
@@ -286,7 +286,7 @@ def test_hostile_frames_raise_an_update_error_or_decode_to_finite_numbers(data: 
         assert back.isfinite().all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data(), st.integers(1, 3000), st.integers(0, 50))
 def test_hostile_changes_raise_an_update_error_and_change_nothing(data: st.DataObject, size: int, changed: int) -> None:
     old = vector(size)
@@ -303,7 +303,7 @@ def test_hostile_changes_raise_an_update_error_and_change_nothing(data: st.DataO
         assert target.isfinite().all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 100_000), st.data())
 def test_positions_come_back(size: int, data: st.DataObject) -> None:
     chosen = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=min(size, 200)))
@@ -321,7 +321,7 @@ def test_positions_outside_the_vector_are_refused() -> None:
         sparse.unpack(b"\xff\xff", 2, 1000)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5000), st.floats(0, 1), st.integers(0, 99))
 def test_changes_are_exact_to_the_bit_and_smaller_than_the_whole(size: int, share: float, seed: int) -> None:
     old = vector(size, seed)

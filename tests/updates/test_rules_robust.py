@@ -49,7 +49,7 @@ def descend(values: Doubles, steps: int = 4000) -> Doubles:
     return point
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(3, 15), st.integers(2, 40), st.integers(0, 99))
 def test_the_geometric_median_has_the_least_sum_of_distances(count: int, size: int, seed: int) -> None:
     values = contributions(count, size, seed) + 3
@@ -82,7 +82,7 @@ def test_the_geometric_median_is_moved_no_further_by_longer_attacks(large: float
     assert (rules.geometric_median(values) - 1).abs().mean() < 0.2
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 3), st.integers(0, 5), st.integers(1, 50), st.integers(0, 99))
 def test_multi_krum_is_the_mean_of_the_best(byzantine: int, more: int, size: int, seed: int) -> None:
     values = contributions(2 * byzantine + 3 + more, size, seed)
@@ -107,7 +107,7 @@ def reference_clipping(values: Doubles, centre: Doubles, radius: float, iteratio
     return centre
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 9), st.integers(1, 3000), st.floats(0.1, 100), st.integers(1, 4), st.integers(0, 99))
 def test_centered_clipping_equals_the_reference(count: int, size: int, radius: float, iterations: int, seed: int) -> None:
     values, centre = contributions(count, size, seed), contributions(1, size, seed + 1)[0]
@@ -122,7 +122,7 @@ def test_a_false_contribution_moves_centered_clipping_by_its_share_of_the_radius
     assert float(rules.centered_clipping(values, torch.zeros(500), 5.0, 1).norm()) == pytest.approx(0.5, rel=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 20), st.integers(1, 5), st.integers(0, 99))
 def test_buckets_hold_every_contribution_once(count: int, size: int, seed: int) -> None:
     """Contributions that are unit vectors show where each went."""
@@ -138,7 +138,7 @@ def test_buckets_differ_from_seed_to_seed() -> None:
     assert not torch.equal(bucketing(torch.eye(12), 3, 0), bucketing(torch.eye(12), 3, 1))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 12), st.integers(1, 60), st.integers(0, 99))
 def test_neighbours_are_averaged(count: int, size: int, seed: int) -> None:
     values = contributions(count, size, seed)

@@ -47,6 +47,8 @@ _FOR_GOOD = (
 _LONGEST_PAUSE_S = 2.0
 _TELLING_S = 0.5
 """A pause after which it is no hiccup any more."""
+_jitter = random.Random()
+"""Not Python's shared generator: whoever seeds that one would make all workers try again at the same moment."""
 Result = TypeVar("Result")
 
 
@@ -74,7 +76,7 @@ class Line:
             try:
                 return self.once(work)
             except Unreachable as problem:
-                if time.monotonic() + pause > deadline or self.hung_up.wait(pause * random.uniform(0.7, 1.3)):
+                if time.monotonic() + pause > deadline or self.hung_up.wait(pause * _jitter.uniform(0.7, 1.3)):
                     raise
                 if pause < _TELLING_S <= 2 * pause:
                     self.tell(f"{problem}. Trying again")
