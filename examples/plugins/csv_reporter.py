@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from shoal import Reporter
 from shoal.plugins import Run, Sink, builds
-from shoal.watch.sinks import Quiet
 
 
 class Csv(Sink):
@@ -18,7 +18,7 @@ class Csv(Sink):
 
 
 @builds(Csv)
-class CsvReporter(Quiet):
+class CsvReporter(Reporter):
     def __init__(self, settings: Csv, run: Run) -> None:
         self.path = Path(settings.path)
         self.path.write_text("split,step,loss\n", encoding="utf-8")
@@ -26,6 +26,3 @@ class CsvReporter(Quiet):
     def record(self, record: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as table:
             table.write(f"{record['split']},{record['step']},{record.get('loss')}\n")
-
-    def close(self, summary: dict[str, Any]) -> None:
-        pass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from shoal.data.hub_dataset import Request
 
 from shoal.data import Data
-from shoal.data.images import Target, from_pixels, image_data
+from shoal.data.hub.dataset import Request
+from shoal.data.images.samples import Target, from_pixels, image_data
 from shoal.plugins import DataSource, PositiveInt, Run, builds
 
 

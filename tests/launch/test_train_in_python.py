@@ -101,9 +101,9 @@ class StopAt(Reporter):
     def __init__(self, step: int) -> None:
         self.at = step
 
-    def step(self, loop: Any) -> None:
-        if loop.step == self.at:
-            loop.stopping = "interrupted"
+    def step(self, recorder: Any) -> None:
+        if recorder.step == self.at:
+            recorder.stopping = "interrupted"
 
 
 @pytest.mark.parametrize("workers", [None, 2])

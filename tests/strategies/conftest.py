@@ -69,7 +69,7 @@ def cluster_in(parent: Path) -> Callable[..., Outcome]:
                 worker.work()
             except BaseException as problem:
                 problems.append(problem)
-                loop.goodbye_s, loop.stopping = 0.0, "a worker failed"
+                loop.goodbye_s, loop.recorder.stopping = 0.0, "a worker failed"
 
         threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(1, workers + 1)]
         for thread in threads:

@@ -161,9 +161,9 @@ def test_the_held_out_data_is_judged_once_a_round_and_no_worker_sees_it(cluster:
     seen: list[torch.Tensor] = []
 
     def watch(joined: Joined) -> None:
-        assert joined.member is not None
-        step = joined.member.engine.step
-        joined.member.engine.step = lambda batches: (seen.extend(batch["image"] for batch in batches), step(batches))[1]  # type: ignore[method-assign]
+        assert joined.worker is not None
+        step = joined.worker.engine.step
+        joined.worker.engine.step = lambda batches: (seen.extend(batch["image"] for batch in batches), step(batches))[1]  # type: ignore[method-assign]
 
     together = cluster(SMALL, DILOCO, {"evaluation": {"strategy": None}}, workers=2, change=watch)
     judged = [record["step"] for record in together.loop.directory.metrics() if record["split"] == "eval"]
@@ -195,13 +195,13 @@ def test_an_evaluation_that_a_gpu_has_no_room_for_is_done_on_the_cpu(cluster: Ca
 def test_steps_in_settings_are_those_of_a_worker(cluster: Callable[..., Any]) -> None:
     """checkpoint_steps: 10 with 5 inner steps saves after every other round."""
     together = cluster(SMALL, DILOCO, {"checkpoint": {"strategy": "steps", "every_steps": 10}}, workers=1)
-    assert [path.name for path in together.loop.checkpoints.all()] == ["step-00000002", "step-00000004"]
+    assert [path.name for path in together.loop.recorder.checkpoints.all()] == ["step-00000002", "step-00000004"]
 
 
 def test_a_poisoned_round_is_not_sent_and_does_not_poison_the_next(cluster: Callable[..., Any]) -> None:
     def poison(joined: Joined) -> None:
-        assert joined.member is not None
-        engine, calls = joined.member.engine, [0]
+        assert joined.worker is not None
+        engine, calls = joined.worker.engine, [0]
         step = engine.step
 
         def poisoned(batches: Any) -> Any:
@@ -215,23 +215,23 @@ def test_a_poisoned_round_is_not_sent_and_does_not_poison_the_next(cluster: Call
 
     together = cluster(SMALL, DILOCO, workers=1, change=poison)
     assert together.loop.step == 4
-    assert together.workers[0].member.outgoing.poisoned == 1
+    assert together.workers[0].worker.outgoing.poisoned == 1
     assert bool(torch.isfinite(vector_of(together)).all())
 
 
 def test_a_worker_that_leaves_and_one_that_joins_late_are_no_trouble(cluster: Callable[..., Any]) -> None:
     def leave(joined: Joined) -> None:
-        member = joined.member
-        assert member is not None
+        worker = joined.worker
+        assert worker is not None
         if joined.name != "w2":
             return
-        note = member._note
+        note = worker._note
 
         def counted(*arguments: Any) -> None:
             note(*arguments)
-            member.stopping = member.counts["accepted"] >= 2
+            worker.protocol.stopping = worker.counts["accepted"] >= 2
 
-        member._note = counted  # type: ignore[method-assign]
+        worker._note = counted  # type: ignore[method-assign]
 
     together = cluster(SMALL, DILOCO, workers=3, change=leave)
     assert together.loop.step == 4

@@ -74,7 +74,7 @@ def test_one_worker_in_fragments_with_a_plain_outer_step_walks_as_plain_training
 ) -> None:
     together = cluster(SMALL, DILOCO, PLAIN_OUTER, {"strategy": {"fragments": 3}}, workers=1)
     single = alone(SMALL, {"training": {"max_steps": 24}})
-    assert torch.equal(together.workers[0].member.engine.vector, single.engine.vector)
+    assert torch.equal(together.workers[0].worker.engine.vector, single.engine.vector)
 
 
 def test_a_fragment_is_all_that_is_on_its_way(cluster: Callable[..., Any]) -> None:
@@ -84,9 +84,9 @@ def test_a_fragment_is_all_that_is_on_its_way(cluster: Callable[..., Any]) -> No
         found: list[int] = []
 
         def watch(joined: Joined) -> None:
-            assert joined.member is not None
-            send = joined.member._send
-            joined.member._send = lambda result, base, frames: (found.append(sum(map(len, frames))), send(result, base, frames))[1]  # type: ignore[method-assign]
+            assert joined.worker is not None
+            send = joined.worker._send
+            joined.worker._send = lambda made, frames, soon: (found.append(sum(map(len, frames))), send(made, frames, soon))[1]  # type: ignore[method-assign]
 
         cluster(SMALL, DILOCO, {"strategy": {"fragments": fragments}}, workers=1, change=watch)
         return found
@@ -122,9 +122,9 @@ def test_asynchronous_rounds_learn_from_as_much_data(cluster: Callable[..., Any]
 
 def test_a_slow_worker_takes_fewer_steps_and_counts_for_less(cluster: Callable[..., Any]) -> None:
     def slow(joined: Joined) -> None:
-        assert joined.member is not None
+        assert joined.worker is not None
         if joined.name == "w2":
-            joined.member.slowdown = 6.0
+            joined.worker.slowdown = 6.0
 
     together = cluster(SMALL, DILOCO, {"strategy": {"balance_speeds": True, "rounds": 12}}, workers=2, change=slow)
     batches: dict[str, list[int]] = {"w1": [], "w2": []}

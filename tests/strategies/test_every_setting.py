@@ -55,7 +55,7 @@ def plain(shared_cluster: Callable[..., Any]) -> Callable[[str], Any]:
 
 
 def bytes_per_contribution(outcome: Any) -> float:
-    return float(outcome.summary["received_bytes"] / sum(worker.member.counts["sent"] for worker in outcome.workers))
+    return float(outcome.summary["received_bytes"] / sum(worker.worker.counts["sent"] for worker in outcome.workers))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["kind"] + codec.get("values", ""))
@@ -161,8 +161,8 @@ def lie(joined: Joined) -> None:
     """The gradient of the seventh worker is a million for every weight, whatever its data."""
     if joined.name != "w7":
         return
-    assert joined.member is not None
-    task = joined.member.engine.task
+    assert joined.worker is not None
+    task = joined.worker.engine.task
     losses, parameters = task.losses, list(task.players["model"].parameters())
     task.losses = lambda batch: (loss._replace(value=1e6 * sum(map(torch.sum, parameters))) for loss in losses(batch))
 
@@ -205,14 +205,14 @@ def test_what_is_sent_is_clipped_by_the_unit_of_privacy(cluster: Callable[..., A
     by_sample: list[int] = []
 
     def watch(joined: Joined) -> None:
-        member = joined.member
-        assert member is not None
-        send, taken = member._send, member.engine.gradients_by_sample
-        member._send = lambda result, base, frames, soon: (  # type: ignore[method-assign]
+        worker = joined.worker
+        assert worker is not None
+        send, taken = worker._send, worker.engine.gradients_by_sample
+        worker._send = lambda made, frames, soon: (  # type: ignore[method-assign]
             sent.append(torch.frombuffer(bytearray(frames[0]), dtype=torch.float32)),
-            send(result, base, frames, soon),
+            send(made, frames, soon),
         )[1]
-        member.engine.gradients_by_sample = lambda batches, limit: (by_sample.append(1), taken(batches, limit))[1]
+        worker.engine.gradients_by_sample = lambda batches, limit: (by_sample.append(1), taken(batches, limit))[1]
 
     private = {"updates": {"clip_norm": 0.05, "privacy": {"enabled": True, "unit": unit, "noise_multiplier": 0.0}}}
     cluster(SMALL, STRATEGIES["syncps"], private, workers=1, change=watch)
@@ -226,38 +226,38 @@ def test_polyak_blends_what_is_pulled(cluster: Callable[..., Any]) -> None:
     replaced = cluster(SMALL, STRATEGIES["syncps"], {"strategy": {"pull_every_steps": 4}}, workers=2)
     assert blended.loop.step == replaced.loop.step == 8
     assert any(not torch.equal(blended.weights[name], replaced.weights[name]) for name in blended.weights)
-    worker = blended.workers[0].member
+    worker = blended.workers[0].worker
     assert worker is not None
-    assert not torch.equal(worker.engine.vector, worker.base)
+    assert not torch.equal(worker.engine.vector, worker.weights.base)
 
 
 def test_a_poisoned_batch_is_never_sent(cluster: Callable[..., Any]) -> None:
     def poison(joined: Joined) -> None:
-        member = joined.member
-        assert member is not None
-        compute, calls = member.engine.gradients, [0]
+        worker = joined.worker
+        assert worker is not None
+        compute, calls = worker.engine.gradients, [0]
 
         def poisoned(batches: Any) -> Any:
             result = compute(batches)
             calls[0] += 1
             if calls[0] % 3 == 0:
-                member.engine.gradient[5] = math.nan
+                worker.engine.gradient[5] = math.nan
             return result
 
-        member.engine.gradients = poisoned  # type: ignore[method-assign]
+        worker.engine.gradients = poisoned  # type: ignore[method-assign]
 
     outcome = cluster(SMALL, STRATEGIES["syncps"], workers=2, change=poison)
     assert outcome.loop.step == 8
-    assert all(worker.member.outgoing.poisoned >= 3 for worker in outcome.workers)
+    assert all(worker.worker.outgoing.poisoned >= 3 for worker in outcome.workers)
     assert all(bool(torch.isfinite(value).all()) for value in outcome.weights.values())
 
 
 def test_a_worker_whose_gradients_are_never_finite_gives_up(cluster: Callable[..., Any]) -> None:
     def poison(joined: Joined) -> None:
-        member = joined.member
-        assert member is not None
-        member.engine.vector.fill_(math.nan)
-        member._take = lambda answer: None  # type: ignore[method-assign]
+        worker = joined.worker
+        assert worker is not None
+        worker.engine.vector.fill_(math.nan)
+        worker.weights.load = lambda news: False  # type: ignore[method-assign]
 
     with pytest.raises(AssertionError, match="not finite"):
         cluster(SMALL, STRATEGIES["syncps"], workers=1, change=poison)

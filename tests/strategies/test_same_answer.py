@@ -62,4 +62,4 @@ def test_workers_on_a_gpu_learn(cluster: Callable[..., Any], strategy: Any, prec
         {"training": {"device": "cuda", "precision": {"kind": precision}, "optimizer": {"name": "AdamW", "learning_rate": 0.003}}},
     )
     assert together.loss < 4.5
-    assert sum(worker.member.counts["accepted"] for worker in together.workers) >= 60
+    assert sum(worker.worker.counts["accepted"] for worker in together.workers) >= 60
