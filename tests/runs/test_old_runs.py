@@ -1,0 +1,64 @@
+"""Runs that an earlier version of Shoal left behind, killed in the middle: this one goes on with them, and audits them.
+
+`old_runs.tar.gz` holds four folders as they were after `kill -9`, and in `expected.json` what the version that wrote them made of them.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.cli.main import main
+from shoal.config.load import File, Loaded, resolve
+from shoal.runs.coordinating import prepare
+
+ARCHIVE = Path(__file__).parent / "old_runs.tar.gz"
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+def loaded(folder: Path) -> Loaded:
+    return resolve([File(str(folder / "config.yaml"))], [], dialect="shoal", resolved=True)
+
+
+@pytest.mark.parametrize("kind", ["async", "syncps", "diloco"])
+def test_a_coordinator_comes_back_with_the_weights_that_it_had(old: Path, kind: str) -> None:
+    expected: dict[str, Any] = json.loads((old / "expected.json").read_text())[kind]
+    settings = loaded(old / kind)
+    near = settings.run.transport.replace(host=None, port=0)
+    made = prepare(settings, run_dir=str(old / kind), resume=True, reporters=[], hosts=("127.0.0.1",), transport=near)
+    try:
+        coordinator = made.loop.coordinator
+        assert (coordinator.state.version, coordinator.state.samples) == (expected["version"], expected["samples"])
+        assert torch.allclose(coordinator.learner.vector, torch.tensor(expected["weights"]), atol=1e-5)
+    finally:
+        made.loop.driver.close()
+        made.loop.server.close()
+
+
+@pytest.mark.parametrize("kind", ["async", "syncps", "diloco"])
+def test_it_is_audited(old: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(old / kind)]) == 0
+    assert "nothing is missing, nothing is counted twice" in capsys.readouterr().out
+
+
+def test_a_run_alone_goes_on(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = old / "alone"
+    (checkpoint,) = (folder / "checkpoints").glob("step-*")
+    step = int(checkpoint.name.partition("-")[2])
+    config = (folder / "config.yaml").read_text()
+    assert main(["train", "--run-dir", str(folder), "--resume"]) in (0, 130)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["resumed_from"] == str(checkpoint)
+    assert summary["steps"] > step
+    assert config == (folder / "config.yaml").read_text()
