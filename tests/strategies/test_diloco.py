@@ -85,7 +85,7 @@ def test_also_with_dropout_accumulation_and_a_short_last_round(cluster: Callable
     together = cluster(LEARNING, DILOCO, PLAIN_OUTER, model, {"strategy": {"rounds": None}}, workers=1)
     single = alone(LEARNING, model)
     assert together.loop.step == 4
-    assert together.summary["samples"] == single.samples
+    assert together.summary["samples"] == single.recorder.samples
     assert torch.equal(vector_of(together), single.engine.vector)
 
 

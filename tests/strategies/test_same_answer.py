@@ -32,9 +32,9 @@ def test_syncps_is_one_process_with_the_combined_batch(cluster: Callable[..., An
     together = cluster(base, SYNCPS)
     single = alone(base, {"training": {"batch_size": 3 * base["training"]["batch_size"]}})
     assert together.loop.step == single.step
-    assert together.summary["samples"] == single.samples
+    assert together.summary["samples"] == single.recorder.samples
     assert distance(together.weights, single.engine.weights()) < 2e-4  # only the order of summation differs, over all steps
-    assert together.loss == pytest.approx(single.latest["eval"]["loss"], rel=1e-4)
+    assert together.loss == pytest.approx(single.recorder.latest["eval"]["loss"], rel=1e-4)
 
 
 def test_one_worker_is_bit_identical_to_one_process(cluster: Callable[..., Any], alone: Callable[..., Any]) -> None:
@@ -48,8 +48,8 @@ def test_one_worker_is_bit_identical_to_one_process(cluster: Callable[..., Any],
 def test_without_rounds_the_quality_is_the_same(cluster: Callable[..., Any], alone: Callable[..., Any], strategy: Any) -> None:
     together = cluster(DIGITS, strategy)
     single = alone(DIGITS)
-    assert together.summary["samples"] == pytest.approx(single.samples, rel=0.03)  # each shard drops its last, incomplete batch
-    assert together.accuracy >= single.latest["eval"]["accuracy"] - 0.03  # of 360 held-out digits; threads lag as the machine lets them
+    assert together.summary["samples"] == pytest.approx(single.recorder.samples, rel=0.03)  # each shard drops its last, incomplete batch
+    assert together.accuracy >= single.recorder.latest["eval"]["accuracy"] - 0.03  # of 360 held-out digits; threads lag as the machine lets them
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
