@@ -23,7 +23,6 @@ BLOCK = 1 << 17
 _MOST_THREADS = 4
 
 _own = threading.local()
-_zeros: Floats = np.zeros(BLOCK, np.float32)
 
 
 @lru_cache(maxsize=1)
@@ -79,6 +78,6 @@ def scratch(size: int) -> Floats:
 
 
 def all_finite(block: Floats) -> bool:
-    """Times zero and summed: only a number that is not finite makes that anything but zero, and it runs as fast as memory does."""
-    with np.errstate(invalid="ignore"):
-        return all(float(np.dot(block[i : i + BLOCK], _zeros[: len(block[i : i + BLOCK])])) == 0.0 for i in range(0, len(block), BLOCK))
+    """Whether no number is infinite or not a number. A dot product with zeros takes two thirds of the time on a quiet machine, but BLAS
+    starts threads for it, which wait for cores that other processes use: beside another job it took ten times as long."""
+    return bool(np.isfinite(block).all())

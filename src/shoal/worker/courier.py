@@ -74,6 +74,8 @@ class Courier:
 
     def __init__(self, line: Line, protocol: Protocol, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.line, self.protocol, self.tell, self.clock = line, protocol, tell, clock
+        self._random = random.Random()
+        """Pauses differ, so that workers which lost their coordinator together do not come back all at once."""
         self.round_trip_s = 0.0
         self._closing = threading.Event()
         self._jobs: queue.SimpleQueue[Future[list[Event]] | None] = queue.SimpleQueue()
@@ -143,7 +145,7 @@ class Courier:
                 raise Left("closed") from None
             if retry.word:
                 self.tell(retry.word)
-            self._closing.wait(retry.pause_s * random.uniform(0.7, 1.3))
+            self._closing.wait(retry.pause_s * self._random.uniform(0.7, 1.3))
             return None
 
     def _start_thread(self) -> None:
