@@ -45,6 +45,8 @@ _MOST_RANKS = 64
 _MOST_DATA = 2**31
 """No data has so many epochs, and no epoch so many batches."""
 _NO_WEIGHTS = -2
+_STUCK = "stuck"
+"""What a worker says that has made no progress for a whole lease: the thread that gives signs of life goes on whatever happens."""
 
 
 class Coordinator:
@@ -178,7 +180,7 @@ class Coordinator:
 
     def _pulse(self, caller: Any, asked: Heartbeat, worker: Worker) -> None:
         worker.state, worker.figures = printable(asked.state), asked.figures
-        if self.lender is not None:
+        if self.lender is not None and asked.state != _STUCK:
             self.lender.renew(worker)
         self.answer(caller, {"kind": "pulse"}, worker)
 

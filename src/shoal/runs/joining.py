@@ -79,8 +79,10 @@ class Joined:
 
     @property
     def _heartbeat_s(self) -> float:
+        """Often enough that leases are renewed in time, too."""
         interval_s: float = self.welcome.header["heartbeat_s"]
-        return interval_s
+        feed = strategies.of(self.run, self.welcome.header["shards"]).feed
+        return min(interval_s, feed.lease_s / 3) if feed.leased else interval_s
 
     def prepare(self, progress: Progress | None = None, here: Place | None = None, given: Given = NOTHING) -> None:
         """Put together what the work takes. `here`: as the first of several processes, which all get ready with it."""
@@ -92,7 +94,7 @@ class Joined:
 
     @property
     def state(self) -> str:
-        return self.worker.state if self.worker else "preparing"
+        return self.worker.doing if self.worker else "preparing"
 
     def _worker(self, progress: Progress | None, here: Place | None, given: Given) -> Worker:
         meeting = self._meet(here) if here is not None else None

@@ -13,7 +13,7 @@ from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
 from shoal.transports.databases import is_address
 from shoal.worker.courier import Answer, Lost
-from shoal.worker.protocol import Frames
+from shoal.worker.protocol import COMPUTING, Frames
 
 if TYPE_CHECKING:
     from shoal.transports.postgres import UnitDesk
@@ -90,6 +90,8 @@ class BoardLine:
         self.desk, self.welcome = desk, welcome
         self.sent_bytes = 0
         self._unit: Unit | None = None
+        self._fetching = False
+        """Whether the worker has a unit and waits for its weights: it is at work, though it does not compute yet."""
         self._known: dict[str, Any] = {"version": -1, "step": 0.0, "done": False, "most_lag": float("inf")}
         self._answers: dict[str, Callable[[dict[str, Any], Frames], Answer]] = {
             "join": self._join,
@@ -154,7 +156,9 @@ class BoardLine:
         if not units:
             return self._news(nothing, None)
         self._unit = unit = units[0]
+        self._fetching = True
         newer = self.desk.weights(header["have"]) if unit.iteration != header["have"] else None
+        self._fetching = False
         if unit.iteration not in (header["have"], newer.version if newer is not None else None):
             self.desk.give_back(unit)  # weights come one difference at a time: the right ones are not there yet
             return self._news(nothing, newer)
@@ -180,7 +184,7 @@ class BoardLine:
         return Answer({"kind": "noted"}, ())
 
     def _beat(self, header: dict[str, Any], frames: Frames) -> Answer:
-        self.desk.beat(header["state"], header["figures"])
+        self.desk.beat(COMPUTING if self._fetching else header["state"], header["figures"])
         return Answer({"kind": "pulse"}, ())
 
     def _leave(self, header: dict[str, Any], frames: Frames) -> Answer:

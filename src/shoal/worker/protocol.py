@@ -28,6 +28,8 @@ _WORTH_A_WORD_S = 0.4
 """A pause this long is told to people."""
 _STOPPING_S = 5.0
 """A worker that was asked to stop waits no longer for an answer."""
+COMPUTING, STUCK = "computing", "stuck"
+"""What a worker says it does. A lease is not renewed for one that is stuck: its signs of life come from another thread."""
 _ASK_AGAIN = ("too-fast", "replayed", "asked-again")
 """Refusals of this one message, not of what it asks: it was doubled on its way, or there were too many."""
 

@@ -22,7 +22,7 @@ from shoal.worker.courier import Courier, Pending
 from shoal.worker.interfaces import Feed
 from shoal.worker.outgoing import Engine, Outgoing
 from shoal.worker.policies import OwnShard, Pulling
-from shoal.worker.protocol import News, Receipt, Seated, Unit
+from shoal.worker.protocol import COMPUTING, STUCK, News, Receipt, Seated, Unit
 from shoal.worker.receipts import Receipts
 from shoal.worker.weights import Weights
 
@@ -98,6 +98,8 @@ class Worker:
         self._versions_per_step = 1.0
         self._step_s = self._waited_s = 0.0
         self._began = clock()
+        self._progress_at = clock()
+        """When it last finished a batch of a unit, or began one."""
 
     # --- the work ----------------------------------------------------------------------------------
 
@@ -123,6 +125,13 @@ class Worker:
         """Leave soon; from any thread."""
         self.protocol.stop()
         self.courier.line.wake()
+
+    @property
+    def doing(self) -> str:
+        """What it does, for signs of life. One that has been at the same batch of a unit for a whole lease is stuck."""
+        feed = self.policies.feed
+        stuck = feed.leased and self.state == COMPUTING and self.clock() - self._progress_at > feed.lease_s
+        return STUCK if stuck else self.state
 
     @property
     def over(self) -> bool:
@@ -153,7 +162,8 @@ class Worker:
         self.courier.tell(text)
 
     def _step(self) -> None:
-        self.state, started, feed = "computing", self.clock(), self.feed
+        self.state, started, feed = COMPUTING, self.clock(), self.feed
+        self._progress_at = started
         try:
             made = self.producer.make()
         except ShoalError:
@@ -206,6 +216,7 @@ class Worker:
         return True
 
     def wanted(self, unit: Unit) -> bool:
+        self._progress_at = self.clock()
         return self.protocol.newest <= unit.version and self.courier.line.wanted(unit.number)
 
     def _return_unit(self) -> None:
