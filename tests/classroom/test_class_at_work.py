@@ -327,9 +327,8 @@ def test_statistics_of_the_networks_reach_the_coordinator(school: School) -> Non
 
 @pytest.mark.parametrize("strategy", ["syncps", "async", "edp"])
 def test_other_strategies_go_through_the_database_too(school: School, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from shoal.runs.leasing import join
-
-    from shoal.runs.joining import Joined, Way
+    from shoal.runs.joining import Way
+    from shoal.runs.lines import ClientLine
     from shoal.watch.blackboard import Blackboard
 
     coordinating = school.coordinate({"strategy": {"kind": strategy}, "logging": {"every_steps": 5}}, workers=2)
@@ -337,7 +336,7 @@ def test_other_strategies_go_through_the_database_too(school: School, strategy: 
     joined: list[Any] = []
 
     def work(name: str) -> None:
-        worker = join(Way(school.student.address, "", None, name=name, patience_s=30.0), lambda text: None)
+        worker = Joined(Way(school.student.address, "", None, name=name, patience_s=30.0), lambda text: None)
         worker.prepare()
         joined.append(worker)
         worker.work()
@@ -348,7 +347,7 @@ def test_other_strategies_go_through_the_database_too(school: School, strategy: 
     summary = train(coordinating)
     for thread in threads:
         thread.join(300)
-    assert all(isinstance(worker, Joined) for worker in joined)
+    assert all(isinstance(worker.lines[0], ClientLine) for worker in joined)
     assert summary["status"] == "completed"
     assert main(["status", school.access.address]) == 0
     shown = capsys.readouterr().out

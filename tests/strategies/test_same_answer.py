@@ -49,9 +49,7 @@ def test_without_rounds_the_quality_is_the_same(cluster: Callable[..., Any], alo
     together = cluster(DIGITS, strategy)
     single = alone(DIGITS)
     assert together.summary["samples"] == pytest.approx(single.recorder.samples, rel=0.03)  # each shard drops its last, incomplete batch
-    assert (
-        together.accuracy >= single.recorder.latest["eval"]["accuracy"] - 0.03
-    )  # of 360 held-out digits; threads lag as the machine lets them
+    assert together.accuracy >= single.recorder.latest["eval"]["accuracy"] - 0.03  # of 360 digits; threads lag as they may
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
