@@ -72,6 +72,27 @@ def test_xmlrpc_gives_the_same_kind_of_run(processes: Processes, tmp_path: Path)
     processes.audit("run")
 
 
+def test_units_are_leased_without_a_database_and_each_batch_is_learned_from_once(processes: Processes, tmp_path: Path) -> None:
+    """One of the workers is killed while it has a unit: somebody else does that one."""
+    units = ("strategy.kind=workunits", "strategy.batches_per_unit=2", "strategy.units_per_update=2", "training.epochs=60")
+    settings = [word for setting in units for word in ("--set", setting)]
+    run = processes.start("train", "config.yaml", "--workers", "3", "--run-dir", "run", *settings)
+    ledger = tmp_path / "run" / "coordinator" / "ledger.jsonl"
+    while not ledger.exists() or not ledger.read_text():
+        assert run.poll() is None
+    os.kill(workers_in(tmp_path)[0], signal.SIGKILL)
+    output, _ = run.communicate(timeout=HANG_S)
+    assert run.returncode == 0, output
+    assert "signal 9" in output
+    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+    learned = [(one[6], one[7] - one[8], one[8]) for line in lines for one in line.get("from", ())]
+    batches = [(epoch, start + number) for epoch, start, count in learned for number in range(count)]
+    assert len(batches) == len(set(batches))
+    assert {epoch for epoch, _ in batches} == set(range(60))
+    assert len(batches) == 60 * len([1 for epoch, _ in batches if epoch == 0])
+    processes.audit("run")
+
+
 def test_workers_join_from_elsewhere_with_the_printed_line(processes: Processes) -> None:
     krum = ("updates.aggregation.kind=krum", "strategy.contributions_per_update=3")  # nobody is done before all are there
     coordinator, command = processes.coordinate(*(word for setting in krum for word in ("--set", setting)))

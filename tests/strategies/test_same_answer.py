@@ -44,6 +44,14 @@ def test_one_worker_is_bit_identical_to_one_process(cluster: Callable[..., Any],
     assert distance(together.weights, single.engine.weights()) == 0.0
 
 
+def test_one_worker_that_leases_one_batch_at_a_time_is_one_process(cluster: Callable[..., Any], alone: Callable[..., Any]) -> None:
+    units = {"strategy": {"kind": "workunits", "batches_per_unit": 1, "units_per_update": 1}, "training": {"device": "cpu"}}
+    together = cluster(DIGITS, units, workers=1)
+    single = alone(DIGITS, {"training": {"device": "cpu"}, "data": {"loader": {"drop_last": False}}})
+    assert together.summary["samples"] == single.recorder.samples
+    assert distance(together.weights, single.engine.weights()) == 0.0
+
+
 @pytest.mark.parametrize("strategy", [EDP, ASYNC], ids=["edp", "async"])
 def test_without_rounds_the_quality_is_the_same(cluster: Callable[..., Any], alone: Callable[..., Any], strategy: Any) -> None:
     together = cluster(DIGITS, strategy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shoal.config import Run
+from shoal.config.schema.task import TEXT
 from shoal.errors import ShoalError
 from shoal.tasks.base import Batch, Draws, Loss, Mean, Task, TaskInfo
 
@@ -25,5 +26,5 @@ def _expect(needs: str, kind: str, info: TaskInfo) -> None:
         raise ShoalError(f"{kind} needs data with labels: put the images of each class in a folder of its own")
     if needs == "images" and info.image_shape is None:
         raise ShoalError(f"{kind} learns from images, and data.source holds text")
-    if needs not in ("labels", "images") and info.vocab_size is None:
+    if needs in TEXT and info.vocab_size is None:
         raise ShoalError(f"{kind} learns from text, and data.source holds images")
