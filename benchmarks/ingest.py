@@ -174,6 +174,7 @@ def watched(loop: ClusterLoop) -> Clock:
     clock.around(loop.store.ledger, "append", "ledger")
     clock.around(loop.driver, "snapshot", "snapshots")
     clock.around(loop.recorder, "advance", "records")
+    clock.around(codecs, "borrow", "decoding and checking")
     clock.around(codecs, "decode", "decoding and checking")
     clock.around(coordinator.learner, "apply", "optimizer step")
     clock.around(coordinator.publisher, "since", "copying weights to send")
