@@ -13,17 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 from run import Row
-from shoal.runs.learners import EngineLearner
 from torch import Tensor
 
+from shoal import strategies
 from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
-from shoal.coordinator.machine import Called, Plan
-from shoal.runs.agreement import length_of, needed, policy_of
+from shoal.coordinator.effects import Reply
+from shoal.coordinator.state import Called, Plan
+from shoal.runs.agreement import extent_of, needed
 from shoal.runs.assembly import assemble, feed_of, held_out
 from shoal.updates import codecs
-from shoal.updates.messages import PROTOCOL, Contribute, Join, Pull
+from shoal.updates.messages import PROTOCOL, Contribute
+from shoal.worker.protocol import Left, Protocol
 
 WORKERS, FALSE = 11, 2
 RULES: dict[str, dict[str, Any]] = {
@@ -106,39 +108,47 @@ class Cluster:
 
     def __init__(self, run: Run, attack: Attack | None, stale: bool) -> None:
         self.run, self.attack, self.stale = run, attack, stale
-        policy = policy_of(run, WORKERS)
-        self.parts = assemble(run, length=lambda samples: length_of(run, samples, policy, WORKERS).steps)
-        length = length_of(run, self.parts.data, policy, WORKERS)
+        policies = strategies.of(run, WORKERS)
+        self.parts = assemble(run, length=lambda samples: policies.length(extent_of(run, samples, WORKERS)).steps)
+        length = policies.length(extent_of(run, self.parts.data, WORKERS))
         plan = Plan(run.updates, run.seed, WORKERS, needed(run), length.steps, length.batches, length.batches_per_step, 5.0, 0.2)
-        self.learner = EngineLearner(self.parts.engine)
-        self.coordinator = Coordinator(plan, policy, self.learner)
+        self.learner = policies.apply.learner(self.parts.single, ())
+        self.coordinator = Coordinator(plan, policies, self.learner)
         self.feeds = [feed_of(run, self.parts.data, seat, WORKERS) for seat in range(WORKERS)]
         self.weights = [self.learner.vector.clone() for _ in range(WORKERS)]
         self.bases = [0] * WORKERS
         self.residuals = [codecs.residual_for(run.updates.codec, self.learner.vector.numel()) for _ in range(WORKERS)]
         self.generator = torch.Generator().manual_seed(0)
-        self.clock, self.number = 0.0, 0
-        for seat in range(WORKERS):
-            self._ask(Join(f"w{seat}", PROTOCOL, {}), session=f"s{seat}")
-            self._ask(Pull(f"s{seat}", self._next(), -1))
+        self.clock = 0.0
+        self.protocols = [Protocol(f"w{seat}", {}, PROTOCOL, f"instance {seat}") for seat in range(WORKERS)]
+        for seat, protocol in enumerate(self.protocols):
+            protocol.ready = True
+            self._ask(seat)  # it joins
+            self._ask(seat)  # it pulls
 
     def train(self) -> float:
         """The accuracy at the end; 0 when gradients are not finite any more: the coordinator takes none of them, and the run is lost."""
+        try:
+            self._take_turns()
+        except Left:
+            return 0.0
+        batches = held_out(self.run, self.parts.data.eval)
+        assert batches is not None
+        return self.parts.engine.evaluate(batches())["accuracy"]
+
+    def _take_turns(self) -> None:
         turn = 0
         while not self.coordinator.finished:
             before = self.coordinator.state.version
             for seat, gradient in enumerate(self._gradients()):
-                self._contribute(seat, gradient, turn)
+                self._contribute(seat, gradient)
             for seat in range(WORKERS):
                 if not self.stale or (turn + seat) % 3 == 0:
                     self.weights[seat].copy_(self.learner.vector)
                     self.bases[seat] = self.coordinator.state.version
             turn += 1
             if self.coordinator.state.version == before:
-                return 0.0
-        batches = held_out(self.run, self.parts.data.eval)
-        assert batches is not None
-        return self.parts.engine.evaluate(batches())["accuracy"]
+                raise RuntimeError(f"turn {turn} of all workers made no new version")
 
     def _gradients(self) -> Tensor:
         """What each worker sends; the first ones are false."""
@@ -154,33 +164,22 @@ class Cluster:
             stack[:FALSE] = self.attack(stack[FALSE:], self.generator)
         return stack
 
-    def _contribute(self, seat: int, gradient: Tensor, turn: int) -> None:
+    def _contribute(self, seat: int, gradient: Tensor) -> None:
         frames = codecs.encode(self.run.updates.codec, gradient, self.residuals[seat])
-        self._ask(
-            Contribute(
-                session=f"s{seat}",
-                number=self._next(),
-                seq=turn,
-                base=self.bases[seat],
-                round=self.coordinator.state.version,
-                weight=32.0,
-                samples=32,
-                epoch=self.feeds[seat].epoch,
-                position=self.feeds[seat].position,
-                batches=1,
-                have=-1,
-                metrics={},
-            ),
-            tuple(frames),
-        )
+        feed, base = self.feeds[seat], self.bases[seat]
+        made = Contribute("", 0, 0, base, 0, 32.0, 32, feed.epoch, feed.position, 1, -1, {})
+        self.protocols[seat].contribute(made, frames, pulls=False)
+        self._ask(seat)
 
-    def _ask(self, asked: Any, frames: Any = (), session: str = "") -> None:
+    def _ask(self, seat: int) -> None:
+        """Ask what the worker has to ask. All who wait for a round hear of it with the question that closes it."""
         self.clock += 0.001
-        self.coordinator.handle(Called(None, asked, frames, session), self.clock)
-
-    def _next(self) -> int:
-        self.number += 1
-        return self.number
+        question = self.protocols[seat].question(self.clock)
+        assert question is not None
+        called = Called(seat, question.asked, question.frames, f"s{seat}")
+        for effect in self.coordinator.handle(called, self.clock):
+            if isinstance(effect, Reply):
+                self.protocols[effect.caller].hear(effect.header, effect.frames)
 
 
 def accuracy(rule: str, attack: str | None, setting: Setting, steps: int, data: Mapping[str, Any]) -> float:

@@ -23,7 +23,7 @@ from processes import Helper
 
 from shoal.launch import EmbeddedPostgres
 from shoal.transports.databases import Access
-from shoal.transports.postgres import UnitDesk, schema
+from shoal.transports.postgres import PostgresServer, UnitDesk, schema
 from shoal.transports.postgres.access import connect
 
 WORKERS = 3
@@ -132,6 +132,7 @@ def coordinate(given: dict[str, Any]) -> None:
     transport = Postgres(poll_interval_s=60.0, **given)
     loop = prepare(loaded, run_dir=f"{folder}/run", resume=False, reporters=[], workers=WORKERS, transport=transport).loop
     clock, server = Clock(), loop.server
+    assert isinstance(server, PostgresServer)
     clock.around(server.line, "wait", "waiting")
     clock.around(server, "_look", "looking for results")
     clock.around(server, "read", "reading gradients")
@@ -139,15 +140,16 @@ def coordinate(given: dict[str, Any]) -> None:
     clock.around(codecs, "decode", "decoding")
     clock.around(loop.coordinator.learner, "apply", "Adam")
     clock.around(loop.coordinator, "handle", "the state machine and aggregation")
+    clock.around(loop.coordinator.publisher, "since", "copying weights")
     clock.around(loop.coordinator.publisher, "everything", "copying weights")
     clock.around(server, "publish", "publishing")
     clock.around(server, "issue", "issuing units")
     clock.around(server, "consume", "consuming")
-    clock.around(loop.journal, "append", "journal")
-    clock.around(loop.ledger, "append", "ledger")
-    clock.around(loop, "snapshot", "snapshots")
+    clock.around(loop.store.journal, "append", "journal")
+    clock.around(loop.store.ledger, "append", "ledger")
+    clock.around(loop.driver, "snapshot", "snapshots")
     clock.around(loop.store, "carry_out", "transactions")
-    clock.around(loop, "advance", "records")
+    clock.around(loop.recorder, "advance", "records")
     print(json.dumps("there"), flush=True)
 
     def tell() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from run import Row
-from shoal.runs.leasing import Leasing, join
 from torch import Tensor, nn
 
 from shoal import data
@@ -28,8 +27,8 @@ from shoal.config.schema.cluster import Postgres
 from shoal.launch import EmbeddedPostgres
 from shoal.runs.alone import prepare as prepare_alone
 from shoal.runs.coordinating import prepare as prepare_class
-from shoal.runs.joining import Way
-from shoal.runs.loop import Loop
+from shoal.runs.joining import Joined, Way
+from shoal.runs.recorder import Recorder
 from shoal.tasks.gan import Gan
 from shoal.transports.databases import Access
 from shoal.transports.postgres import schema
@@ -108,16 +107,16 @@ def judge() -> Judge:
 class Watch:
     """The median distance over the second half of a run: a GAN's quality goes up and down, and any one moment says little."""
 
-    def __init__(self, loop: Loop) -> None:
-        self.loop, self.found = loop, list[float]()
-        self._advance = loop.advance
-        loop.advance = self.advance  # type: ignore[method-assign]
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.found = recorder, list[float]()
+        self._advance = recorder.advance
+        recorder.advance = self.advance  # type: ignore[method-assign]
 
     def advance(self, result: Any, batches: int, last: bool) -> None:
-        before = self.loop.samples
+        before = self.recorder.samples
         self._advance(result, batches, last)
-        if before // LOOK_EVERY != self.loop.samples // LOOK_EVERY and self.loop.samples > TOTAL // 2:
-            task = self.loop.engine.task
+        if before // LOOK_EVERY != self.recorder.samples // LOOK_EVERY and self.recorder.samples > TOTAL // 2:
+            task = self.recorder.engine.task
             assert isinstance(task, Gan)
             self.found.append(judge().distance(task.images(DRAWN)))
 
@@ -131,7 +130,7 @@ class Watch:
 
 def alone(seed: int, folder: Path) -> float:
     loop = prepare_alone(resolved(settings(seed, WORKERS * BATCH)), run_dir=str(folder / f"alone-{seed}"), resume=False, reporters=[])
-    watch = Watch(loop)
+    watch = Watch(loop.recorder)
     loop.train()
     return watch.distance
 
@@ -148,7 +147,7 @@ def in_class(seed: int, folder: Path, server: Access) -> float:
     where = {name: value for name, value in access._asdict().items() if name != "options"} | {"password": Secret(access.password or "")}
     run_dir = str(folder / f"class-{seed}")
     loop = prepare_class(resolved(tree), run_dir=run_dir, resume=False, reporters=[], workers=WORKERS, transport=Postgres(**where)).loop
-    watch = Watch(loop)
+    watch = Watch(loop.recorder)
     student = access._replace(user="pupil", password="secret").address
     threads = [threading.Thread(target=_work, args=(student, f"w{number}")) for number in range(WORKERS)]
     for thread in threads:
@@ -164,10 +163,9 @@ def in_class(seed: int, folder: Path, server: Access) -> float:
 
 
 def _work(address: str, name: str) -> None:
-    worker = join(Way(address, "", None, name=name, patience_s=30.0), lambda text: None)
-    worker.prepare()
-    assert isinstance(worker, Leasing)
-    worker.work()
+    joined = Joined(Way(address, "", None, name=name, patience_s=30.0), lambda text: None)
+    joined.prepare()
+    joined.work()
 
 
 def distances(seeds: tuple[int, ...]) -> list[tuple[float, float]]:

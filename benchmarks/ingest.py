@@ -27,10 +27,12 @@ from run import Row
 from shoal.config.load import File, Override, resolve
 from shoal.runs.cluster_loop import ClusterLoop
 from shoal.runs.coordinating import prepare
-from shoal.transports import Client, Message, connect
+from shoal.runs.lines import ClientLine
 from shoal.updates import codecs
 from shoal.updates.frames import frame_of
-from shoal.updates.messages import PROTOCOL, Asked, Contribute, Join, Pull, header_of
+from shoal.updates.messages import PROTOCOL, Contribute
+from shoal.worker.courier import Courier
+from shoal.worker.protocol import Protocol, Receipt
 
 HIDDEN, SIZE = "[2048, 2976]", 4 * 6_270_762
 """An MLP on digits, and the bytes of its gradient."""
@@ -168,10 +170,11 @@ def watched(loop: ClusterLoop) -> Clock:
     clock, coordinator = Clock(), loop.coordinator
     clock.around(loop.server, "poll", "waiting for messages")
     clock.around(loop.server, "reply", "handing answers to ZeroMQ")
-    clock.around(loop.journal, "append", "journal")
-    clock.around(loop.ledger, "append", "ledger")
-    clock.around(loop, "snapshot", "snapshots")
-    clock.around(loop, "advance", "records")
+    clock.around(loop.store.journal, "append", "journal")
+    clock.around(loop.store.ledger, "append", "ledger")
+    clock.around(loop.driver, "snapshot", "snapshots")
+    clock.around(loop.recorder, "advance", "records")
+    clock.around(codecs, "borrow", "decoding and checking")
     clock.around(codecs, "decode", "decoding and checking")
     clock.around(coordinator.learner, "apply", "optimizer step")
     clock.around(coordinator.publisher, "since", "copying weights to send")
@@ -204,39 +207,34 @@ def serve(given: dict[str, Any]) -> None:
 
 
 class Sender:
-    """Speaks the protocol of a worker."""
+    """Says what a worker says, with the worker's own protocol, and computes nothing."""
 
     def __init__(self, invitation: dict[str, Any], weights: bool) -> None:
-        self.client: Client = connect(
-            invitation["address"], token=invitation["token"], server_key=invitation["key"], max_frame_bytes=64 << 20, insecure=True
-        )
-        self.weights, self.number, self.session = weights, 0, ""
-        welcome = self.ask(Join(None, PROTOCOL, {}), named=False)
-        self.session, self.size = welcome["session"], welcome["size"]
-        self.version = self.ask(Pull("", 0, -1))["version"]
+        self.weights, self.protocol = weights, Protocol(None, {}, PROTOCOL, f"sender {os.getpid()}")
+        line = ClientLine(invitation["address"], invitation["token"], invitation["key"])
+        self.courier = Courier(line, self.protocol, lambda text: print(text, file=sys.stderr))
+        self.protocol.ready = True
+        self.courier.converse()  # joins, and pulls
+        self.size: int = self.protocol.welcome["size"]
         self.frame = frame_of((1e-4 * torch.randn(self.size)).numpy())
 
-    def ask(self, asked: Asked, *frames: memoryview, named: bool = True) -> dict[str, Any]:
-        self.number += 1
-        header = header_of(asked) | ({"session": self.session, "number": self.number} if named else {})
-        return self.client.call(Message(header, frames), 60.0).header
-
-    def contribute(self, seq: int) -> None:
-        have = self.version if self.weights else -1
-        told = self.ask(Contribute("", 0, seq, self.version, 0, 32.0, 32, 0, seq + 1, 1, have, {"loss": 1.0}), self.frame)
-        if told.get("status") != "accepted":
-            raise RuntimeError(f"not accepted: {told}")
-        self.version = told["version"]
+    def contribute(self) -> None:
+        """Send the gradient as if it were of the newest weights, and wait until it is taken."""
+        base, position = self.protocol.newest, self.protocol.seq + 1
+        made = Contribute("", 0, 0, base, 0, 32.0, 32, 0, position, 1, -1, {"loss": 1.0})
+        self.protocol.contribute(made, (self.frame,), pulls=self.weights)
+        statuses = [event.status for event in self.courier.converse() if isinstance(event, Receipt)]
+        if statuses != ["accepted"]:
+            raise RuntimeError(f"not accepted: {statuses}")
 
 
 def send(given: dict[str, Any]) -> None:
     sender = Sender(given["invitation"], given["weights"])
     print(json.dumps(4 * sender.size), flush=True)
     span = Span(*json.loads(sys.stdin.readline()))
-    answers = seq = 0
+    answers = 0
     while time.time() < span.end:
-        sender.contribute(seq)
-        seq += 1
+        sender.contribute()
         answers += span.holds(time.time())
     print(json.dumps(answers), flush=True)
 

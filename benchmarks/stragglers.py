@@ -135,22 +135,17 @@ def _until_target(coordinator: Helper, started: float) -> float:
     return float("inf")
 
 
-class Teller:
-    """A reporter that passes on what evaluations say."""
-
-    def start(self, loop: Any) -> None: ...
-    def step(self, loop: Any) -> None: ...
-    def message(self, text: str) -> None: ...
-    def close(self, summary: dict[str, Any]) -> None: ...
-
-    def record(self, record: dict[str, Any]) -> None:
-        if record["split"] == "eval":
-            print(json.dumps([record["accuracy"], time.time()]), flush=True)
-
-
 def coordinate(given: dict[str, Any]) -> None:
     from shoal.config.load import File, Override, resolve
     from shoal.runs.coordinating import prepare
+    from shoal.runs.recorder import Reporter
+
+    class Teller(Reporter):
+        """Passes on what evaluations say."""
+
+        def record(self, record: dict[str, Any]) -> None:
+            if record["split"] == "eval":
+                print(json.dumps([record["accuracy"], time.time()]), flush=True)
 
     settings = processes.QUIET | processes.MLP
     settings |= {
@@ -180,16 +175,16 @@ def coordinate(given: dict[str, Any]) -> None:
 def work(given: dict[str, Any]) -> None:
     """A worker as `shoal join --slowdown` makes it, except that a tenth of what it would send gets lost."""
     from shoal.runs import joining
-    from shoal.worker.member import Member
+    from shoal.worker.worker import Worker
 
     chance = random.Random(f"{given['seed']} {given['slowdown']}")
 
-    class Forgetful(Member):
+    class Forgetful(Worker):
         def _send(self, *contribution: Any, **options: Any) -> None:
             if chance.random() >= DROPOUT:
                 super()._send(*contribution, **options)
 
-    joining.Member = Forgetful  # type: ignore[misc]
+    joining.Worker = Forgetful  # type: ignore[attr-defined]
     invitation = given["invitation"]
     way = joining.Way(invitation["address"], invitation["token"], invitation["key"], slowdown=given["slowdown"])
     joined = joining.Joined(way, lambda text: None)
