@@ -1,4 +1,4 @@
-"""A plugin as somebody else would write it: a rule, a codec, a task and a model, in one file."""
+"""A plugin as somebody else would write it: a strategy, a rule, a codec, a task and a model, in one file."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -8,13 +8,31 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import Run
+from shoal.coordinator import Barrier, Discounted
 from shoal.models.shapes import Shapes
-from shoal.plugins import Aggregation, Codec, Model, PositiveInt, PositiveShare, Task, builds
+from shoal.plugins import Aggregation, Codec, Model, PositiveFloat, PositiveInt, PositiveShare, Strategy, Task, builds
+from shoal.strategies import Policies
+from shoal.strategies.lengths import in_updates
 from shoal.tasks import Batch, Loss, TaskInfo
 from shoal.tasks.classification import Classification
 from shoal.updates.coder import Coder
 from shoal.updates.frames import expect_frames, frame_of, values_of
 from shoal.updates.mixing import Contributions
+
+
+class Patient(Strategy):
+    """All who are there are waited for, and a gradient that came too late for its round counts in the next one, though less."""
+
+    kind: Literal["patient"] = "patient"
+    deadline_s: PositiveFloat = 20.0
+    """Seconds after the first gradient at which a round closes without the others."""
+
+
+@builds(Patient)
+def patient(run: Run, expected: int) -> Policies:
+    assert isinstance(run.strategy, Patient)
+    rounds = Barrier(deadline_s=run.strategy.deadline_s, late_count=True)
+    return Policies(rounds=rounds, length=in_updates(run, rounds), admission=Discounted())
 
 
 class Drifting(Aggregation):

@@ -25,7 +25,7 @@ MY_PARTS = (HERE / "my_parts.py").read_text(encoding="utf-8")
 CONFIG = """\
 model: {kind: waves, width: 24}
 training: {batch_size: 16, epochs: 4, optimizer: {learning_rate: 0.01}}
-strategy: {kind: syncps}
+strategy: {kind: patient, deadline_s: 30}
 updates:
   codec: {kind: rounded, places: 4}
   aggregation: {kind: drifting, pace: 0.8}
