@@ -211,6 +211,23 @@ def test_a_worker_that_leaves_gives_back_what_is_not_done() -> None:
     assert line.woken
 
 
+def test_a_worker_that_makes_no_progress_says_that_it_is_stuck() -> None:
+    now, said = [0.0], list[str]()
+
+    class Slow(Numbered):
+        def __next__(self) -> dict[str, Any]:
+            for seconds in (299.0, 2000.0, 800.0):  # a lease has 300
+                now[0] += seconds
+                said.append(worker.doing)
+            return super().__next__()
+
+    worker = worker_of(Line(Lender((7, 0, 1))), MeanEngine(), leased=True, feed=Slow)
+    worker.clock = lambda: now[0]
+    worker.work()
+    assert said == ["computing", "computing", "stuck"]
+    assert worker.doing == "leaving"
+
+
 def test_what_came_too_late_is_counted_and_not_as_its_own() -> None:
     lender = Lender((7, 0, 1))
     lender.status = "late"

@@ -46,7 +46,7 @@ _MOST_DATA = 2**31
 """No data has so many epochs, and no epoch so many batches."""
 _NO_WEIGHTS = -2
 _STUCK = "stuck"
-"""What a worker says that has made no progress for a whole lease: the thread that gives signs of life goes on whatever happens."""
+"""What a worker says that has made no progress for many leases: the thread that gives signs of life goes on whatever happens."""
 
 
 class Coordinator:

@@ -32,6 +32,7 @@ _LAG_TO_SPEND = 0.5
 """Share of the allowed lag that may be given away for speed, and at most so much:"""
 _MOST_LAG_SPENT = 3.0
 """On MNIST five versions of lag cost a point of accuracy, two a quarter."""
+_STUCK_AFTER_LEASES = 10
 _SOON_S = 0.05
 """A step that takes longer leaves the courier time to come back from a lost connection beside it. And only the courier can tell how long an
 answer took that nobody waited for."""
@@ -128,9 +129,9 @@ class Worker:
 
     @property
     def doing(self) -> str:
-        """What it does, for signs of life. One that has been at the same batch of a unit for a whole lease is stuck."""
+        """What it does, for signs of life. A worker that has been at the same batch of a unit for many leases is stuck, not slow."""
         feed = self.policies.feed
-        stuck = feed.leased and self.state == COMPUTING and self.clock() - self._progress_at > feed.lease_s
+        stuck = feed.leased and self.state == COMPUTING and self.clock() - self._progress_at > _STUCK_AFTER_LEASES * feed.lease_s
         return STUCK if stuck else self.state
 
     @property
