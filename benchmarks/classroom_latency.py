@@ -137,6 +137,7 @@ def coordinate(given: dict[str, Any]) -> None:
     clock.around(server, "_look", "looking for results")
     clock.around(server, "read", "reading gradients")
     clock.around(server, "_tidy", "tidying")
+    clock.around(codecs, "borrow", "decoding")
     clock.around(codecs, "decode", "decoding")
     clock.around(loop.coordinator.learner, "apply", "Adam")
     clock.around(loop.coordinator, "handle", "the state machine and aggregation")
