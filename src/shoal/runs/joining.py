@@ -173,7 +173,8 @@ class Joined:
         rejected = f", {worker.counts['rejected']} came too late" if worker.counts["rejected"] else ""
         kept = f", {poisoned} were not finite and stayed here" if poisoned else ""
         sent = sum(line.sent_bytes for line in dict.fromkeys(self.lines))
-        taken = f"{worker.counts['accepted']} contributions taken ({worker.samples:,} samples)"
+        what = "units of work" if worker.policies.feed.leased else "contributions"
+        taken = f"{worker.counts['accepted']} {what} taken ({worker.samples:,} samples)"
         return f"{taken}{rejected}{kept}; {sent / 1e6:.1f} MB sent, computing {worker.busy:.0%} of the time"
 
 
