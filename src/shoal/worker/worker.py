@@ -95,12 +95,9 @@ class Worker:
         """At the end: the share of the time in which it did not wait for an answer."""
         self._feed: Feed | None = None
         self._under_way: Pending | None = None
-        self._most_lag = math.inf
-        self._versions_per_step = 1.0
+        self._most_lag, self._versions_per_step = math.inf, 1.0
         self._step_s = self._waited_s = 0.0
-        self._began = clock()
-        self._progress_at = clock()
-        """When it last finished a batch of a unit, or began one."""
+        self._began = self._progress_at = clock()
 
     # --- the work ----------------------------------------------------------------------------------
 
@@ -217,7 +214,7 @@ class Worker:
         return True
 
     def wanted(self, unit: Unit) -> bool:
-        self._progress_at = self.clock()
+        self._progress_at = self.clock()  # a batch of the unit is done
         return self.protocol.newest <= unit.version and self.courier.line.wanted(unit.number)
 
     def _return_unit(self) -> None:
