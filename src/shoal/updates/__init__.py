@@ -1,5 +1,1 @@
-"""Updates are flat vectors: pure functions on them, each with its state in the open."""
-
-from shoal.updates.layout import FlatNetwork, Layout
-
-__all__ = ["FlatNetwork", "Layout"]
+"""Updates are flat vectors: pure functions on them, each with its state in the open; and the messages that carry them."""
