@@ -176,8 +176,9 @@ def test_a_unit_that_nobody_wants_any_more_is_left_in_the_middle() -> None:
             return {"x": torch.ones(4)}
 
     line = Line(lender)
-    worker_of(line, MeanEngine(), leased=True, feed=Moving).work()
-    assert taken == 2
+    worker = worker_of(line, MeanEngine(), leased=True, feed=Moving)
+    worker.work()
+    assert (taken, worker.counts["abandoned"]) == (2, 1)
     assert not lender.handed_in
     assert [header["unit"] for header in line.asked("giveback")] == [7]
 

@@ -170,7 +170,8 @@ class Joined:
         """What came of it, for people."""
         assert self.worker is not None
         worker, poisoned = self.worker, self.worker.outgoing.poisoned
-        rejected = f", {worker.counts['rejected']} came too late" if worker.counts["rejected"] else ""
+        late = worker.counts["rejected"] + worker.counts["abandoned"]
+        rejected = f", {late} came too late" if late else ""
         kept = f", {poisoned} were not finite and stayed here" if poisoned else ""
         sent = sum(line.sent_bytes for line in dict.fromkeys(self.lines))
         what = "units of work" if worker.policies.feed.leased else "contributions"

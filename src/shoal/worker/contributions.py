@@ -213,8 +213,6 @@ class UnitProducer:
     def __init__(self, worker: Surroundings) -> None:
         self.worker = worker
         self.failure = ""
-        self.abandoned = 0
-        """Units that nobody wanted any more when they were half done."""
         self._total = torch.zeros(worker.engine.vector.numel())
         self._most: int | None = None
         """Samples that fit into memory at once; None: whole batches do."""
@@ -244,7 +242,6 @@ class UnitProducer:
                 if self.worker.over:
                     return None
                 if not self.worker.wanted(unit):
-                    self.abandoned += 1
                     return None
                 self._total.lerp_(self.worker.engine.gradient.float().cpu(), result.weight / max(1, weight + result.weight))
                 for name, value in result.metrics.items():

@@ -84,7 +84,7 @@ class Worker:
         self.weights = Weights(engine, updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.alone)
         self.producer = contribution.producer(self, keeper or _KeepsNothing(), policies.spans)
         self.state = "starting"
-        self.counts = {"sent": 0, "accepted": 0, "rejected": 0}
+        self.counts = {"sent": 0, "accepted": 0, "rejected": 0, "abandoned": 0}
         self.samples = 0
         """Of the contributions that were taken."""
         self.unit: Unit | None = None
@@ -153,7 +153,7 @@ class Worker:
             "samples_per_s": self.samples / whole if whole else 0.0,
             "idle_s": self._waited_s,
             "accepted": self.counts["accepted"],
-            "rejected": self.counts["rejected"],
+            "rejected": self.counts["rejected"] + self.counts["abandoned"],
         }
 
     def tell(self, text: str) -> None:
@@ -215,7 +215,9 @@ class Worker:
 
     def wanted(self, unit: Unit) -> bool:
         self._progress_at = self.clock()  # a batch of the unit is done
-        return self.protocol.newest <= unit.version and self.courier.line.wanted(unit.number)
+        wanted = self.protocol.newest <= unit.version and self.courier.line.wanted(unit.number)
+        self.counts["abandoned"] += not wanted
+        return wanted
 
     def _return_unit(self) -> None:
         """Nothing came of a unit: others may do it, or hear why it failed here."""
