@@ -27,7 +27,9 @@ _PAUSE_S, _LASTED_S = 1.0, 10.0
 
 def fair_threads(workers: int) -> int:
     """Threads for each of so many workers. The coordinator beside them has one: it mostly waits."""
-    return max(1, (os.cpu_count() or 1) // max(1, workers))
+    from shoal.updates.blocks import usable_cores
+
+    return max(1, usable_cores() // max(1, workers))
 
 
 def pause_s(lasted_s: float) -> float:

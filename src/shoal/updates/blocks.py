@@ -30,10 +30,14 @@ def _pool(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(cores(), thread_name_prefix="blocks")
 
 
+def usable_cores() -> int:
+    """Cores that this process may use: of those the machine has, it may be kept to some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cores() -> int:
     """Cores this process may use, as many as are of use: of more threads too many wait for their turn to begin an operation."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(there, _MOST_THREADS)
+    return min(usable_cores(), _MOST_THREADS)
 
 
 def in_blocks(size: int, work: Callable[[int, int], None], width: int = BLOCK) -> None:
