@@ -185,7 +185,7 @@ class Engine(ABC):
             value = self.scaler.scale(loss.value if share == 1.0 else loss.value * share)
             self._backward(value, player, number == len(losses) - 1)
             for name, figure in loss.metrics.items():
-                figure = figure.detach() * share
+                figure = figure.detach() if share == 1.0 else figure.detach() * share
                 metrics[name] = metrics[name] + figure if name in metrics else figure
         return player
 
