@@ -117,8 +117,9 @@ class Fleet:
 
     # --- the others --------------------------------------------------------------------------------
 
-    def work(self, notify: Callable[[str], None]) -> Path:
-        """Keep this process's worker running until the run is over; its folder. Raises ShoalError if the worker cannot go on."""
+    def work(self, notify: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+        """Keep this process's worker running until the run is over; the run's folder and summary. Raises ShoalError if the worker cannot
+        go on."""
         invitation, folder = self.ask()
         started = self._worker(invitation, folder)
         try:
@@ -128,7 +129,7 @@ class Fleet:
                 time.sleep(_LOOK_S)
         finally:
             started.close()
-        return folder
+        return folder, self._outcome()
 
     def ask(self) -> tuple[Invitation, Path]:
         """Whom to join, and where the run's folder is. Raises ShoalError if the first process does not answer."""
@@ -138,7 +139,7 @@ class Fleet:
         self.meeting.say(f"heard {asked}", self.start)
         return Invitation(address, token, key), Path(folder)
 
-    def outcome(self) -> dict[str, Any]:
+    def _outcome(self) -> dict[str, Any]:
         """The run's summary, as the first process has it."""
         summary: dict[str, Any] = json.loads(self.meeting.hear(f"summary {self.start}", _PATIENCE_S))
         self.meeting.say(f"told {self.start} {self.here.rank}", "")

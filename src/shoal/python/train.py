@@ -96,5 +96,4 @@ def _follow(made: Plan, watching: list[Reporter]) -> Result:
         for reporter in watching:
             reporter.message(text)
 
-    folder = fleet.work(tell)
-    return result_elsewhere(folder, fleet.outcome())
+    return result_elsewhere(*fleet.work(tell))
