@@ -256,3 +256,34 @@ def test_vulture_finds_no_dead_code() -> None:
     dead = [item.get_report() for item in found if item.name not in USED_BY_OTHERS]
     assert not dead, "\n".join(dead)
     assert {item.name for item in found} == set(USED_BY_OTHERS), "a name that is no longer reported must go from the list"
+
+
+# --- what `make test` leaves out ----------------------------------------------------------------------------------------
+
+TESTS = Path(__file__).resolve().parent
+
+
+def defined_in(path: Path) -> set[str]:
+    """The names that a module defines or imports at its top."""
+    found: set[str] = set()
+    for node in tree_of(path).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            found |= {target.id for target in ast.walk(node) if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)}
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def test_what_chaos_takes_from_other_tests_is_there() -> None:
+    files = {path.stem: path for path in TESTS.rglob("*.py")}
+    missing = {
+        (path.name, node.module, alias.name)
+        for path in (TESTS / "chaos").glob("test_*.py")
+        for node in tree_of(path).body
+        if isinstance(node, ast.ImportFrom) and node.module in files
+        for alias in node.names
+        if alias.name not in defined_in(files[node.module])
+    }
+    assert not missing

@@ -56,11 +56,9 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("commands", SCRIPTS)
-def test_the_commands_run(
-    commands: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A block after the other in the text; each is run in a folder of its own, where the reader's `shoal init` has been. A plain command runs
-    in this process, which has loaded torch already; what it starts are processes all the same."""
+def test_the_commands_run(commands: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A block after the other in the text; each is run in a folder of its own, where the reader's `shoal init` has been. A plain command
+    runs in this process, which has loaded torch already; what it starts are processes all the same."""
     monkeypatch.chdir(tmp_path)
     if not commands[0].startswith("shoal init"):
         main(["init"])

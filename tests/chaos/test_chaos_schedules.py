@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_coordinator_schedules import POLICIES, SCHEDULE, examples, live_through
+from test_coordinator_schedules import SCHEDULE, STRATEGIES, examples, live_through
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", STRATEGIES)
 @examples(1000)
 @given(schedule=SCHEDULE, workers=st.integers(1, 4), steps=st.sampled_from([4, 10**6]))
 def test_thousands_of_schedules(name: str, schedule: list[tuple[str, int]], workers: int, steps: int) -> None:
-    live_through(POLICIES[name], schedule, workers, steps)
+    live_through(STRATEGIES[name], schedule, workers, steps)
