@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.schema.updates import Codec, Fp16Codec, Int4Codec, Int8Codec, NoCodec, TernaryCodec, TopKCodec
-from shoal.updates import sparse
+from shoal.updates import dense, sparse
 from shoal.updates.blocks import BLOCK
 from shoal.updates.codecs import (
     UpdateError,
@@ -152,6 +152,18 @@ def test_no_codec_copies_nothing() -> None:
     (frame,) = encode(NoCodec(), values, None)
     values[3] = 42.0
     assert np.frombuffer(frame, np.float32)[3] == 42.0
+
+
+def test_half_precision_is_the_same_bits_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy converts on ARM and torch elsewhere: also what is rounded, too small for 16 bits, or too large."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    vector = bits.view(torch.float32).nan_to_num(0.0, 0.0, 0.0)
+    frames = []
+    for numpy_converts in (True, False):
+        monkeypatch.setattr(dense, "_NUMPY_CONVERTS_FASTER", numpy_converts)
+        encoded = encode(Fp16Codec(), vector, None)
+        frames.append((bytes(encoded[0]), decode(Fp16Codec(), len(vector), encoded).numpy().tobytes()))
+    assert frames[0] == frames[1]
 
 
 @pytest.mark.parametrize(

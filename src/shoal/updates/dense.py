@@ -5,6 +5,7 @@ Each is a pair of `pack` and `unpack` of one block; blocks begin at whole chunks
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ _LARGEST_HALF = 65504.0
 _SMALLEST_PEAK = np.float32(1e-36)
 """Below this levels / peak is no 32-bit float any more; such a chunk is sent as zeros."""
 
+_NUMPY_CONVERTS_FASTER = platform.machine().lower() in ("aarch64", "arm64")
 _ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
 
 
@@ -98,15 +100,15 @@ class Half:
         return cls(values_of(frames[0], "<f2", size, "16-bit floats"))
 
     def pack(self, block: Floats, start: int, end: int) -> None:
-        limited = torch.from_numpy(scratch(end - start))
-        torch.clamp(torch.from_numpy(block), -_LARGEST_HALF, _LARGEST_HALF, out=limited)
-        torch.from_numpy(self.values[start:end]).copy_(limited)
+        limited = scratch(end - start)
+        torch.clamp(torch.from_numpy(block), -_LARGEST_HALF, _LARGEST_HALF, out=torch.from_numpy(limited))
+        _convert(limited, self.values[start:end])
 
     def unpack(self, start: int, end: int, out: Floats) -> None:
         block = self.values[start:end]
         if not block.flags.writeable:
             block = block.copy()  # torch takes no array that may not be written to
-        torch.from_numpy(out).copy_(torch.from_numpy(block))
+        _convert(block, out)
 
     def frames(self) -> Frames:
         return (frame_of(self.values),)
@@ -205,6 +207,15 @@ class Nibbles(Scaled):
         out[1::2] = (pairs >> 4)[: len(out) // 2]
         out -= 8
         self.scale_up(out, start, end)
+
+
+def _convert(source: NDArray[Any], target: NDArray[Any]) -> None:
+    """Between 16-bit and 32-bit floats. NumPy has vector instructions for it on ARM only, where it is ten times as fast as torch; on other
+    processors torch has them. The bits are the same."""
+    if _NUMPY_CONVERTS_FASTER:
+        np.copyto(target, source, casting="same_kind")
+    else:
+        torch.from_numpy(target).copy_(torch.from_numpy(source))
 
 
 def _round(rows: Floats, scaled: Floats, scales: Floats, levels: int, largest: np.float32) -> None:
