@@ -67,7 +67,8 @@ def prepare(
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
-    coordinator = Coordinator(_plan(run, agreed)._replace(leased_elsewhere=board is not None), agreed.policies, learner)
+    plan = _plan(run, agreed)._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key)
+    coordinator = Coordinator(plan, agreed.policies, learner)
     around = Home(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
     _go_on(loop, run, resume, warn)

@@ -79,6 +79,9 @@ class Receipt(NamedTuple):
     version: int
     seq: int
     """The number under which the contribution is known to an audit."""
+    digest: str = ""
+    seal: str = ""
+    """The coordinator's proof that it confirmed this, for an audit."""
 
 
 class News(NamedTuple):
@@ -295,7 +298,8 @@ class Protocol:
         self.pending = None
         number = sent.asked.round
         self.round = header["round"] if status == "ahead" else max(number + (status == "accepted"), header["round"])
-        return [Receipt(sent.asked, status, header["version"], header["seq"]), self._news(header, frames)]
+        proof = str(header.get("digest", "")), str(header.get("seal", ""))
+        return [Receipt(sent.asked, status, header["version"], header["seq"], *proof), self._news(header, frames)]
 
     def _leased(self, header: Mapping[str, Any], frames: Frames) -> list[Event]:
         news, self._claims = self._news(header, frames), False
