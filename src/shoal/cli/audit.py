@@ -71,7 +71,7 @@ def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path]
     from shoal.coordinator.evidence import gather
     from shoal.coordinator.lock import is_held
 
-    state = Path(_at(settings, "coordinator", "state_path") or folder / "coordinator")
+    state = _state_of(folder, settings)
     if not (state / "ledger.jsonl").exists():
         raise ShoalError(f"there is no ledger in {state}: only a run that had workers, and has come to its first version, can be audited")
     running = is_held(state)
@@ -113,6 +113,15 @@ def _verdict(violations: list[str], running: bool) -> int:
     if len(violations) > _MOST_SHOWN:
         print(f"and {len(violations) - _MOST_SHOWN} more")
     return 1
+
+
+def state_of(folder: Path) -> Path:
+    """Where the coordinator of a run keeps its state."""
+    return _state_of(folder, _settings(folder))
+
+
+def _state_of(folder: Path, settings: Any) -> Path:
+    return Path(_at(settings, "coordinator", "state_path") or folder / "coordinator")
 
 
 def _settings(folder: Path) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from shoal.coordinator.effects import Frames
 from shoal.coordinator.lock import Lock
-from shoal.coordinator.records import MARK_BYTES, NOWHERE, Damaged, Head, Place, Reading, new_head, parts_of
+from shoal.coordinator.records import MARK_BYTES, NOWHERE, Damaged, Head, Place, Reading, follows, new_head, parts_of
 from shoal.errors import ShoalError
 
 _AT_ONCE: Callable[[int, list[memoryview]], int] | None = getattr(os, "writev", None)
@@ -86,8 +86,9 @@ class Journal:
         reading: Reading | None = None
         for number in self._numbers_since(snapshot):
             before, reading = reading, Reading(path_of(self.folder, number))
-            if before is not None:
-                _check_follows(before, reading.head)
+            if before is not None and not follows(before, reading.head):
+                what = "it ends before its time: the journal that follows it knows of more records"
+                raise Damaged(before.path, before.end, before.records, what)
             yield from reading
             if reading.head is not None and not reading.head.checked:
                 self.remarks.append(f"{reading.path} was written by an earlier version of Shoal: only headers are checked, not updates")
@@ -159,16 +160,6 @@ class Journal:
             self._file.truncate()  # what is left of an older journal
             self._file.close()
             self._file = None
-
-
-def _check_follows(before: Reading, head: Head | None) -> None:
-    """The journal that follows another names the end of that. Raises Damaged."""
-    if head is None or head.before == NOWHERE:  # cut off at its very beginning, or of an earlier version
-        cut = before.end.length != before.path.stat().st_size and (before.head is None or not before.head.checked)
-    else:
-        cut = before.end != head.before
-    if cut:
-        raise Damaged(before.path, before.end, before.records, "it ends before its time: the journal that follows it knows of more records")
 
 
 def path_of(folder: Path, number: int) -> Path:

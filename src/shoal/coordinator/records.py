@@ -143,6 +143,32 @@ class Reading:
             raise Damaged(self.path, self.end, self.records, f"record {self.records + 1} {what}")
 
 
+def readable_after(path: Path, length: int) -> Iterator[dict[str, Any]]:
+    """Records after so many bytes of a journal that are whole by themselves, whatever stands between them."""
+    try:
+        head = head_of(path)
+    except Damaged:
+        head = None
+    if head is None:
+        return
+    whole = _whole if head.checked else _whole_unchecked
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        at = max(length, head.begins.length) - MARK_BYTES
+        while at >= 0:
+            file.seek(at + MARK_BYTES)
+            found = whole(file, len(content), head)
+            if found is not None:
+                yield found.record
+            at = content.find(head.mark, at + 1)
+
+
+def follows(before: Reading, head: Head | None) -> bool:
+    """Whether a journal begins where the one before it, which was read to its end, ends."""
+    if head is None or head.before == NOWHERE:  # it was cut off at its very beginning, or is of an earlier version
+        return before.head is None or before.head.checked or before.end.length == before.path.stat().st_size
+    return before.end == head.before
+
+
 class _Whole(NamedTuple):
     """A record that is as it was written."""
 

@@ -27,6 +27,7 @@ from shoal.runs.given import NOTHING, Given
 from shoal.runs.homes import home_of
 from shoal.runs.inviting import Invitation
 from shoal.runs.recorder import Reporter
+from shoal.runs.repairing import confirmed_in, refuse_forgotten
 from shoal.runs.run_directory import RunDirectory
 from shoal.strategies import Length
 from shoal.transports import Message
@@ -114,8 +115,13 @@ def _go_on(loop: ClusterLoop, run: Run, resume: bool, warn: Callable[[str], None
     snapshot = snapshots.newest(warn) if resume else None
     if snapshot is not None:
         loop.recover(snapshot)
+        confirmed = confirmed_in(loop.directory.path / "workers", loop.coordinator.plan.receipt_key)
+        refuse_forgotten(Path(str(snapshot.path)).parents[1], loop.coordinator.state.sequences, confirmed)
     elif resume and snapshots.all():
-        raise ShoalError("no snapshot of the coordinator can be read: restore one, or start a new run")
+        raise ShoalError(
+            "no snapshot of the coordinator can be read: put one back from a backup, or start a new run with the weights of the last "
+            f"checkpoint: --set checkpoint.resume_from={loop.directory.path}"
+        )
     elif weights and Path(weights).exists():
         loop.engine.load_weights(load_weights(Path(weights)))
         loop.coordinator.publisher.publish(0, loop.learner.vector, loop.learner.buffers)

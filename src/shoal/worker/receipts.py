@@ -10,7 +10,7 @@ from shoal.worker.protocol import Receipt
 
 
 class Receipts:
-    """One line for each contribution: worker, number, what became of it, version; and the coordinator's digest and seal, if it sent them."""
+    """One line for each contribution: worker, number, what became of it, version; and the coordinator's digest and seal, if there are."""
 
     def __init__(self, path: Path | None) -> None:
         self._file: TextIO | None = None
