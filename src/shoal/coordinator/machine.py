@@ -134,6 +134,10 @@ class Coordinator:
         """Where the schedule stands: updates made, or what the batches so far are worth."""
         return self.book.step
 
+    def end_here(self) -> None:
+        """The run is complete with the newest version: its data was read as often as it was to be."""
+        self.plan = self.plan._replace(total_steps=self.state.version)
+
     def stop_for(self, reason: str) -> None:
         """End the run: a worker that asks from now on, or waits, is told so."""
         self.stopped = reason

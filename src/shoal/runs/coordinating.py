@@ -19,8 +19,8 @@ from shoal.coordinator.state import Plan
 from shoal.engines import choose_device
 from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError
-from shoal.runs.agreement import extent_of, fingerprint, needed
-from shoal.runs.assembly import Parts, Progress, assemble, refuse_unbuilt, warner, write_info
+from shoal.runs.agreement import extent_of, needed
+from shoal.runs.assembly import Parts, Progress, assemble, expect_same_data, refuse_unbuilt, warner, write_info
 from shoal.runs.checkpoint import find, load_weights
 from shoal.runs.cluster_loop import Agreed, ClusterLoop, Home
 from shoal.runs.given import NOTHING, Given
@@ -61,9 +61,11 @@ def prepare(
     home = home_of(run, run_dir, resume, place, hosts)
     agreed = _agree(run, home.expected or workers or run.cluster.num_workers or max(1, needed(run)), home.directory, progress, given)
     directory = home.directory or RunDirectory.create(run, run_dir)
+    if home.directory is not None:
+        expect_same_data(directory, agreed.parts.data)
     directory.write_config(loaded)
-    write_info(directory, agreed.parts.data.info)
-    _warn_of_gaps(run, place, hosts, agreed.length, warn)
+    write_info(directory, agreed.parts.data)
+    _warn_of_gaps(place, hosts, warn)
     welcome = _welcome(run, directory, agreed.parts, agreed.length, agreed.expected)
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
@@ -140,14 +142,10 @@ def _judging(run: Run, warn: Callable[[str], None]) -> torch.device:
         return torch.device("cpu")
 
 
-def _warn_of_gaps(run: Run, transport: Transport, hosts: tuple[str, ...], length: Length, warn: Callable[[str], None]) -> None:
+def _warn_of_gaps(transport: Transport, hosts: tuple[str, ...], warn: Callable[[str], None]) -> None:
     """Warn of what users might rely on, and cannot."""
     if transport.kind == "xmlrpc" and needs_keys(transport, hosts):
         warn("XML-RPC is not encrypted, and the token travels in clear: use it for debugging, on a network you trust")
-    if length.batches_per_epoch is None:
-        for section, settings in (("evaluation", run.evaluation), ("checkpoint", run.checkpoint)):
-            if settings.strategy == "epoch":
-                warn(f"a coordinator cannot see the epochs of a stream: {section} only at the end, unless {section}.every_steps is set")
 
 
 def _largest_frame(run: Run, learner: EngineLearner) -> int:
@@ -166,7 +164,7 @@ def _welcome(run: Run, directory: RunDirectory, parts: Parts, length: Length, ex
             "config": text,
             "plugins": needed_by(run),
             "digest": hashlib.sha256(text.encode()).hexdigest(),
-            "data": fingerprint(parts.data),
+            "data": data.fingerprint(parts.data),
             "shards": expected,
             "total_steps": length.worker_steps,
             "heartbeat_s": run.coordinator.heartbeat_interval_s,
