@@ -16,7 +16,7 @@ from school import DIGITS, School
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.coordinator.audit import audit
-from shoal.coordinator.evidence import gather_from
+from shoal.coordinator.evidence import gather_from, gather_receipts
 from shoal.errors import ShoalError
 from shoal.runs.coordinating import Coordinating
 from shoal.runs.joining import Joined
@@ -38,7 +38,7 @@ def violations(school: School) -> list[str]:
         found = trail(connection)
     problems: list[str] = []
     receipts = sorted((school.folder / "run" / "workers").glob("*.jsonl"))
-    return audit(gather_from(*found, receipts, problems), problems, units=True).violations
+    return audit(gather_from(gather_receipts(receipts, [], problems), *found, problems), problems, units=True).violations
 
 
 def covered(school: School) -> Counter[tuple[int, int]]:

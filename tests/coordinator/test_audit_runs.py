@@ -15,6 +15,9 @@ from tiny_cluster import FakeWorker, strategy_of
 
 from shoal.cli.main import main
 from shoal.config.schema.strategy import Async
+from shoal.coordinator.ledger import sealed
+from shoal.coordinator.lock import Lock
+from shoal.coordinator.seals import key_in, seal
 
 Lines = list[dict[str, Any]]
 
@@ -24,7 +27,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three workers, of two contributions a version, that was killed with a round open."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "config.yaml").write_text("dialect: shoal\n")
-    cluster = Durable(folder / "coordinator", strategy_of(Async(contributions_per_update=2)), 3)
+    (folder / "coordinator").mkdir()
+    key = key_in(folder / "coordinator")
+    cluster = Durable(folder / "coordinator", strategy_of(Async(contributions_per_update=2)), 3, receipt_key=key)
     cluster.snapshot()
     workers = [cluster.join(name) for name in "abc"]
     receipts: dict[str, list[Any]] = {worker.name: [] for worker in workers}
@@ -45,7 +50,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _receive(cluster: Durable, worker: FakeWorker, receipts: dict[str, list[Any]]) -> None:
     status = cluster.step(worker)
-    receipts[worker.name].append([worker.name, worker.seq - 1, status, cluster.coordinator.state.version])
+    answer = cluster.answers[cluster.calls]
+    proof = [answer["digest"], answer["seal"]] if status == "accepted" else []
+    receipts[worker.name].append([worker.name, worker.seq - 1, status, cluster.coordinator.state.version, *proof])
 
 
 @pytest.fixture
@@ -54,11 +61,18 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def ledger_of(run: Path) -> Lines:
-    return [json.loads(line) for line in (run / "coordinator" / "ledger.jsonl").read_text().splitlines()]
+    """Its lines without their checksums."""
+    lines = [json.loads(line) for line in (run / "coordinator" / "ledger.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "crc"} for line in lines]
 
 
 def write_ledger(run: Path, lines: Lines) -> None:
-    (run / "coordinator" / "ledger.jsonl").write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    """Lines with the checksums of what they say now: only what they say can tell that they are wrong."""
+    content, before = b"", ""
+    for line in lines:
+        text, before = sealed(line, before)
+        content += text + b"\n"
+    (run / "coordinator" / "ledger.jsonl").write_bytes(content)
 
 
 def found(run: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
@@ -147,13 +161,71 @@ def test_a_replaced_contribution_is_missed_when_its_line_is_gone(run: Path, caps
 def test_a_receipt_for_what_was_never_taken(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (elsewhere / "d.jsonl").write_text('["d", 0, "late", 3]\n["d", 1, "accepted", 3]\n')
+    proof = seal(key_in(run / "coordinator"), "d", 1, "0" * 16, 3)
+    (elsewhere / "notes of d").write_text(f'["d", 0, "late", 3]\n["d", 1, "accepted", 3, "{"0" * 16}", "{proof}"]\n')
     assert found(run, capsys) == ""
-    assert "contribution 1 of d was confirmed, and is nowhere" in found(run, capsys, "--receipts", str(elsewhere))
-    (elsewhere / "d.jsonl").write_text('["d", 0, "late", 3]\nnonsense\n["d"]\n')
-    told = found(run, capsys, "--receipts", str(elsewhere))
-    assert "d.jsonl:2: cannot be read" in told
-    assert "d.jsonl:3: no receipt" in told
+    assert "contribution 1 of d was confirmed, and is nowhere" in found(run, capsys, "--receipts", str(elsewhere)), "whatever its name"
+    (run / "workers" / "a.jsonl").write_text('["a", 0, "late", 3]\nnonsense\n["d"]\n')
+    told = found(run, capsys)
+    assert "a.jsonl:2: cannot be read" in told
+    assert "a.jsonl:3: no receipt" in told
+
+
+def test_what_a_worker_invents_fails_nobody_s_audit_but_is_told(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    invented = tmp_path / "invented.txt"
+    forged = seal(b"another key", "a", 10_000, "0" * 16, 3)
+    invented.write_text(f'["d", 1, "accepted", 3]\n["a", 10000, "accepted", 3, "{"0" * 16}", "{forged}"]\nnonsense\n')
+    assert main(["audit", str(run), "--receipts", str(invented)]) == 0
+    told = capsys.readouterr().out
+    assert "note      invented.txt:1 claims that contribution 1 of d was confirmed; it is nowhere, and no seal proves it" in told
+    assert "invented.txt:2 claims that contribution 10000 of a" in told
+    assert "note      invented.txt:3: cannot be read" in told
+
+
+def test_a_ledger_that_says_something_else_than_was_confirmed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ledger_of(run)
+    first, second = (line for line in lines[:4] if "version" in line)
+    first["from"][0][4], second["from"][0][4] = first["from"][0][4] + 1, second["from"][0][4] - 1  # the sums are right again
+    write_ledger(run, lines)
+    assert "is not what was confirmed" in found(run, capsys)
+
+
+def test_a_receipt_that_was_changed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run / "workers" / "a.jsonl"
+    lines = path.read_text().splitlines()
+    worker, seq, status, version, digest, proof = next(line for line in map(json.loads, lines) if len(line) == 6)
+    path.write_text(json.dumps([worker, seq, status, version + 1, digest, proof]) + "\n")
+    assert "the seal is not the coordinator's" in found(run, capsys)
+
+
+def test_a_run_that_goes_on_is_running(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = Lock(run / "coordinator")
+    lock.take()
+    try:
+        assert main(["audit", str(run)]) == 0
+        assert "running: so far nothing is missing, nothing is counted twice" in capsys.readouterr().out
+        write_ledger(run, ledger_of(run)[1:])
+        assert found(run, capsys), "what stays wrong is wrong in a run that goes on, too"
+    finally:
+        lock.release()
+
+
+def test_a_live_run_is_not_blamed_for_what_changed_while_it_was_read(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, lines, looks = Lock(run / "coordinator"), ledger_of(run), iter(range(100))
+
+    def grows(folder: Path) -> bool:
+        write_ledger(run, lines[: len(lines) - 8 + 4 * min(2, next(looks))])  # while the journal is at its end already
+        return True
+
+    monkeypatch.setattr("shoal.coordinator.lock.is_held", grows)
+    lock.take()
+    try:
+        assert main(["audit", str(run)]) == 0
+        assert "running" in capsys.readouterr().out
+    finally:
+        lock.release()
 
 
 def test_a_journal_that_is_gone_or_cut(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,8 +78,8 @@ class World:
 
     def begin(self, resume: bool) -> Driver:
         learner = Numbers(2)
-        coordinator = Coordinator(self.plan, self.strategy, learner)
         store = Files(self.folder / "coordinator")
+        coordinator = Coordinator(self.plan._replace(receipt_key=store.receipt_key), self.strategy, learner)
 
         def capture() -> Captured:
             return Captured({"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length})
@@ -164,7 +164,7 @@ class Walker:
             elif isinstance(event, Unit):
                 self.unit = event
             elif isinstance(event, Receipt):
-                self.receipts.write(self.protocol.name, event.seq, event.status, event.version)
+                self.receipts.write(self.protocol.name, event)
         self.world.at(self.world.random.uniform(0.0, 0.05), self.speak)
 
     def compute(self) -> None:

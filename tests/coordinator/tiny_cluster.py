@@ -101,9 +101,10 @@ class Cluster:
         steps: int = 10**6,
         learner: Any = None,
         heartbeat_s: float = 5.0,
+        receipt_key: bytes = b"",
     ) -> None:
         self.strategy, self.learner, self.updates = strategy, learner or Numbers(), updates or Updates()
-        self.plan = Plan(self.updates, 0, expected, needed, steps, None, 8 * expected, heartbeat_s, 0.5)
+        self.plan = Plan(self.updates, 0, expected, needed, steps, None, 8 * expected, heartbeat_s, 0.5, receipt_key=receipt_key)
         self.coordinator = Coordinator(self.plan, strategy, self.learner)
         self.now = 1000.0
         self.calls = 0

@@ -165,7 +165,7 @@ def test_something_to_iterate_over_is_enough_where_the_run_has_an_end(tmp_path: 
     config = small(tmp_path, epochs=None, max_steps=4)
     result = train(config, model=net(), data=Endless(), workers=workers, progress=False)
     assert result.summary["samples"] == 4 * 8 * (workers or 1)
-    with pytest.raises(ShoalError, match=r"a stream has no end: set training\.max_steps"):
+    with pytest.raises(ShoalError, match=r"a stream has no end that is known beforehand: set training\.max_steps"):
         train(small(tmp_path), model=net(), data=Endless(), progress=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,63 +13,115 @@ from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
+    from shoal.coordinator.audit import Report
     from shoal.coordinator.evidence import Evidence
 
 _MOST_SHOWN = 20
+_MORE_LOOKS = 4
+_SILENT_HEARTBEATS = 3
+_LONGEST_LINE = 10_000
 
 
 def run(argv: list[str]) -> int:
     made = argparse.ArgumentParser("shoal audit", description="Check that nothing a coordinator confirmed was lost, or counted twice.")
     made.add_argument("run", metavar="RUN", help="the run's folder, on the machine that coordinated it")
     made.add_argument(
-        "--receipts", action="append", default=[], metavar="DIR", help="folder with receipts of workers elsewhere (may be repeated)"
+        "--receipts",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="receipts of workers elsewhere: a file or a folder (may be repeated)",
     )
     arguments = made.parse_args(argv)
     folder = Path(arguments.run)
     settings = _settings(folder)
-    receipts = [*sorted((folder / "workers").glob("*.jsonl")), *(path for given in arguments.receipts for path in _receipts(Path(given)))]
-    first = None if _at(settings, "checkpoint", "resume_from") else 0
-    violations: list[str] = []
-    in_database = _at(settings, "transport", "kind") == "postgres"
-
-    from shoal.coordinator.audit import audit
-
-    evidence = (_from_database if in_database else _from_files)(folder, settings, receipts, violations)
-    report = audit(evidence, violations, first, units=_leases_units(settings))
+    claims = [path for given in arguments.receipts for path in _receipts(Path(given))]
+    report, running = _audited(folder, settings, claims)
     for line in report.checked:
         print(line)
-    return _verdict(report.violations)
+    return _verdict(report.violations, running)
 
 
-def _from_files(folder: Path, settings: Any, receipts: list[Path], violations: list[str]) -> Evidence:
+def _audited(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, bool]:
+    """What an audit finds, and whether the run goes on. Files of a run that goes on change while they are read: there only what is found
+    again and again is wrong."""
+    report, running = _audit(folder, settings, claims)
+    for _ in range(_MORE_LOOKS):
+        if not (running and report.violations):
+            break
+        again, running = _audit(folder, settings, claims)
+        again.violations = [one for one in again.violations if one in report.violations] if running else again.violations
+        report = again
+    return report, running
+
+
+def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, bool]:
+    from shoal.coordinator.audit import audit
+
+    violations: list[str] = []
+    own = _receipts(folder / "workers") if (folder / "workers").is_dir() else []
+    in_database = _at(settings, "transport", "kind") == "postgres"
+    evidence, running = (_from_database if in_database else _from_files)(folder, settings, own, claims, violations)
+    first = None if _at(settings, "checkpoint", "resume_from") else 0
+    complete = not running and _says_complete(folder, settings)
+    return audit(evidence, violations, first, units=_leases_units(settings), complete=complete), running
+
+
+def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[Evidence, bool]:
     from shoal.coordinator.evidence import gather
+    from shoal.coordinator.lock import is_held
 
-    state = Path(_at(settings, "coordinator", "state_path") or folder / "coordinator")
+    state = _state_of(folder, settings)
     if not (state / "ledger.jsonl").exists():
         raise ShoalError(f"there is no ledger in {state}: only a run that had workers, and has come to its first version, can be audited")
-    return gather(state, receipts, violations)
+    running = is_held(state)
+    return gather(state, own, violations, claims), running
 
 
-def _from_database(folder: Path, settings: Any, receipts: list[Path], violations: list[str]) -> Evidence:
+def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[Evidence, bool]:
     from shoal.cli.db import connected, place_of
     from shoal.cli.options import parse, parser
 
     with place_of(*parse(parser("audit", ""), [str(folder)])) as place, connected(place.access) as connection:
-        from shoal.coordinator.evidence import gather_from
-        from shoal.transports.postgres.view import trail
+        from shoal.coordinator.evidence import gather_from, gather_receipts
+        from shoal.transports.postgres.view import look, trail
 
-        return gather_from(*trail(connection), receipts, violations)
+        seen = look(connection)
+        silence_s = _SILENT_HEARTBEATS * float(_at(settings, "coordinator", "heartbeat_interval_s") or 5.0)
+        last = seen.coordinator_seen_at if seen is not None else None
+        running = seen is not None and last is not None and (seen.now - last).total_seconds() < silence_s
+        evidence = gather_receipts(own, claims, violations)  # before the rest, which then has all that they tell of
+        return gather_from(evidence, *trail(connection), violations), running
 
 
-def _verdict(violations: list[str]) -> int:
+def _says_complete(folder: Path, settings: Any) -> bool:
+    """Whether the run says that it has done all of its epochs, and not only the steps that it was to take at most."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    ended = isinstance(summary, dict) and summary.get("status") == "completed"
+    return ended and _at(settings, "training", "max_steps") is None
+
+
+def _verdict(violations: list[str], running: bool) -> int:
     if not violations:
-        print("nothing is missing, nothing is counted twice")
+        print("running: so far nothing is missing, nothing is counted twice" if running else "nothing is missing, nothing is counted twice")
         return 0
     for violation in violations[:_MOST_SHOWN]:
         print(f"violation: {violation}")
     if len(violations) > _MOST_SHOWN:
         print(f"and {len(violations) - _MOST_SHOWN} more")
     return 1
+
+
+def state_of(folder: Path) -> Path:
+    """Where the coordinator of a run keeps its state."""
+    return _state_of(folder, _settings(folder))
+
+
+def _state_of(folder: Path, settings: Any) -> Path:
+    return Path(_at(settings, "coordinator", "state_path") or folder / "coordinator")
 
 
 def _settings(folder: Path) -> Any:
@@ -94,5 +147,17 @@ def _receipts(given: Path) -> list[Path]:
     if given.is_file():
         return [given]
     if not given.is_dir():
-        raise ShoalError(f"--receipts: there is no folder {given}")
-    return sorted(given.glob("*.jsonl"))
+        raise ShoalError(f"--receipts: there is no file or folder {given}")
+    return sorted(path for path in given.iterdir() if path.is_file() and _has_receipts(path))
+
+
+def _has_receipts(path: Path) -> bool:
+    """Whatever it is called. Among receipts there may be logs of the same workers."""
+    if path.suffix == ".jsonl":
+        return True
+    try:
+        with path.open("rb") as file:
+            line = json.loads(file.readline(_LONGEST_LINE))
+    except (OSError, ValueError):
+        return False
+    return isinstance(line, list) and len(line) >= 4 and isinstance(line[0], str)

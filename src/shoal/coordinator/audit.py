@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from shoal.coordinator.evidence import Evidence, Line, Receipt
+from shoal.coordinator.evidence import Evidence, Line, digest_of
+from shoal.coordinator.unit_audit import UnitAudit
 
 Key = tuple[str, int]
 """A worker, and the number of a contribution."""
+_MOST_CLAIMS = 5
 
 
 class Contribution(NamedTuple):
@@ -70,24 +72,34 @@ class Tally:
     """The last number of each worker that is in the weights."""
     at: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Batches and samples, by version."""
-    given_up: list[tuple[int, int, int]] = field(default_factory=list)
-    """Units nobody could do: epoch, first batch, batches."""
+    given_up: list[tuple[int, int, int, str]] = field(default_factory=list)
+    """Units nobody could do: epoch, first batch, batches, why."""
+    lost: list[tuple[str, int, int]] = field(default_factory=list)
+    """What a repair gave up, by name: worker, first and last number."""
+
+    def is_lost(self, key: Key) -> bool:
+        return any(worker == key[0] and first <= key[1] <= last for worker, first, last in self.lost)
 
 
-def audit(evidence: Evidence, violations: list[str], first: int | None = 0, units: bool = False) -> Report:
+def audit(evidence: Evidence, violations: list[str], first: int | None = 0, units: bool = False, complete: bool = False) -> Report:
     """Check a run by what it left behind. `first`: the version it began with, None where any will do; `units`: whether its data was leased
-    in units, so that epochs must be whole; `violations`: what could not even be read."""
+    in units, so that each must be somewhere; `complete`: whether the run says that it has done all of its epochs; `violations`: what could
+    not even be read."""
     report = Report(violations=violations)
     tally = _add_up(evidence.ledger, first, not units, report.violations)
     report.violations += _doubled_batches(tally.known.values())
-    if units:
-        report.violations += _gaps(tally)
     follower = Follower(tally)
     report.violations += follower.follow(evidence.records)
     open_now = follower.left
-    report.violations += _lost(evidence.receipts, tally, open_now)
+    report.violations += _lost(evidence, tally, open_now)
     report.violations += _misfit(evidence, tally, open_now)
     report.checked = _told(evidence, tally, open_now)
+    if units:
+        learned = [(one.epoch, one.position - one.batches, one.batches) for one in [*tally.known.values(), *open_now.values()]]
+        checked = UnitAudit(evidence, learned, tally.given_up)
+        report.violations += checked.violations(complete)
+        report.checked += checked.told()
+    report.checked += [f"note      {what}" for what in [*evidence.cut, *_claimed(evidence, tally, open_now)]]
     return report
 
 
@@ -100,7 +112,9 @@ def _add_up(lines: list[Line], first: int | None, in_order: bool, violations: li
         try:
             if "failed" in line:
                 epoch, start, batches = (int(value) for value in line["failed"][:3])
-                tally.given_up.append((epoch, start, start + batches))
+                tally.given_up.append((epoch, start, batches, str(line["failed"][3])))
+            elif "lost" in line:
+                tally.lost += [(str(worker), int(begin), int(end)) for worker, begin, end in line["lost"]]
             elif "version" in line:
                 violations += [f"{place}: {what}" for what in _count(tally, line, first, in_order)]
             else:
@@ -160,22 +174,6 @@ def _doubled_batches(contributions: Iterable[Contribution]) -> Iterator[str]:
             yield f"batch {start} of seat {seat} in epoch {epoch} is in {before[4]}'s contribution {before[5]} and {after[4]}'s {after[5]}"
 
 
-def _gaps(tally: Tally) -> Iterator[str]:
-    """Of every epoch that is over, each batch was learned from, or given up. The newest epoch of a run that goes on is not over."""
-    spans = [(one.epoch, one.position - one.batches, one.position) for one in tally.known.values()] + tally.given_up
-    if not spans:
-        return
-    newest, whole = max(epoch for epoch, _, _ in spans), max(end for _, _, end in spans)
-    for epoch in range(newest):
-        at = 0
-        for start, end in sorted(span[1:] for span in spans if span[0] == epoch):
-            if start > at:
-                yield f"batches {at} to {start - 1} of epoch {epoch} are nowhere"
-            at = max(at, end)
-        if at < whole:
-            yield f"batches {at} to {whole - 1} of epoch {epoch} are nowhere"
-
-
 # --- the journal and the snapshot ---------------------------------------------------------------------------
 
 
@@ -229,12 +227,31 @@ class Follower:
         return {one.key: one for one in waiting + self.unwritten if one.key not in self.tally.known}
 
 
-def _lost(receipts: list[tuple[str, Receipt]], tally: Tally, open_now: dict[Key, Contribution]) -> Iterator[str]:
-    """Every confirmed contribution is somewhere."""
-    known = tally.known.keys() | open_now.keys()
-    for place, receipt in receipts:
-        if receipt.status == "accepted" and (receipt.worker, receipt.seq) not in known:
+def _lost(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -> Iterator[str]:
+    """Every confirmed contribution is somewhere, and is what was confirmed; or a repair has named it as lost."""
+    known = tally.known | open_now
+    for place, receipt in evidence.receipts:
+        key = (receipt.worker, receipt.seq)
+        if receipt.status != "accepted":
+            continue
+        if key not in known and tally.is_lost(key):
+            tally.fates["lost"] += 1
+        elif key not in known:
             yield f"{place}: contribution {receipt.seq} of {receipt.worker} was confirmed, and is nowhere"
+        elif receipt.digest and receipt.digest != digest_of(known[key]):
+            yield f"{place}: contribution {receipt.seq} of {receipt.worker} is not what was confirmed"
+
+
+def _claimed(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -> list[str]:
+    """What receipts without a seal say, and nothing bears out: told, and nobody is blamed for it."""
+    known = tally.known.keys() | open_now.keys()
+    claimed = [
+        f"{place} claims that contribution {receipt.seq} of {receipt.worker} was confirmed; it is nowhere, and no seal proves it"
+        for place, receipt in evidence.claims
+        if receipt.status == "accepted" and (receipt.worker, receipt.seq) not in known
+    ]
+    more = [f"{len(claimed) - _MOST_CLAIMS} more claims without a seal"] if len(claimed) > _MOST_CLAIMS else []
+    return claimed[:_MOST_CLAIMS] + more
 
 
 def _misfit(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -> Iterator[str]:
@@ -256,7 +273,7 @@ def _misfit(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution])
     for worker, seq in [*tally.known, *open_now]:
         newest[worker] = max(seq, newest.get(worker, -1))
     for worker, seq in snapshot.sequences.items():
-        if newest.get(worker, -1) < seq:
+        if newest.get(worker, -1) < seq and not tally.is_lost((worker, seq)):
             yield f"{where}: contribution {seq} of {worker} was taken, and is nowhere"
 
 
@@ -266,10 +283,13 @@ def _told(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -
         f"ledger    {tally.version - tally.first:,} versions from {tally.fates['applied']:,} contributions of {workers} workers, "
         f"{tally.batches:,} batches; {tally.fates['replaced']} replaced, {tally.fates['unused']} unused"
     ]
+    if tally.lost:
+        names = ", ".join(f"{first} to {last} of {worker}" for worker, first, last in tally.lost[:8])
+        told.append(f"lost      a repair gave up contributions {names}; {tally.fates['lost']} receipts tell of them")
     files = len({place.rpartition(":")[0] for place, _ in evidence.receipts})
     confirmed = sum(receipt.status == "accepted" for _, receipt in evidence.receipts)
     told.append(f"receipts  {confirmed:,} confirmed, {len(evidence.receipts) - confirmed:,} turned away, in {files} files")
     if evidence.snapshot is not None:
         since = f"snapshot {evidence.snapshot.number} (version {evidence.snapshot.version:,})"
         told.append(f"journal   {len(evidence.records):,} records since {since}, {len(open_now)} contributions in open rounds")
-    return told + [f"note      {what}" for what in evidence.cut]
+    return told

@@ -8,6 +8,7 @@ the same code. It knows no clock and no member.
     closed     a round became the next version
     seated     a worker has a seat at the data
     failed     a unit of the data was given up
+    repaired   what followed was lost, and is named; nobody uses those numbers again
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shoal.config.schema.updates import NoCodec, NoMixing
 from shoal.coordinator.effects import Effect, Entry, Frames, Published
 from shoal.coordinator.policies import Policies
 from shoal.coordinator.rounds import Rounds
+from shoal.coordinator.seals import digest_of
 from shoal.coordinator.state import Held, Learner, Plan, State, ledger_line, mean_metrics
 from shoal.coordinator.units import Settled
 from shoal.updates import codecs, rules
@@ -93,6 +95,9 @@ class Book:
             self.settled.add(record["unit"])
             self.settled.failed += 1
             return [Entry({"failed": [record[name] for name in ("epoch", "start", "batches", "reason")]})]
+        if kind == "repaired":
+            self.state.sequences |= {worker: last for worker, _, last in record["lost"]}
+            return [Entry({name: record[name] for name in ("lost", "reason")})]
         if kind == "held" and self.rounds.holds(record):
             return []
         held = Held(record, frames, *(decoded or self.decode(frames, record["round"])))
@@ -103,7 +108,7 @@ class Book:
 
     def _accept(self, record: dict[str, Any], held: Held) -> list[Effect]:
         name, state = record["worker"], self.state
-        state.sequences[name] = record["seq"]
+        state.sequences[name], state.digests[name] = record["seq"], digest_of(ledger_line(record))
         if "unit" in record:
             self.settled.add(record["unit"])
         else:
@@ -188,7 +193,9 @@ class Book:
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot holds besides the learner. Contributions of open rounds are not in it: they begin the journal that follows."""
         state = dict(vars(self.state))
-        return {"state": state, "settled": self.settled.state_dict(), "centre": self.centre, "memories": dict(self.memories)}
+        cut = None if self.plan.cut is None else list(vars(self.plan.cut).values())  # for an audit
+        settled = self.settled.state_dict()
+        return {"state": state, "settled": settled, "cut": cut, "centre": self.centre, "memories": dict(self.memories)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.state = State(**saved["state"])

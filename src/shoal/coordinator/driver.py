@@ -61,7 +61,7 @@ class Driver:
         beside = around.threads and not around.store.transactional
         self.scribe = Scribe(self._write, self._keep, around.server.wake) if beside else None
         """Files can be written beside the work; in a database what belongs together is one transaction."""
-        self.snapshots = SnapshotWriter(around.store, around.threads)
+        self.snapshots = SnapshotWriter(around.store, around.watcher.say, around.threads)
         self._replaying = False
         self._tick_at = 0.0
         self._long_journal = max(_LEAST_JOURNAL_BYTES, _JOURNAL_STATES * 16 * coordinator.learner.vector.numel())
@@ -70,7 +70,7 @@ class Driver:
 
     def open(self) -> None:
         """Begin to serve, or go on: units that are still on offer are not offered again."""
-        if not self.store.snapshots.all():
+        if not self.store.snapshots.all() or not self.store.journal.open:
             self.snapshot()
         version, goes_on = self.coordinator.state.version, self.board is not None and self.board.goes_on()
         effects = self.coordinator.handle(Opened(), self.around.clock())
@@ -86,7 +86,7 @@ class Driver:
             return False
         self._tick_at = now + TICK_S
         self.happen(Tick())
-        if self._journal_is_long() and not self.snapshots.under_way:
+        if self.snapshots.due(self._journal_is_long(), now):
             self.snapshot(wait=False)
         return True
 
@@ -207,6 +207,8 @@ class Driver:
         for record, frames in self.store.journal.recover(snapshot.step):
             self._carry_out(self.coordinator.replay(record, frames))
         self._replaying = False
+        for remark in self.store.settle():
+            self.around.watcher.say(f"warning: {remark}")
 
 
 def _oldest_first(request: Request) -> int:

@@ -1,37 +1,31 @@
 """What makes the coordinator durable: a snapshot now and then, a journal of every record since, and a ledger of what entered which version.
 
 coordinator/
+  lock                         held by the coordinator that is at work here
   snapshots/step-00000003/     the learner and the coordinator, as in any checkpoint; the third that was taken
-  journal-00000003             records taken since then; a crash may have cut off the last one
+  journal-00000003             records taken since then (`records.py`); a crash may have cut off the last one
   spare-journal                a journal that is not needed any more, for the next one to be written over
-  ledger.jsonl                 one line a version: which contributions and which batches went into it
+  ledger.jsonl                 one line a version: which contributions and which batches went into it (`ledger.py`)
 
 Snapshots are numbered as they come, so none ever takes another's place, and each is followed by the journal of the same number. That
 journal is there first: if the snapshot never gets whole, the one before it and both journals lead to the same state.
 
-To write over an old file takes the system a fraction of the time that a growing one does. So a journal begins with a mark that nobody can
-guess, and each record ends with it: what is left of older records has other marks, and what was cut off has none.
+To write over an old file takes the system a fraction of the time that a growing one does: that is what the spare journal is for.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
-import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgpack  # type: ignore[import-untyped]
-
 from shoal.coordinator.effects import Frames
+from shoal.coordinator.lock import Lock
+from shoal.coordinator.records import MARK_BYTES, NOWHERE, Damaged, Head, Place, Reading, follows, new_head, parts_of
 from shoal.errors import ShoalError
 
 _AT_ONCE: Callable[[int, list[memoryview]], int] | None = getattr(os, "writev", None)
-_PREFIX = struct.Struct("<IIQ")  # bytes and checksum of the header, bytes of the frames
-_MARK_BYTES = 8
 _SPARE = "spare-journal"
 
 
@@ -41,49 +35,94 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self.records_since_snapshot = 0
+        self.remarks: list[str] = []
+        """What people should know of the journals that were read."""
+        self._lock = Lock(folder)
         self._file: BinaryIO | None = None
-        self._mark = b""
-        self.bytes_since_snapshot = self.records_since_snapshot = 0
+        self._head = Head(b"", NOWHERE, NOWHERE, True)
+        self._end = NOWHERE
+
+    @property
+    def bytes_since_snapshot(self) -> int:
+        return self._end.length
+
+    @property
+    def open(self) -> bool:
+        """Whether records can be appended. After a journal of an earlier version they cannot: it is followed by a snapshot."""
+        return self._file is not None
 
     def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int:
-        """Start a journal, with what belongs to rounds that are open; the number of the snapshot that is to follow."""
-        self.close()
+        """Start a journal, with what belongs to rounds that are open; the number of the snapshot that is to follow. Where that fails, the
+        journal before is still the one that records go to."""
+        self._lock.take()
         number = max(journals(self.folder), default=0) + 1
         spare, path = self.folder / _SPARE, path_of(self.folder, number)
-        with self._opened(spare, "r+b" if spare.exists() else "xb") as file:
-            file.write(secrets.token_bytes(_MARK_BYTES))  # before it gets its name: the records in it are not this journal's
-        spare.rename(path)
-        self._go_on(path, _MARK_BYTES)
-        self.records_since_snapshot = 0
-        for record, frames in pending:
-            self.append(record, frames)
+        file = self._opened(spare, "r+b" if spare.exists() else "xb")
+        try:
+            records, head, end = self._fill(file, pending)
+            spare.rename(path)  # only now: until then the records in it are not this journal's
+        except OSError as error:
+            file.close()
+            raise self._failed(error) from None
+        self._close_file()
+        self._file, self._head, self._end, self.records_since_snapshot = file, head, end, records
         return number
 
+    def _fill(self, file: BinaryIO, pending: Iterable[tuple[dict[str, Any], Frames]]) -> tuple[int, Head, Place]:
+        """Write the head of a new journal, and its first records."""
+        content, head = new_head(self._end)
+        _write_all(file, [content])
+        records, end = 0, head.begins
+        for record, frames in pending:
+            parts, end = parts_of(record, frames, head, end)
+            _write_all(file, parts)
+            records += 1
+        return records, head, end
+
     def recover(self, snapshot: int) -> Iterator[tuple[dict[str, Any], tuple[bytes, ...]]]:
-        """Every record since a snapshot; what follows is appended after the last. What a crash cut off is dropped."""
+        """Every record since a snapshot; what follows is appended after the last. What a crash cut off is dropped. Raises Damaged."""
+        self._lock.take()
+        reading: Reading | None = None
+        for number in self._numbers_since(snapshot):
+            before, reading = reading, Reading(path_of(self.folder, number))
+            if before is not None and not follows(before, reading.head):
+                what = "it ends before its time: the journal that follows it knows of more records"
+                raise Damaged(before.path, before.end, before.records, what)
+            yield from reading
+            if reading.head is not None and not reading.head.checked:
+                self.remarks.append(f"{reading.path} was written by an earlier version of Shoal: only headers are checked, not updates")
+        assert reading is not None
+        self._go_on(reading)
+
+    def _numbers_since(self, snapshot: int) -> list[int]:
         numbers = [number for number in sorted(journals(self.folder)) if number >= snapshot]
         if numbers != list(range(snapshot, snapshot + len(numbers))) or not numbers:
-            raise ShoalError(f"a journal that follows snapshot {snapshot} is missing in {self.folder}: put it back, or start a new run")
-        for number in numbers:
-            path, end = path_of(self.folder, number), _MARK_BYTES
-            for record, frames, end in read(path):  # noqa: B007
-                yield record, frames
-            if number != numbers[-1] and end != path.stat().st_size:
-                raise ShoalError(f"{path} is damaged after {end} bytes, and there is a later one: restore it, or start a new run")
-        self._go_on(path_of(self.folder, numbers[-1]), end).truncate()
+            raise ShoalError(
+                f"a journal that follows snapshot {snapshot} is missing in {self.folder}: put it back from a backup; or let "
+                f"`shoal repair {self.folder}` go on without it, which names what is lost"
+            )
+        return numbers
 
-    def _go_on(self, path: Path, end: int) -> BinaryIO:
+    def _go_on(self, reading: Reading) -> None:
         """Append to a journal after its last whole record."""
-        self.close()
-        self._file = self._opened(path, "r+b")
-        self._mark = self._file.read(_MARK_BYTES)
-        if len(self._mark) < _MARK_BYTES:  # cut off so early that it is as good as new
-            self._mark = secrets.token_bytes(_MARK_BYTES)
-            self._file.seek(0)
-            self._file.write(self._mark)
-        self._file.seek(end)
-        self.bytes_since_snapshot = end
-        return self._file
+        self._close_file()
+        self._end = reading.end
+        if reading.head is not None and not reading.head.checked:
+            return
+        file = self._opened(reading.path, "r+b")
+        if reading.head is None:  # cut off so early that it is as good as new
+            content, self._head = new_head(NOWHERE)
+            _write_all(file, [content])
+            self._end = self._head.begins
+        else:
+            self._head = reading.head
+        if reading.records:  # its mark may have been cut off
+            file.seek(self._end.length - MARK_BYTES)
+            _write_all(file, [self._head.mark])
+        file.seek(self._end.length)
+        file.truncate()
+        self._file = file
 
     def _opened(self, path: Path, mode: str) -> BinaryIO:
         try:
@@ -95,14 +134,16 @@ class Journal:
 
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None:
         assert self._file is not None
-        header: bytes = msgpack.packb({"record": record, "frames": [len(frame) for frame in frames]})
-        prefix = _PREFIX.pack(len(header), zlib.crc32(header), sum(len(frame) for frame in frames))
+        parts, end = parts_of(record, frames, self._head, self._end)
         try:
-            _write_all(self._file, (prefix + header, *frames, self._mark))
+            _write_all(self._file, parts)
         except OSError as error:
-            raise ShoalError(f"cannot write the coordinator's journal in {self.folder}: {error.strerror or error}") from None
+            raise self._failed(error) from None
+        self._end = end
         self.records_since_snapshot += 1
-        self.bytes_since_snapshot += len(prefix) + len(header) + sum(len(frame) for frame in frames) + _MARK_BYTES
+
+    def _failed(self, error: OSError) -> ShoalError:
+        return ShoalError(f"cannot write the coordinator's journal in {self.folder}: {error.strerror or error}")
 
     def forget_before(self, number: int) -> None:
         """No snapshot older than this is kept: nor are the journals that follow them."""
@@ -111,6 +152,10 @@ class Journal:
                 path_of(self.folder, old).replace(self.folder / _SPARE)
 
     def close(self) -> None:
+        self._close_file()
+        self._lock.release()
+
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.truncate()  # what is left of an older journal
             self._file.close()
@@ -139,62 +184,3 @@ def _write_all(file: BinaryIO, parts: Sequence[bytes | memoryview]) -> None:
     for view in views:
         while len(view):
             view = view[file.write(view) :]
-
-
-def read(path: Path) -> Iterator[tuple[dict[str, Any], tuple[bytes, ...], int]]:
-    """Whole records of a journal, each with the length of the file up to its end. What a crash cut off is not one."""
-    if not path.exists():
-        return
-    end, total = _MARK_BYTES, path.stat().st_size
-    with path.open("rb") as file:
-        mark = file.read(_MARK_BYTES)
-        while len(prefix := file.read(_PREFIX.size)) == _PREFIX.size:
-            size, checksum, body = _PREFIX.unpack(prefix)
-            begins, end = end + _PREFIX.size, end + _PREFIX.size + size + body + _MARK_BYTES
-            if not size or end > total or _read_at(file, end - _MARK_BYTES, _MARK_BYTES) != mark:
-                return
-            header = _read_at(file, begins, size)
-            if zlib.crc32(header) != checksum:
-                return
-            fields = msgpack.unpackb(header)
-            yield fields["record"], tuple(file.read(length) for length in fields["frames"]), end
-            file.seek(end)
-
-
-def _read_at(file: BinaryIO, position: int, length: int) -> bytes:
-    file.seek(position)
-    return file.read(length)
-
-
-class Ledger:
-    """One line for each version, and for whatever happened to a contribution besides."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "ledger.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO | None = None
-
-    def append(self, line: dict[str, Any]) -> None:
-        try:
-            if self._file is None:
-                self._file = self.path.open("ab", buffering=0)
-            _write_all(self._file, (json.dumps(line, separators=(",", ":")).encode() + b"\n",))
-        except OSError as error:
-            raise ShoalError(f"cannot write {self.path}: {error.strerror or error}") from None
-
-    @property
-    def length(self) -> int:
-        return self.path.stat().st_size if self.path.exists() else 0
-
-    def cut(self, length: int) -> None:
-        """Back to what a snapshot knows of; the records since then write the rest again."""
-        self.close()
-        if self.length < length:
-            raise ShoalError(f"{self.path} is shorter than when the snapshot was taken: restore it, or start a new run")
-        if self.path.exists():
-            os.truncate(self.path, length)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None

@@ -19,6 +19,7 @@ from shoal.coordinator.membership import Membership, Worker
 from shoal.coordinator.pacing import steps_for
 from shoal.coordinator.policies import Policies
 from shoal.coordinator.publisher import Publisher
+from shoal.coordinator.seals import seal
 from shoal.coordinator.state import (
     Called,
     Concluded,
@@ -132,6 +133,10 @@ class Coordinator:
     def step(self) -> float:
         """Where the schedule stands: updates made, or what the batches so far are worth."""
         return self.book.step
+
+    def end_here(self) -> None:
+        """The run is complete with the newest version: its data was read as often as it was to be."""
+        self.plan = self.plan._replace(total_steps=self.state.version)
 
     def stop_for(self, reason: str) -> None:
         """End the run: a worker that asks from now on, or waits, is told so."""
@@ -357,6 +362,9 @@ class Coordinator:
 
     def _confirm(self, caller: Any, worker: Worker, seq: int, status: str, have: int, repeated: bool = False) -> None:
         header = {"kind": "receipt", "status": status, "seq": seq, "round": self.state.version, "repeated": repeated}
+        if status in ("accepted", "wait") and self.plan.receipt_key and self.state.sequences.get(worker.name) == seq:
+            digest = self.state.digests.get(worker.name, "")
+            header |= {"digest": digest, "seal": seal(self.plan.receipt_key, worker.name, seq, digest, self.state.version)}
         self.answer(caller, header, worker, have)
 
     def _release(self) -> None:

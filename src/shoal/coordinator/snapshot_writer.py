@@ -1,6 +1,7 @@
 """Snapshots of a coordinator: what there is now is copied, and a thread writes the copy while the run goes on.
 
 The new journal is there before the snapshot that it follows. Until that is whole, the snapshot before and both journals are what survives.
+So a snapshot that cannot be written costs nothing but a longer journal: it is told, and tried again.
 """
 
 from __future__ import annotations
@@ -13,41 +14,79 @@ from torch import Tensor
 
 from shoal.coordinator.effects import Frames
 from shoal.coordinator.store import Store
+from shoal.errors import ShoalError
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0
 
 
 class SnapshotWriter:
     """At most one is under way."""
 
-    def __init__(self, store: Store, threads: bool = True) -> None:
-        """`threads`: write beside the work; else at once."""
-        self.store = store
+    def __init__(self, store: Store, say: Callable[[str], None], threads: bool = True) -> None:
+        """`say` tells people; `threads`: write beside the work, else at once."""
+        self.store, self.say = store, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots") if threads else None
         self._under_way: Future[Any] | None = None
+        self._failed = False
+        self._pause_s = _FIRST_PAUSE_S
+        self._again_at: float | None = None
 
-    @property
-    def under_way(self) -> bool:
-        return self._under_way is not None and not self._under_way.done()
+    def due(self, long: bool, now: float) -> bool:
+        """Whether to write one now: because the journal is long, or because the last one failed some time ago."""
+        if self._under_way is not None and not self._under_way.done():
+            return False
+        self.finish()
+        if self._failed and self._again_at is None:
+            self._again_at = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return long if self._again_at is None else now >= self._again_at
 
     def write(self, pending: Iterable[tuple[dict[str, Any], Frames]], weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Begin a new journal with what belongs to open rounds, and a snapshot. Raises what befell the one before."""
+        """Begin a new journal with what belongs to open rounds, and a snapshot. Raises ShoalError where the run cannot do without."""
         self.finish()
+        self._failed, self._again_at = False, None
         held = list(pending)
-        number = self.store.carry_out(lambda: self.store.journal.begin(held))
+        try:
+            number = self.store.carry_out(lambda: self.store.journal.begin(held))
+        except (ShoalError, OSError) as error:
+            return self._fail(error)
         self._under_way = self._submit(self.store.snapshots.copied(number, weights, state))
+        return None
 
     def _submit(self, write: Callable[[], Any]) -> Future[Any]:
         if self._thread is not None:
             return self._thread.submit(write)
         done: Future[Any] = Future()
-        done.set_result(write())
+        try:
+            done.set_result(write())
+        except ShoalError as error:
+            done.set_exception(error)
         return done
 
     def finish(self) -> None:
-        """Wait until it is whole."""
-        if self._under_way is not None:
-            self._under_way.result()
-            self._under_way = None
+        """Wait until it is whole. Raises ShoalError where it failed, and the run cannot do without."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        try:
+            under_way.result()
             self.store.forget()
+            self._pause_s = _FIRST_PAUSE_S
+        except (ShoalError, OSError) as error:
+            self._fail(error)
+
+    def _fail(self, error: ShoalError | OSError) -> None:
+        """Without any snapshot, or without a journal that takes records, nothing would survive."""
+        if not self.store.journal.open or not self._has_one():
+            raise error if isinstance(error, ShoalError) else ShoalError(f"cannot write a snapshot: {error}")
+        self._failed = True
+        self.say(f"warning: {error}; nothing is lost, the snapshot before it and the journal have everything; it is tried again")
+
+    def _has_one(self) -> bool:
+        try:
+            return bool(self.store.snapshots.all())
+        except OSError:  # too many open files: the run began with one
+            return True
 
     def close(self) -> None:
         if self._thread is not None:

@@ -59,6 +59,8 @@ class Plan(NamedTuple):
     """Steps of one worker in the whole run, where it takes many alone between contributions."""
     spans: tuple[Span, ...] = ()
     """The parts of the weights that rounds take in turn; none: every round moves all of them."""
+    receipt_key: bytes = b""
+    """What receipts are sealed with (`seals.py`); empty: they are not."""
 
     def span(self, number: int) -> Span | None:
         """The part of the weights that a round moves; None: all of them."""
@@ -138,6 +140,8 @@ class State:
     batches: int = 0
     samples: int = 0
     sequences: dict[str, int] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    """By worker, of its newest contribution: what its receipt is sealed over."""
     """The last number taken from each worker."""
     positions: dict[str, list[int]] = field(default_factory=dict)
     """Epoch and batch at which each seat goes on."""

@@ -30,8 +30,14 @@ class Saved(Protocol):
 class Journal(Protocol):
     """Records since the last snapshot."""
 
-    bytes_since_snapshot: int
     records_since_snapshot: int
+
+    @property
+    def bytes_since_snapshot(self) -> int: ...
+    @property
+    def open(self) -> bool:
+        """Whether records can be appended, or a new journal must begin first."""
+        ...
 
     def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int: ...
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None: ...
@@ -45,7 +51,10 @@ class Ledger(Protocol):
     @property
     def length(self) -> int: ...
     def append(self, line: dict[str, Any]) -> None: ...
-    def cut(self, length: int) -> None: ...
+    def cut(self, length: int) -> None:
+        """Go back to the length that a snapshot knows of: the records since then are taken again."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -67,12 +76,22 @@ class Store(Protocol):
     @property
     def snapshots(self) -> Snapshots: ...
     @property
+    def receipt_key(self) -> bytes:
+        """What the coordinator seals receipts with; empty where it cannot keep a key."""
+        ...
+
+    @property
     def transactional(self) -> bool:
         """Whether what belongs together is one transaction. Files are written in order instead, and may be written beside the work."""
         ...
 
     def carry_out(self, work: Callable[[], Result]) -> Result:
         """Do it: whole or not at all where the store can do that, and again if the store was gone for a moment."""
+        ...
+
+    def settle(self) -> list[str]:
+        """Every record since the snapshot was taken again. Return what people should know of what was read. Raises ShoalError where what is
+        kept does not fit together."""
         ...
 
     def forget(self) -> None:

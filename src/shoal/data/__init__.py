@@ -1,6 +1,7 @@
 """What a run learns from: images, text, streams and mixtures, as batches that can be taken up again at any point."""
 
 from shoal.data.feed import Feed
+from shoal.data.fingerprint import fingerprint, kept_fingerprint
 from shoal.data.interfaces import IGNORED, Batch, Data, Info, Progress, Samples, State, Stream
 from shoal.data.load import load
 from shoal.data.pieces import PieceFeed, Pieces
@@ -21,6 +22,8 @@ __all__ = [
     "State",
     "Stream",
     "Tokenizer",
+    "fingerprint",
+    "kept_fingerprint",
     "load",
     "load_tokenizer",
     "read_preferences",

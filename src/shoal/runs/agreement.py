@@ -1,8 +1,6 @@
-"""What a coordinator and its workers must agree on: how much there is to learn from, and that their data is the same."""
+"""What a coordinator and its workers must agree on: how much there is to learn from, and how many must take part."""
 
 from __future__ import annotations
-
-import hashlib
 
 from shoal import data
 from shoal.config import Run
@@ -28,15 +26,3 @@ def ranks_of(run: Run) -> int:
 def extent_of(run: Run, samples: data.Data, expected: int) -> Extent:
     """How much there is to learn from, by so many workers."""
     return Extent(expected, ranks_of(run), lambda shards: feed_of(run, samples, 0, shards).batches_per_epoch)
-
-
-def fingerprint(samples: data.Data) -> str:
-    """Tells different data apart: its size, and a few samples of it. A stream is only known by its name."""
-    digest = hashlib.sha256(samples.info.name.encode() if not isinstance(samples.train, data.Samples) else b"")
-    if isinstance(samples.train, data.Samples):
-        count = len(samples.train)
-        digest.update(str(count).encode())
-        chosen = sorted({count * i // 16 for i in range(16)}) if count else []
-        for name, value in sorted(samples.train.batch(chosen).items()):
-            digest.update(name.encode() + value.contiguous().numpy().tobytes())
-    return digest.hexdigest()

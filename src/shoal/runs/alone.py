@@ -10,7 +10,7 @@ from shoal.config.load import Loaded
 from shoal.config.ranks import Place
 from shoal.engines import World, choose_device, enter
 from shoal.errors import ShoalError
-from shoal.runs.assembly import Progress, assemble, continued, held_out, refuse_unbuilt, sampler, warner, write_info
+from shoal.runs.assembly import Progress, assemble, continued, expect_same_data, held_out, refuse_unbuilt, sampler, warner, write_info
 from shoal.runs.checkpoint import Checkpoint, find, read
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.loop import Loop
@@ -35,6 +35,8 @@ def prepare(
     world = enter(here, choose_device(run.training.device, here.local_rank)) if here else None
     directory, checkpoint, start = _first_decides(world, lambda: _begin_with(run, run_dir, resume, here, warn))
     parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, given=given)
+    if directory is not None and checkpoint is not None and parts.engine.world.first:
+        expect_same_data(directory, parts.data)
     if directory is None:
         directory = _made_by_first(world, lambda: RunDirectory.create(run, run_dir))
     if checkpoint is None:
@@ -43,7 +45,7 @@ def prepare(
         warn(f"the warm-up of {run.training.schedule.warmup_steps} steps does not end within the run of {parts.engine.total_steps}")
     directory.write_config(loaded)
     if parts.engine.world.first:
-        write_info(directory, parts.data.info)
+        write_info(directory, parts.data)
     recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)
     loop = Loop(recorder, parts.engine, parts.feed, held_out(run, parts.data.eval), sampler(parts, directory))
     if checkpoint is not None:

@@ -185,11 +185,25 @@ def config_of(directory: RunDirectory) -> Run:
     return resolve([File(str(directory.path / "config.yaml"))], dialect="shoal", resolved=True).run
 
 
-def write_info(directory: RunDirectory, info: data.Info) -> None:
+def write_info(directory: RunDirectory, samples: data.Data) -> None:
+    info = samples.info
     shapes = {"image_shape": info.image_shape, "num_classes": info.num_classes, "vocab_size": info.vocab_size}
-    directory.write("data.json", json.dumps(shapes | {"name": info.name}))
+    directory.write("data.json", json.dumps(shapes | {"name": info.name, "fingerprint": data.kept_fingerprint(samples)}))
     if info.tokenizer is not None:
         info.tokenizer.save(directory.path / "tokenizer")
+
+
+def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:
+    """A run goes on with the data that it began with. Raises ShoalError. Runs of earlier versions have not written down what that was."""
+    try:
+        before = json.loads((directory.path / "data.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if "fingerprint" in before and before["fingerprint"] != data.kept_fingerprint(samples):
+        raise ShoalError(
+            f"the data has changed since {directory.path} began (then: {before['name']}; now: {samples.info.name}): put it back to go on, "
+            f"or begin a new run with the weights of this one: --set checkpoint.resume_from={directory.path}"
+        )
 
 
 def write_text(model: nn.Module, tokenizer: data.Tokenizer, prompt: str, count: int, seed: int, decoding: Any) -> Iterator[str]:

@@ -5,7 +5,9 @@ checkpoints/
   step-00000200/
     weights.safetensors       parameters and buffers, `player.name`
     state.safetensors         the tensors of the state: optimizer moments, random numbers
-    state.json                everything else, and the checksums of the files
+    state.json                everything else, the checksums of the files, and at its end its own
+
+Every file is on the disk (fsync), and so is the folder, before it gets its name; then the folder around it is.
 
 Several processes write `weights/` and `state/` instead, with a file of each process's parts in them (sharded.py); whoever reads sees no
 difference.
@@ -30,7 +32,10 @@ from shoal.runs.sharded import Shards, write_shards
 from shoal.updates.packing import packed, unpacked
 from shoal.worker.interfaces import Writers
 
-_FORMAT = 2
+_FORMAT = 3
+_UNCHECKED = 2
+"""The format of earlier versions, in which state.json had no checksum."""
+_OWN_CHECKSUM = ', "checksum": "'
 _FILES = ("weights.safetensors", "state.safetensors")
 
 
@@ -105,15 +110,17 @@ class Checkpoints:
         """All tensors are written: checksums, and then it is there."""
         files = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*.safetensors"))
         header = {"format": _FORMAT, "step": step, "checksums": {name: _checksum(partial / name) for name in files}, "state": plain}
-        (partial / "state.json").write_text(json.dumps(header), encoding="utf-8")
+        (partial / "state.json").write_bytes(_with_checksum(json.dumps(header)))
         for name in (*files, "state.json"):
             with (partial / name).open("rb+") as stream:
                 os.fsync(stream.fileno())
+        _sync_folder(partial)
         final = self.folder / f"step-{step:08d}"
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
         _replace(self.folder / "latest", final.name)
+        _sync_folder(self.folder)
         others = [path for path in self.all() if path != final]
         for old in others[: max(0, len(others) + 1 - self.keep_last)]:
             shutil.rmtree(old, ignore_errors=True)
@@ -147,8 +154,8 @@ class Checkpoints:
 def read(path: Path, verify: bool = True) -> Checkpoint:
     """A checkpoint. `verify`: that its files match their checksums. Raises ShoalError."""
     try:
-        header = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        if header["format"] != _FORMAT:
+        header = _header_of(path)
+        if header["format"] not in (_FORMAT, _UNCHECKED):
             raise ShoalError(f"checkpoint {path} was written by another version of Shoal (format {header['format']}, this is {_FORMAT})")
         for name, checksum in header["checksums"].items():
             if verify and _checksum(path / name) != checksum:
@@ -159,6 +166,33 @@ def read(path: Path, verify: bool = True) -> Checkpoint:
         raise ShoalError(f"checkpoint {path} is not whole: {Path(error.filename).name} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
+
+
+def _with_checksum(text: str) -> bytes:
+    """An object of JSON with one more field at its end: the checksum of everything before that."""
+    content = text.removesuffix("}").encode()
+    return content + f'{_OWN_CHECKSUM}{zlib.crc32(content):08x}"}}'.encode()
+
+
+def _header_of(path: Path) -> dict[str, Any]:
+    """What state.json says. Raises ShoalError where it does not match its checksum."""
+    content = (path / "state.json").read_bytes()
+    header: dict[str, Any] = json.loads(content)
+    body, field, checksum = content.rpartition(_OWN_CHECKSUM.encode())
+    if (field or header["format"] == _FORMAT) and checksum != f'{zlib.crc32(body):08x}"}}'.encode():
+        raise ShoalError(f"checkpoint {path} is damaged: state.json does not match its checksum")
+    return header
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the system write down which files are in a folder. Windows does that by itself, and cannot be asked to."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _tensors(path: Path, kind: str, files: list[str]) -> Mapping[str, Tensor]:

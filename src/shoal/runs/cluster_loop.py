@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,11 +36,21 @@ _MOST_UNJUDGED = 4
 """Evaluations that may wait for each other, where rounds are long and few and each is to be judged."""
 
 
-class SharedData(NamedTuple):
-    """The data as the coordinator sees it: it knows how long an epoch is, and workers do the reading."""
+class SharedData:
+    """The data as the coordinator sees it: workers do the reading. How long an epoch of a stream is shows when all have begun the next."""
 
-    batches_per_epoch: int | None
-    at_epoch_end: bool = False
+    def __init__(self, batches_per_epoch: int | None, places: Callable[[], Iterable[Sequence[int]]]) -> None:
+        """`places`: epoch and batch of each seat."""
+        self.batches_per_epoch, self._places = batches_per_epoch, places
+        self.epochs = 0
+        """Epochs of a stream that every seat has behind it."""
+        self.at_epoch_end = False
+
+    def look(self) -> None:
+        """There is a new version."""
+        if self.batches_per_epoch is None:
+            epochs = min((place[0] for place in self._places()), default=0)
+            self.epochs, self.at_epoch_end = epochs, epochs > self.epochs
 
 
 class Home(NamedTuple):
@@ -88,9 +98,8 @@ class ClusterLoop:
             learner,
         )
         self.server, self.store, self.directory, self.board = home.server, home.store, home.directory, home.board
-        self.recorder = Recorder(
-            parts.run, parts.engine, SharedData(length.batches_per_epoch), home.directory, reporters, learner.meaningless
-        )
+        self.data = SharedData(length.batches_per_epoch, lambda: coordinator.state.positions.values())
+        self.recorder = Recorder(parts.run, parts.engine, self.data, home.directory, reporters, learner.meaningless)
         self.recorder.owner, self.recorder.members, self.recorder.blackboard = self, self._members, home.server
         self.message = self.recorder.message
         self.driver = self._driver(home, welcome)
@@ -172,6 +181,9 @@ class ClusterLoop:
     def published(self, version: Published, replaying: bool) -> None:
         figures: dict[str, Any] = dict(version.metrics)  # plain numbers serve as well as tensors, and cost less
         result = StepResult(figures, max(1, round(version.weight)), version.samples)
+        self.data.look()
+        if self.data.batches_per_epoch is None and self.run.training.epochs and self.data.epochs >= self.run.training.epochs:
+            self.coordinator.end_here()
         if replaying:
             self.recorder.count_again(result, version.batches)
         else:
@@ -256,6 +268,7 @@ class ClusterLoop:
         """Become what the coordinator was when it ended, however it ended."""
         self._restore(snapshot)
         self.driver.recover(snapshot)
+        self.data.look()
         self.directory.forget_after(self.step)
 
     def begin_from(self, checkpoint: Checkpoint) -> None:

@@ -19,14 +19,15 @@ from shoal.coordinator.state import Plan
 from shoal.engines import choose_device
 from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError
-from shoal.runs.agreement import extent_of, fingerprint, needed
-from shoal.runs.assembly import Parts, Progress, assemble, refuse_unbuilt, warner, write_info
+from shoal.runs.agreement import extent_of, needed
+from shoal.runs.assembly import Parts, Progress, assemble, expect_same_data, refuse_unbuilt, warner, write_info
 from shoal.runs.checkpoint import find, load_weights
 from shoal.runs.cluster_loop import Agreed, ClusterLoop, Home
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.homes import home_of
 from shoal.runs.inviting import Invitation
 from shoal.runs.recorder import Reporter
+from shoal.runs.repairing import confirmed_in, refuse_forgotten
 from shoal.runs.run_directory import RunDirectory
 from shoal.strategies import Length
 from shoal.transports import Message
@@ -60,14 +61,17 @@ def prepare(
     home = home_of(run, run_dir, resume, place, hosts)
     agreed = _agree(run, home.expected or workers or run.cluster.num_workers or max(1, needed(run)), home.directory, progress, given)
     directory = home.directory or RunDirectory.create(run, run_dir)
+    if home.directory is not None:
+        expect_same_data(directory, agreed.parts.data)
     directory.write_config(loaded)
-    write_info(directory, agreed.parts.data.info)
-    _warn_of_gaps(run, place, hosts, agreed.length, warn)
+    write_info(directory, agreed.parts.data)
+    _warn_of_gaps(place, hosts, warn)
     welcome = _welcome(run, directory, agreed.parts, agreed.length, agreed.expected)
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
-    coordinator = Coordinator(_plan(run, agreed)._replace(leased_elsewhere=board is not None), agreed.policies, learner)
+    plan = _plan(run, agreed)._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key)
+    coordinator = Coordinator(plan, agreed.policies, learner)
     around = Home(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
     _go_on(loop, run, resume, warn)
@@ -113,8 +117,13 @@ def _go_on(loop: ClusterLoop, run: Run, resume: bool, warn: Callable[[str], None
     snapshot = snapshots.newest(warn) if resume else None
     if snapshot is not None:
         loop.recover(snapshot)
+        confirmed = confirmed_in(loop.directory.path / "workers", loop.coordinator.plan.receipt_key)
+        refuse_forgotten(Path(str(snapshot.path)).parents[1], loop.coordinator.state.sequences, confirmed)
     elif resume and snapshots.all():
-        raise ShoalError("no snapshot of the coordinator can be read: restore one, or start a new run")
+        raise ShoalError(
+            "no snapshot of the coordinator can be read: put one back from a backup, or start a new run with the weights of the last "
+            f"checkpoint: --set checkpoint.resume_from={loop.directory.path}"
+        )
     elif weights and Path(weights).exists():
         loop.engine.load_weights(load_weights(Path(weights)))
         loop.coordinator.publisher.publish(0, loop.learner.vector, loop.learner.buffers)
@@ -133,14 +142,10 @@ def _judging(run: Run, warn: Callable[[str], None]) -> torch.device:
         return torch.device("cpu")
 
 
-def _warn_of_gaps(run: Run, transport: Transport, hosts: tuple[str, ...], length: Length, warn: Callable[[str], None]) -> None:
+def _warn_of_gaps(transport: Transport, hosts: tuple[str, ...], warn: Callable[[str], None]) -> None:
     """Warn of what users might rely on, and cannot."""
     if transport.kind == "xmlrpc" and needs_keys(transport, hosts):
         warn("XML-RPC is not encrypted, and the token travels in clear: use it for debugging, on a network you trust")
-    if length.batches_per_epoch is None:
-        for section, settings in (("evaluation", run.evaluation), ("checkpoint", run.checkpoint)):
-            if settings.strategy == "epoch":
-                warn(f"a coordinator cannot see the epochs of a stream: {section} only at the end, unless {section}.every_steps is set")
 
 
 def _largest_frame(run: Run, learner: EngineLearner) -> int:
@@ -159,7 +164,7 @@ def _welcome(run: Run, directory: RunDirectory, parts: Parts, length: Length, ex
             "config": text,
             "plugins": needed_by(run),
             "digest": hashlib.sha256(text.encode()).hexdigest(),
-            "data": fingerprint(parts.data),
+            "data": data.fingerprint(parts.data),
             "shards": expected,
             "total_steps": length.worker_steps,
             "heartbeat_s": run.coordinator.heartbeat_interval_s,

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.coordinator.journal import Journal, Ledger
+from shoal.coordinator.journal import Journal
+from shoal.coordinator.ledger import Ledger
+from shoal.coordinator.seals import key_in
 from shoal.runs.checkpoint import Checkpoints
 
 Result = TypeVar("Result")
@@ -18,11 +20,20 @@ class Files:
     transactional = False
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.journal, self.ledger = Journal(folder), Ledger(folder)
         self.snapshots = Checkpoints(folder / "snapshots", 2)
 
+    @property
+    def receipt_key(self) -> bytes:
+        return key_in(self.folder)
+
     def carry_out(self, work: Callable[[], Result]) -> Result:
         return work()
+
+    def settle(self) -> list[str]:
+        self.ledger.settle()
+        return self.journal.remarks + self.ledger.remarks
 
     def forget(self) -> None:
         self.journal.forget_before(int(self.snapshots.all()[0].name.partition("-")[2]))

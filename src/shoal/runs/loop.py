@@ -44,10 +44,18 @@ class Loop:
 
     def _steps(self) -> None:
         accumulation, total = self.run.training.gradient_accumulation_steps, self.engine.total_steps
-        while self.step < total and not self._ends():
+        while not (complete := self.step >= total or self._epochs_are_over) and not self._ends():
             result = self.engine.step([next(self.feed) for _ in range(accumulation)])
-            self.recorder.advance(result, accumulation, self.step >= total)
-        self.recorder.finish(self.step >= total)
+            self.recorder.advance(result, accumulation, self.step >= total or self._epochs_are_over)
+        self.recorder.finish(complete)
+
+    @property
+    def _epochs_are_over(self) -> bool:
+        """Whether a stream was read as often as the run is to read it. How many steps that takes is not known beforehand."""
+        epochs = self.run.training.epochs
+        if epochs is None or self.feed.batches_per_epoch is not None:
+            return False
+        return self.feed.epoch + self.feed.at_epoch_end >= epochs
 
     def _ends(self) -> bool:
         """Is it to end before its time? Several processes end after the same step, whichever of them was asked to."""

@@ -13,9 +13,9 @@ from typing import Any
 from shoal.config import Run, plugins
 from shoal.config.load import File, Override, resolve
 from shoal.config.problems import ConfigError
+from shoal.data import fingerprint
 from shoal.engines import Meeting, choose_device
 from shoal.errors import ShoalError
-from shoal.runs.agreement import fingerprint
 from shoal.runs.assembly import Parts, Progress, assemble
 from shoal.runs.given import NOTHING, Given
 from shoal.worker.protocol import Frames

@@ -10,7 +10,7 @@ from shoal.coordinator.units import Cut
 from shoal.errors import ShoalError
 from shoal.strategies.policies import Extent, Length
 
-_ENDLESS = "a stream has no end: set training.max_steps"
+_ENDLESS = "a stream has no end that is known beforehand: set training.max_steps; a run ends with training.epochs if those are over sooner"
 
 
 def alone(run: Run, batches_per_epoch: int | None, ranks: int = 1) -> int:

@@ -127,6 +127,9 @@ class Courier:
             if answer is None:
                 continue
             events += self.protocol.hear(answer.header, answer.frames)
+            if self.protocol.forgotten:
+                self.tell(self.protocol.forgotten)
+                self.protocol.forgotten = ""
             if answer.header["kind"] == "refused" and self.protocol.session:
                 self._closing.wait(FIRST_PAUSE_S)
             else:

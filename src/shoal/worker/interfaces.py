@@ -14,6 +14,7 @@ class Feed(Protocol):
     """Batches without end, from a position that can be saved."""
 
     batches_per_epoch: int | None
+    epoch: int
 
     @property
     def at_epoch_end(self) -> bool: ...

@@ -79,6 +79,9 @@ class Receipt(NamedTuple):
     version: int
     seq: int
     """The number under which the contribution is known to an audit."""
+    digest: str = ""
+    seal: str = ""
+    """The coordinator's proof that it confirmed this, for an audit."""
 
 
 class News(NamedTuple):
@@ -114,6 +117,10 @@ class Protocol:
         self.have = -1
         """The version of the weights that the worker has; -1: none."""
         self.seat = -1
+        self.confirmed = -1
+        """The last contribution that the coordinator confirmed with its seal."""
+        self.forgotten = ""
+        """A word to people where the coordinator has come back without what it confirmed."""
         self.place = (0, 0)
         """Epoch and batch up to which the worker has sent what it learned, or from which it was told to go on."""
         self.newest = -1
@@ -261,6 +268,11 @@ class Protocol:
         had not taken is sent again, unless others learned from that data."""
         self.welcome, self.welcome_frames, self.session = header, frames, header["session"]
         self.joining = self.joining._replace(name=header["name"])
+        if header["last_seq"] < self.confirmed:
+            self.forgotten = (
+                f"warning: the coordinator confirmed contribution {self.confirmed} of {self.name}, and has come back without it: records "
+                "of its journal are gone. `shoal audit --receipts` proves that with what this worker wrote down, if it did"
+            )
         place, sent = (header["epoch"], header["position"]), self.pending
         taken = sent is not None and sent.asked.seq == header["last_seq"]
         here = self.place if sent is None or taken else (sent.asked.epoch, sent.asked.position - sent.asked.batches)
@@ -295,7 +307,10 @@ class Protocol:
         self.pending = None
         number = sent.asked.round
         self.round = header["round"] if status == "ahead" else max(number + (status == "accepted"), header["round"])
-        return [Receipt(sent.asked, status, header["version"], header["seq"]), self._news(header, frames)]
+        if header.get("seal"):
+            self.confirmed = sent.asked.seq
+        proof = str(header.get("digest", "")), str(header.get("seal", ""))
+        return [Receipt(sent.asked, status, header["version"], header["seq"], *proof), self._news(header, frames)]
 
     def _leased(self, header: Mapping[str, Any], frames: Frames) -> list[Event]:
         news, self._claims = self._news(header, frames), False

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import TextIO
 
+from shoal.worker.protocol import Receipt
+
 
 class Receipts:
-    """One line for each contribution: worker, number, what became of it, version."""
+    """One line for each contribution: worker, number, what became of it, version; and the coordinator's digest and seal, if there are."""
 
     def __init__(self, path: Path | None) -> None:
         self._file: TextIO | None = None
@@ -16,9 +18,10 @@ class Receipts:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
-    def write(self, worker: str, seq: int, status: str, version: int) -> None:
+    def write(self, worker: str, receipt: Receipt) -> None:
         if self._file is not None:
-            self._file.write(json.dumps([worker, seq, status, version]) + "\n")
+            proof = [receipt.digest, receipt.seal] if receipt.seal else []
+            self._file.write(json.dumps([worker, receipt.seq, receipt.status, receipt.version, *proof]) + "\n")
 
     def close(self) -> None:
         if self._file is not None:

@@ -292,7 +292,7 @@ class Worker:
         if taken:
             self.samples += sent.samples
             self.weights.note_lag(receipt.version - sent.base - 1)
-        self.receipts.write(self.protocol.name, receipt.seq, receipt.status, receipt.version)
+        self.receipts.write(self.protocol.name, receipt)
 
     def _refresh(self, news: News, status: str | None) -> None:
         """New weights, and where the run stands."""

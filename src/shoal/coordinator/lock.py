@@ -1,0 +1,67 @@
+"""One coordinator at a time is at work in a folder. The system gives its lock back when its process ends, however it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO
+
+from shoal.errors import ShoalError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_NAME = "lock"
+
+
+class Lock:
+    """The lock on a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._file = folder / _NAME, None  # type: tuple[Path, IO[bytes] | None]
+
+    def take(self) -> None:
+        """Hold it until `release`. Raises ShoalError where another has it."""
+        if self._file is None:
+            file = self._path.open("ab")
+            if not _try(file):
+                file.close()
+                raise ShoalError(f"another coordinator is at work in {self._path.parent}: end it first, or choose another --run-dir")
+            self._file = file
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a coordinator is at work in a folder on this machine."""
+    try:
+        with (folder / _NAME).open("ab") as file:
+            return not _try(file)
+    except OSError:  # there is no folder, or it is for reading only
+        return False
+
+
+def _try(file: IO[bytes]) -> bool:
+    if fcntl is None:
+        return _try_on_windows(file)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: nobody is kept out
+        return True
+    return True
+
+
+def _try_on_windows(file: IO[bytes]) -> bool:
+    import msvcrt
+
+    try:
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined, unused-ignore]
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,39 @@
+"""The coordinator's seal on a receipt: proof that it confirmed a contribution, for an audit that trusts no worker's word.
+
+The seal is made with a key that only the coordinator's folder holds. It covers the worker, the sequence number, a digest of what the ledger
+will say of the contribution, and the version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+KEY_FILE = "receipts.key"
+
+
+def key_in(folder: Path) -> bytes:
+    """The key of a run; a new one where there is none yet."""
+    path = folder / KEY_FILE
+    if not path.exists():
+        partial = path.with_name(f".{path.name}")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32))
+        os.replace(partial, path)
+    return bytes.fromhex(path.read_text(encoding="ascii"))
+
+
+def digest_of(line: list[Any]) -> str:
+    """A short name of a contribution, as the ledger tells it."""
+    return hashlib.sha256(json.dumps(line, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def seal(key: bytes, worker: str, seq: int, digest: str, version: int) -> str:
+    content = json.dumps([worker, seq, digest, version], separators=(",", ":")).encode()
+    return hmac.new(key, content, "sha256").hexdigest()[:32]

@@ -1,0 +1,104 @@
+"""Where the data was leased in units: each unit is learned from once, or named as given up, or was left undone when the run ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from shoal.coordinator.evidence import Evidence
+
+_MOST_NAMED = 8
+_MOST_UNITS = 10_000_000
+"""More than any run has: a damaged file may tell of more, and must not fill the memory."""
+
+
+class UnitAudit:
+    """The units of a run, and what became of each."""
+
+    def __init__(self, evidence: Evidence, learned: Iterable[tuple[int, int, int]], given_up: Iterable[tuple[int, int, int, str]]) -> None:
+        """`learned`: epoch, first batch and batches of each contribution; `given_up`: the same of each unit given up, with the reason."""
+        spans, failed = list(learned), list(given_up)
+        self.evidence = evidence
+        self.per_epoch, self.per_unit, self.epochs = _cut_of(evidence, [*spans, *(one[:3] for one in failed)])
+        self.total = self.epochs * self._in_epoch
+        """Units of all epochs; 0: that is not known."""
+        self.odd = [span for span in [*spans, *(one[:3] for one in failed)] if not self._is_unit(span)]
+        self.learned = {self._number(*span[:2]) for span in spans if self._is_unit(span)}
+        self.given_up = {self._number(*one[:2]): one[3] for one in failed if self._is_unit(one[:3])}
+        self.settled = self._settled()
+
+    @property
+    def _in_epoch(self) -> int:
+        return max(1, -(-self.per_epoch // self.per_unit))
+
+    def _number(self, epoch: int, start: int) -> int:
+        return epoch * self._in_epoch + start // self.per_unit
+
+    def _span(self, number: int) -> tuple[int, int, int]:
+        epoch, place = divmod(number, self._in_epoch)
+        start = place * self.per_unit
+        return epoch, start, min(self.per_unit, self.per_epoch - start)
+
+    def _is_unit(self, span: tuple[int, int, int]) -> bool:
+        number = self._number(*span[:2])
+        return 0 <= number < (self.total or _MOST_UNITS) and span == self._span(number)
+
+    def _settled(self) -> set[int]:
+        """Units that the coordinator would not give out again, by the newest snapshot and the records since."""
+        snapshot = self.evidence.snapshot
+        below, beyond = (snapshot.settled_below, snapshot.settled_beyond) if snapshot is not None else (0, set[int]())
+        since = {record["unit"] for _, record in self.evidence.records if type(record.get("unit")) is int}
+        most = self.total or _MOST_UNITS
+        return {*range(min(below, most))} | {number for number in beyond | since if 0 <= number < most}
+
+    @property
+    def undone(self) -> list[int]:
+        """Units that nobody did, before the last that somebody did. Units are offered ahead, so a run that ends early leaves some."""
+        there = self.learned | self.given_up.keys() | self.settled
+        return [number for number in range(max(there, default=-1) + 1) if number not in there]
+
+    def violations(self, complete: bool) -> Iterator[str]:
+        """`complete`: the run says that it has done all of its epochs."""
+        for epoch, start, batches in self.odd[:_MOST_NAMED]:
+            yield f"batches {start} to {start + batches - 1} of epoch {epoch} are no unit of {self.per_unit} batches"
+        for name in self._names(self.settled - self.learned - self.given_up.keys()):
+            yield f"{name} is nowhere: neither learned from nor given up, and it would not be given out again"
+        if self.evidence.snapshot is not None:
+            for name in self._names((self.learned | self.given_up.keys()) - self.settled):
+                yield f"{name} is settled, and would be given out again"
+        if complete:
+            total = min(self.total, _MOST_UNITS) or max(self.settled, default=-1) + 1
+            for name in self._names({*range(total)} - self.learned - self.given_up.keys() - self.settled):
+                yield f"{name} was never done, and the run says that it is complete"
+
+    def told(self) -> list[str]:
+        undone = self.undone
+        lines = [
+            f"units     {len(self.learned):,} learned from, {len(self.given_up):,} given up, {len(undone):,} passed over and not done yet"
+        ]
+        for reason, numbers in groupby(sorted(self.given_up, key=lambda number: (self.given_up[number], number)), key=self.given_up.get):
+            lines += [f"given up  {name}: {_printable(reason or '')}" for name in self._names({*numbers})]
+        return lines + [f"not done  {name}" for name in self._names({*undone})]
+
+    def _names(self, numbers: set[int]) -> Iterator[str]:
+        """Units in words, neighbours together."""
+        runs = [[*run] for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])]
+        for run in runs[:_MOST_NAMED]:
+            first, last = self._span(run[0][1]), self._span(run[-1][1])
+            if first[0] == last[0]:
+                yield f"epoch {first[0] + 1}, batches {first[1]} to {last[1] + last[2] - 1}"
+            else:
+                yield f"epoch {first[0] + 1} from batch {first[1]} to epoch {last[0] + 1}, batch {last[1] + last[2] - 1}"
+        if len(runs) > _MOST_NAMED:
+            yield f"and {sum(len(run) for run in runs[_MOST_NAMED:])} other units"
+
+
+def _cut_of(evidence: Evidence, spans: list[tuple[int, int, int]]) -> tuple[int, int, int]:
+    """How the data was cut: as the snapshot says, or, of a run of an earlier version, as far as the units show it."""
+    if evidence.snapshot is not None and evidence.snapshot.cut is not None:
+        return evidence.snapshot.cut
+    return max((start + batches for _, start, batches in spans), default=1), max((batches for *_, batches in spans), default=1), 0
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,0 +1,94 @@
+"""Every unit of the data is learned from once, named as given up, or named as not done; an audit says which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from test_driver import STRATEGIES, Walker, World
+
+from shoal.coordinator.audit import Report, audit
+from shoal.coordinator.driver import Driver
+from shoal.coordinator.evidence import gather
+
+
+class Units(World):
+    """Eight epochs of six units, of which a run takes so many versions at most."""
+
+    def __init__(self, folder: Path, most: int | None, seed: int = 5) -> None:
+        self.most = most
+        super().__init__(folder, STRATEGIES["workunits"], seed)
+
+    def begin(self, resume: bool) -> Driver:
+        if self.most is not None:
+            self.plan = self.plan._replace(total_batches=None, total_steps=self.most)
+        return super().begin(resume)
+
+    def live(self, steps_s: tuple[float, ...] = (1.0, 2.0, 9.0)) -> None:
+        for number, step_s in enumerate(steps_s):
+            Walker(self, f"w{number}", step_s)
+        self.run()
+
+    def audited(self, complete: bool = False) -> Report:
+        found: list[str] = []
+        evidence = gather(self.folder / "coordinator", sorted((self.folder / "workers").glob("*.jsonl")), found)
+        return audit(evidence, found, units=True, complete=complete)
+
+
+def test_a_run_that_did_everything_is_complete(tmp_path: Path) -> None:
+    world = Units(tmp_path, None)
+    world.live()
+    report = world.audited(complete=True)
+    assert report.violations == []
+    assert "units     48 learned from, 0 given up, 0 passed over and not done yet" in report.checked
+
+
+def test_units_that_were_offered_ahead_are_no_gap_when_the_run_ends_early(tmp_path: Path) -> None:
+    """Two of five workers make a version; what the others had when the run ended is done by nobody."""
+    undone: list[str] = []
+    for most in range(2, 24):
+        world = Units(tmp_path / str(most), most, seed=most)
+        world.live((1.0, 0.9, 0.6, 0.5, 0.4))
+        report = world.audited()
+        assert report.violations == []
+        undone += [line for line in report.checked if line.startswith("not done")]
+        assert "was never done, and the run says that it is complete" in world.audited(complete=True).violations[0]
+    assert any("batches 10 to 11" in line for line in undone), "the last unit of an epoch, passed over for units of the next one"
+
+
+def test_units_that_the_coordinator_passed_over_are_named(tmp_path: Path) -> None:
+    world = Units(tmp_path, 16)
+    for number in (3, 7, 8):
+        world.driver.coordinator.book.settled.add(number)
+    world.live()
+    violations = world.audited().violations
+    assert "epoch 1, batches 6 to 7 is nowhere: neither learned from nor given up, and it would not be given out again" in violations
+    assert "epoch 2, batches 2 to 5 is nowhere: neither learned from nor given up, and it would not be given out again" in violations
+
+
+def test_units_that_were_given_up_are_named_with_the_reason(tmp_path: Path) -> None:
+    world = Units(tmp_path, None)
+    lender = world.driver.coordinator.lender
+    assert lender is not None
+    assert lender.leases is not None
+    given_up = None
+    while given_up is None:
+        lease = lender.leases.claim("mallory", world.now)
+        assert lease is not None
+        given_up = lender.leases.fail("mallory", lease.unit, "no \x1b[31mwish")
+    lender._failed(given_up)
+    world.driver._carry_out(world.driver.coordinator._effects)
+    world.live()
+    report = world.audited(complete=True)
+    assert report.violations == []
+    assert any(line.startswith("units     47 learned from, 1 given up") for line in report.checked)
+    assert any(line.startswith("given up  epoch ") and "no ?[31mwish" in line for line in report.checked)
+
+
+def test_a_unit_that_is_given_out_again_after_it_was_learned_from(tmp_path: Path) -> None:
+    world = Units(tmp_path, 16)
+    world.live()
+    found: list[str] = []
+    evidence = gather(tmp_path / "coordinator", [], found)
+    assert evidence.snapshot is not None
+    evidence.snapshot = evidence.snapshot._replace(settled_below=evidence.snapshot.settled_below - 1)
+    assert "is settled, and would be given out again" in audit(evidence, found, units=True).violations[0]
