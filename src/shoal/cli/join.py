@@ -115,9 +115,10 @@ def _check_trust(joined: Joined, trusted: list[str]) -> None:
 
     unknown = [name for name in factories_of(joined.run) if name not in trusted]
     if unknown:
-        joined.close()
         wanted = " ".join(f"--factory {name}" for name in unknown)
-        raise ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
+        problem = ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
+        joined.refuse(problem)
+        raise problem
 
 
 def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:

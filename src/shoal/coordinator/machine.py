@@ -175,7 +175,7 @@ class Coordinator:
             case Claim() | GiveBack() | Fail():
                 self._answer_about_unit(event.caller, asked, worker)
             case _:
-                self._remove(worker, "left", left=True)
+                self._remove(worker, f"left: {printable(asked.reason)}" if asked.reason else "left", left=True)
                 self.answer(event.caller, {"kind": "goodbye"}, worker)
 
     def _pulse(self, caller: Any, asked: Heartbeat, worker: Worker) -> None:

@@ -44,7 +44,7 @@ def _row(worker: Mapping[str, Any], whole: float) -> tuple[str, ...]:
     samples, idle, here = _figure(worker, "samples"), _figure(worker, "idle_s"), (worker["seen_at"] - worker["joined_at"]).total_seconds()
     return (
         str(worker["name"]),
-        str(worker["state"]) if worker["alive"] else "left" if worker["left_at"] else "gone",
+        _state(worker),
         f"{_figure(worker, 'samples_per_s'):.3g}",
         f"{100 * idle / here:.0f} %" if here > 0 else "-",
         str(worker["completed"]),
@@ -52,6 +52,14 @@ def _row(worker: Mapping[str, Any], whole: float) -> tuple[str, ...]:
         f"{samples:,.0f}",
         f"{100 * samples / whole:.0f} %" if whole else "-",
     )
+
+
+def _state(worker: Mapping[str, Any]) -> str:
+    """What a worker does; whether it is there; and why it left, where it said so."""
+    state = "".join(character if character.isprintable() else "?" for character in str(worker["state"]))
+    if worker["alive"] or (worker["left_at"] and state.startswith("left: ")):
+        return state
+    return "left" if worker["left_at"] else "gone"
 
 
 def _figure(worker: Mapping[str, Any], name: str) -> float:
