@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -35,11 +35,22 @@ def show_outcome(loop: Loop | ClusterLoop, outcome: Outcome) -> int:
 
     summary = outcome.summary
     last = summary["metrics"]["eval"] or summary["metrics"]["train"]
-    print(f"{summary['status']} after {summary['steps']} steps, {summary['samples']} samples, {summary['wall_s']:.1f} s: {figures(last)}")
+    took = f"after {summary['steps']} {loop.recorder.step_name}s, {summary['samples']} samples, {summary['wall_s']:.1f} s"
+    print(f"{summary['status']} {took}: {figures(last)}")
+    if summary.get("contributions"):
+        print(f"contributions: {contributions(summary['contributions'])}")
     print(f"run: {loop.directory.path}")
     if outcome.model:
         print(f"model: {outcome.model}")
     return 130 if summary["status"] == "interrupted" else 0
+
+
+def contributions(counts: Mapping[str, int]) -> str:
+    """What became of what the workers sent, for people."""
+    accepted, replaced = counts.get("accepted", 0), counts.get("replaced", 0)
+    lost = f" ({replaced} of them replaced by a later one of the same worker)" if replaced else ""
+    others = [f"{count} {outcome}" for outcome, count in counts.items() if outcome not in ("accepted", "replaced")]
+    return ", ".join([f"{accepted} accepted{lost}", *others])
 
 
 def show_invitation(started: Started) -> None:

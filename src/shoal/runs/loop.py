@@ -70,6 +70,9 @@ class Loop:
     def more_figures(self) -> dict[str, float]:
         return {}
 
+    def totals(self) -> dict[str, int]:
+        return {}
+
     def evaluate(self) -> dict[str, float]:
         """Judge the model on held-out data, and stop early if it no longer gets better."""
         if self.held_out is None or self.run.evaluation.batches == 0:

@@ -76,7 +76,10 @@ def lines(view: Any) -> Iterator[tuple[str, str]]:
     yield "run", f"{plan.get('name', '?')}: {plan.get('strategy', '?')}, {plan.get('parameters', 0):,} parameters"
     in_units = "members" not in view.facts
     iteration = (view.iteration if in_units else round(figures.get("step", 0))) or 0
-    yield "progress", f"{epoch}iteration {iteration} of {plan.get('steps', '?')}, {images:,.0f} {'images' if in_units else 'samples'}"
+    planned = plan.get("steps", "?")
+    # Rounds that close with fewer results than planned make more of them.
+    of_all = f" of {planned}" if not isinstance(planned, int) or iteration <= planned else ""
+    yield "progress", f"{epoch}iteration {iteration}{of_all}, {images:,.0f} {'images' if in_units else 'samples'}"
     if in_units:
         yield "units", _units(view.units)
     losses = {name: value for name, value in figures.items() if name.endswith(("loss", "accuracy"))}
