@@ -77,7 +77,7 @@ def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
         loop = ready.loop
         loop.message(headline(made, loop))
         if made.asked.invite:
-            show_invitation(ready)
+            show_invitation(ready, made.asked.hosts)
         with stopping_on_signals(loop):
             outcome = ready.train()
         return show_outcome(loop, outcome) if speaks else 0, loop.engine.world
