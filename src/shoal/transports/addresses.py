@@ -78,7 +78,7 @@ def free_port(host: str, port: int = 0) -> int | None:
 
 
 def local_addresses() -> list[str]:
-    """Addresses under which others on the network probably reach this machine, the likeliest first. There is always one: 127.0.0.1 at least."""
+    """Addresses under which others on the network probably reach this machine, the likeliest first; 127.0.0.1 where it has no other."""
     found = dict.fromkeys([*_addresses_of_routes(), *_addresses_of_interfaces()])
     useful = [address for address in found if not is_everywhere(address) and not is_loopback(address)]
     return sorted(useful, key=_is_makeshift) or ["127.0.0.1"]
