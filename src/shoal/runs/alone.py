@@ -10,7 +10,7 @@ from shoal.config.load import Loaded
 from shoal.config.ranks import Place
 from shoal.engines import World, choose_device, enter
 from shoal.errors import ShoalError
-from shoal.runs.assembly import Progress, assemble, continued, held_out, refuse_unbuilt, sampler, warner, write_info
+from shoal.runs.assembly import Progress, assemble, continued, held_out, refuse_unbuilt, sampler, tell_changes, warner, write_info
 from shoal.runs.checkpoint import Checkpoint, find, read
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.loop import Loop
@@ -41,7 +41,7 @@ def prepare(
         directory.forget_after(-1)
     if run.training.schedule.warmup_steps >= parts.engine.total_steps:
         warn(f"the warm-up of {run.training.schedule.warmup_steps} steps does not end within the run of {parts.engine.total_steps}")
-    directory.write_config(loaded)
+    tell_changes(directory.write_config(loaded), reporters)
     if parts.engine.world.first:
         write_info(directory, parts.data.info)
     recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)

@@ -20,7 +20,7 @@ from shoal.engines import choose_device
 from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, fingerprint, needed
-from shoal.runs.assembly import Parts, Progress, assemble, refuse_unbuilt, warner, write_info
+from shoal.runs.assembly import Parts, Progress, assemble, refuse_unbuilt, tell_changes, warner, write_info
 from shoal.runs.checkpoint import find, load_weights
 from shoal.runs.cluster_loop import Agreed, ClusterLoop, Home
 from shoal.runs.given import NOTHING, Given
@@ -60,7 +60,7 @@ def prepare(
     home = home_of(run, run_dir, resume, place, hosts)
     agreed = _agree(run, home.expected or workers or run.cluster.num_workers or max(1, needed(run)), home.directory, progress, given)
     directory = home.directory or RunDirectory.create(run, run_dir)
-    directory.write_config(loaded)
+    tell_changes(directory.write_config(loaded), reporters)
     write_info(directory, agreed.parts.data.info)
     _warn_of_gaps(run, place, hosts, agreed.length, warn)
     welcome = _welcome(run, directory, agreed.parts, agreed.length, agreed.expected)
