@@ -60,7 +60,13 @@ def run(argv: list[str]) -> int:
         "--netem", metavar="WEATHER", help="as if the network were: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
     )
     made.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
-    made.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for a coordinator that is gone")
+    made.add_argument(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for a coordinator that is gone, or not there yet (default: 600)",
+    )
     made.add_argument(
         "--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="call this function where the run asks for it"
     )

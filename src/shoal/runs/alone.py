@@ -10,7 +10,7 @@ from shoal.config.load import Loaded
 from shoal.config.ranks import Place
 from shoal.engines import World, choose_device, enter
 from shoal.errors import ShoalError
-from shoal.runs.assembly import Progress, assemble, continued, held_out, refuse_unbuilt, sampler, tell_changes, warner, write_info
+from shoal.runs.assembly import Parts, Progress, assemble, continued, held_out, refuse_unbuilt, sampler, tell_changes, warner, write_info
 from shoal.runs.checkpoint import Checkpoint, find, read
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.loop import Loop
@@ -37,10 +37,25 @@ def prepare(
     parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, given=given)
     if directory is None:
         directory = _made_by_first(world, lambda: RunDirectory.create(run, run_dir))
+    with directory.kept_if_begun():
+        return _loop(loaded, parts, directory, reporters, checkpoint, start)
+
+
+def _loop(
+    loaded: Loaded,
+    parts: Parts,
+    directory: RunDirectory,
+    reporters: list[Reporter],
+    checkpoint: Checkpoint | None,
+    start: Checkpoint | None,
+) -> Loop:
+    run = loaded.run
     if checkpoint is None:
         directory.forget_after(-1)
     if run.training.schedule.warmup_steps >= parts.engine.total_steps:
-        warn(f"the warm-up of {run.training.schedule.warmup_steps} steps does not end within the run of {parts.engine.total_steps}")
+        warner(reporters)(
+            f"the warm-up of {run.training.schedule.warmup_steps} steps does not end within the run of {parts.engine.total_steps}"
+        )
     tell_changes(directory.write_config(loaded), reporters)
     if parts.engine.world.first:
         write_info(directory, parts.data.info)

@@ -22,9 +22,10 @@ from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, fingerprint, needed
 from shoal.runs.assembly import Parts, Progress, assemble, refuse_unbuilt, tell_changes, warner, write_info
 from shoal.runs.checkpoint import find, load_weights
-from shoal.runs.cluster_loop import Agreed, ClusterLoop, Home
+from shoal.runs.cluster_loop import Agreed, ClusterLoop
+from shoal.runs.cluster_loop import Home as Place
 from shoal.runs.given import NOTHING, Given
-from shoal.runs.homes import home_of
+from shoal.runs.homes import Home, home_of
 from shoal.runs.inviting import Invitation
 from shoal.runs.recorder import Reporter
 from shoal.runs.run_directory import RunDirectory
@@ -55,11 +56,26 @@ def prepare(
 ) -> Coordinating:
     """A coordinator, new or continued, that listens."""
     refuse_unbuilt(loaded)
-    run, warn = loaded.run, warner(reporters)
+    run = loaded.run
     place = transport or run.transport
     home = home_of(run, run_dir, resume, place, hosts)
     agreed = _agree(run, home.expected or workers or run.cluster.num_workers or max(1, needed(run)), home.directory, progress, given)
     directory = home.directory or RunDirectory.create(run, run_dir)
+    with directory.kept_if_begun():
+        return _coordinating(loaded, home, directory, agreed, place, hosts, resume, reporters)
+
+
+def _coordinating(
+    loaded: Loaded,
+    home: Home,
+    directory: RunDirectory,
+    agreed: Agreed,
+    place: Transport,
+    hosts: tuple[str, ...],
+    resume: bool,
+    reporters: list[Reporter],
+) -> Coordinating:
+    run, warn = loaded.run, warner(reporters)
     tell_changes(directory.write_config(loaded), reporters)
     write_info(directory, agreed.parts.data.info)
     _warn_of_gaps(run, place, hosts, agreed.length, warn)
@@ -68,7 +84,7 @@ def prepare(
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
     coordinator = Coordinator(_plan(run, agreed)._replace(leased_elsewhere=board is not None), agreed.policies, learner)
-    around = Home(opened.server, opened.store, directory, board)
+    around = Place(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
     _go_on(loop, run, resume, warn)
     return Coordinating(loop, opened.invitation)

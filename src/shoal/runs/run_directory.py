@@ -13,8 +13,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,17 +30,22 @@ from shoal.errors import ShoalError
 from shoal.runs import plugins
 from shoal.runs.going_on import Change, changes
 
+_SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "workers")
+"""What a run that has begun leaves sooner or later, however it ends."""
+
 
 class RunDirectory:
     """One run's folder."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        """`fresh`: it was made for this run, so that nothing in it is of anybody else."""
+        self.path, self.fresh = path, fresh
         self._metrics: TextIO | None = None
 
     @classmethod
     def create(cls, run: Run, wanted: str | None = None) -> RunDirectory:
         """A new folder: the one that is asked for, or one named after the run and the time."""
+        _check_names(run)
         parent = Path(run.output_dir) / (run.logging.project or "")
         stem = run.name or f"{run.chosen_task.kind}-{run.model.kind}"
         path = Path(wanted) if wanted else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
@@ -47,10 +56,22 @@ class RunDirectory:
         if wanted and (path / "config.yaml").exists():
             raise ShoalError(f"{path} holds a run already: add --resume to continue it, or choose another --run-dir")
         try:
+            fresh = not path.exists() or (path.is_dir() and not any(path.iterdir()))
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ShoalError(f"cannot make the run's folder {path}: {error.strerror}") from None
-        return cls(path)
+        return cls(path, fresh)
+
+    @contextmanager
+    def kept_if_begun(self) -> Iterator[None]:
+        """A run that fails before it has begun leaves no folder behind."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            if self.fresh and not any((self.path / name).exists() for name in _SIGNS_OF_A_RUN):
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     def config(self) -> Run:
         """The settings that the run has. Raises ShoalError for those of a version that cannot be read any more."""
@@ -123,6 +144,15 @@ class RunDirectory:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+
+
+def _check_names(run: Run) -> None:
+    """Raise ShoalError for names that would lead out of the folder of runs."""
+    name, project = run.name or "", run.logging.project or ""
+    if "/" in name or "\\" in name or name in (".", ".."):
+        raise ShoalError(f"name: `{name}` is to be a part of a folder's name, so it has no / or \\; output_dir says where runs are kept")
+    if Path(project).is_absolute() or ".." in re.split(r"[/\\]", project):
+        raise ShoalError(f"logging.project: `{project}` leads out of {run.output_dir}; output_dir says where runs are kept")
 
 
 class SilentDirectory(RunDirectory):
