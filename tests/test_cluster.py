@@ -259,7 +259,9 @@ DILOCO = [
 
 
 def test_diloco_with_workers_started_here(processes: Processes, tmp_path: Path) -> None:
-    processes.here("train", "config.yaml", "--workers", "2", "--run-dir", "run", *DILOCO)
+    """Beside the threads of ZeroMQ, and with processes that load ahead."""
+    loads_ahead = ("--set", "data.loader.num_workers=1")
+    processes.here("train", "config.yaml", "--workers", "2", "--run-dir", "run", *DILOCO, *loads_ahead)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 6
     assert summary["samples"] == 6 * 10 * 2 * 16
@@ -275,7 +277,7 @@ def test_a_diloco_coordinator_that_is_killed_repeats_no_round(processes: Process
     coordinator.kill()
     coordinator.communicate()
     again = processes.start("coordinate", "--run-dir", "run", "--resume")
-    before = int(wait_for(again, "resumed from .* at step ([0-9]+)"))
+    before = int(wait_for(again, "resumed from .* at round ([0-9]+)"))
     wait_for(again, "anna +(computing|waiting)")
     again.send_signal(signal.SIGINT)
     again.communicate(timeout=HANG_S)

@@ -212,9 +212,22 @@ def test_resume_from_starts_a_new_run_with_old_weights(folder: Path) -> None:
 def test_resume_refuses_other_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("starter", "--epochs", "1", "--run-dir", "run") == 0
     assert shoal("starter", "--epochs", "1", "--run-dir", "run", "--resume", "--batch_size", "8") == 2
-    assert "other settings" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "other settings" in said
+    assert "\n  training.batch_size: 32 before, 8 now\n" in f"{said}\n"
     assert shoal("starter", "--run-dir", "nowhere", "--resume") == 2
     assert shoal("starter", "--epochs", "7", "--resume", "--set", "output_dir=elsewhere") == 2
+
+
+def test_a_run_goes_on_with_another_length_and_writes_that_down(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("starter", "--epochs", "1", "--run-dir", "run") == 0
+    assert shoal("starter", "--epochs", "2", "--run-dir", "run", "--resume", "--set", "evaluation.every_steps=5") == 0
+    assert "training.epochs: 1 before, 2 now" in capsys.readouterr().err
+    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 88
+    (line,) = (folder / "run" / "changes.jsonl").read_text().splitlines()
+    assert json.loads(line)["changed"]["training.epochs"] == ["1", "2"]
+    assert shoal("--run-dir", "run", "--resume") == 0
+    assert len((folder / "run" / "changes.jsonl").read_text().splitlines()) == 1, "nothing has changed since"
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_and_keeps_the_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -252,7 +252,7 @@ def test_no_network_says_what_to_put_where(shapes, monkeypatch):
 
 
 def test_a_folder_that_is_not_there(shapes, tmp_path):
-    with pytest.raises(ShoalError, match=r"model.pretrained: .*missing is no folder here"):
+    with pytest.raises(ShoalError, match=r"model.pretrained: .*there is nothing at .*missing"):
         built(shapes, tmp_path / "missing")
 
 

@@ -221,3 +221,23 @@ def test_a_goodbye_that_is_lost_is_not_said_again() -> None:
     asked(protocol)
     assert protocol.lost(1.0, "gone").pause_s == 0.0
     assert asked(protocol) is None
+
+
+def test_a_worker_that_gives_up_asks_nothing_more() -> None:
+    protocol = joined()
+    protocol.contribute(MADE, (), pulls=True)
+    asked(protocol)
+    assert protocol.waits
+    protocol.give_up()
+    assert protocol.lost(1.0, "gone").pause_s == 0.0
+    assert asked(protocol) is None
+
+
+def test_a_worker_that_cannot_go_on_says_why_and_waits_no_longer_than_for_a_word() -> None:
+    protocol = joined()
+    protocol.welcome["size"] = 10**9
+    protocol.leave("x" * 1000)
+    question = protocol.question(0.0)
+    assert question is not None
+    assert question.asked == Leave("s", 2, "x" * 500)
+    assert question.timeout_s == ANSWER_S

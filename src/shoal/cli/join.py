@@ -60,7 +60,13 @@ def run(argv: list[str]) -> int:
         "--netem", metavar="WEATHER", help="as if the network were: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
     )
     made.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
-    made.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long to wait for a coordinator that is gone")
+    made.add_argument(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for a coordinator that is gone, or not there yet (default: 600)",
+    )
     made.add_argument(
         "--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="call this function where the run asks for it"
     )
@@ -115,9 +121,10 @@ def _check_trust(joined: Joined, trusted: list[str]) -> None:
 
     unknown = [name for name in factories_of(joined.run) if name not in trusted]
     if unknown:
-        joined.close()
         wanted = " ".join(f"--factory {name}" for name in unknown)
-        raise ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
+        problem = ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
+        joined.refuse(problem)
+        raise problem
 
 
 def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:

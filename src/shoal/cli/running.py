@@ -15,6 +15,7 @@ from shoal.cli.ranks import as_rank, ignore_signals, start_ranks
 from shoal.cli.showing import download, show_invitation, show_outcome, stopping_on_signals, tell
 from shoal.config.load import Override
 from shoal.config.problems import ConfigError
+from shoal.config.ranks import place
 from shoal.errors import ShoalError
 from shoal.launch.starting import Arguments, Asked, Plan, Way, headline, plan, started
 
@@ -26,11 +27,19 @@ def planned(arguments: argparse.Namespace, overrides: list[Override], asked: Ask
     """The plan for what the options of a command say; what is doubtful about them is told."""
     resolved = _continued(arguments)
     made = plan(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
-    if made.note:
-        sys.stderr.write(f"{made.note}\n")
-    if made.loaded.problems:
-        report(ConfigError(made.loaded.problems))
+    if _speaks_for_all():
+        if made.note:
+            sys.stderr.write(f"{made.note}\n")
+        if made.loaded.problems:
+            report(ConfigError(made.loaded.problems))
     return made
+
+
+def _speaks_for_all() -> bool:
+    """Whether this process tells what is doubtful about the settings. Of torchrun's the first does; those that Shoal itself started do
+    not, since the process that started them has."""
+    here = place()
+    return here is None or (here.rank == 0 and not here.file)
 
 
 def _continued(arguments: argparse.Namespace) -> bool:
@@ -77,7 +86,7 @@ def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
         loop = ready.loop
         loop.message(headline(made, loop))
         if made.asked.invite:
-            show_invitation(ready)
+            show_invitation(ready, made.asked.hosts)
         with stopping_on_signals(loop):
             outcome = ready.train()
         return show_outcome(loop, outcome) if speaks else 0, loop.engine.world

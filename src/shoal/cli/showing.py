@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shoal.launch.starting import Outcome, Started
     from shoal.runs.cluster_loop import ClusterLoop
     from shoal.runs.loop import Loop
+    from shoal.transports.addresses import Address
 
 
 def tell(text: str) -> None:
@@ -35,15 +36,50 @@ def show_outcome(loop: Loop | ClusterLoop, outcome: Outcome) -> int:
 
     summary = outcome.summary
     last = summary["metrics"]["eval"] or summary["metrics"]["train"]
-    print(f"{summary['status']} after {summary['steps']} steps, {summary['samples']} samples, {summary['wall_s']:.1f} s: {figures(last)}")
+    took = f"after {summary['steps']} {loop.recorder.step_name}s, {summary['samples']} samples, {summary['wall_s']:.1f} s"
+    print(f"{summary['status']} {took}: {figures(last)}")
+    if summary.get("contributions"):
+        print(f"contributions: {contributions(summary['contributions'])}")
     print(f"run: {loop.directory.path}")
     if outcome.model:
         print(f"model: {outcome.model}")
     return 130 if summary["status"] == "interrupted" else 0
 
 
-def show_invitation(started: Started) -> None:
-    """Print the one line that a worker needs; for machines that reach this one under an address of their own, theirs."""
+def contributions(counts: Mapping[str, int]) -> str:
+    """What became of what the workers sent, for people."""
+    accepted, replaced = counts.get("accepted", 0), counts.get("replaced", 0)
+    lost = f" ({replaced} of them replaced by a later one of the same worker)" if replaced else ""
+    others = [f"{count} {outcome}" for outcome, count in counts.items() if outcome not in ("accepted", "replaced")]
+    return ", ".join([f"{accepted} accepted{lost}", *others])
+
+
+_EVERYWHERE = ("0.0.0.0", "::", "*")
+
+
+def _who_joins(host: str) -> str:
+    """Other machines are never told an address that leads each of them to itself."""
+    from shoal.transports.addresses import is_loopback
+
+    return "workers on this machine join" if is_loopback(host) else "workers join"
+
+
+def _show_other_addresses(here: Address) -> None:
+    """A coordinator that listens everywhere is reached under all addresses of its machine, and workers may see only some of them."""
+    from shoal.transports.addresses import is_loopback, local_addresses
+
+    others = [str(here._replace(host=host)) for host in local_addresses() if host != here.host and (":" in host) == (":" in here.host)]
+    if is_loopback(here.host):
+        print("this machine has no address in a network: once it has one, workers on other machines join with that address")
+    elif others:
+        print(f"this machine has other addresses, too; for workers that do not reach the one above: {', '.join(others)}")
+
+
+def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
+    """Print the one line that a worker needs; for machines that reach this one under an address of their own, theirs.
+
+    `hosts`: where the coordinator was told to listen; none: everywhere, unless the settings say where.
+    """
     from shoal.config.plugins import needed_by
     from shoal.runs.given import factories_of
     from shoal.transports.addresses import parse as parse_address
@@ -60,11 +96,13 @@ def show_invitation(started: Started) -> None:
         if started.role:
             print("`shoal db grant student NAME FILE` lets somebody in, and prints the command:")
             access = access._replace(user=started.role, password=None)
-        print(f"workers join with:\n  shoal join {access.address}{functions}", flush=True)
+        print(f"{_who_joins(access.host)} with:\n  shoal join {access.address}{functions}", flush=True)
         return
     rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "") + functions
     here = parse_address(invitation.address)
-    print(f"workers join with:\n  shoal join {here} {rest}")
+    print(f"{_who_joins(here.host)} with:\n  shoal join {here} {rest}")
+    if not hosts and getattr(run.transport, "host", None) in (None, *_EVERYWHERE):
+        _show_other_addresses(here)
     for name in cluster.workers:
         host = cluster.hosts.get(name)
         if host is not None and (host.server_address or host.server_port):

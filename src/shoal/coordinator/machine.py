@@ -37,7 +37,7 @@ from shoal.coordinator.state import (
     accepted,
 )
 from shoal.updates import codecs
-from shoal.updates.messages import PROTOCOL, Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Join, Pull
+from shoal.updates.messages import PROTOCOL, Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Join, Leave, Pull
 
 LONGEST_WAIT_S = 5.0
 """An answer is never held back longer: a worker that hears nothing may then take the connection for lost."""
@@ -179,8 +179,8 @@ class Coordinator:
                 self._pulse(event.caller, asked, worker)
             case Claim() | GiveBack() | Fail():
                 self._answer_about_unit(event.caller, asked, worker)
-            case _:
-                self._remove(worker, "left", left=True)
+            case Leave():
+                self._remove(worker, f"left: {printable(asked.reason)}" if asked.reason else "left", left=True)
                 self.answer(event.caller, {"kind": "goodbye"}, worker)
 
     def _pulse(self, caller: Any, asked: Heartbeat, worker: Worker) -> None:

@@ -14,8 +14,7 @@ class Feed:
 
     `part` (index, count) is for processes that step together: each gets its part of every batch, which is empty where a last batch is too
     small. The position counts whole batches, so any number of processes can go on from it.
-    `loader` says how many processes load ahead; None or 0 loads in this one. `start_method` is how they are started (`fork`, `spawn`,
-    `forkserver`; None: as Python does on this system).
+    `loader` says how many processes load ahead; None or 0 loads in this one.
     """
 
     def __init__(
@@ -29,14 +28,13 @@ class Feed:
         drop_last: bool = True,
         reshuffle: bool = True,
         loader: Loader | None = None,
-        start_method: str | None = None,
     ) -> None:
         index, count = shard
         if not 0 <= index < count:
             raise ValueError(f"shard {index} of {count}")
         self._batch_size, self._shard = batch_size, shard
         self._reshuffle = reshuffle
-        plan = FeedPlan(batch_size, seed, shard, part, drop_last, WorkerOptions.of(loader, start_method))
+        plan = FeedPlan(batch_size, seed, shard, part, drop_last, WorkerOptions.of(loader))
         self._supply = StreamSupply(samples, plan) if isinstance(samples, Stream) else SampleSupply(samples, plan)
         self.batches_per_epoch: int | None = self._supply.batches_per_epoch
         self.epoch = 0

@@ -33,7 +33,7 @@ class Pieces:
     ) -> None:
         self.samples, self.batch_size, self.batches_per_piece = samples, batch_size, batches_per_piece
         self._seed, self._reshuffle, self._part = seed, reshuffle, part
-        self._options = WorkerOptions.of(loader, None)
+        self._options = WorkerOptions.of(loader)
         self._order: tuple[int, torch.Tensor] | None = None
         self.threads = ThreadPoolExecutor(loader.num_workers, "loader") if loader.num_workers else None
 

@@ -1,11 +1,21 @@
-"""Processes that load batches ahead, with torch's DataLoader. They take turns in a fixed order, so order and state can be predicted."""
+"""Processes that load batches ahead, with torch's DataLoader. They take turns in a fixed order, so order and state can be predicted.
+
+They are never forked from the process that trains: a fork copies locks that the threads of ZeroMQ or gloo hold at that moment, and the
+child waits for them for ever. A server process is started first, which has loaded torch and has no threads, and the loading processes are
+forked from it. What they read from is sent to them: tensors go through shared memory, and everything else is copied.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import torch
@@ -23,15 +33,14 @@ class WorkerOptions(NamedTuple):
     prefetch_factor: int = 2
     persistent: bool = False
     pin_memory: bool = False
-    start_method: str | None = None
 
     @classmethod
-    def of(cls, loader: Loader | None, start_method: str | None) -> WorkerOptions:
+    def of(cls, loader: Loader | None) -> WorkerOptions:
         if loader is None:
             return cls()
         # Pinned memory makes copies to a GPU faster; without a GPU it is of no use.
         pin = loader.pin_memory and torch.cuda.is_available()
-        return cls(loader.num_workers, loader.prefetch_factor, loader.persistent_workers, pin, start_method)
+        return cls(loader.num_workers, loader.prefetch_factor, loader.persistent_workers, pin)
 
     def pinned(self, batch: Batch) -> Batch:
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
@@ -47,7 +56,8 @@ class WorkerOptions(NamedTuple):
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
                 persistent_workers=self.persistent,
-                multiprocessing_context=self.start_method,
+                multiprocessing_context=_context(),
+                worker_init_fn=_begin,
                 # Without one of its own it would draw a seed from the global generator, and change what a model with dropout does next.
                 generator=torch.Generator(),
             )
@@ -68,15 +78,65 @@ class FeedPlan(NamedTuple):
 
 @contextmanager
 def _as_many_as_asked() -> Iterator[None]:
-    """The number of processes is the user's choice; torch warns where there are fewer cores."""
+    """The number of processes is the user's choice, and torch warns where there are fewer cores. It also advises to fork."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        warnings.filterwarnings("ignore", "Got pickle error", UserWarning)
         yield
 
 
-def _start(loader: DataLoader[Any]) -> Iterator[Loaded]:
-    with _as_many_as_asked():
-        return iter(loader)
+def _context() -> Any:
+    """How processes are started: by a server without threads, or afresh where the system has no such server."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _begin(number: int) -> None:
+    """Called in a loading process when it begins. It ends with the process that trains, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the one that trains decides what follows
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(0)
+
+
+def _start(loader: DataLoader[Any]) -> _Batches:
+    try:
+        with _as_many_as_asked():
+            return _Batches(iter(loader), loader.num_workers)
+    except Exception as error:  # what cannot be sent to a process raises one of many kinds of errors
+        raise ShoalError(
+            f"the data cannot be sent to {loader.num_workers} processes that load it ahead: {error}. Set data.loader.num_workers to 0; or, "
+            "where the data is your own, define its classes and functions at the top of a module"
+        ) from error
+
+
+class _Batches:
+    """What the processes send, and the reason where one of them ends before its time."""
+
+    def __init__(self, loaded: Iterator[Loaded], workers: int) -> None:
+        self._loaded, self._workers = loaded, workers
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Loaded:
+        try:
+            return next(self._loaded)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise ShoalError(
+                f"one of the {self._workers} processes that load data ahead has ended: {error}. What it said stands above; "
+                "memory may be short. data.loader.num_workers=0 loads in this process"
+            ) from None
 
 
 class Loaded(NamedTuple):

@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from shoal.config import Run
@@ -60,7 +61,13 @@ def _near(settings: Transport, invite: bool, hosts: bool) -> Transport:
 @contextmanager
 def _embedded(run: Run, settings: Postgres, run_dir: str | None, resume: bool, host: str) -> Iterator[Ground]:
     """A PostgreSQL of the run's own, in its folder, with a role for those who join."""
-    folder = continued(run, run_dir, lambda text: None)[0].path if resume else RunDirectory.create(run, run_dir).path
+    directory = continued(run, run_dir, lambda text: None)[0] if resume else RunDirectory.create(run, run_dir)
+    with directory.kept_if_begun(), _served(settings, directory.path, host) as ground:
+        yield ground
+
+
+@contextmanager
+def _served(settings: Postgres, folder: Path, host: str) -> Iterator[Ground]:
     password = settings.password.reveal() if settings.password else None
     with EmbeddedPostgres(
         folder, host=host, port=settings.port or 0, database=settings.database, user=settings.user, password=password

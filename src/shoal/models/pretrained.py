@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.config.paths import nothing_at
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 
@@ -68,6 +69,8 @@ def _explained(setting: str, name: str) -> Iterator[None]:
     """Turns what transformers raises into one line that says what to put where."""
     from safetensors import SafetensorError
 
+    if missing := nothing_at(name):
+        raise ShoalError(f"{setting}: {missing}; a folder with a model has {FILES}")
     try:
         with _quiet(name):
             yield

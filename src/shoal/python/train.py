@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -49,6 +50,7 @@ def train(
     what `shoal train` shows. `plugins` are files or modules with other parts (docs/extending.md). Raises ConfigError for wrong settings,
     ShoalError where the run cannot go on. docs/python.md tells more.
     """
+    _check_main()
     load_plugins(*map(str, plugins))
     check_workers(workers)
     own, watching = brought(model, data, eval_data, collate, loss, metrics), reporters_of(reporters)
@@ -56,6 +58,15 @@ def train(
     made = plan(load, Asked(str(run_dir) if run_dir is not None else None, resume, workers, otherwise=1, live=own.live))
     _check_fit(made, own)
     return _follow(made, watching) if made.way is Way.FOLLOWS else _train(made, own, watching, progress)
+
+
+def _check_main() -> None:
+    """Raise ShoalError where a process that loads data ahead imports the program, and the program trains when it is imported."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ShoalError(
+            "data.loader.num_workers: the processes that load data ahead import this program, and it trains when it is imported: "
+            'put the training under `if __name__ == "__main__":`, or set data.loader.num_workers to 0'
+        )
 
 
 def _train(made: Plan, own: Brought, watching: list[Reporter], progress: bool) -> Result:

@@ -10,7 +10,19 @@ from shoal.config.load import Loaded
 from shoal.config.ranks import Place
 from shoal.engines import World, choose_device, enter
 from shoal.errors import ShoalError
-from shoal.runs.assembly import Progress, assemble, continued, expect_same_data, held_out, refuse_unbuilt, sampler, warner, write_info
+from shoal.runs.assembly import (
+    Parts,
+    Progress,
+    assemble,
+    continued,
+    expect_same_data,
+    held_out,
+    refuse_unbuilt,
+    sampler,
+    tell_changes,
+    warner,
+    write_info,
+)
 from shoal.runs.checkpoint import Checkpoint, find, read
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.loop import Loop
@@ -39,11 +51,26 @@ def prepare(
         expect_same_data(directory, parts.data)
     if directory is None:
         directory = _made_by_first(world, lambda: RunDirectory.create(run, run_dir))
+    with directory.kept_if_begun():
+        return _loop(loaded, parts, directory, reporters, checkpoint, start)
+
+
+def _loop(
+    loaded: Loaded,
+    parts: Parts,
+    directory: RunDirectory,
+    reporters: list[Reporter],
+    checkpoint: Checkpoint | None,
+    start: Checkpoint | None,
+) -> Loop:
+    run = loaded.run
     if checkpoint is None:
         directory.forget_after(-1)
     if run.training.schedule.warmup_steps >= parts.engine.total_steps:
-        warn(f"the warm-up of {run.training.schedule.warmup_steps} steps does not end within the run of {parts.engine.total_steps}")
-    directory.write_config(loaded)
+        warner(reporters)(
+            f"the warm-up of {run.training.schedule.warmup_steps} steps does not end within the run of {parts.engine.total_steps}"
+        )
+    tell_changes(directory.write_config(loaded), reporters)
     if parts.engine.world.first:
         write_info(directory, parts.data)
     recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)

@@ -14,7 +14,7 @@ from shoal import data, models
 from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.layers import default_at
-from shoal.config.load import File, Loaded, resolve
+from shoal.config.load import Loaded
 from shoal.config.ranks import Place
 from shoal.config.text import data_of
 from shoal.engines import KINDS as ENGINES
@@ -24,8 +24,9 @@ from shoal.errors import ShoalError
 from shoal.runs import plugins
 from shoal.runs.checkpoint import Checkpoint, Checkpoints
 from shoal.runs.given import NOTHING, Given, players_of, samples_of, task_of
+from shoal.runs.going_on import Change, forbidden, listed
 from shoal.runs.recorder import Reporter
-from shoal.runs.run_directory import RunDirectory, same_settings
+from shoal.runs.run_directory import RunDirectory
 from shoal.strategies import lengths
 from shoal.tasks import Draws
 from shoal.tasks.images import grid, save_png
@@ -151,6 +152,13 @@ def warner(reporters: list[Reporter]) -> Callable[[str], None]:
     return warn
 
 
+def tell_changes(found: list[Change], reporters: list[Reporter]) -> None:
+    """A run that goes on with other settings says which."""
+    if found:
+        for reporter in reporters:
+            reporter.message(f"the run goes on with other settings:{listed(found)}")
+
+
 def continued(run: Run, run_dir: str | None, warn: Callable[[str], None]) -> tuple[RunDirectory, Checkpoint | None]:
     """The run to go on with: the one that is named, or the newest with the same settings."""
     directory = RunDirectory(Path(run_dir)) if run_dir else _newest_like(run)
@@ -158,9 +166,10 @@ def continued(run: Run, run_dir: str | None, warn: Callable[[str], None]) -> tup
         raise ShoalError(f"there is no earlier run with these settings in {run.output_dir}: name one with --run-dir")
     if not (directory.path / "config.yaml").exists():
         raise ShoalError(f"there is no run at {directory.path} to resume")
-    if not same_settings(config_of(directory), run):
+    if different := forbidden(directory.config(), run):
         raise ShoalError(
-            f"{directory.path} was started with other settings: `shoal config diff {directory.path}/config.yaml -- FILE…` shows them"
+            f"{directory.path} was started with other settings. These shape its numbers, so they stay as they were; a new run may have "
+            f"others:{listed(different)}"
         )
     plugins.expect_those_of(directory.path)
     checkpoint = Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last).newest(warn)
@@ -174,15 +183,11 @@ def _newest_like(run: Run) -> RunDirectory | None:
     for path in found:
         directory = RunDirectory(path.parent)
         try:
-            if same_settings(config_of(directory), run):
+            if not forbidden(directory.config(), run):
                 return directory
         except ShoalError:  # of another version, or no run at all
             continue
     return None
-
-
-def config_of(directory: RunDirectory) -> Run:
-    return resolve([File(str(directory.path / "config.yaml"))], dialect="shoal", resolved=True).run
 
 
 def write_info(directory: RunDirectory, samples: data.Data) -> None:

@@ -23,6 +23,7 @@ from shoal.runs.checkpoint import Checkpoint, save_weights
 from shoal.runs.judging import Judge
 from shoal.runs.recorder import INTERRUPTED, Members, Recorder, Reporter
 from shoal.runs.run_directory import RunDirectory
+from shoal.runs.totals import Totals
 from shoal.strategies import Length, Policies
 from shoal.updates import privacy
 from shoal.updates.fragments import Span
@@ -101,10 +102,13 @@ class ClusterLoop:
         self.data = SharedData(length.batches_per_epoch, lambda: coordinator.state.positions.values())
         self.recorder = Recorder(parts.run, parts.engine, self.data, home.directory, reporters, learner.meaningless)
         self.recorder.owner, self.recorder.members, self.recorder.blackboard = self, self._members, home.server
+        self.recorder.total_batches = length.batches
+        self.recorder.step_name = "round" if agreed.policies.contribution.alone else "step"
         self.message = self.recorder.message
+        self._totals = Totals(home.server.traffic, coordinator)
         self.driver = self._driver(home, welcome)
-        batches = held_out(parts.run, parts.data.eval)
-        self.judge = Judge(parts, batches, home.directory, judging) if batches is not None and parts.run.evaluation.batches != 0 else None
+        batches = held_out(parts.run, parts.data.eval) if parts.run.evaluation.batches != 0 else None
+        self.judge = Judge(parts, batches, home.directory, judging, self.recorder.step_name) if batches is not None else None
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
         self.beside: Callable[[], None] = lambda: None
         """Called now and then: the launcher looks after the worker processes that it started here."""
@@ -202,8 +206,9 @@ class ClusterLoop:
         if self.judge is None:
             return {}
         if self.judge.pending >= (_MOST_UNJUDGED if self.policies.contribution.alone else 1):
-            self.message(f"warning: no evaluation at step {self.step}: the one before is still under way")
+            self.message(f"warning: no evaluation at {self.recorder.step_name} {self.step}: the one before is still under way")
             return {}
+        self.recorder.begin_judging()
         self.judge.begin(self.step, {name: value.detach().clone() for name, value in self.engine.weights().items()})
         return {}
 
@@ -228,6 +233,9 @@ class ClusterLoop:
 
     def more_figures(self) -> dict[str, float]:
         return {"epsilon": self.epsilon()} if self.run.updates.privacy.enabled else {}
+
+    def totals(self) -> dict[str, int]:
+        return self._totals.bytes
 
     def epsilon(self) -> float:
         """What the run has told about any one sample so far. What was sent counts, whether it was taken or not."""
@@ -258,6 +266,7 @@ class ClusterLoop:
             "coordinator": self.coordinator.state_dict(),
             "ledger": self.store.ledger.length,
             "learner": self.learner.state_dict(),
+            "totals": self._totals.state_dict(),
         }
 
     def _restore(self, saved: Saved) -> None:
@@ -270,6 +279,9 @@ class ClusterLoop:
         self.driver.recover(snapshot)
         self.data.look()
         self.directory.forget_after(self.step)
+        last = next(iter(self.directory.metrics()[-1:]), {})
+        self.recorder.catch_up(last)
+        self._totals.restore(snapshot.state.get("totals", {}), last)
 
     def begin_from(self, checkpoint: Checkpoint) -> None:
         """Continue another run from its checkpoint."""
@@ -279,10 +291,5 @@ class ClusterLoop:
         self.coordinator.publisher.publish(self.step, self.learner.vector, self.learner.buffers)
 
     def _summary(self) -> dict[str, Any]:
-        traffic, state = self.server.traffic, self.coordinator.state
-        return {
-            "contributions": dict(state.contributions),
-            "refused": self.coordinator.refused | traffic.refused,
-            "received_bytes": traffic.received_bytes,
-            "sent_bytes": traffic.sent_bytes,
-        }
+        totals = self._totals
+        return {"contributions": dict(self.coordinator.state.contributions), "refused": totals.refused, **totals.bytes}

@@ -20,11 +20,12 @@ from shoal.engines import choose_device
 from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, needed
-from shoal.runs.assembly import Parts, Progress, assemble, expect_same_data, refuse_unbuilt, warner, write_info
+from shoal.runs.assembly import Parts, Progress, assemble, expect_same_data, refuse_unbuilt, tell_changes, warner, write_info
 from shoal.runs.checkpoint import find, load_weights
-from shoal.runs.cluster_loop import Agreed, ClusterLoop, Home
+from shoal.runs.cluster_loop import Agreed, ClusterLoop
+from shoal.runs.cluster_loop import Home as Place
 from shoal.runs.given import NOTHING, Given
-from shoal.runs.homes import home_of
+from shoal.runs.homes import Home, home_of
 from shoal.runs.inviting import Invitation
 from shoal.runs.recorder import Reporter
 from shoal.runs.repairing import confirmed_in, refuse_forgotten
@@ -56,14 +57,29 @@ def prepare(
 ) -> Coordinating:
     """A coordinator, new or continued, that listens."""
     refuse_unbuilt(loaded)
-    run, warn = loaded.run, warner(reporters)
+    run = loaded.run
     place = transport or run.transport
     home = home_of(run, run_dir, resume, place, hosts)
     agreed = _agree(run, home.expected or workers or run.cluster.num_workers or max(1, needed(run)), home.directory, progress, given)
     directory = home.directory or RunDirectory.create(run, run_dir)
     if home.directory is not None:
         expect_same_data(directory, agreed.parts.data)
-    directory.write_config(loaded)
+    with directory.kept_if_begun():
+        return _coordinating(loaded, home, directory, agreed, place, hosts, resume, reporters)
+
+
+def _coordinating(
+    loaded: Loaded,
+    home: Home,
+    directory: RunDirectory,
+    agreed: Agreed,
+    place: Transport,
+    hosts: tuple[str, ...],
+    resume: bool,
+    reporters: list[Reporter],
+) -> Coordinating:
+    run, warn = loaded.run, warner(reporters)
+    tell_changes(directory.write_config(loaded), reporters)
     write_info(directory, agreed.parts.data)
     _warn_of_gaps(place, hosts, warn)
     welcome = _welcome(run, directory, agreed.parts, agreed.length, agreed.expected)
@@ -72,7 +88,7 @@ def prepare(
     board = opened.board if agreed.policies.feed.leased else None
     plan = _plan(run, agreed)._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key)
     coordinator = Coordinator(plan, agreed.policies, learner)
-    around = Home(opened.server, opened.store, directory, board)
+    around = Place(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
     _go_on(loop, run, resume, warn)
     return Coordinating(loop, opened.invitation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +66,12 @@ def _with_numbers(samples: Any, collate: Collate | None) -> OwnSamples:
 
 
 def _batcher(collate: Collate | None) -> Callable[[Sequence[Any]], data.Batch]:
-    return lambda samples: named((collate or stacked)(list(samples)))
+    return partial(_batch, collate or stacked)
+
+
+def _batch(collate: Collate, samples: Sequence[Any]) -> data.Batch:
+    """At the top of the module, since processes that load ahead find functions by their name."""
+    return named(collate(list(samples)))
 
 
 def players_of(run: Run, given: Given, info: data.Info) -> dict[str, nn.Module]:

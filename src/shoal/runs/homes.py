@@ -13,9 +13,10 @@ from shoal.config.schema.cluster import Postgres, Transport
 from shoal.coordinator.store import Board, Store
 from shoal.errors import ShoalError
 from shoal.runs.assembly import continued
+from shoal.runs.going_on import forbidden, listed
 from shoal.runs.inviting import Invitation, Secrets, listen
 from shoal.runs.keeping import Files
-from shoal.runs.run_directory import RunDirectory, same_settings
+from shoal.runs.run_directory import RunDirectory
 from shoal.runs.welcome import configuration, unpack
 from shoal.transports import Message, Server
 from shoal.transports.databases import access_of
@@ -82,8 +83,11 @@ class InDatabase:
             self.expected = stored.header["shards"]
 
     def _go_on(self, stored: Message, run_dir: str | None) -> RunDirectory:
-        if not same_settings(configuration(stored.header, ()), self.run):
-            raise ShoalError("the database holds a run with other settings: go on with its own configuration, or `shoal db reset` first")
+        if different := forbidden(configuration(stored.header, ()), self.run):
+            raise ShoalError(
+                "the database holds a run with other settings: go on with its own configuration, or `shoal db reset` first. "
+                f"These differ:{listed(different)}"
+            )
         try:
             directory, _ = continued(self.run, run_dir, lambda text: None)
         except ShoalError:  # the folder was lost, or is on another machine: it is not needed

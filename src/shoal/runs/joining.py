@@ -6,6 +6,7 @@ import contextlib
 import json
 import platform
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +27,15 @@ from shoal.runs.welcome import configuration, parts_for
 from shoal.strategies import Policies
 from shoal.updates.messages import PROTOCOL, Gone, header_of
 from shoal.worker.courier import Courier, Lost, Pulse
-from shoal.worker.protocol import Frames, Protocol
+from shoal.worker.protocol import Frames, Left, Protocol
 from shoal.worker.receipts import Receipts
 from shoal.worker.worker import Worker, WorkerPolicies
 
 _LONGER_S = 60.0
 """A process waits so much longer for the first one's word than that one does for the coordinator."""
 _GONE_S = 2.0
+_LOOK_S, _SIGN_S = 0.5, 5.0
+"""How often a worker that was asked to stop looks whether it waits for an answer, and how long it then waits for a sign of life."""
 
 
 class Way(NamedTuple):
@@ -60,12 +63,15 @@ class Joined:
         self.courier = Courier(line, self.protocol, tell)
         self.worker: Worker | None = None
         self.island: Island | None = None
+        self._stopping, self._closed = threading.Event(), threading.Event()
         try:
             self.welcome = self._join()
             self.run = configuration(self.welcome.header, way.overrides)
-        except BaseException:
+        except BaseException as problem:
+            self._say_why(problem)
             self._close_lines()
             raise
+        threading.Thread(target=self._part, name="parting", daemon=True).start()
         self.pulse = Pulse(lambda: self.courier.beat(pulse_line, self.state, self.worker.figures if self.worker else {}), self._heartbeat_s)
 
     def _join(self) -> Welcome:
@@ -88,8 +94,8 @@ class Joined:
         """Put together what the work takes. `here`: as the first of several processes, which all get ready with it."""
         try:
             self.worker = self._worker(progress, here, given)
-        except BaseException:
-            self.close()
+        except BaseException as problem:
+            self.refuse(problem)
             raise
 
     @property
@@ -136,6 +142,9 @@ class Joined:
                 self.worker.work()
             if self.island is not None:
                 self.island.leave()
+        except BaseException as problem:
+            self._say_why(problem)
+            raise
         finally:
             self.close()
 
@@ -145,6 +154,17 @@ class Joined:
         self.courier.converse()
         self.close()
 
+    def refuse(self, problem: BaseException) -> None:
+        """Go again, and tell the coordinator what is wrong."""
+        self._say_why(problem)
+        self.close()
+
+    def _say_why(self, problem: BaseException) -> None:
+        """Tell the coordinator's people why this worker cannot go on, unless it was the coordinator that ended it."""
+        if self.protocol.session and isinstance(problem, Exception) and not isinstance(problem, Left):
+            said = str(problem) if isinstance(problem, ShoalError) else repr(problem)
+            self.courier.farewell(said)
+
     def close_ranks(self) -> None:
         """After the work, when nobody asks about it any more: let go of the other processes of this worker."""
         if self.island is not None:
@@ -153,11 +173,40 @@ class Joined:
             crew.close()
 
     def stop(self) -> None:
-        """Leave after this step."""
+        """Leave after this step; soon, where the coordinator does not answer any more."""
         self.protocol.stop()
         self.lines[0].wake()
+        self._stopping.set()
+
+    def _part(self) -> None:
+        """Once the worker was asked to stop: while it waits for an answer, see whether anybody is there to give it."""
+        self._stopping.wait()
+        while not self._closed.wait(_LOOK_S):
+            if self.protocol.waits and not self._is_answered():
+                self.courier.tell("nobody answers: leaving without saying goodbye")
+                self.protocol.give_up()
+                self.lines[0].close()
+                return
+
+    def _is_answered(self) -> bool:
+        """Whether the coordinator, or its database, gives a sign of life. It is asked over a new connection: others may be stuck."""
+        board = self.lines[0] is self.lines[1]
+        line = self.lines[1] if board else ClientLine(self.way.address, self.way.token, self.way.key)
+        beat = self.protocol.heartbeat("leaving", self.worker.figures if self.worker else {})
+        try:
+            line.call(header_of(beat), (), _SIGN_S)
+        except Lost:
+            return False
+        except ShoalError:  # to be refused is to be answered
+            return True
+        finally:
+            if not board:
+                line.close()
+        return True
 
     def close(self) -> None:
+        self._closed.set()
+        self._stopping.set()
         self.lines[1].close()
         self.pulse.close()
         self.courier.close()

@@ -23,8 +23,9 @@ _NO_ROOM = "warning: the GPU has no room for an evaluation beside what workers h
 class Judge:
     """Evaluates copies of the weights beside everything else, so that no worker waits for it, where workers would compute here."""
 
-    def __init__(self, parts: Parts, batches: Callable[[], Any], directory: RunDirectory, device: torch.device) -> None:
+    def __init__(self, parts: Parts, batches: Callable[[], Any], directory: RunDirectory, device: torch.device, step_name: str) -> None:
         self.parts, self.batches, self.directory, self.device = parts, batches, directory, device
+        self.step_name = step_name
         self.task = copy.deepcopy(parts.engine.task)
         self.verdicts: queue.Queue[tuple[int, dict[str, float], str]] = queue.Queue()
         self._engine: SingleEngine | None = None
@@ -61,7 +62,7 @@ class Judge:
             self._draw(step)
         except (ShoalError, OSError, RuntimeError, ValueError) as error:
             full = self.device.type != "cpu" and out_of_memory(error)
-            problem = f"warning: no evaluation or sample at step {step}: {error}"
+            problem = f"warning: no evaluation or sample at {self.step_name} {step}: {error}"
         if full:
             self._leave_gpu()
             self.verdicts.put((step, {}, _NO_ROOM))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _WELCOME_BYTES = 64 << 20
 """The largest frame before the size of the model is known: a tokenizer's file."""
 _CLAIM_S = 60.0
+_STATE_BYTES = 80
+"""What a database takes for a worker's state."""
 
 
 @contextlib.contextmanager
@@ -92,6 +94,7 @@ class BoardLine:
         self._unit: Unit | None = None
         self._fetching = False
         """Whether the worker has a unit and waits for its weights: it is at work, though it does not compute yet."""
+        self._figures: dict[str, float] = {}
         self._known: dict[str, Any] = {"version": -1, "step": 0.0, "done": False, "most_lag": float("inf")}
         self._answers: dict[str, Callable[[dict[str, Any], Frames], Answer]] = {
             "join": self._join,
@@ -184,10 +187,14 @@ class BoardLine:
         return Answer({"kind": "noted"}, ())
 
     def _beat(self, header: dict[str, Any], frames: Frames) -> Answer:
-        self.desk.beat(COMPUTING if self._fetching else header["state"], header["figures"])
+        self._figures = header["figures"]
+        self.desk.beat(COMPUTING if self._fetching else header["state"], self._figures)
         return Answer({"kind": "pulse"}, ())
 
     def _leave(self, header: dict[str, Any], frames: Frames) -> Answer:
+        if header["reason"]:
+            said = f"left: {header['reason']}".encode()[:_STATE_BYTES].decode(errors="ignore")
+            self.desk.beat(said, self._figures)
         self.desk.leave()
         return Answer({"kind": "goodbye"}, ())
 

@@ -35,7 +35,10 @@ class Loop:
 
     def train(self) -> dict[str, Any]:
         """Run to the end, and return the summary."""
-        return self.recorder.record_run(self._steps)
+        try:
+            return self.recorder.record_run(self._steps)
+        finally:
+            self.feed.close()  # processes that load ahead end with the run
 
     def interrupt(self) -> bool:
         """End after this step. Return whether that was asked for before."""
@@ -73,6 +76,9 @@ class Loop:
         return step % every == 0
 
     def more_figures(self) -> dict[str, float]:
+        return {}
+
+    def totals(self) -> dict[str, int]:
         return {}
 
     def evaluate(self) -> dict[str, float]:

@@ -78,6 +78,10 @@ class Owner(Protocol):
         """Figures for a record besides those of the steps and the engine."""
         ...
 
+    def totals(self) -> dict[str, int]:
+        """Counts since the run began, over all its starts, which stand in every record of figures."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs."""
         ...
@@ -141,12 +145,18 @@ class Recorder:
         self.without_progress = 0
         self.stopping = ""
         """Why the run ends before its time: `interrupted`, `stopped early`."""
+        self.step_name = "step"
+        """What people call a step of this run; where a step is made of many steps of each worker, it is a `round`."""
+        self.total_batches: int | None = None
+        """Batches after which the run ends, where these decide and not the number of steps."""
         self.latest: dict[str, dict[str, float]] = {"train": {}, "eval": {}}
         self.resumed_from: str | None = None
         self.members: Callable[[], Members] | None = None
         """Who takes part, where several do."""
         self.blackboard: Any = None
         """Where the run's figures are shown to all who take part, where there is such a place."""
+        self._judging: dict[int, tuple[int, int]] = {}
+        """Samples and batches that led to the weights that are being judged, by their step."""
         self._saved_at = -1
         self._started = time.monotonic()
         self._wall_before = 0.0
@@ -155,6 +165,19 @@ class Recorder:
     @property
     def step(self) -> int:
         return self.engine.step_count
+
+    @property
+    def completed(self) -> int:
+        """How far the run is, as a number of `engine.total_steps`."""
+        if self.total_batches is None:
+            return self.step
+        return min(self.engine.total_steps, self.engine.total_steps * self.batches // max(1, self.total_batches))
+
+    def at(self, step: int) -> str:
+        """Where a step is in the run, for people. Where batches decide, rounds with few workers make more steps than were planned."""
+        if self.total_batches is None:
+            return f"{self.step_name} {step}/{self.engine.total_steps}"
+        return f"{self.step_name} {step} ({min(1.0, self.batches / max(1, self.total_batches)):.0%})"
 
     @property
     def wall_s(self) -> float:
@@ -217,7 +240,7 @@ class Recorder:
     def finish(self, complete: bool) -> None:
         """The last judgement, and the last checkpoint."""
         if not complete:
-            self.message(f"{self.stopping} at step {self.step} of {self.engine.total_steps}")
+            self.message(f"{self.stopping} at {self.at(self.step)}")
         if complete and self.latest["eval"].get("step") != self.step and self._owner.evaluate():
             self._saved_at = -1  # what was judged is part of the state
         if self._saved_at != self.step:
@@ -251,9 +274,13 @@ class Recorder:
             saved = self.checkpoints.all()
             where = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
             raise ShoalError(
-                f"{bad[0]} is not a number at step {self.step}: {where}. Lower training.optimizer.learning_rate, "
+                f"{bad[0]} is not a number at {self.step_name} {self.step}: {where}. Lower training.optimizer.learning_rate, "
                 "set training.clipping.max_norm, or switch training.gradient_health on"
             )
+
+    def begin_judging(self) -> None:
+        """The weights of now are judged beside the run: their record is to tell the samples of now."""
+        self._judging[self.step] = self.samples, self.batches
 
     def judged(self, metrics: dict[str, float], step: int) -> None:
         """Record a judgement of the weights at a step."""
@@ -279,12 +306,14 @@ class Recorder:
         speed = (self.samples - before) / (now - then) if now > then else 0.0
         if split == "train":
             self._speed_mark = (now, self.samples)
-        record: dict[str, Any] = {"step": self.step if step is None else step, "split": split, "samples": self.samples}
+        step = self.step if step is None else step
+        samples, batches = self._judging.pop(step, (self.samples, self.batches)) if split == "eval" else (self.samples, self.batches)
+        record: dict[str, Any] = {"step": step, "split": split, "samples": samples}
         if self.epochs.batches_per_epoch:
-            record["epoch"] = self.batches / self.epochs.batches_per_epoch
+            record["epoch"] = batches / self.epochs.batches_per_epoch
         record |= metrics | {"wall_s": round(self.wall_s, 3)}
         if split == "train":
-            record["samples_per_s"] = round(speed, 2)
+            record |= {"samples_per_s": round(speed, 2)} | self._owner.totals()
         self.directory.record(record)
         for reporter in self.reporters:
             reporter.record(record)
@@ -298,7 +327,7 @@ class Recorder:
     def save(self) -> None:
         """Write a checkpoint. One with weights that are not finite is never written over a good one."""
         if not self.engine.finite():
-            raise ShoalError(f"the weights are not finite at step {self.step}; the checkpoints before it are untouched")
+            raise ShoalError(f"the weights are not finite at {self.step_name} {self.step}; the checkpoints before it are untouched")
         weights, state, world = self.engine.weights(), self._owner.state_dict(), self.engine.world
         if world.talk is None:
             self.checkpoints.save(self.step, weights, state)
@@ -331,6 +360,10 @@ class Recorder:
                 "latest": self.latest,
             },
         }
+
+    def catch_up(self, record: Mapping[str, Any]) -> None:
+        """The last record of a run that goes on, which may be newer than its snapshot: its time counts."""
+        self._wall_before = max(self._wall_before, float(record.get("wall_s", 0.0)))
 
     def resumed(self, checkpoint: Checkpoint) -> None:
         """The same run goes on: what it recorded and saved after the checkpoint is forgotten, since it will do that again."""

@@ -1,6 +1,7 @@
 """The folder of a run: what was asked for, what happened, and how it ended.
 
 config.yaml, provenance.json   every setting, and where it came from
+changes.jsonl                  settings that changed when the run went on, a line each time; where any did
 plugins.json                   the plugins whose parts it uses, each with its digest; where it uses any
 metrics.jsonl                  one record a line, appended
 checkpoints/, samples/         what was learned
@@ -12,29 +13,39 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from shoal.config import Run
 from shoal.config.fields import as_data
-from shoal.config.load import Loaded
+from shoal.config.load import File, Loaded, resolve
 from shoal.config.show import show, to_yaml
 from shoal.errors import ShoalError
 from shoal.runs import plugins
+from shoal.runs.going_on import Change, changes
+
+_SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "workers")
+"""What a run that has begun leaves sooner or later, however it ends."""
 
 
 class RunDirectory:
     """One run's folder."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        """`fresh`: it was made for this run, so that nothing in it is of anybody else."""
+        self.path, self.fresh = path, fresh
         self._metrics: TextIO | None = None
 
     @classmethod
     def create(cls, run: Run, wanted: str | None = None) -> RunDirectory:
         """A new folder: the one that is asked for, or one named after the run and the time."""
+        _check_names(run)
         parent = Path(run.output_dir) / (run.logging.project or "")
         stem = run.name or f"{run.chosen_task.kind}-{run.model.kind}"
         path = Path(wanted) if wanted else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
@@ -45,12 +56,43 @@ class RunDirectory:
         if wanted and (path / "config.yaml").exists():
             raise ShoalError(f"{path} holds a run already: add --resume to continue it, or choose another --run-dir")
         try:
+            fresh = not path.exists() or (path.is_dir() and not any(path.iterdir()))
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ShoalError(f"cannot make the run's folder {path}: {error.strerror}") from None
-        return cls(path)
+        return cls(path, fresh)
 
-    def write_config(self, loaded: Loaded) -> None:
+    @contextmanager
+    def kept_if_begun(self) -> Iterator[None]:
+        """A run that fails before it has begun leaves no folder behind."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            if self.fresh and not any((self.path / name).exists() for name in _SIGNS_OF_A_RUN):
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    def config(self) -> Run:
+        """The settings that the run has. Raises ShoalError for those of a version that cannot be read any more."""
+        return resolve([File(str(self.path / "config.yaml"))], dialect="shoal", resolved=True).run
+
+    def write_config(self, loaded: Loaded) -> list[Change]:
+        """Write down the settings. Return what they change for a run that goes on, which is written down, too."""
+        changed = changes(self.config(), loaded.run) if (self.path / "config.yaml").exists() else []
+        if changed:
+            self._append("changes.jsonl", {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": {one.path: one[1:] for one in changed}})
+        self._write_config(loaded)
+        return changed
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        try:
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise ShoalError(f"cannot write {self.path / name}: {error.strerror or error}") from None
+
+    def _write_config(self, loaded: Loaded) -> None:
         text = to_yaml(as_data(loaded.run, mask=None))  # secrets come from the environment again
         text = text.replace("${", "$${")  # variables were expanded; what looks like one now is plain text
         self.write("provenance.json", show(loaded, origin=True, style="json"))
@@ -104,11 +146,20 @@ class RunDirectory:
             self._metrics = None
 
 
+def _check_names(run: Run) -> None:
+    """Raise ShoalError for names that would lead out of the folder of runs."""
+    name, project = run.name or "", run.logging.project or ""
+    if "/" in name or "\\" in name or name in (".", ".."):
+        raise ShoalError(f"name: `{name}` is to be a part of a folder's name, so it has no / or \\; output_dir says where runs are kept")
+    if Path(project).is_absolute() or ".." in re.split(r"[/\\]", project):
+        raise ShoalError(f"logging.project: `{project}` leads out of {run.output_dir}; output_dir says where runs are kept")
+
+
 class SilentDirectory(RunDirectory):
     """The folder of a run that another process writes."""
 
-    def write_config(self, loaded: Loaded) -> None:
-        pass
+    def write_config(self, loaded: Loaded) -> list[Change]:
+        return []
 
     def record(self, record: dict[str, Any]) -> None:
         pass
@@ -126,21 +177,3 @@ def _step_of(line: str) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return sys.maxsize
-
-
-def same_settings(first: Run, second: Run) -> bool:
-    """May one run continue the other? Everything that shapes the numbers must be the same.
-
-    Another engine gives the same numbers. Where one is of several processes, how a step's samples are cut up among them may change, too:
-    the feed sees to it that it goes on at a whole step. The processes of collectives step by themselves: there the engine counts.
-    """
-    free = {"name", "output_dir", "log_level", "checkpoint", "logging", "hub", "serving", "transport", "engine", "launch"}
-    left, right = as_data(first), as_data(second)
-    if "collectives" in (first.engine.kind, second.engine.kind):
-        free -= {"engine", "launch"}
-    elif first.engine.kind != "single" or second.engine.kind != "single":
-        for tree in (left, right):
-            for name in ("batch_size", "gradient_accumulation_steps", "global_batch_size"):
-                del tree["training"][name]
-            del tree["evaluation"]["batch_size"]  # follows from the training's
-    return all(left[name] == right[name] for name in left if name not in free)

@@ -16,7 +16,7 @@ from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.runs import plugins
-from shoal.runs.assembly import config_of, write_text
+from shoal.runs.assembly import write_text
 from shoal.runs.checkpoint import Checkpoint, find, read_weights, save_weights
 from shoal.runs.run_directory import RunDirectory
 
@@ -48,7 +48,7 @@ def open_run(path: str, warn: Callable[[str], None]) -> Trained:
     if not (root / "config.yaml").exists() or not (pushed.exists() or (root / "provenance.json").exists()):
         raise ShoalError(f"there is no run at {path}: `shoal runs` lists those there are")
     plugins.expect_those_of(root)
-    run = config_of(RunDirectory(root))
+    run = RunDirectory(root).config()
     try:
         raw: dict[str, Any] = json.loads((root / "data.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

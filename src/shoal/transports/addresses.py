@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
 import socket
+import struct
+import sys
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -75,7 +78,19 @@ def free_port(host: str, port: int = 0) -> int | None:
 
 
 def local_addresses() -> list[str]:
-    """Addresses under which others on the network probably reach this machine, the likeliest first.
+    """Addresses under which others on the network probably reach this machine, the likeliest first; 127.0.0.1 where it has no other."""
+    found = dict.fromkeys([*_addresses_of_routes(), *_addresses_of_interfaces()])
+    useful = [address for address in found if not is_everywhere(address) and not is_loopback(address)]
+    return sorted(useful, key=_is_makeshift) or ["127.0.0.1"]
+
+
+def _is_makeshift(address: str) -> bool:
+    """Whether a machine gave itself the address, because nobody else did."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_link_local
+
+
+def _addresses_of_routes() -> list[str]:
+    """Our addresses on the ways that lead out of the network, where there are such ways.
 
     A datagram socket "connected" to an address reserved for documentation learns which of our addresses it would use, and sends nothing.
     """
@@ -87,7 +102,31 @@ def local_addresses() -> list[str]:
                 found.append(str(probe.getsockname()[0]))
         except OSError:
             continue
-    return [address for address in found if not is_everywhere(address)] or ["127.0.0.1"]
+    return found
+
+
+def _addresses_of_interfaces() -> list[str]:
+    """The addresses that this machine's network cards have, as far as the system tells: a network without a way out has them, too."""
+    with contextlib.suppress(OSError):
+        named = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+        return [*_addresses_of_cards(), *named]
+    return _addresses_of_cards()
+
+
+def _addresses_of_cards() -> list[str]:
+    """IPv4 addresses of the network cards, one by one. Windows knows them all by the machine's name."""
+    question = {"linux": 0x8915, "darwin": 0xC0206921}.get(sys.platform)  # SIOCGIFADDR
+    found: list[str] = []
+    if question is None:
+        return found
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # a card without an address
+                answer = fcntl.ioctl(probe.fileno(), question, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return found
 
 
 def to_tell(host: str) -> str:

@@ -15,6 +15,7 @@ from shoal.errors import ShoalError
 
 PROTOCOL = 2
 _MOST = 2**53
+LONGEST_REASON = 500
 EMPTY: Mapping[str, float] = MappingProxyType({})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -59,6 +60,8 @@ class Leave(NamedTuple):
 
     session: str
     number: int
+    reason: str = ""
+    """Why, where the worker cannot go on."""
 
 
 class Gone(NamedTuple):
@@ -187,7 +190,7 @@ def _is_name(value: Any) -> bool:
 _SESSION = {"session": _text(64), "number": _integer(0)}
 _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
     "join": (Join, {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16), "instance": _text(64)}),
-    "leave": (Leave, _SESSION),
+    "leave": (Leave, _SESSION | {"reason": _text(LONGEST_REASON)}),
     "gone": (Gone, {"name": lambda value: value is not None and _is_name(value)}),
     "heartbeat": (Heartbeat, _SESSION | {"state": _text(40), "figures": _mapping(lambda value: type(value) in (int, float), 16)}),
     "pull": (Pull, _SESSION | {"have": _integer(-1)}),
@@ -200,7 +203,7 @@ _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
     ),
     "claim": (Claim, _SESSION | {"have": _integer(-1)}),
     "giveback": (GiveBack, _SESSION | {"unit": _integer(0)}),
-    "fail": (Fail, _SESSION | {"unit": _integer(0), "reason": _text(500)}),
+    "fail": (Fail, _SESSION | {"unit": _integer(0), "reason": _text(LONGEST_REASON)}),
 }
 
 

@@ -44,7 +44,7 @@ def _row(worker: Mapping[str, Any], whole: float) -> tuple[str, ...]:
     samples, idle, here = _figure(worker, "samples"), _figure(worker, "idle_s"), (worker["seen_at"] - worker["joined_at"]).total_seconds()
     return (
         str(worker["name"]),
-        str(worker["state"]) if worker["alive"] else "left" if worker["left_at"] else "gone",
+        _state(worker),
         f"{_figure(worker, 'samples_per_s'):.3g}",
         f"{100 * idle / here:.0f} %" if here > 0 else "-",
         str(worker["completed"]),
@@ -52,6 +52,14 @@ def _row(worker: Mapping[str, Any], whole: float) -> tuple[str, ...]:
         f"{samples:,.0f}",
         f"{100 * samples / whole:.0f} %" if whole else "-",
     )
+
+
+def _state(worker: Mapping[str, Any]) -> str:
+    """What a worker does; whether it is there; and why it left, where it said so."""
+    state = "".join(character if character.isprintable() else "?" for character in str(worker["state"]))
+    if worker["alive"] or (worker["left_at"] and state.startswith("left: ")):
+        return state
+    return "left" if worker["left_at"] else "gone"
 
 
 def _figure(worker: Mapping[str, Any], name: str) -> float:
@@ -68,7 +76,10 @@ def lines(view: Any) -> Iterator[tuple[str, str]]:
     yield "run", f"{plan.get('name', '?')}: {plan.get('strategy', '?')}, {plan.get('parameters', 0):,} parameters"
     in_units = "members" not in view.facts
     iteration = (view.iteration if in_units else round(figures.get("step", 0))) or 0
-    yield "progress", f"{epoch}iteration {iteration} of {plan.get('steps', '?')}, {images:,.0f} {'images' if in_units else 'samples'}"
+    planned = plan.get("steps", "?")
+    # Rounds that close with fewer results than planned make more of them.
+    of_all = f" of {planned}" if not isinstance(planned, int) or iteration <= planned else ""
+    yield "progress", f"{epoch}iteration {iteration}{of_all}, {images:,.0f} {'images' if in_units else 'samples'}"
     if in_units:
         yield "units", _units(view.units)
     losses = {name: value for name, value in figures.items() if name.endswith(("loss", "accuracy"))}

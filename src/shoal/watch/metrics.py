@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_NOT_METRICS = ("step", "split", "samples", "epoch", "wall_s")
+_NOT_METRICS = ("step", "split", "samples", "epoch", "wall_s", "received_bytes", "sent_bytes")
 
 
 def metrics_of(record: dict[str, Any]) -> dict[str, float]:

@@ -30,21 +30,20 @@ class PlainProgress(Reporter):
         self.quiet = level in ("WARNING", "ERROR")
         self.mute = level == "ERROR"
         self.every_s = 0.0 if level == "DEBUG" else every_s
-        self.total = 0
         self._last = 0.0
 
     def start(self, recorder: Recorder) -> None:
-        self.total = recorder.engine.total_steps
+        self.recorder = recorder
         if recorder.step:
-            self.message(f"resumed from {recorder.resumed_from} at step {recorder.step}")
+            self.message(f"resumed from {recorder.resumed_from} at {recorder.step_name} {recorder.step}")
 
     def record(self, record: dict[str, Any]) -> None:
         now = time.monotonic()
-        if record["split"] == "train" and now - self._last < self.every_s and record["step"] < self.total:
+        if record["split"] == "train" and now - self._last < self.every_s and self.recorder.completed < self.recorder.engine.total_steps:
             return
         self._last = now
         rate = f"  {record['samples_per_s']:.0f} samples/s" if "samples_per_s" in record else ""
-        self.message(f"step {record['step']}/{self.total}  {record['split']}: {figures(record)}{rate}")
+        self.message(f"{self.recorder.at(record['step'])}  {record['split']}: {figures(record)}{rate}")
 
     def message(self, text: str) -> None:
         if not self.quiet or (text.startswith("warning") and not self.mute):
@@ -64,18 +63,19 @@ class LiveProgress(Reporter):
         self.bar: TaskID | None = None
 
     def start(self, recorder: Recorder) -> None:
+        self.recorder = recorder
         if recorder.step:
-            self.message(f"resumed from {recorder.resumed_from} at step {recorder.step}")
-        self.bar = self.progress.add_task("training", total=recorder.engine.total_steps, completed=recorder.step, figures="")
+            self.message(f"resumed from {recorder.resumed_from} at {recorder.step_name} {recorder.step}")
+        self.bar = self.progress.add_task("training", total=recorder.engine.total_steps, completed=recorder.completed, figures="")
         self.progress.start()
 
     def step(self, recorder: Recorder) -> None:
         if self.bar is not None:
-            self.progress.update(self.bar, completed=recorder.step)
+            self.progress.update(self.bar, completed=recorder.completed)
 
     def record(self, record: dict[str, Any]) -> None:
         if record["split"] == "eval":
-            self.message(f"step {record['step']}  eval: {figures(record)}")
+            self.message(f"{self.recorder.step_name} {record['step']}  eval: {figures(record)}")
         elif self.bar is not None:
             self.progress.update(self.bar, figures=f"{figures(record)}  {record['samples_per_s']:.0f}/s")
 
@@ -105,10 +105,11 @@ class LiveCluster(LiveProgress):
     """A table of the workers above the bar."""
 
     def start(self, recorder: Recorder) -> None:
+        self.recorder = recorder
         self.live = Live(console=self.console, get_renderable=lambda: Group(table_of(recorder), self.progress), refresh_per_second=4)
         if recorder.step:
-            self.message(f"resumed from {recorder.resumed_from} at step {recorder.step}")
-        self.bar = self.progress.add_task("training", total=recorder.engine.total_steps, completed=recorder.step, figures="")
+            self.message(f"resumed from {recorder.resumed_from} at {recorder.step_name} {recorder.step}")
+        self.bar = self.progress.add_task("training", total=recorder.engine.total_steps, completed=recorder.completed, figures="")
         self.live.start()
 
     def close(self, summary: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ class LossCurve(Reporter):
     """loss.png in the run's folder, drawn when it ends."""
 
     def start(self, recorder: Recorder) -> None:
-        self.directory = recorder.directory
+        self.directory, self.step_name = recorder.directory, recorder.step_name
 
     def close(self, summary: dict[str, Any]) -> None:
         if not hasattr(self, "directory"):
@@ -80,10 +80,10 @@ class LossCurve(Reporter):
         curves: dict[str, list[tuple[float, float]]] = {}
         for record in self.directory.metrics():
             for name, value in record.items():
-                if name.endswith("loss") and value == value:
+                if name.endswith("loss") and isinstance(value, (int, float)):
                     curves.setdefault(f"{record['split']} {name}", []).append((record["step"], value))
         if curves:
-            save_curves(curves, Path(self.directory.path) / "loss.png")
+            save_curves(curves, Path(self.directory.path) / "loss.png", x_title=self.step_name)
 
 
 def sinks_for(run: Run) -> list[Reporter]:

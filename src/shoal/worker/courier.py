@@ -96,6 +96,13 @@ class Courier:
         self._jobs.put(future)
         return future
 
+    def farewell(self, reason: str) -> None:
+        """Leave before the time and say why, if anybody hears it. What is under way is said first."""
+        self.protocol.stop()
+        self.protocol.leave(reason)
+        with contextlib.suppress(ShoalError, Lost):
+            self.converse() if self._thread is None else self.send(soon=False).result()
+
     def beat(self, line: Line, state: str, figures: Mapping[str, float]) -> None:
         """A sign of life, over a line of its own, so that a long upload does not look like death. It does no harm if one is lost."""
         if not self.protocol.session:

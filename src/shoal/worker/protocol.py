@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.updates.messages import Asked, Claim, Contribute, Fail, GiveBack, Heartbeat, Join, Leave, Pull
+from shoal.updates.messages import LONGEST_REASON, Asked, Claim, Contribute, Fail, GiveBack, Heartbeat, Join, Leave, Pull
 
 Frames = Sequence[bytes | memoryview]
 SLOWEST_LINK = 50_000
@@ -35,7 +35,7 @@ _ASK_AGAIN = ("too-fast", "replayed", "asked-again")
 
 
 class Left(ShoalError):
-    """The coordinator does not want this worker any more."""
+    """The coordinator does not want this worker any more, or is gone: there is nobody to say goodbye to."""
 
 
 class Question(NamedTuple):
@@ -130,6 +130,8 @@ class Protocol:
         self.done = self.stopping = self.left = False
         self.pending: _Pending | None = None
         self._claims = self._leaves = False
+        self._reason = ""
+        """Why the worker leaves before its time."""
         self._returns: list[GiveBack | Fail] = []
         self._number = self._beats = 0
         self._asking: Asked | None = None
@@ -159,14 +161,24 @@ class Protocol:
         self._returns.append(GiveBack("", 0, unit))
 
     def fail(self, unit: int, reason: str) -> None:
-        self._returns.append(Fail("", 0, unit, reason[:500]))
+        self._returns.append(Fail("", 0, unit, reason[:LONGEST_REASON]))
 
-    def leave(self) -> None:
-        self._leaves = True
+    def leave(self, reason: str = "") -> None:
+        """Go. `reason`: what the coordinator's people should know, where the worker cannot go on."""
+        self._leaves, self._reason = True, reason[:LONGEST_REASON]
 
     def stop(self) -> None:
         """The worker is about to leave: it does not wait for rounds to close any more."""
         self.stopping = True
+
+    def give_up(self) -> None:
+        """Ask nothing more: nobody answers, and the worker was asked to stop. Any thread may call this."""
+        self.left = True
+
+    @property
+    def waits(self) -> bool:
+        """Whether a question is under way."""
+        return self._asked_at is not None
 
     # --- questions ---------------------------------------------------------------------------------
 
@@ -191,7 +203,7 @@ class Protocol:
         if self._returns:
             return self._returns[0], ()
         if self._leaves:
-            return Leave("", 0), ()
+            return Leave("", 0, self._reason), ()
         if self.have < 0:
             return (Pull("", 0, -1) if self.ready else None), ()
         if self.pending is not None:
@@ -200,6 +212,8 @@ class Protocol:
 
     def _timeout_s(self, frames: Frames) -> float:
         """The answer may be as long as all weights are. Over a slow link that takes its time, and to ask again would make it longer."""
+        if isinstance(self._asking, Leave):
+            return ANSWER_S
         size = sum(len(frame) for frame in frames) + 4 * int(self.welcome.get("size", 0))
         return ANSWER_S + size / SLOWEST_LINK
 
@@ -217,7 +231,7 @@ class Protocol:
 
     def lost(self, now: float, why: str) -> Retry:
         """No answer came. Raises ShoalError where patience is at its end."""
-        if isinstance(self._asking, Leave):
+        if self.left or isinstance(self._asking, Leave):
             self.left = True  # a coordinator that is gone need not know
             return Retry(0.0, "")
         waited_s = 0.0 if self._asked_at is None else now - self._asked_at
@@ -225,7 +239,7 @@ class Protocol:
             self.left = True
             return Retry(0.0, "")
         if waited_s > self.patience_s:
-            raise ShoalError(f"the coordinator has not answered for {waited_s:.0f} s: {why}")
+            raise Left(f"the coordinator has not answered for {waited_s:.0f} s: {why}")
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
         return Retry(pause_s, f"the coordinator does not answer ({why}); trying again" if pause_s >= _WORTH_A_WORD_S else "")
 

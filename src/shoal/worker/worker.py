@@ -103,6 +103,14 @@ class Worker:
 
     def work(self) -> None:
         """Until the run is over, or somebody says stop."""
+        try:
+            self._work()
+        finally:
+            self.receipts.close()
+            if self._feed is not None:
+                self._feed.close()  # processes that load ahead end with the work
+
+    def _work(self) -> None:
         welcome = self.protocol.welcome
         if not self.policies.feed.leased:
             self._sit(Seated(welcome["seat"], welcome["epoch"], welcome["position"]))
@@ -117,7 +125,6 @@ class Worker:
         self.state = "leaving"
         self.protocol.leave()
         self._say_all()
-        self.receipts.close()
 
     def stop(self) -> None:
         """Leave soon; from any thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from shoal.errors import ShoalError
@@ -13,6 +14,9 @@ try:
     from psycopg import sql
 except ImportError:
     raise ShoalError("a PostgreSQL database needs the Python package psycopg: pip install 'shoal[classroom]'") from None
+
+# What psycopg remarks while a connection is lost is no news: whoever uses the connection says what happened. A program's own log hears it.
+logging.getLogger("psycopg").addHandler(logging.NullHandler())
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 Error = psycopg.Error

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from shoal.config.paths import nothing_at
 from shoal.data.hub.access import hub_answers, quiet
 from shoal.data.optional import need
 from shoal.data.text.tokenizers.byte_level import ByteTokenizer
@@ -71,8 +72,8 @@ def _own(file: Path) -> Tokenizer:
 
 
 def _from_hub(name: str, token: str | None) -> Tokenizer:
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ShoalError(f"data.tokenizer: there is nothing at {name}: expected a tokenizer.json, or a folder with {_FILES}")
+    if missing := nothing_at(name):
+        raise ShoalError(f"data.tokenizer: {missing}: expected a tokenizer.json, or a folder with {_FILES}")
     online = hub_answers()
     try:
         with quiet():

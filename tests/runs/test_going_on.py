@@ -1,0 +1,63 @@
+"""What a run that goes on may change: how long it is and how it is run, and nothing that shapes its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from shoal.config import Run
+from shoal.config.load import resolve_data
+from shoal.runs.going_on import changes, forbidden
+
+
+def run_of(settings: Mapping[str, Any]) -> Run:
+    made = resolve_data(settings, name="test", dialect="shoal", environ={"HF_TOKEN": "secret"} if settings.get("hub") else {})
+    assert made.ok, made.problems
+    return made.run
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"training": {"max_steps": 9}},
+        {"training": {"early_stopping": {"patience": 3}}},
+        {"strategy": {"kind": "diloco", "round_timeout_s": 5.0, "grace_s": 1.0, "rounds": 7}},
+        {"coordinator": {"heartbeat_interval_s": 1.0}},
+        {"logging": {"every_steps": 3, "sinks": ["wandb"]}},
+        {"checkpoint": {"every_steps": 3, "keep_last": 9}},
+        {"evaluation": {"every_steps": 3, "batches": 2}},
+        {"data": {"loader": {"num_workers": 4}}},
+        {"transport": {"port": 7777}, "name": "another", "log_level": "DEBUG"},
+    ],
+)
+def test_operational_settings_may_change(now: Mapping[str, Any]) -> None:
+    before = run_of({"strategy": {"kind": "diloco"}})
+    assert changes(before, run_of({"strategy": {"kind": "diloco"}} | now))
+    assert not forbidden(before, run_of({"strategy": {"kind": "diloco"}} | now))
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ({"training": {"batch_size": 8}}, ["training.batch_size: 32 before, 8 now"]),
+        ({"seed": 7}, ["seed: 42 before, 7 now", "data.shuffle_seed: 42 before, 7 now"]),
+        ({"strategy": {"kind": "diloco", "inner_steps": 3}}, ["strategy.inner_steps: 500 before, 3 now"]),
+        ({"updates": {"clip_norm": 1.0}}, ["updates.clip_norm: null before, 1.0 now"]),
+    ],
+)
+def test_settings_that_shape_the_numbers_are_named_with_both_values(now: Mapping[str, Any], said: list[str]) -> None:
+    found = forbidden(run_of({"strategy": {"kind": "diloco"}}), run_of({"strategy": {"kind": "diloco"}} | now))
+    assert [str(change) for change in found] == said
+
+
+def test_settings_of_another_kind_are_not_set_before() -> None:
+    found = forbidden(run_of({"strategy": {"kind": "edp"}}), run_of({"strategy": {"kind": "async"}}))
+    assert "strategy.kind: edp before, async now" in map(str, found)
+    assert "strategy.max_staleness: not set before, 50 now" in map(str, found)
+
+
+def test_secrets_are_never_told() -> None:
+    told = changes(run_of({}), run_of({"transport": {"kind": "postgres", "password": "hunter2"}}))
+    assert not any("hunter2" in str(change) for change in told)

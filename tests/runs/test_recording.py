@@ -1,0 +1,107 @@
+"""What is recorded of a run: counts that belong to the step they stand beside, and that go on over restarts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal.cli.showing import contributions
+from shoal.config.load import resolve_data
+from shoal.engines import StepResult
+from shoal.runs.cluster_loop import SharedData
+from shoal.runs.recorder import Recorder, Reporter
+from shoal.runs.run_directory import RunDirectory
+from shoal.runs.totals import added
+
+
+def recorder_in(folder: Path, *, total_steps: int = 10) -> Recorder:
+    run = resolve_data({}, name="test", dialect="shoal", environ={}).run
+    engine: Any = SimpleNamespace(step_count=0, total_steps=total_steps, task=SimpleNamespace(headline="loss", higher_is_better=False))
+    return Recorder(run, engine, SharedData(batches_per_epoch=4), RunDirectory(folder), [])
+
+
+def take_step(recorder: Recorder) -> None:
+    recorder.engine.step_count += 1
+    recorder.count(StepResult({}, 1, 16), 1)
+
+
+def test_a_judgement_that_comes_late_tells_the_samples_of_the_weights_it_is_about(tmp_path: Path) -> None:
+    recorder = recorder_in(tmp_path)
+    for _ in range(2):
+        take_step(recorder)
+    recorder.begin_judging()
+    for _ in range(3):
+        take_step(recorder)
+    recorder.judged({"loss": 1.0}, 2)
+    recorder.judged({"loss": 0.5}, 5)
+    first, second = recorder.directory.metrics()
+    assert (first["step"], first["samples"], first["epoch"]) == (2, 32, 0.5)
+    assert (second["step"], second["samples"], second["epoch"]) == (5, 80, 1.25)
+
+
+def test_a_run_that_ends_by_its_data_never_shows_more_than_all_of_it(tmp_path: Path) -> None:
+    """Rounds with fewer contributions than planned make more steps: 6 of 4 would help nobody."""
+    recorder = recorder_in(tmp_path, total_steps=4)
+    recorder.total_batches = 8
+    for _ in range(6):
+        take_step(recorder)
+    assert recorder.at(6) == "step 6 (75%)"
+    assert recorder.completed == 3
+
+
+def test_a_step_of_many_steps_of_each_worker_is_called_a_round(tmp_path: Path) -> None:
+    recorder = recorder_in(tmp_path)
+    assert recorder.at(2) == "step 2/10"
+    recorder.step_name = "round"
+    assert recorder.at(2) == "round 2/10"
+
+
+def test_contributions_that_were_replaced_are_not_hidden_among_the_accepted() -> None:
+    assert (
+        contributions({"accepted": 9, "stale": 2, "replaced": 4})
+        == "9 accepted (4 of them replaced by a later one of the same worker), 2 stale"
+    )
+    assert contributions({"accepted": 9}) == "9 accepted"
+
+
+def test_counts_of_several_keepers_are_added() -> None:
+    assert added({"malformed": 1}, {}, {"malformed": 2, "too-fast": 1}) == {"malformed": 3, "too-fast": 1}
+
+
+class StopsAt(Reporter):
+    """Ends a run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def step(self, recorder: Recorder) -> None:
+        if recorder.step >= self.at:
+            recorder.stopping = "interrupted"
+
+
+def test_bytes_and_time_are_counted_over_restarts(tmp_path: Path) -> None:
+    settings = {
+        "model": {"kind": "mlp", "hidden_sizes": [4]},
+        "training": {"batch_size": 16, "max_steps": 20, "device": "cpu"},
+        "strategy": {"kind": "diloco", "inner_steps": 5},
+        "transport": {"kind": "in-process"},
+        "evaluation": {"strategy": "never"},
+    }
+    folder = tmp_path / "run"
+    first = shoal.train(settings, workers=1, run_dir=folder, reporters=[StopsAt(3)], progress=False)
+    settings["training"] = settings["training"] | {"max_steps": 25}  # type: ignore[operator]
+    second = shoal.train(settings, workers=1, run_dir=folder, resume=True, progress=False)
+    before, after = first.summary, second.summary
+    assert (before["steps"], after["steps"]) == (3, 5), "a run that goes on may be longer"
+    assert after["contributions"]["accepted"] == 5
+    each = before["received_bytes"] / 3
+    assert after["received_bytes"] == pytest.approx(5 * each, rel=0.2), "two contributions more"
+    assert after["sent_bytes"] > before["sent_bytes"]
+    assert after["wall_s"] > before["wall_s"]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["received_bytes"] for record in records] == sorted(record["received_bytes"] for record in records)
