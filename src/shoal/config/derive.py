@@ -67,7 +67,8 @@ def bucket_size(settings: Settings) -> int:
 def contributions(settings: Settings) -> tuple[int | None, str]:
     """How many contributions make an update, and the setting that says so."""
     strategy: type[Strategy] = Strategy.kinds[settings.get("strategy.kind")]
-    if strategy.update_from == "strategy.kind" or (strategy.mean_of_one and settings.get("updates.aggregation.kind") == "mean"):
+    averaged = settings.get("updates.aggregation.kind") == "mean" and settings.get("updates.mixing.kind") == "none"
+    if strategy.update_from == "strategy.kind" or (strategy.mean_of_one and averaged):
         return 1, "strategy.kind"
     return settings.get(strategy.update_from), strategy.update_from
 

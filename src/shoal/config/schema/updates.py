@@ -210,3 +210,8 @@ class Updates(Section):
     """
     below_quorum: Literal["wait", "stop"] = "wait"
     """When too few workers are left for the aggregation rule."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether contributions are compared with each other, so that each worker must be one of those that are compared."""
+        return self.aggregation.kind != "mean" or self.mixing.kind != "none"
