@@ -18,6 +18,7 @@ from shoal.config.former import was_a_transport
 from shoal.config.load import Loaded, Override
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import STRATEGY_FOR_WORKERS, Place, of_several, place
+from shoal.config.refusals import refusals
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorkers, fair_threads, gpus_of, names_for, trusting, wait_quietly
@@ -138,8 +139,10 @@ def plan(load: Load, asked: Asked) -> Plan:
 
 
 def _good(loaded: Loaded) -> Loaded:
-    if not loaded.ok:
-        raise ConfigError(loaded.problems)
+    """Raise ConfigError with everything that the run is refused for."""
+    problems = loaded.problems if not loaded.ok else refusals(loaded)
+    if problems:
+        raise ConfigError(problems)
     return loaded
 
 
@@ -161,9 +164,6 @@ def _local(loaded: Loaded, asked: Asked) -> Plan:
     if here is None and of_several(loaded.run):
         if asked.live:
             _refuse_other_processes(loaded, asked.live)
-        from shoal.runs.assembly import refuse_unbuilt
-
-        refuse_unbuilt(loaded)
         return Plan(Way.RANKS, loaded, asked)
     return Plan(Way.ALONE, loaded, asked, here)
 

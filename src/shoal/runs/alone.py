@@ -10,7 +10,7 @@ from shoal.config.load import Loaded
 from shoal.config.ranks import Place
 from shoal.engines import World, choose_device, enter
 from shoal.errors import ShoalError
-from shoal.runs.assembly import Progress, assemble, continued, held_out, refuse_unbuilt, sampler, warner, write_info
+from shoal.runs.assembly import Progress, assemble, continued, held_out, sampler, warner, write_info
 from shoal.runs.checkpoint import Checkpoint, find, read
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.loop import Loop
@@ -29,7 +29,6 @@ def prepare(
     given: Given = NOTHING,
 ) -> Loop:
     """A loop that is ready to train, new or continued. `here`: as one of several processes, which all must get here."""
-    refuse_unbuilt(loaded)
     run = loaded.run
     warn = warner(reporters)
     world = enter(here, choose_device(run.training.device, here.local_rank)) if here else None

@@ -20,7 +20,7 @@ from shoal.engines import choose_device
 from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, fingerprint, needed
-from shoal.runs.assembly import Parts, Progress, assemble, refuse_unbuilt, warner, write_info
+from shoal.runs.assembly import Parts, Progress, assemble, warner, write_info
 from shoal.runs.checkpoint import find, load_weights
 from shoal.runs.cluster_loop import Agreed, ClusterLoop, Home
 from shoal.runs.given import NOTHING, Given
@@ -54,7 +54,6 @@ def prepare(
     given: Given = NOTHING,
 ) -> Coordinating:
     """A coordinator, new or continued, that listens."""
-    refuse_unbuilt(loaded)
     run, warn = loaded.run, warner(reporters)
     place = transport or run.transport
     home = home_of(run, run_dir, resume, place, hosts)
