@@ -9,7 +9,7 @@ import torch
 from tiny_cluster import RATE, Cluster, FakeWorker, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
-from shoal.config.schema.updates import Krum, Median, Updates
+from shoal.config.schema.updates import Krum, Median, TrimmedMean, Updates
 from shoal.coordinator import Barrier, Every
 from shoal.strategies import Policies
 
@@ -358,6 +358,24 @@ def test_a_coordinator_that_comes_back_gives_its_workers_the_time_to_do_so_too()
         cluster.pass_time(3.0)
         cluster.join(name)
     assert not cluster.coordinator.finished
+
+
+def test_a_rule_that_withstands_nothing_with_the_workers_there_are_says_so_once() -> None:
+    updates = Updates(aggregation=TrimmedMean())
+    cluster, (a, b) = cluster_of(comparing(3, updates), "ab", updates=updates)
+    for _ in range(3):
+        cluster.step(a)
+        cluster.step(b)
+    weak = "warning: trimmed-mean withstands nothing with contributions of 2 workers: it takes 3; this is a mean"
+    assert cluster.coordinator.state.version == 3
+    assert [note for note in cluster.notes if "withstands" in note] == [weak]
+    c = cluster.join("c")
+    for worker in (a, b, c):
+        cluster.step(worker)
+    cluster.leave(c)
+    cluster.step(a)
+    cluster.step(b)
+    assert [note for note in cluster.notes if "withstands" in note] == [weak, weak], "and again, when one has left"
 
 
 def test_a_barrier_with_a_rule_waits_beyond_its_deadline() -> None:

@@ -391,6 +391,8 @@ class Coordinator:
         while not self.finished and self.closing.due(self.state.version, self.now):
             number = self.state.version
             held = sorted(self.rounds.open[number].held.values(), key=lambda one: (one.record["worker"], one.record["seq"]))
+            if (word := self.closing.judge(self.rounds.workers(number))) is not None:
+                self.emit(word)
             if self.policies.rounds.waits_for_all:
                 self.rounds.miss(number)
             self.record({"kind": "closed", "round": number, "contributions": [list(one.key) for one in held]})

@@ -70,6 +70,8 @@ def prepare(
     around = Home(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
     _go_on(loop, run, resume, warn)
+    if run.updates.privacy.enabled:
+        loop.warn_of_epsilon(loaded.settings.spelling("updates.privacy.noise_multiplier"))
     return Coordinating(loop, opened.invitation)
 
 
