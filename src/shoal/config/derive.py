@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from shoal.config.layers import Settings, UnavailableError
 from shoal.config.schema.model import Model
@@ -183,6 +184,35 @@ def number_of_workers(settings: Settings) -> None:
     listed = settings.get("cluster.workers")
     if settings.get("cluster.num_workers") is None and listed:
         settings.derive("cluster.num_workers", len(listed), "workers listed")
+
+
+@_step
+def port_of_server(settings: Settings) -> None:
+    """Where hosts reach the server at ports of their own, the server listens at the one of its own entry."""
+    server = settings.get("cluster.server")
+    host = settings.get("cluster.hosts").get(server)
+    if host is not None and host.server_port is not None and not settings.given("transport.port"):
+        settings.derive("transport.port", host.server_port, f"the port of the server, {server}")
+
+
+@_step
+def record_on_wandb(settings: Settings) -> None:
+    """smolcluster's files log to W&B where they name a project or ask for gradient norms. Without the package that is told, not refused."""
+    asked = [
+        path for path in ("logging.project", "logging.track_gradients") if settings.get(path) and _is_of(settings, path, "smolcluster")
+    ]
+    if not asked or settings.given("logging.sinks"):
+        return None
+    if find_spec("wandb") is not None:
+        return settings.derive("logging.sinks", ["wandb"], f"`{settings.spelling(asked[0])}` is logged to W&B")
+    message = f"`{settings.spelling(asked[0])}` is meant for W&B, which is not installed: the figures are in the run's metrics.jsonl only"
+    settings.report("wandb", message, asked[0], severity="warning", help="pip install 'shoal[wandb]'")
+
+
+def _is_of(settings: Settings, path: str, dialect: str) -> bool:
+    """Whether a setting was given in a file of this dialect."""
+    assignment = settings.last(tuple(path.split(".")))
+    return assignment is not None and assignment.layer.dialect == dialect
 
 
 @_step

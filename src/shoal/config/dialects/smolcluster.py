@@ -35,8 +35,8 @@ def _imply(seen: Seen) -> Implied:
         implied["strategy.kind"] = (kind, why)
     elif "workers" in seen:
         implied["engine.kind"] = ("pipeline", "a cluster without `worker_update_interval` shares the layers of one model")
-    if "learning_rate" in seen:
-        implied["training.schedule.kind"] = ("cosine", "the schedule of smolcluster's model files")
+    if "lr_schedule.warmup_iters" in seen or "lr_schedule.min_lr" in seen:
+        implied["training.schedule.kind"] = ("cosine", "`lr_schedule` goes down to `min_lr`, as a GPT's does")
     if f"{_ENTRY}.hf_model_name" in seen:
         implied["model.kind"] = ("huggingface", f"`{_ENTRY}` names a pretrained model")
     elif any(f"model.{key}" in seen for key in ("model_dim", "num_layers", "num_heads", "ff_dim", "max_seq_len", "dropout")):
