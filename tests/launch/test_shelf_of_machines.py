@@ -53,9 +53,7 @@ def test_the_server_listens_where_the_hosts_are_told_to_reach_it(tmp_path: Path,
 def test_a_server_that_is_started_on_another_machine_says_so_in_the_file_s_words(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(CLUSTER.format(server="192.0.2.7", main=7001, other=7002))
     with (
-        pytest.raises(
-            ShoalError, match=r"`host_ip\.mini1` says .* 192\.0\.2\.7, which is no address of this machine"
-        ),
+        pytest.raises(ShoalError, match=r"`host_ip\.mini1` says .* 192\.0\.2\.7, which is no address of this machine"),
         started(plan(load_with(tmp_path / "cluster.yaml"), Asked(invite=True)), []),  # type: ignore[arg-type]
     ):
         pass

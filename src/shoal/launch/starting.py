@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.config.derive import OWN
+from shoal.config.dialects import in_words_of
 from shoal.config.former import was_a_transport
 from shoal.config.load import Loaded, Override
 from shoal.config.problems import ConfigError
@@ -223,6 +224,19 @@ def started(
     from shoal.runs.given import NOTHING
 
     given = given or NOTHING
+    try:
+        with _put_together(plan, reporters, progress, arguments, given) as made:
+            yield made
+    except ShoalError as error:
+        if type(error) is not ShoalError:
+            raise
+        raise ShoalError(in_words_of((parsed.layer.dialect for parsed in plan.loaded.files), str(error))) from error
+
+
+@contextmanager
+def _put_together(
+    plan: Plan, reporters: list[Reporter], progress: Progress | None, arguments: Arguments, given: Given
+) -> Iterator[Started]:
     if plan.way is Way.ALONE:
         yield _alone(plan, reporters, progress, given)
         return

@@ -25,7 +25,10 @@ def _decoding(name: str, *keys: str) -> tuple[Row, ...]:
 
 def _imply(seen: Seen) -> Implied:
     """The documents tell the algorithms apart by file name; the keys do too."""
-    implied: Implied = {"transport.kind": ("zmq", "smolcluster files use sockets")}
+    implied: Implied = {
+        "transport.kind": ("zmq", "smolcluster files use sockets"),
+        "strategy[edp].look_ahead": (False, "smolcluster's workers compute on the weights they have"),
+    }
     if "worker_update_interval" in seen:
         kind, why = (
             ("syncps", "`worker_update_interval` with `timeout`")
