@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.config import derive
+from shoal.config.dialects import smolcluster
 from shoal.config.load import File, Loaded, Override, resolve
 from shoal.errors import ShoalError
 from shoal.launch.starting import Asked, plan, started
@@ -61,9 +62,10 @@ def test_a_server_that_is_started_on_another_machine_says_so_in_the_file_s_words
 
 @pytest.mark.parametrize("file", ["smolcluster/nn_config", "smolcluster/gpt_config"])
 def test_a_project_or_gradient_norms_go_to_wandb_where_it_is_installed(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derive, "find_spec", lambda name: object())
+    monkeypatch.setattr(smolcluster, "find_spec", lambda name: object())
     assert [sink.kind for sink in loader(file).run.logging.sinks] == ["wandb"]
-    monkeypatch.setattr(derive, "find_spec", lambda name: None)
+    for module in (smolcluster, derive):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
     loaded = loader(file)
     (told,) = [problem for problem in loaded.problems if problem.code == "wandb"]
     assert loaded.run.logging.sinks == ()

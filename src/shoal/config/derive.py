@@ -196,17 +196,15 @@ def port_of_server(settings: Settings) -> None:
 
 
 @_step
-def record_on_wandb(settings: Settings) -> None:
+def wandb_is_missing(settings: Settings) -> None:
     """smolcluster's files log to W&B where they name a project or ask for gradient norms. Without the package that is told, not refused."""
-    asked = [
-        path for path in ("logging.project", "logging.track_gradients") if settings.get(path) and _is_of(settings, path, "smolcluster")
-    ]
-    if not asked or settings.given("logging.sinks"):
-        return None
-    if find_spec("wandb") is not None:
-        return settings.derive("logging.sinks", ["wandb"], f"`{settings.spelling(asked[0])}` is logged to W&B")
-    message = f"`{settings.spelling(asked[0])}` is meant for W&B, which is not installed: the figures are in the run's metrics.jsonl only"
-    settings.report("wandb", message, asked[0], severity="warning", help="pip install 'shoal[wandb]'")
+    paths = ("logging.project", "logging.track_gradients")
+    asked = [path for path in paths if settings.get(path) and _is_of(settings, path, "smolcluster")]
+    if asked and not settings.given("logging.sinks") and find_spec("wandb") is None:
+        message = (
+            f"`{settings.spelling(asked[0])}` is meant for W&B, which is not installed: the run's metrics.jsonl has the figures"
+        )
+        settings.report("wandb", message, asked[0], severity="warning", help="pip install 'shoal[wandb]'")
 
 
 def _is_of(settings: Settings, path: str, dialect: str) -> bool:

@@ -1,5 +1,6 @@
 """smolcluster: a shelf of Macs, Pis and a Windows box; a cluster file and a model file."""
 
+from importlib.util import find_spec
 from typing import Any
 
 from shoal.config.dialects.table import Dialect, Implied, RejectError, Row, Seen, choice, row
@@ -40,6 +41,8 @@ def _imply(seen: Seen) -> Implied:
         implied["engine.kind"] = ("pipeline", "a cluster without `worker_update_interval` shares the layers of one model")
     if "lr_schedule.warmup_iters" in seen or "lr_schedule.min_lr" in seen:
         implied["training.schedule.kind"] = ("cosine", "`lr_schedule` goes down to `min_lr`, as a GPT's does")
+    if ("logging.project_name" in seen or seen.value("track_gradients") is True) and find_spec("wandb") is not None:
+        implied["logging.sinks"] = (["wandb"], "smolcluster files log a named project, or gradient norms, to W&B")
     if f"{_ENTRY}.hf_model_name" in seen:
         implied["model.kind"] = ("huggingface", f"`{_ENTRY}` names a pretrained model")
     elif any(f"model.{key}" in seen for key in ("model_dim", "num_layers", "num_heads", "ff_dim", "max_seq_len", "dropout")):
