@@ -75,3 +75,24 @@ def test_what_is_there_is_not_written_over(capsys: pytest.CaptureFixture[str]) -
     assert "model is there already" in capsys.readouterr().err
     assert main(["export", "nothing", "other"]) == 2
     assert not list(Path().glob("*other*"))
+
+
+def test_adapters_are_exported_alone_and_peft_loads_them_to_the_same_logits(capsys: pytest.CaptureFixture[str]) -> None:
+    peft = pytest.importorskip("peft")
+    shape = transformers.GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    transformers.AutoModelForCausalLM.from_config(shape).save_pretrained("start")
+    train("--set", "model.kind=huggingface", "--set", "model.pretrained=start", "--set", "model.lora.rank=2")
+    assert main(["export", "run", "small", "--adapters"]) == 0
+    ids = torch.arange(24).view(2, 12)
+    expected = open_run("run", lambda text: None).task.players["model"](ids)
+    for place in ("small", "run/adapters"):
+        base = transformers.AutoModelForCausalLM.from_pretrained("start")
+        torch.testing.assert_close(peft.PeftModel.from_pretrained(base, place).eval()(ids).logits, expected, rtol=0.0, atol=2e-6)
+        assert sorted(path.name for path in Path(place).glob("*.safetensors")) == ["adapter_model.safetensors"]
+
+
+def test_a_run_without_lora_has_no_adapters_to_export(capsys: pytest.CaptureFixture[str]) -> None:
+    train("--set", "model.kind=gpt", "--set", "model.hidden_size=16", "--set", "model.num_layers=1", "--set", "model.num_heads=2")
+    assert main(["export", "run", "small", "--adapters"]) == 2
+    assert "has no adapters" in capsys.readouterr().err
+    assert not list(Path().glob("*small*"))

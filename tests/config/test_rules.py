@@ -176,6 +176,8 @@ WARNED = [
     "strategy: {kind: diloco, grace_s: 5.0}\n",
     "strategy: {kind: diloco, overlap_blend: 0.3}\n",
     "strategy: {kind: diloco, quorum: 1, late: weigh}\n",
+    "strategy: {kind: syncps}\ncluster: {num_workers: 2}\nupdates: {aggregation: {kind: trimmed-mean}}\n",
+    "strategy: {kind: async, contributions_per_update: 2}\nupdates: {aggregation: {kind: median}}\n",
 ]
 
 
@@ -349,3 +351,28 @@ def test_a_nested_and_a_flat_gpt_file_are_one(tmp_path: Path) -> None:
         'project_name: "smolcluster-gpt-wikitext2"\n'
     )
     assert resolve([File(str(file))], environ={}).run == resolve([File("gpt_config")], environ={}).run
+
+
+def volunteers(tmp_path: Path, text: str) -> Loaded:
+    (tmp_path / "volunteers.yaml").write_text(text)
+    return resolve([File(str(tmp_path / "volunteers.yaml"))], dialect="dist-llm-train", environ={})
+
+
+def test_privacy_without_a_limit_names_the_key_of_the_user_s_own_file(tmp_path: Path) -> None:
+    text = "controller: {enable_differential_privacy: true, gradient_clip_norm: 0}\n"
+    (problem,) = [problem for problem in volunteers(tmp_path, text).problems if problem.code == "privacy"]
+    assert problem.help == "set `controller.gradient_clip_norm` above 0"
+    (problem,) = load(tmp_path, "strategy: {kind: syncps}\nupdates: {privacy: {enabled: true}}\n").problems
+    assert problem.help == "set `updates.clip_norm` above 0"
+
+
+@pytest.mark.parametrize(
+    ("text", "workers"),
+    [
+        ("controller: {port: 8000}\n", 2),
+        ("training: {num_workers: 5}\n", 5),
+        ("workers: [{name: a}, {name: b}, {name: c}]\n", 3),
+    ],
+)
+def test_a_dist_llm_train_file_has_two_workers_unless_it_says_otherwise(tmp_path: Path, text: str, workers: int) -> None:
+    assert volunteers(tmp_path, text).run.cluster.num_workers == workers

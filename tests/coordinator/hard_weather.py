@@ -130,7 +130,7 @@ class World:
 
     def check_same(self, before: Coordinator, after: Coordinator) -> None:
         assert torch.equal(before.learner.vector, after.learner.vector), "the weights are the same to the bit"
-        durable = ("accepted", "replaced")
+        durable = ("accepted",)
         for name, value in vars(before.state).items():
             if name == "contributions":
                 assert {key: value.get(key) for key in durable} == {key: after.state.contributions.get(key) for key in durable}
@@ -338,7 +338,7 @@ class World:
                 weights -= RATE * sum(one[3] * value_of(*one[5:8]) for one in line["from"]) / len(line["from"])
                 applied += line["from"]
             elif "failed" not in line:
-                others += [line["replaced"]] if "replaced" in line else line["unused"]
+                others += line["unused"]
         assert version == self.coordinator.state.version
         waiting = [(record["worker"], record["seq"]) for record, _ in self.coordinator.pending()]
         known = [(one[0], one[1]) for one in applied + others] + waiting

@@ -69,13 +69,17 @@ def test_whatever_happens_nothing_confirmed_is_lost_or_doubled(
 
 def test_the_schedules_are_as_hard_as_they_claim() -> None:
     """All that can go wrong does go wrong in them."""
-    crashes, confirmed, outcomes = 0, 0, set[str]()
+    crashes, confirmed, several, outcomes = 0, 0, 0, set[str]()
     for seed in range(60):
         chance = random.Random(seed)
         schedule = [(chance.choice(LIKELY + WRONG), chance.randrange(12)) for _ in range(100)]
         world = live_through(chance.choice(list(STRATEGIES.values())), schedule, 3, 10**6)
         crashes, confirmed = crashes + world.crashes, confirmed + len(world.confirmed)
         outcomes |= world.coordinator.state.contributions.keys()
+        rows = [[one[0] for one in line["from"]] for line in world.disk.ledger if "version" in line]
+        several += sum(len(set(workers)) < len(workers) for workers in rows)
     assert crashes > 200
     assert confirmed > 400
-    assert outcomes >= {"accepted", "replaced", "late"}
+    assert several > 5, "some workers have more than one contribution in a version"
+    assert outcomes >= {"accepted", "late"}
+    assert "replaced" not in outcomes

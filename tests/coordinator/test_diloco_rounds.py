@@ -195,7 +195,7 @@ def test_late_contributions_survive_a_crash() -> None:
     cluster.contribute(three, 3.0)
     again = cluster.recovered()
     assert torch.equal(again.learner.vector, cluster.learner.vector)
-    assert [key for there in again.coordinator.rounds.open.values() for key in there.held] == ["w2 0"]
+    assert [key for there in again.coordinator.rounds.open.values() for key in there.held] == [("w2", 0)]
 
 
 # --- speeds ---------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ class Durable(Cluster):
 def kept(cluster: Cluster) -> dict[str, Any]:
     """All but the counts of what was turned away, which are no records."""
     state = vars(cluster.coordinator.state)
-    return state | {"contributions": {name: state["contributions"].get(name) for name in ("accepted", "replaced")}}
+    return state | {"contributions": {name: state["contributions"].get(name) for name in ("accepted",)}}
 
 
 def same(first: Durable, second: Durable) -> None:

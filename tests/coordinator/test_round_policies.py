@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_cluster import RATE, Cluster, FakeWorker, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
-from shoal.config.schema.updates import Krum, Updates
+from shoal.config.schema.updates import Krum, Median, TrimmedMean, Updates
 from shoal.coordinator import Barrier, Every
 from shoal.strategies import Policies
 
@@ -207,20 +209,97 @@ def test_many_equal_workers_are_never_rejected() -> None:
     assert cluster.coordinator.state.contributions == {"accepted": 240}
 
 
-def test_every_k_contributions_of_different_workers_make_an_update() -> None:
-    cluster, (a, b, c) = cluster_of(strategy_of(Async(contributions_per_update=2)), "abc")
+def test_every_k_contributions_make_an_update_whoever_sent_them() -> None:
+    cluster, (a, b, _) = cluster_of(strategy_of(Async(contributions_per_update=3)), "abc")
     cluster.step(a, 1.0)
     cluster.step(a, 3.0)
-    assert cluster.coordinator.state.version == 0, "a alone makes no update, however often it sends"
+    assert cluster.coordinator.state.version == 0
     cluster.step(b, 5.0)
     assert cluster.coordinator.state.version == 1
-    assert cluster.ledger[0]["replaced"][:2] == ["a", 0]
-    assert [one[:2] for one in cluster.ledger[1]["from"]] == [["a", 1], ["b", 0]]
-    assert torch.equal(cluster.learner.vector, torch.full((4,), -RATE * 4.0)), "the latest of each counts"
-    for worker in (a, b):
-        cluster.leave(worker)
-    assert cluster.step(c) == "accepted"
-    assert cluster.coordinator.state.version == 2, "there is nobody else to wait for"
+    assert [[one[:2] for one in line["from"]] for line in cluster.ledger] == [[["a", 0], ["a", 1], ["b", 0]]], "nothing is thrown away"
+    assert torch.allclose(cluster.learner.vector, torch.full((4,), -RATE * 3.0)), "all of them count"
+    assert cluster.coordinator.state.contributions == {"accepted": 3}
+    for value in (1.0, 2.0, 3.0):
+        assert cluster.step(b, value) == "accepted"
+    assert cluster.coordinator.state.version == 2, "one worker alone makes an update, too"
+
+
+def comparing(count: int, rule: Updates) -> Policies:
+    return replace(strategy_of(Async()), rounds=Every(count, different=rule.compares))
+
+
+def test_a_rule_that_compares_sees_one_row_of_each_worker() -> None:
+    updates = Updates(aggregation=Median())
+    cluster, (a, b, c) = cluster_of(comparing(3, updates), "abc", updates=updates)
+    for value in (1.0, 2.0, 6.0):
+        cluster.step(a, value)
+    cluster.step(b, 4.0)
+    assert cluster.coordinator.state.version == 0, "it waits for three different workers"
+    cluster.step(c, 9.0)
+    assert torch.allclose(cluster.learner.vector, torch.full((4,), -RATE * 4.0)), "the median of 3, 4 and 9, not of 1, 2, 4, 6 and 9"
+    assert [one[:2] for one in cluster.ledger[0]["from"]] == [["a", 0], ["a", 1], ["a", 2], ["b", 0], ["c", 0]]
+
+
+def test_a_worker_with_several_contributions_in_a_round_weighs_them_by_what_they_were_made_of() -> None:
+    updates = Updates(aggregation=Median())
+    cluster, (a, b, c) = cluster_of(comparing(3, updates), "abc", updates=updates)
+    cluster.step(a, 1.0, weight=1.0)
+    cluster.step(a, 5.0, weight=3.0)
+    cluster.step(b, 0.0)
+    cluster.step(c, 9.0)
+    assert torch.allclose(cluster.learner.vector, torch.full((4,), -RATE * 4.0))
+
+
+def test_contributions_of_one_worker_in_an_open_round_survive_a_crash() -> None:
+    updates = Updates(aggregation=Median())
+    cluster, (a, b, c) = cluster_of(comparing(3, updates), "abc", updates=updates)
+    for value in (1.0, 2.0, 6.0):
+        cluster.step(a, value)
+    cluster.step(b, 4.0)
+    again = cluster.recovered()
+    assert [record for record, _ in again.coordinator.pending()] == [record for record, _ in cluster.coordinator.pending()]
+    cluster.step(c, 9.0)
+    after = cluster.recovered()
+    assert torch.equal(after.learner.vector, cluster.learner.vector)
+    assert after.ledger == cluster.ledger
+
+
+def test_a_worker_that_others_keep_waiting_sends_four_at_most() -> None:
+    updates = krum("wait")
+    cluster, (a, b) = cluster_of(comparing(3, updates), "ab", updates=updates, needed=3)
+    assert [cluster.step(a) for _ in range(3)] == ["accepted"] * 3
+    call = cluster.contribute(a)
+    assert cluster.status(call) is None, "it was taken, and the answer waits"
+    cluster.pass_time(6.0)
+    assert cluster.status(call) == "wait"
+    cluster.hear(a, call)
+    again = cluster.say(a)
+    assert cluster.status(again) is None
+    cluster.step(b)
+    cluster.step(cluster.join("c"))
+    assert cluster.coordinator.state.version == 1
+    assert cluster.status(again) == "accepted"
+    assert [one[0] for one in cluster.ledger[0]["from"]] == ["a"] * 4 + ["b", "c"]
+
+
+def test_coming_back_again_and_again_does_not_fill_a_round() -> None:
+    updates = krum("wait")
+    cluster, _ = cluster_of(comparing(3, updates), "ab", updates=updates, needed=3)
+    outcomes = [cluster.step(cluster.join("a")) for _ in range(6)]
+    assert outcomes == ["accepted"] * 3 + [None] + ["ahead"] * 2
+    assert len(cluster.coordinator.pending()) == 4
+
+
+def test_a_journal_of_an_earlier_version_leads_to_the_weights_that_it_led_to() -> None:
+    """There a later contribution of a worker replaced its earlier one, and a round named its workers when it closed."""
+    cluster, (a, b) = cluster_of(strategy_of(Async(contributions_per_update=3)), "ab")
+    for worker, value in ((a, 1.0), (a, 3.0), (b, 5.0)):
+        cluster.step(worker, value)
+    *accepted, _ = cluster.records
+    again = cluster.recovered([*accepted, ({"kind": "closed", "round": 0, "workers": ["a", "b"]}, ())])
+    assert torch.allclose(again.learner.vector, torch.full((4,), -RATE * 4.0))
+    assert again.ledger[0]["replaced"][:2] == ["a", 0]
+    assert [one[:2] for one in again.ledger[1]["from"]] == [["a", 1], ["b", 0]]
 
 
 # --- too few --------------------------------------------------------------------------------------------
@@ -279,6 +358,24 @@ def test_a_coordinator_that_comes_back_gives_its_workers_the_time_to_do_so_too()
         cluster.pass_time(3.0)
         cluster.join(name)
     assert not cluster.coordinator.finished
+
+
+def test_a_rule_that_withstands_nothing_with_the_workers_there_are_says_so_once() -> None:
+    updates = Updates(aggregation=TrimmedMean())
+    cluster, (a, b) = cluster_of(comparing(3, updates), "ab", updates=updates)
+    for _ in range(3):
+        cluster.step(a)
+        cluster.step(b)
+    weak = "warning: trimmed-mean withstands nothing with contributions of 2 workers: it takes 3; this is a mean"
+    assert cluster.coordinator.state.version == 3
+    assert [note for note in cluster.notes if "withstands" in note] == [weak]
+    c = cluster.join("c")
+    for worker in (a, b, c):
+        cluster.step(worker)
+    cluster.leave(c)
+    cluster.step(a)
+    cluster.step(b)
+    assert [note for note in cluster.notes if "withstands" in note] == [weak, weak], "and again, when one has left"
 
 
 def test_a_barrier_with_a_rule_waits_beyond_its_deadline() -> None:

@@ -2,6 +2,11 @@
 
 `traces.json.gz` holds 50 seeded schedules with every strategy: each event and the effects that it had. It was recorded before strategies
 became policies with methods, so it tells whether that changed what they do.
+
+Three things were changed on purpose since then. A later contribution of a worker does not replace its earlier one in the same round any
+more: both count. So a trace is compared up to the first event that replaced one, which four of them have. Under async, contributions of
+one worker now fill a round where they are averaged; where a rule compares them a round waits for different workers, as it always did, so
+that is what is replayed here. And the record of a round that closed names its contributions by worker and number.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import copy
 import gzip
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,7 @@ from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published, Reply
-from shoal.coordinator.state import Called, Concluded, Event, LeaseResult, Opened, Plan, Spoiled, Tick
+from shoal.coordinator.state import Called, Concluded, Event, LeaseResult, Opened, Plan, Spoiled, Tick, former_key_of, key_of
 from shoal.coordinator.units import Cut
 from shoal.updates import messages
 
@@ -75,6 +81,9 @@ class Replayed:
         polyak = settings.pop("polyak_alpha", None)
         made = SETTINGS[settings["kind"]](**settings)
         self.strategy = strategy_of(made, trace.get("policy_expected", 1), polyak_alpha=polyak)
+        if settings["kind"] == "async":
+            self.strategy = replace(self.strategy, rounds=replace(self.strategy.rounds, different=True))
+        self.former_names: dict[tuple[str, int], str] = {}
         cut, workers = Cut(*trace["cut"]) if "cut" in trace else None, trace["workers"]
         per_step = trace.get("batches_per_step", 8 * workers)
         # The earlier version tried a unit once more than `max_retries` says.
@@ -102,7 +111,21 @@ class Replayed:
         for effect in effects if carried is None else effects[:carried]:
             if isinstance(effect, Persist):
                 self.journal.append((dict(effect.record), tuple(bytes(frame) for frame in effect.frames)))
-        return [plain(effect) for effect in effects]
+        return [plain(self._as_formerly(effect)) for effect in effects]
+
+    def _as_formerly(self, effect: Effect) -> Effect:
+        """The effect with the names that the record of a closed round had for its contributions."""
+        record = effect.record if isinstance(effect, Persist) else {}
+        if record.get("kind") == "accepted":
+            self.former_names[key_of(record)] = former_key_of(record)
+        if record.get("kind") != "closed":
+            return effect
+        names = [self.former_names[worker, seq] for worker, seq in record["contributions"]]
+        return Persist({"kind": "closed", "round": record["round"], "workers": names})
+
+
+def replaces(entry: dict[str, Any]) -> bool:
+    return any(effect[0] == "entry" and "replaced" in effect[1] for effect in entry.get("effects", ()))
 
 
 @pytest.mark.parametrize("number", range(len(TRACES)), ids=[f"{trace['name']} {number}" for number, trace in enumerate(TRACES)])
@@ -111,6 +134,8 @@ def test_the_coordinator_does_what_it_did(number: int) -> None:
     replayed, now = Replayed(trace), 0.0
     for at, entry in enumerate(trace["log"]):
         now = entry.get("now", now)
+        if replaces(entry):
+            return
         if "snapshot" in entry:
             replayed.snapshot()
         elif "crash" in entry:
@@ -132,3 +157,4 @@ def test_the_traces_are_as_hard_as_they_claim() -> None:
     kinds = {effect[0] for entry in events for effect in entry.get("effects", ())}
     assert kinds >= {"reply", "persist", "entry", "published", "issue", "note"}
     assert sum("crash" in entry for entry in events) > 200
+    assert sum(any(map(replaces, trace["log"])) for trace in TRACES) == 4

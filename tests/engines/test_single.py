@@ -57,6 +57,12 @@ def reference(optimizer: str, keywords: dict[str, Any], data: list[Any], clip: f
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+def test_every_optimizer_of_torch_that_takes_plain_gradients_is_there() -> None:
+    """SparseAdam wants sparse gradients, and LBFGS computes the loss several times for a step: those cannot work here."""
+    theirs = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
+    assert theirs - {"Optimizer", "SparseAdam", "LBFGS"} == set(OptimizerName.__args__)
+
+
 @pytest.mark.parametrize("name", [name for name in OptimizerName.__args__ if name not in ("Muon", "Adafactor")])
 def test_every_optimizer_follows_torch(name: str) -> None:
     data = batches(5)
@@ -248,6 +254,9 @@ def test_settings_the_optimizer_does_not_take_are_refused() -> None:
         arguments(Optimizer(name="AdamW", momentum=0.9))
     with pytest.raises(ShoalError, match="takes no `colour`"):
         arguments(Optimizer(name="AdamW", kwargs={"colour": 1}))
+    assert arguments(Optimizer(name="AdamW", kwargs={"betas": [0.9, 0.95]})) == {"lr": 1e-3, "betas": (0.9, 0.95)}
+    with pytest.raises(ShoalError, match="`betas` is given twice, here and as training"):
+        arguments(Optimizer(name="AdamW", beta1=0.5, kwargs={"betas": [0.9, 0.95]}))
     assert arguments(Optimizer(name="Adam", beta1=0.5, kwargs={"amsgrad": True})) == {"lr": 1e-3, "betas": (0.5, 0.999), "amsgrad": True}
 
 

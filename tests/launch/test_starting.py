@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal import TrainerConfig, train
 from shoal.cli.join import _check_trust
+from shoal.config.dialects import in_words_of
 from shoal.config.load import Loaded, Override, resolve_data
 from shoal.errors import ShoalError
 from shoal.launch.starting import Asked, Plan, Way, plan
@@ -88,3 +91,21 @@ def test_a_worker_calls_only_functions_that_it_was_told_to() -> None:
     with pytest.raises(ShoalError, match="join with --factory parts:rows"):
         _check_trust(worker, ["parts:net"])
     assert worker.closed
+
+
+def test_what_goes_wrong_at_the_start_is_told_in_the_words_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a few words to learn from. " * 60)
+    config = TrainerConfig("start", "text.txt", max_steps=2, diloco_loops=1, seq_len=16, inner_opt_kwargs={"colour": 1})
+    here = ["model.kind=gpt", "data.source.kind=text", "data.source.path=text.txt", "data.streaming=false", "data.tokenizer=bytes"]
+    small = ["model.hidden_size=16", "model.num_layers=1", "model.num_heads=2", "engine.kind=single", "training.device=cpu"]
+    with pytest.raises(ShoalError, match=r"^inner_opt_kwargs: AdamW takes no `colour`") as raised:
+        train(config, workers=1, overrides=[*here, *small, "transport.kind=in-process"], progress=False)
+    assert "training.optimizer" not in str(raised.value)
+
+
+def test_settings_in_a_message_are_named_as_the_dialect_names_them() -> None:
+    told = "training.optimizer.kwargs: `lr` has a setting of its own: training.optimizer.learning_rate"
+    assert in_words_of(["diloco"], told) == "inner_opt_kwargs: `lr` has a setting of its own: lr"
+    assert in_words_of(["shoal"], told) == told
+    assert in_words_of(["ava"], "data.tokenizer is gone, data.sequence_length too") == "data.tokenizer_name is gone, data.max_length too"

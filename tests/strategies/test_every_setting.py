@@ -5,16 +5,23 @@ from __future__ import annotations
 import functools
 import json
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from layered import loaded, merged
 
+from shoal.config.schema.cluster import InProcess
 from shoal.runs.assembly import assemble, feed_of
+from shoal.runs.coordinating import prepare
 from shoal.runs.joining import Joined
 from shoal.updates import rules
+from shoal.watch import classroom
+from shoal.watch.progress import PlainProgress, figures
 
 SMALL = {
     "model": {"kind": "mlp", "hidden_sizes": [16]},
@@ -197,6 +204,27 @@ def test_noise_and_clipping(cluster: Callable[..., Any], strategy: str) -> None:
     spent = [record["epsilon"] for record in records]
     assert spent == sorted(spent)
     assert 0 < spent[-1] < math.inf
+
+
+@pytest.mark.parametrize(("noise", "warned"), [(0.1, True), (50.0, False)])
+def test_noise_that_protects_nobody_is_told_at_the_start_in_the_user_s_words(
+    tmp_path: Path, noise: float, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = merged(SMALL, STRATEGIES["syncps"], {"updates": {"clip_norm": 0.5, "privacy": {"enabled": True, "noise_multiplier": noise}}})
+    shown = PlainProgress(sys.stderr)
+    loop, _ = prepare(loaded(settings), run_dir=str(tmp_path / "run"), resume=False, reporters=[shown], workers=2, transport=InProcess())
+    loop.server.close()
+    told = capsys.readouterr().err
+    assert ("which protects nobody" in told) == warned
+    assert not warned or "raise updates.privacy.noise_multiplier" in told
+
+
+def test_what_privacy_has_spent_is_on_the_terminal_and_in_status() -> None:
+    assert figures({"loss": 1.0, "epsilon": 3.25}) == "loss 1  epsilon 3.25"
+    view = SimpleNamespace(facts={"members": []}, figures={"epsilon": 1046.0}, workers=[], picture=None, coordinator_seen_at=None)
+    assert dict(classroom.lines(view))["privacy"] == "ε = 1046 spent so far, which protects nobody"
+    view.figures["epsilon"] = 2.5
+    assert dict(classroom.lines(view))["privacy"] == "ε = 2.5 spent so far"
 
 
 @pytest.mark.parametrize("unit", ["contribution", "sample"])

@@ -62,6 +62,14 @@ def test_a_trim_of_0_3_drops_15_percent_at_each_end() -> None:
     assert rules.trimmed_at_each_end(3, 1.0) == 1
 
 
+def test_a_trim_drops_at_least_one_at_each_end_from_three_contributions_on() -> None:
+    """Else every documented example, of three to six contributions, would be the plain mean."""
+    assert [rules.trimmed_at_each_end(count, 0.3) for count in (1, 2, 3, 4, 5, 6, 13, 14)] == [0, 0, 1, 1, 1, 1, 1, 2]
+    assert rules.trimmed_at_each_end(5, 0.0) == 0, "who asks for none gets none"
+    values = torch.tensor([[0.0], [1.0], [1e9]])
+    assert rules.trimmed_mean(values, 0.3).tolist() == [1.0]
+
+
 def test_a_weighted_mean_weighs_by_samples() -> None:
     values = stack(3, 10)
     weights = torch.tensor([1, 2, 5])

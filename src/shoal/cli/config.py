@@ -8,6 +8,7 @@ from shoal import ShoalError
 from shoal.cli.main import leading_flags, report
 from shoal.cli.options import add_plugin_option, load, load_plugins, parse, parser, require
 from shoal.config.problems import ConfigError, render
+from shoal.config.refusals import refusals
 from shoal.config.schema import Run
 
 HELP = """\
@@ -37,10 +38,12 @@ def run(argv: list[str]) -> int:
 
 
 def check(argv: list[str]) -> int:
-    made = parser("config check", "Check a configuration; exit code 2 if it is not good.")
+    made = parser("config check", "Check a configuration: everything that `shoal train` would refuse, at once; exit code 2 if it would.")
     made.add_argument("--format", choices=("text", "json", "github"), default="text")
     arguments, overrides = parse(made, argv)
     loaded = load(arguments, overrides)
+    if loaded.ok:
+        loaded.problems += refusals(loaded, packages="warning")
     if arguments.format != "text":
         print(render(loaded.problems, arguments.format))
     elif loaded.problems:

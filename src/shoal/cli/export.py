@@ -9,8 +9,9 @@ from pathlib import Path
 from shoal.cli.options import add_plugin_option, load_plugins
 
 EPILOG = """\
-A Hugging Face model becomes what AutoModelForCausalLM.from_pretrained loads, with its tokenizer, and with LoRA's matrices added in; one of
-Shoal's own becomes a folder that `shoal generate` reads. Checkpoints of several processes are put together.
+A Hugging Face model becomes what AutoModelForCausalLM.from_pretrained loads, with its tokenizer, and with LoRA's matrices added in;
+--adapters writes those alone, which a run with LoRA also leaves in its folder. A model of Shoal's own becomes a folder that `shoal
+generate` reads. Checkpoints of several processes are put together.
 """
 
 
@@ -20,12 +21,13 @@ def run(argv: list[str]) -> int:
     )
     made.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
     made.add_argument("folder", metavar="FOLDER", help="where to: a new folder")
+    made.add_argument("--adapters", action="store_true", help="of a run with LoRA: its small matrices alone, as peft loads them")
     add_plugin_option(made)
     arguments = made.parse_args(argv)
     load_plugins(arguments)
 
     from shoal.runs.trained import export
 
-    export(arguments.run, Path(arguments.folder), lambda text: print(f"warning: {text}", file=sys.stderr))
+    export(arguments.run, Path(arguments.folder), lambda text: print(f"warning: {text}", file=sys.stderr), arguments.adapters)
     print(f"written: {arguments.folder}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from shoal.config.layers import Settings, UnavailableError
 from shoal.config.schema.model import Model
@@ -67,7 +68,8 @@ def bucket_size(settings: Settings) -> int:
 def contributions(settings: Settings) -> tuple[int | None, str]:
     """How many contributions make an update, and the setting that says so."""
     strategy: type[Strategy] = Strategy.kinds[settings.get("strategy.kind")]
-    if strategy.update_from == "strategy.kind" or (strategy.mean_of_one and settings.get("updates.aggregation.kind") == "mean"):
+    averaged = settings.get("updates.aggregation.kind") == "mean" and settings.get("updates.mixing.kind") == "none"
+    if strategy.update_from == "strategy.kind" or (strategy.mean_of_one and averaged):
         return 1, "strategy.kind"
     return settings.get(strategy.update_from), strategy.update_from
 
@@ -182,6 +184,31 @@ def number_of_workers(settings: Settings) -> None:
     listed = settings.get("cluster.workers")
     if settings.get("cluster.num_workers") is None and listed:
         settings.derive("cluster.num_workers", len(listed), "workers listed")
+
+
+@_step
+def port_of_server(settings: Settings) -> None:
+    """Where hosts reach the server at ports of their own, the server listens at the one of its own entry."""
+    server = settings.get("cluster.server")
+    host = settings.get("cluster.hosts").get(server)
+    if host is not None and host.server_port is not None and not settings.given("transport.port"):
+        settings.derive("transport.port", host.server_port, f"the port of the server, {server}")
+
+
+@_step
+def wandb_is_missing(settings: Settings) -> None:
+    """smolcluster's files log to W&B where they name a project or ask for gradient norms. Without the package that is told, not refused."""
+    paths = ("logging.project", "logging.track_gradients")
+    asked = [path for path in paths if settings.get(path) and _is_of(settings, path, "smolcluster")]
+    if asked and not settings.given("logging.sinks") and find_spec("wandb") is None:
+        message = f"`{settings.spelling(asked[0])}` is meant for W&B, which is not installed: the run's metrics.jsonl has the figures"
+        settings.report("wandb", message, asked[0], severity="warning", help="pip install 'shoal[wandb]'")
+
+
+def _is_of(settings: Settings, path: str, dialect: str) -> bool:
+    """Whether a setting was given in a file of this dialect."""
+    assignment = settings.last(tuple(path.split(".")))
+    return assignment is not None and assignment.layer.dialect == dialect
 
 
 @_step

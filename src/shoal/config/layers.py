@@ -14,7 +14,7 @@ from shoal.config.fields import INVALID, Checker, Faults, MappingType, OptionalT
 from shoal.config.places import Source, Span
 from shoal.config.problems import Label, Problem, Severity
 from shoal.config.schema import Run
-from shoal.config.text import Node
+from shoal.config.text import Node, node_of
 
 Key = tuple[str, ...]
 
@@ -194,7 +194,7 @@ class Settings:
     def derive(self, dotted: str, value: Any, because: str) -> None:
         """Give a setting the value that follows from others."""
         source = Source(because, kind="default")
-        node = Node(value, source.whole(), user_path=dotted)
+        node = node_of(value, source.whole(), dotted)
         self.add(Assignment(tuple(dotted.split(".")), node, node.span, Layer("derived", 1_000_000), because=because))
 
 

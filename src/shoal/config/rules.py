@@ -16,6 +16,7 @@ from shoal.config.layers import Settings, UnavailableError, default_at
 from shoal.config.problems import Severity
 from shoal.config.schema.model import Model
 from shoal.config.schema.task import TEXT, Task
+from shoal.config.schema.updates import Aggregation
 
 
 class Rule(NamedTuple):
@@ -117,7 +118,13 @@ def _first_host(settings: Settings) -> tuple[str, ...]:
 def privacy_needs_clipping(settings: Settings, private: bool, clip: float | None) -> None:
     if private and clip is None:
         message = "differential privacy needs a limit on each contribution, and clipping is off"
-        settings.report("privacy", message, "updates.privacy.enabled", "updates.clip_norm", help="set a clip norm above 0")
+        settings.report(
+            "privacy",
+            message,
+            "updates.privacy.enabled",
+            "updates.clip_norm",
+            help=f"set `{settings.spelling('updates.clip_norm')}` above 0",
+        )
 
 
 @rule("updates.codec.error_feedback", "updates.codec.error_decay")
@@ -238,6 +245,19 @@ def _quorum(settings: Settings, setting: str, kind: str, byzantine: int | None, 
         message = f"{kind} against f = {byzantine} false contributions needs {formula(kind, bucket)} = {needed} of them{buckets}"
         help = f"raise the round to {needed}" + (f", or lower f to {possible}" if possible >= 0 else "")
         settings.report("quorum", f"{message}, and a round has {count}", setting, path, *others, help=help)
+
+
+@rule("updates.aggregation", "cluster.num_workers", "strategy.kind")
+def enough_workers_to_compare(settings: Settings, aggregation: Aggregation, workers: int | None, strategy: str) -> None:
+    """A rule that is only a mean with the workers there are does not do what it was chosen for."""
+    count, path = contributions(settings)
+    known = {path: count, "cluster.num_workers": workers}
+    few = min((number for number in known.values() if number is not None), default=None)
+    if few is None or strategy == "local" or few >= aggregation.works_from:
+        return
+    where = next(path for path, number in known.items() if number == few)
+    message = f"{aggregation.kind} withstands nothing with contributions of {few} workers: it takes {aggregation.works_from}"
+    settings.report("quorum", message, "updates.aggregation.kind", where, severity="warning", help="with fewer it is a mean")
 
 
 @rule("updates.aggregation.select", "updates.aggregation.byzantine")

@@ -65,7 +65,7 @@ class Tally:
     samples: int = 0
     known: dict[Key, Contribution] = field(default_factory=dict)
     fates: Counter[str] = field(default_factory=Counter)
-    """How many are in the weights, were replaced by a later one, or found the run over."""
+    """How many are in the weights, found the run over, or were replaced by a later one, as earlier versions did."""
     made: dict[Key, int] = field(default_factory=dict)
     """Which version each is in."""
     newest: dict[str, int] = field(default_factory=dict)
@@ -177,53 +177,70 @@ def _doubled_batches(contributions: Iterable[Contribution]) -> Iterator[str]:
 # --- the journal and the snapshot ---------------------------------------------------------------------------
 
 
+class Accepted(NamedTuple):
+    """A contribution in an open round."""
+
+    former_name: str
+    """What earlier versions called it in the record of the round's close."""
+    contribution: Contribution
+
+
+def _former_name(record: dict[str, Any]) -> str:
+    if record.get("late"):
+        return f"{record['worker']} {record['seq']}"
+    return f"{record['worker']} {record['unit']}" if "unit" in record else str(record["worker"])
+
+
+def _closed_with(record: dict[str, Any], there: dict[Key, Accepted]) -> list[Key]:
+    """The contributions that a round closed with. Earlier versions took the latest of each worker, and named it by the worker."""
+    if "workers" in record:
+        latest = {one.former_name: key for key, one in there.items()}
+        return [latest[name] for name in record["workers"]]
+    found = [(str(worker), int(seq)) for worker, seq in record["contributions"]]
+    return [there[key].contribution.key for key in found]
+
+
 class Follower:
     """Goes through the journal, and compares what it leads to with the ledger."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
-        self.open: dict[int, dict[str, Contribution]] = {}
+        self.open: dict[int, dict[Key, Accepted]] = {}
         self.unwritten: list[Contribution] = []
         """In rounds that closed, and not yet in the ledger when a crash came."""
 
     def follow(self, records: list[Line]) -> Iterator[str]:
-        for number, (place, record) in enumerate(records, 1):
+        for place, record in records:
             try:
-                for what in self._take(record, last=number == len(records)):
+                for what in self._take(record):
                     yield f"{place}: {what}"
             except (KeyError, TypeError):
                 yield f"{place}: no record of a coordinator"
 
-    def _take(self, record: dict[str, Any], last: bool) -> Iterator[str]:
+    def _take(self, record: dict[str, Any]) -> Iterator[str]:
         if record["kind"] == "closed":
-            yield from self._close(record["round"] + 1, record["workers"])
+            there = self.open.pop(record["round"], {})
+            yield from self._close(record["round"] + 1, there, _closed_with(record, there))
         elif record["kind"] in ("accepted", "held"):
             one = Contribution.of(record[name] for name in Contribution._fields)
             known = self.tally.known.get(one.key)
             if known is not None and known != one:
                 yield f"contribution {one.seq} of {one.worker} is not what the ledger says"
-            there, place = self.open.setdefault(record["round"], {}), one.worker
-            if record.get("late"):  # beside the worker's own of this round
-                place = f"{one.worker} {one.seq}"
-            elif "unit" in record:
-                place = f"{one.worker} {record['unit']}"
-            before = there.get(place, one)
-            if before.key != one.key and before.key not in self.tally.known and not last:
-                yield f"contribution {before.seq} of {before.worker} was replaced, and the ledger does not say so"
-            there[place] = one
+            self.open.setdefault(record["round"], {})[one.key] = Accepted(_former_name(record), one)
 
-    def _close(self, version: int, workers: list[str]) -> Iterator[str]:
-        there = self.open.pop(version - 1, {})
-        for one in (there[worker] for worker in workers):
+    def _close(self, version: int, there: dict[Key, Accepted], closed: list[Key]) -> Iterator[str]:
+        for key in closed:
             if version > self.tally.version:
-                self.unwritten.append(one)
-            elif self.tally.made.get(one.key) != version:
-                yield f"contribution {one.seq} of {one.worker} went into version {version}, and the ledger does not say so"
+                self.unwritten.append(there[key].contribution)
+            elif self.tally.made.get(key) != version:
+                yield f"contribution {key[1]} of {key[0]} went into version {version}, and the ledger does not say so"
+        for worker, seq in there.keys() - set(closed) - self.tally.known.keys():
+            yield f"contribution {seq} of {worker} was taken for version {version}, is not in it, and the ledger does not say why"
 
     @property
     def left(self) -> dict[Key, Contribution]:
         """Contributions that the ledger has yet to name."""
-        waiting = [one for there in self.open.values() for one in there.values()]
+        waiting = [one.contribution for there in self.open.values() for one in there.values()]
         return {one.key: one for one in waiting + self.unwritten if one.key not in self.tally.known}
 
 

@@ -24,7 +24,7 @@ from shoal.coordinator.effects import Effect, Entry, Frames, Published
 from shoal.coordinator.policies import Policies
 from shoal.coordinator.rounds import Rounds
 from shoal.coordinator.seals import digest_of
-from shoal.coordinator.state import Held, Learner, Plan, State, ledger_line, mean_metrics
+from shoal.coordinator.state import Held, Learner, Plan, State, former_key_of, ledger_line, mean_metrics
 from shoal.coordinator.units import Settled
 from shoal.updates import codecs, rules
 
@@ -87,7 +87,7 @@ class Book:
         """Move on by a record, new or taken again."""
         kind = record["kind"]
         if kind == "closed":
-            return self._close(record["round"], record["workers"])
+            return self._close(record)
         if kind == "seated":
             self.state.seats[record["worker"]] = record["seat"]
             return []
@@ -116,16 +116,27 @@ class Book:
         if name in state.made:
             state.made[name] = [version for version in state.made[name] if version > record["base"]]
         state.count("accepted")
-        before = self.rounds.hold(record["round"], held)
-        if before is None:
-            return []
-        state.count("replaced")
-        return [Entry({"replaced": ledger_line(before.record), "by": record["seq"]})]
+        self.rounds.hold(record["round"], held)
+        return []
 
-    def _close(self, number: int, names: list[str]) -> list[Effect]:
+    def _close(self, closed: dict[str, Any]) -> list[Effect]:
         """Combine a round's contributions and move the weights."""
-        there = self.rounds.open.pop(number).held
-        held = [there[name] for name in names]
+        there = self.rounds.open.pop(closed["round"]).held
+        if "workers" in closed:
+            return self._close_as_formerly(closed["workers"], list(there.values()))
+        return self._move([there[worker, seq] for worker, seq in closed["contributions"]])
+
+    def _close_as_formerly(self, names: list[str], there: list[Held]) -> list[Effect]:
+        """Close a round of a journal that an earlier version wrote: a later contribution of a worker took the place of its earlier one."""
+        latest = {former_key_of(one.record): one for one in there}
+        replaced = [(one, latest[former_key_of(one.record)]) for one in there if one is not latest[former_key_of(one.record)]]
+        for _ in replaced:
+            self.state.count("replaced")
+        entries = [Entry({"replaced": ledger_line(one.record), "by": by.record["seq"]}) for one, by in replaced]
+        return [*entries, *self._move([latest[name] for name in names])]
+
+    def _move(self, held: list[Held]) -> list[Effect]:
+        """Move the weights by what the contributions make together."""
         records = [one.record for one in held]
         rooms = [one.vector for one in held] if self.plan.updates.codec.kind != "none" else []
         update, buffers, share = self._combine(held)
@@ -138,7 +149,7 @@ class Book:
         batches, samples = sum(record["batches"] for record in records), sum(record["samples"] for record in records)
         state.batches, state.samples = state.batches + batches, state.samples + samples
         if self.remembered:
-            for name in names:
+            for name in dict.fromkeys(record["worker"] for record in records):
                 state.made[name] = [*state.made.get(name, ()), state.version][-self.remembered :]
         weight = sum(record["weight"] for record in records)
         return [
@@ -154,10 +165,10 @@ class Book:
         for one in held:
             if one.record["share"] != 1.0:
                 one.vector = one.vector * one.record["share"]  # not in place: it may lie in a frame
-            if updates.memory:
-                one.vector = self._remember(one.record["worker"], one.vector, updates.memory)
-        if updates.aggregation.kind != "mean":
-            held = _one_of_each_worker(held)
+        if updates.compares or updates.memory:
+            held = one_of_each_worker(held)
+        for one in held if updates.memory else ():
+            one.vector = self._remember(one.record["worker"], one.vector, updates.memory or 0.0)
         weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
         buffers = self._combine_buffers(held, weights)
         if len(held) == 1 and updates.aggregation.kind == "mean":
@@ -204,17 +215,16 @@ class Book:
         self.memories = dict(saved.get("memories", {}))
 
 
-def _one_of_each_worker(held: list[Held]) -> list[Held]:
-    """What a worker learned from several units, as one contribution: a rule that compares workers must not count one twice."""
-    merged: dict[str, Held] = {}
+def one_of_each_worker(held: list[Held]) -> list[Held]:
+    """The rows that a rule compares: what a worker sent several times is averaged, by what it learned from. None counts twice."""
+    by_worker: dict[str, list[Held]] = {}
     for one in held:
-        name, weight = one.record["worker"], one.record["weight"]
-        before = merged.get(name)
-        if before is None:
-            merged[name] = one
-            continue
-        share = weight / (weight + before.record["weight"])
-        before.vector = torch.lerp(before.vector, one.vector, share)  # not in place: it may lie in a frame
-        before.buffers = torch.lerp(before.buffers, one.buffers, share)
-        before.record = before.record | {"weight": weight + before.record["weight"]}
-    return list(merged.values())
+        by_worker.setdefault(one.record["worker"], []).append(one)
+    return [group[0] if len(group) == 1 else _mean_of(group) for group in by_worker.values()]
+
+
+def _mean_of(held: list[Held]) -> Held:
+    weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
+    vector = rules.mean_of_vectors([one.vector for one in held], weights, torch.empty_like(held[0].vector))
+    buffers = rules.mean(torch.stack([one.buffers for one in held]), weights)
+    return Held(held[0].record | {"weight": float(weights.sum())}, (), vector, buffers)

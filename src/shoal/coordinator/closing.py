@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.config.schema.updates import Bucketing
 from shoal.coordinator.book import Book
 from shoal.coordinator.effects import Note, Stop
 from shoal.coordinator.membership import MISSED_HEARTBEATS
@@ -23,6 +24,8 @@ class Closing:
         """Until the expected workers have come: at the start, and when a coordinator comes back."""
         self._short_since: float | None = None
         self._noted = ""
+        self._weak = False
+        """Whether the last round had too few workers for the rule to withstand anything."""
 
     def due(self, number: int, now: float) -> bool:
         """Whether the round may close now."""
@@ -63,3 +66,14 @@ class Closing:
             return None
         self._noted = text
         return Note(f"{text}: waiting for {needed - reachable} more")
+
+    def judge(self, workers: int) -> Note | None:
+        """A word on a round that closes with contributions of so many workers, where those are too few for the rule to do its job."""
+        updates = self.plan.updates
+        bucket = updates.mixing.size if isinstance(updates.mixing, Bucketing) else 1
+        rule, before = updates.aggregation, self._weak
+        self._weak = -(-workers // bucket) < rule.works_from
+        if before or not self._weak:
+            return None
+        few = f"{workers} worker{'s' * (workers != 1)}" + (f" in buckets of {bucket}" if bucket > 1 else "")
+        return Note(f"warning: {rule.kind} withstands nothing with contributions of {few}: it takes {rule.works_from}; this is a mean")

@@ -342,7 +342,13 @@ class Coordinator:
             return "finished"
         if asked.seq < self.state.sequences.get(worker.name, -1) or self._is_learned(worker.seat, asked):
             return "overtaken"
-        return self.policies.rounds.problem(asked.round, self.state.version)
+        rounds, version = self.policies.rounds, self.state.version
+        has_room = self._has_room_for(worker, rounds.round_for(asked.round, version))
+        return rounds.problem(asked.round, version) or ("" if has_room else "ahead")
+
+    def _has_room_for(self, worker: Worker, number: int) -> bool:
+        """Whether a round takes one more contribution of this worker."""
+        return self.rounds.sent_by(worker.name, number) < self.policies.rounds.most_of_one
 
     def _is_learned(self, seat: int, asked: Contribute) -> bool:
         """Whether a worker in this seat has sent already what was learned from these batches."""
@@ -351,7 +357,7 @@ class Coordinator:
 
     def _receipt(self, caller: Any, worker: Worker, asked: Contribute, status: str, repeated: bool = False) -> None:
         """Answer at once, or when the round has closed if the worker may not go on before."""
-        free = self.policies.rounds.may_send_next(asked.round, self.state.version)
+        free = self.policies.rounds.may_send_next(asked.round, self.state.version) and self._has_room_for(worker, self.state.version)
         if status == "accepted" and not free and not self.finished:
             before = self.waiting.pop(worker.session, None)
             self._answer_no_longer(None if before is None else before.caller)
@@ -393,9 +399,11 @@ class Coordinator:
         while not self.finished and self.closing.due(self.state.version, self.now):
             number = self.state.version
             held = sorted(self.rounds.open[number].held.values(), key=lambda one: (one.record["worker"], one.record["seq"]))
+            if (word := self.closing.judge(self.rounds.workers(number))) is not None:
+                self.emit(word)
             if self.policies.rounds.waits_for_all:
                 self.rounds.miss(number)
-            self.record({"kind": "closed", "round": number, "workers": [one.key for one in held]})
+            self.record({"kind": "closed", "round": number, "contributions": [list(one.key) for one in held]})
             if self.lender is not None:
                 self.lender.offer()
             self._release()

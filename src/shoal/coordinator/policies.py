@@ -98,12 +98,17 @@ class Bounded(Everything):
 
 # --- rounds: when the weights move --------------------------------------------------------------------------
 
+MOST_OF_ONE = 4
+"""Contributions of one worker in a round that waits for other workers."""
+
 
 @dataclass(frozen=True)
 class Every:
-    """A round closes when so many different workers have sent; the latest contribution of each counts."""
+    """A round closes when so many contributions are in. All of them count; to a rule that compares, those of one worker are one."""
 
     contributions: int = 1
+    different: bool = False
+    """Whether the contributions must come from so many different workers, or all that are here: a rule compares what they sent."""
     window: int = 0
     """Rounds that may be open at once; 0: workers wait for no round."""
     deadline_s: float = 0.0
@@ -136,15 +141,23 @@ class Every:
         """Whether a worker that has sent for round `sent` may send for the next one."""
         return True
 
+    @property
+    def most_of_one(self) -> int:
+        """Contributions of one worker that a round takes. With so many in it, the worker waits until the round closes: what it computes on
+        the same weights teaches less and less, and a round that waits for others must not fill the memory."""
+        return MOST_OF_ONE if self.different or self.waits_for_all else self.contributions
+
     def due(self, there: OpenRound, active: int, needed: int, now: float, no_more: bool) -> bool:
-        """Whether the round closes now. `needed`: contributions without which the aggregation rule cannot work; `no_more`: no unit of the
-        data is left to come in."""
-        return len(there.held) >= max(needed, min(self.contributions, max(1, active)))
+        """Whether the round closes now. `needed`: workers without whose contributions the aggregation rule cannot work; `no_more`: no unit
+        of the data is left to come in."""
+        if self.different:
+            return there.workers >= max(needed, min(self.contributions, max(1, active)))
+        return len(there.held) >= self.contributions and there.workers >= needed
 
 
 @dataclass(frozen=True)
 class UnitQuorum(Every):
-    """A round closes when so many units of the data have come in, or no unit is left."""
+    """A round closes when so many units of the data have come in, or no unit is left. A worker may do any number of them."""
 
     def first_workers(self, expected: int) -> int:
         return 1
@@ -189,10 +202,8 @@ class Barrier(Every):
         return sent + 1 < version + self.window
 
     def due(self, there: OpenRound, active: int, needed: int, now: float, no_more: bool) -> bool:
-        if len(there.held) < needed:
-            return False
-        if self.late_count and needed > 1 and there.workers < needed:
-            return False  # a worker's late contribution and its own of this round do not make two workers
+        if there.workers < needed:
+            return False  # several contributions of one worker do not make several workers
         assert there.opened_at is not None
         return now >= there.opened_at + self.deadline_s or there.present == active or self._has_quorum(there, active, now)
 

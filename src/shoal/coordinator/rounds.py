@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.coordinator.effects import Frames
-from shoal.coordinator.state import Held, key_of
+from shoal.coordinator.state import Held, Key, key_of
 
 
 @dataclass
 class Round:
     """Contributions that will make one version."""
 
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[Key, Held] = field(default_factory=dict)
+    sent: Counter[str] = field(default_factory=Counter)
+    """How many contributions of each worker are in it."""
+    on_time: set[str] = field(default_factory=set)
+    """Workers that have sent for this very round, and not only what came too late for an earlier one."""
     opened_at: float | None = None
     """When the first one came, or the round before it closed; not known before the clock has been read."""
     present: int = 0
-    """Workers that are active now and have sent."""
+    """Workers that are active now and have sent for this round."""
     quorum_at: float | None = None
     """When it had enough contributions to close without the others."""
 
     @property
     def workers(self) -> int:
         """How many different workers have sent."""
-        return len({held.record["worker"] for held in self.held.values()})
+        return len(self.sent)
 
 
 class Rounds:
@@ -45,7 +50,7 @@ class Rounds:
 
     def miss(self, number: int) -> None:
         """A round closes. A worker that is missing in it is waited for again when there is a sign of it."""
-        for name in self.active - self.open[number].held.keys():
+        for name in self.active - self.open[number].on_time:
             self.deactivate(name)
             self.absent.add(name)
 
@@ -62,17 +67,17 @@ class Rounds:
 
     def _recount(self, name: str, change: int) -> None:
         for there in self.open.values():
-            if name in there.held:
+            if name in there.on_time:
                 there.present += change
 
-    def hold(self, number: int, held: Held) -> Held | None:
-        """Keep a contribution until its round closes. Return the one of the same worker that it replaces, if there is one."""
-        there = self.open.setdefault(number, Round())
-        before = there.held.get(held.key)
+    def hold(self, number: int, held: Held) -> None:
+        """Keep a contribution until its round closes, beside others of the same worker."""
+        there, name = self.open.setdefault(number, Round()), held.record["worker"]
         there.held[held.key] = held
-        if before is None:
-            there.present += held.key in self.active
-        return before
+        there.sent[name] += 1
+        if name not in there.on_time and not held.record.get("late"):
+            there.on_time.add(name)
+            there.present += name in self.active
 
     def holds(self, record: dict[str, Any]) -> bool:
         there = self.open.get(record["round"])
@@ -81,7 +86,12 @@ class Rounds:
     def reachable(self, number: int) -> int:
         """Workers that have sent, or still may."""
         there = self.open.get(number)
-        return len(self.active) + (len(there.held) - there.present if there else 0)
+        return len(self.active | set(there.sent)) if there else len(self.active)
+
+    def sent_by(self, worker: str, number: int) -> int:
+        """How many contributions of a worker are in a round."""
+        there = self.open.get(number)
+        return there.sent[worker] if there else 0
 
     def workers(self, number: int) -> int:
         """How many different workers have sent."""

@@ -15,6 +15,9 @@ from shoal.coordinator.units import Cut
 from shoal.updates.fragments import Span
 from shoal.updates.messages import Asked, Contribute, Delivered, FromLeases
 
+Key = tuple[str, int]
+"""A worker, and the number of one of its contributions."""
+
 
 class Learner(Protocol):
     """The weights, and what moves them."""
@@ -165,12 +168,17 @@ class Held:
     buffers: Tensor
 
     @property
-    def key(self) -> str:
+    def key(self) -> Key:
         return key_of(self.record)
 
 
-def key_of(record: Mapping[str, Any]) -> str:
-    """What a round knows a contribution by: its worker, who has one in it, and those that came late; or the unit it was made of."""
+def key_of(record: Mapping[str, Any]) -> Key:
+    """What a round knows a contribution by: its worker, who may have several in it, and its number."""
+    return record["worker"], record["seq"]
+
+
+def former_key_of(record: Mapping[str, Any]) -> str:
+    """What journals of earlier versions call a contribution in the record of a round that closed."""
     name: str = record["worker"]
     if record.get("late"):
         return f"{name} {record['seq']}"

@@ -380,7 +380,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _prepare(run: Run, task: Task) -> None:
     kind = run.training.precision.kind
     if kind in ("fp8", "nvfp4"):
-        raise ShoalError(f"training.precision: {kind} is not built yet; bf16 and fp16 are")
+        raise ShoalError(f"the precision {kind} is not built yet; bf16 and fp16 are")
     if not run.training.gradient_checkpointing:
         return
     for name, player in task.players.items():

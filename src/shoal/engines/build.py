@@ -19,8 +19,6 @@ OF_SEVERAL = {
     "collectives": ("replicas", "Replicas"),
 }
 """Engines of several processes: the module, and the class in it."""
-KINDS = ("single", *OF_SEVERAL)
-"""All engines that are built."""
 
 
 def build(run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> Engine:

@@ -57,7 +57,7 @@ class DeepSpeedEngine(Engine):
         settings = self.chosen["model"]
         if settings.name in optimizers.SHAPED:
             raise ShoalError(
-                f"training.optimizer: {settings.name} looks at whole matrices, and ZeRO cuts them: take AdamW, or the engine ddp"
+                f"training.optimizer.name: {settings.name} looks at whole matrices, and ZeRO cuts them: take AdamW, or the engine ddp"
             )
         optimizer = optimizers.make(settings, list(self.trained.values()))
         sizes = [parameter.numel() // self.world.size for parameter in self.model.parameters()]

@@ -165,5 +165,5 @@ def outer_keywords(outer: OuterOptimizer) -> dict[str, Any]:
     try:
         kind([nn.Parameter(torch.zeros(2, 2))], lr=outer.learning_rate, **keywords)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ShoalError(f"strategy.outer: {outer.name} refuses its settings: {error}") from None
+        raise ShoalError(f"strategy.outer.name: {outer.name} refuses its settings: {error}") from None
     return keywords

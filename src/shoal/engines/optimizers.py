@@ -60,7 +60,7 @@ def _make(name: str, keywords: dict[str, Any], parameters: list[torch.Tensor]) -
     try:
         optimizer: torch.optim.Optimizer = kind(parameters, **keywords)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ShoalError(f"training.optimizer: {name} refuses its settings: {error}") from None
+        raise ShoalError(f"training.optimizer.name: {name} refuses its settings: {error}") from None
     return optimizer
 
 
@@ -68,18 +68,21 @@ def arguments(settings: Optimizer) -> dict[str, Any]:
     """The keywords for the optimizer; a setting it does not take is refused."""
     accepted = inspect.signature(getattr(torch.optim, settings.name)).parameters
     keywords: dict[str, Any] = {"lr": settings.learning_rate}
-    for name, setting in (("lr", "learning_rate"), ("betas", "beta1 and beta2")):
-        if name in settings.kwargs:
-            raise ShoalError(f"training.optimizer.kwargs: `{name}` has a setting of its own: {setting}")
+    if "lr" in settings.kwargs:
+        raise ShoalError("training.optimizer.kwargs: `lr` has a setting of its own: training.optimizer.learning_rate")
     given = {name: getattr(settings, name) for name in ("weight_decay", "eps", "momentum") if getattr(settings, name) is not None}
     if settings.beta1 is not None or settings.beta2 is not None:
         first, second = accepted["betas"].default if "betas" in accepted else (0.9, 0.999)
         given["betas"] = (first if settings.beta1 is None else settings.beta1, second if settings.beta2 is None else settings.beta2)
+    if twice := sorted(given.keys() & settings.kwargs.keys()):
+        own = "training.optimizer.beta1 and beta2" if twice[0] == "betas" else f"training.optimizer.{twice[0]}"
+        raise ShoalError(f"training.optimizer.kwargs: `{twice[0]}` is given twice, here and as {own}")
     unknown = [name for name in (*given, *settings.kwargs) if name not in accepted]
     if unknown:
         takes = ", ".join(name for name in accepted if name not in ("params", "lr"))
-        raise ShoalError(f"training.optimizer: {settings.name} takes no `{unknown[0]}`; it takes {takes}")
-    return keywords | given | dict(settings.kwargs)
+        setting = "kwargs" if unknown[0] in settings.kwargs else "beta1" if unknown[0] == "betas" else unknown[0]
+        raise ShoalError(f"training.optimizer.{setting}: {settings.name} takes no `{unknown[0]}`; it takes {takes}")
+    return keywords | given | {name: tuple(value) if name == "betas" else value for name, value in settings.kwargs.items()}
 
 
 def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:

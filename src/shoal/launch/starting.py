@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.config.derive import OWN
+from shoal.config.dialects import in_words_of
 from shoal.config.former import was_a_transport
 from shoal.config.load import Loaded, Override
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import STRATEGY_FOR_WORKERS, Place, of_several, place
+from shoal.config.refusals import refusals
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorkers, fair_threads, gpus_of, names_for, trusting, wait_quietly
@@ -138,8 +140,10 @@ def plan(load: Load, asked: Asked) -> Plan:
 
 
 def _good(loaded: Loaded) -> Loaded:
-    if not loaded.ok:
-        raise ConfigError(loaded.problems)
+    """Raise ConfigError with everything that the run is refused for."""
+    problems = loaded.problems if not loaded.ok else refusals(loaded)
+    if problems:
+        raise ConfigError(problems)
     return loaded
 
 
@@ -161,9 +165,6 @@ def _local(loaded: Loaded, asked: Asked) -> Plan:
     if here is None and of_several(loaded.run):
         if asked.live:
             _refuse_other_processes(loaded, asked.live)
-        from shoal.runs.assembly import refuse_unbuilt
-
-        refuse_unbuilt(loaded)
         return Plan(Way.RANKS, loaded, asked)
     return Plan(Way.ALONE, loaded, asked, here)
 
@@ -223,6 +224,19 @@ def started(
     from shoal.runs.given import NOTHING
 
     given = given or NOTHING
+    try:
+        with _put_together(plan, reporters, progress, arguments, given) as made:
+            yield made
+    except ShoalError as error:
+        if type(error) is not ShoalError:
+            raise
+        raise ShoalError(in_words_of((parsed.layer.dialect for parsed in plan.loaded.files), str(error))) from error
+
+
+@contextmanager
+def _put_together(
+    plan: Plan, reporters: list[Reporter], progress: Progress | None, arguments: Arguments, given: Given
+) -> Iterator[Started]:
     if plan.way is Way.ALONE:
         yield _alone(plan, reporters, progress, given)
         return
@@ -279,8 +293,29 @@ def _finished(loop: Loop | ClusterLoop, summary: dict[str, Any]) -> Outcome:
 
 def _hosts(plan: Plan) -> tuple[str, ...]:
     if plan.asked.invite:
-        return plan.asked.hosts or ("0.0.0.0",)
+        return plan.asked.hosts or _addresses_of_server(plan) or ("0.0.0.0",)
     return plan.fleet.hosts if plan.fleet is not None else ("127.0.0.1",)
+
+
+def _addresses_of_server(plan: Plan) -> tuple[str, ...]:
+    """Where the settings say that the hosts reach the server, its own entry first. Raises ShoalError where this is another machine."""
+    from shoal.transports.addresses import free_port
+
+    run, settings = plan.run, plan.loaded.settings
+    if isinstance(run.transport, Postgres) or getattr(run.transport, "host", None) is not None:
+        return ()
+    names = sorted(run.cluster.hosts, key=lambda name: name != run.cluster.server)
+    found = {run.cluster.hosts[name].server_address: name for name in reversed(names)}
+    for address, name in found.items():
+        try:
+            free_port(address or "0.0.0.0")
+        except ShoalError:
+            where = settings.spelling(f"cluster.hosts.{name}.server_address")
+            raise ShoalError(
+                f"`{where}` says that the server listens at {address}, which is no address of this machine: "
+                f"start it on {run.cluster.server or 'the server'}, or say --host ADDRESS"
+            ) from None
+    return tuple(address for address in reversed(found) if address is not None)
 
 
 def _expected(plan: Plan) -> int:

@@ -90,6 +90,14 @@ class HuggingFace(nn.Module):
         """Freeze the weights and put small matrices beside them."""
         self.inner = with_lora(self.inner, lora)
 
+    def save_adapters(self, folder: Path) -> None:
+        """LoRA's matrices alone, as `peft.PeftModel.from_pretrained` loads them onto the model they were trained for."""
+        if not hasattr(self.inner, "merge_and_unload"):
+            raise ShoalError(
+                "the run trained all weights of the model (model.lora is null), so there are no adapters: export the whole model"
+            )
+        self.inner.save_pretrained(str(folder), safe_serialization=True)
+
     def save(self, folder: Path) -> None:
         """As `AutoModelForCausalLM.from_pretrained` loads it; LoRA's matrices are added to what they stand beside. The model is used up."""
         merge = getattr(self.inner, "merge_and_unload", None)

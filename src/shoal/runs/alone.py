@@ -17,7 +17,6 @@ from shoal.runs.assembly import (
     continued,
     expect_same_data,
     held_out,
-    refuse_unbuilt,
     sampler,
     tell_changes,
     warner,
@@ -41,7 +40,6 @@ def prepare(
     given: Given = NOTHING,
 ) -> Loop:
     """A loop that is ready to train, new or continued. `here`: as one of several processes, which all must get here."""
-    refuse_unbuilt(loaded)
     run = loaded.run
     warn = warner(reporters)
     world = enter(here, choose_device(run.training.device, here.local_rank)) if here else None

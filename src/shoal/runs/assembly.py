@@ -12,12 +12,7 @@ from torch import nn
 
 from shoal import data, models
 from shoal.config import Run
-from shoal.config.fields import as_data
-from shoal.config.layers import default_at
-from shoal.config.load import Loaded
 from shoal.config.ranks import Place
-from shoal.config.text import data_of
-from shoal.engines import KINDS as ENGINES
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
@@ -33,37 +28,6 @@ from shoal.tasks.images import grid, save_png
 
 Progress = Callable[[str, int, int | None], None]
 StepsOf = Callable[[data.Data], int]
-
-# Settings that ask for a part which does not exist yet. None of them may be ignored.
-_UNBUILT = {
-    "scheduler.": "scheduling",
-    "simulation.": "simulation",
-    "serving.num_nodes": "serving",
-    "serving.api_port": "serving",
-    "serving.page_port": "serving",
-    "serving.request_timeout_s": "serving",
-    "rlhf": "reinforcement learning from feedback",
-    "training.allow_emulation": "emulated precision",
-}
-
-
-def refuse_unbuilt(loaded: Loaded) -> None:
-    """A configuration that asks for a part that is not built yet is refused, by name."""
-    run = loaded.run
-    if not run.model.is_built():
-        run.model.builder()  # says so
-    if run.engine.kind not in ENGINES:
-        raise ShoalError(f"the engine {run.engine.kind} is not built yet; there are {', '.join(ENGINES)}")
-    if run.data.source is not None and run.data.source.kind == "preferences":
-        raise ShoalError("data.source: learning from preferences is not built yet")
-    for path, history in loaded.settings.history.items():
-        node = history[-1].node
-        part = next((name for prefix, name in _UNBUILT.items() if ".".join(path).startswith(prefix)), None)
-        if path[:2] == ("cluster", "hosts") and path[-1] in ("memory_gb", "flops", "bandwidth_mbps", "host", "port"):
-            part = "matching tasks to machines"
-        written = part and node.span.source.kind not in ("default", "environment")
-        if written and data_of(node) != as_data(default_at(path, loaded.settings.kinds)):
-            raise ShoalError(f"`{node.user_path}` ({node.span}): {part} is not built yet")
 
 
 class Parts(NamedTuple):

@@ -91,6 +91,7 @@ class ClusterLoop:
     ) -> None:
         """`judging`: the device that evaluates; the weights are stepped on the CPU."""
         parts, length = agreed.parts, agreed.length
+        self.length = length
         self.run, self.engine, self.policies, self.coordinator, self.learner = (
             parts.run,
             parts.engine,
@@ -237,12 +238,28 @@ class ClusterLoop:
     def totals(self) -> dict[str, int]:
         return self._totals.bytes
 
-    def epsilon(self) -> float:
-        """What the run has told about any one sample so far. What was sent counts, whether it was taken or not."""
-        settings, state = self.run.updates.privacy, self.coordinator.state
+    def warn_of_epsilon(self, setting: str) -> None:
+        """Say what the whole run will have told about any one sample, where that protects nobody. `setting`: the user's word for noise."""
+        spent = self._accountant()
+        length = self.length
+        contributions = length.steps * length.batches_per_step / length.batches_per_contribution
+        spent.record("whole run", max(1, round(contributions / (1 if self.policies.feed.leased else self.coordinator.plan.expected))))
+        settings = self.run.updates.privacy
+        if not settings.protects(spent.spent()):
+            self.message(
+                f"warning: at its end this run will have spent ε ≈ {spent.spent():.4g} at δ = {spent.delta:g}, which protects nobody "
+                f"(ε up to {settings.protects_up_to:g} does): raise {setting}, or train for fewer steps"
+            )
+
+    def _accountant(self) -> privacy.Accountant:
+        settings = self.run.updates.privacy
         by_sample = settings.unit == "sample"
         multiplier = settings.noise_multiplier if by_sample else privacy.sample_level_multiplier(settings.noise_multiplier)
-        accountant = privacy.Accountant(multiplier, self.sampling_rate, settings.delta)
+        return privacy.Accountant(multiplier, self.sampling_rate, settings.delta)
+
+    def epsilon(self) -> float:
+        """What the run has told about any one sample so far. What was sent counts, whether it was taken or not."""
+        state, accountant = self.coordinator.state, self._accountant()
         if self.policies.feed.leased:  # all units are of the same data
             late = sum(one["late"] + one["cancelled"] for one in self.board.workers()) if self.board is not None else 0
             accountant.record("units", sum(state.contributions.values()) + late)

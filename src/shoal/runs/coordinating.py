@@ -20,7 +20,7 @@ from shoal.engines import choose_device
 from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, needed
-from shoal.runs.assembly import Parts, Progress, assemble, expect_same_data, refuse_unbuilt, tell_changes, warner, write_info
+from shoal.runs.assembly import Parts, Progress, assemble, expect_same_data, tell_changes, warner, write_info
 from shoal.runs.checkpoint import find, load_weights
 from shoal.runs.cluster_loop import Agreed, ClusterLoop
 from shoal.runs.cluster_loop import Home as Place
@@ -56,7 +56,6 @@ def prepare(
     given: Given = NOTHING,
 ) -> Coordinating:
     """A coordinator, new or continued, that listens."""
-    refuse_unbuilt(loaded)
     run = loaded.run
     place = transport or run.transport
     home = home_of(run, run_dir, resume, place, hosts)
@@ -91,6 +90,8 @@ def _coordinating(
     around = Place(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
     _go_on(loop, run, resume, warn)
+    if run.updates.privacy.enabled:
+        loop.warn_of_epsilon(loaded.settings.spelling("updates.privacy.noise_multiplier"))
     return Coordinating(loop, opened.invitation)
 
 

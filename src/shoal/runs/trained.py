@@ -65,14 +65,22 @@ def open_run(path: str, warn: Callable[[str], None]) -> Trained:
     return Trained(run, task, checkpoint, tokenizer, root)
 
 
-def export(path: str, folder: Path, warn: Callable[[str], None]) -> None:
+def export(path: str, folder: Path, warn: Callable[[str], None], adapters: bool = False) -> None:
     """A run's networks in a folder of their own, which appears whole or not at all. Raises ShoalError.
 
-    A model of Hugging Face as transformers loads it; one of Shoal's own as `shoal generate` does.
+    A model of Hugging Face as transformers loads it, or with `adapters` LoRA's matrices alone, as peft loads them; one of Shoal's own as
+    `shoal generate` does.
     """
     _refuse_full(folder)
     trained = open_run(path, warn)
-    _appear(folder, lambda partial: _write(trained, partial))
+    _appear(folder, lambda partial: _write_adapters(trained, partial) if adapters else _write(trained, partial))
+
+
+def _write_adapters(trained: Trained, folder: Path) -> None:
+    if trained.run.model.kind != "huggingface":
+        raise ShoalError(f"a model of kind {trained.run.model.kind} has no adapters: only models of Hugging Face are trained with LoRA")
+    model: Any = trained.task.players["model"]
+    model.save_adapters(folder)
 
 
 def export_network(model: nn.Module, folder: Path) -> None:
@@ -105,6 +113,9 @@ def _appear(folder: Path, write: Callable[[Path], None]) -> None:
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
+    except ShoalError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ShoalError(f"cannot write {folder}: {error.strerror or error}") from None
@@ -117,6 +128,9 @@ def save_final(run: Run, folder: Path, summary: dict[str, Any]) -> Path | None:
     final = folder / "model"
     shutil.rmtree(final, ignore_errors=True)  # of a run that was shorter then
     export(str(folder), final, lambda text: None)
+    if getattr(run.model, "lora", None) is not None:
+        shutil.rmtree(folder / "adapters", ignore_errors=True)
+        export(str(folder), folder / "adapters", lambda text: None, adapters=True)
     return final
 
 

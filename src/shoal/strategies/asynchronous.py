@@ -16,7 +16,7 @@ from shoal.worker.policies import Pulling
 def policies(run: Run, expected: int) -> Policies:
     settings = run.strategy
     assert isinstance(settings, Async)
-    rounds = Every(settings.contributions_per_update)
+    rounds = Every(settings.contributions_per_update, different=run.updates.compares)
     least = settings.max_staleness if settings.min_staleness is None else settings.min_staleness
     return Policies(
         rounds=rounds,

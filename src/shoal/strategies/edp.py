@@ -3,7 +3,7 @@
 Where workers pull at every step they look ahead, as under async.
 
 Holds: the lag of a gradient is the versions its weights do not know of. A worker steps its own weights between pulls, so those it made
-itself do not count. A rule that needs several contributions gets the latest of that many workers.
+itself do not count. A rule that compares gets one row of each worker, the mean of what it sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.worker.policies import Pulling
 def policies(run: Run, expected: int) -> Policies:
     settings = run.strategy
     assert isinstance(settings, Edp)
-    rounds = Every(1 if run.updates.aggregation.kind == "mean" else expected)
+    rounds = Every(expected, different=True) if run.updates.compares else Every()
     return Policies(
         rounds=rounds,
         length=in_updates(run, rounds),

@@ -94,15 +94,15 @@ def mean_of_vectors(vectors: Sequence[Tensor], weights_N: Tensor, out: Tensor) -
 
 
 def trimmed_mean(stack_ND: Tensor, trim_ratio: float) -> Tensor:
-    """The mean of each column without its extremes: half of `trim_ratio` is dropped at each end."""
+    """The mean of each column without its extremes: half of `trim_ratio` is dropped at each end, and one at least of three or more."""
     count = len(stack_ND)
     dropped = trimmed_at_each_end(count, trim_ratio)
     return by_sorted_columns(stack_ND, lambda block: mean_of(block[:, dropped : count - dropped])) if dropped else mean(stack_ND)
 
 
 def trimmed_at_each_end(count: int, trim_ratio: float) -> int:
-    """Contributions dropped at each end of a column; at least one is left."""
-    return min(int(count * trim_ratio / 2 + 1e-9), (count - 1) // 2)
+    """Contributions dropped at each end of a column: one at least, where any are to be dropped, and so that one at least is left."""
+    return min(max(int(count * trim_ratio / 2 + 1e-9), trim_ratio > 0), (count - 1) // 2)
 
 
 def median(stack_ND: Tensor) -> Tensor:

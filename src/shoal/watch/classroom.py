@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from shoal.config.schema.updates import Privacy
+
 COLUMNS = ("worker", "state", "images/s", "idle", "taken", "late", "images", "share")
 
 
@@ -84,6 +86,9 @@ def lines(view: Any) -> Iterator[tuple[str, str]]:
         yield "units", _units(view.units)
     losses = {name: value for name, value in figures.items() if name.endswith(("loss", "accuracy"))}
     yield "figures", "  ".join(f"{name} {value:.4g}" for name, value in losses.items()) or "none yet"
+    if "epsilon" in figures:
+        protects = Privacy.protects(figures["epsilon"])
+        yield "privacy", f"ε = {figures['epsilon']:.4g} spent so far{'' if protects else ', which protects nobody'}"
     yield "coordinator", _coordinator(view)
     if view.picture is not None:
         yield "samples", f"of iteration {view.picture[0]}, at {view.picture[1].astimezone():%H:%M:%S} (--grid FILE saves them)"

@@ -14,7 +14,7 @@ from rich.table import Table
 from shoal.runs.recorder import Recorder, Reporter
 from shoal.watch import classroom
 
-_LOUD = ("loss", "accuracy", "perplexity", "discriminator_loss", "generator_loss", "discriminator_accuracy")
+_LOUD = ("loss", "accuracy", "perplexity", "discriminator_loss", "generator_loss", "discriminator_accuracy", "epsilon")
 
 
 def figures(record: dict[str, Any]) -> str:

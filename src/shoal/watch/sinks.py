@@ -54,8 +54,17 @@ class Wandb(Reporter):
     def start(self, recorder: Recorder) -> None:
         path, project = recorder.directory.path, self._run.logging.project or "shoal"
         try:
+            offline = self._wandb.setup().settings.mode == "online" and not self._wandb.login(prompt=False)
+            if offline:
+                recorder.message(f"W&B: nobody is logged in here, so the record stays in {path / 'wandb'}; `wandb sync` sends it later")
             self.session = self._wandb.init(
-                project=project, name=path.name, dir=str(path), config=as_data(self._run), resume="allow", id=path.name
+                project=project,
+                name=path.name,
+                dir=str(path),
+                config=as_data(self._run),
+                resume="allow",
+                id=path.name,
+                mode="offline" if offline else None,
             )
         except self._wandb.Error as error:
             raise ShoalError(f"W&B does not start: {error}; WANDB_MODE=offline keeps the record here") from None

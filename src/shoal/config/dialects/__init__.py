@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 
 from shoal.config.dialects.ava import AVA
 from shoal.config.dialects.classroom import CLASSROOM
@@ -75,3 +76,13 @@ def _paths(section: type[Section], prefix: str) -> Iterator[str]:
             yield from _paths(below, f"{prefix}{name}.")
         if not inner:
             yield f"{prefix}{name}"
+
+
+def in_words_of(dialects: Iterable[str], text: str) -> str:
+    """A message with the settings in it as the documents of these dialects call them, where they have a name for them."""
+    names: dict[str, set[str]] = {}
+    for entry in (entry for name in dialects if name in DIALECTS for entry in DIALECTS[name].rows):
+        for target in entry.to:
+            names.setdefault(re.sub(r"\[[^\]]*\]", "", target), set()).add(entry.path)
+    own = {native: spelled.pop() for native, spelled in names.items() if len(spelled) == 1 and "*" not in native and "{" not in native}
+    return re.sub(r"[a-z_]+(?:\.[a-z_0-9]+)+", lambda found: own.get(found[0], found[0]), text)

@@ -16,8 +16,11 @@ MODELS = {
 
 
 def _imply(seen: Seen) -> Implied:
+    unsaid = "training.num_workers" not in seen and "workers[].name" not in seen
+    workers: Implied = {"cluster.num_workers": (2, "default of `training.num_workers` in dist-llm-train files")} if unsaid else {}
     text = ("builtin", "dist-llm-train files name no data set: the built-in text")
-    return {
+    return workers | {
+        f"{_ASYNC}.look_ahead": (False, "dist-llm-train's workers compute on the weights they pulled"),
         "training.optimizer.name": ("SGD", "the optimizer of dist-llm-train files"),
         "data.source.kind": text,
         "data.source.name": ("python-source", text[1]),

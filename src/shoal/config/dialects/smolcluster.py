@@ -1,5 +1,6 @@
 """smolcluster: a shelf of Macs, Pis and a Windows box; a cluster file and a model file."""
 
+from importlib.util import find_spec
 from typing import Any
 
 from shoal.config.dialects.table import Dialect, Implied, RejectError, Row, Seen, choice, row
@@ -25,7 +26,10 @@ def _decoding(name: str, *keys: str) -> tuple[Row, ...]:
 
 def _imply(seen: Seen) -> Implied:
     """The documents tell the algorithms apart by file name; the keys do too."""
-    implied: Implied = {"transport.kind": ("zmq", "smolcluster files use sockets")}
+    implied: Implied = {
+        "transport.kind": ("zmq", "smolcluster files use sockets"),
+        "strategy[edp].look_ahead": (False, "smolcluster's workers compute on the weights they have"),
+    }
     if "worker_update_interval" in seen:
         kind, why = (
             ("syncps", "`worker_update_interval` with `timeout`")
@@ -35,8 +39,10 @@ def _imply(seen: Seen) -> Implied:
         implied["strategy.kind"] = (kind, why)
     elif "workers" in seen:
         implied["engine.kind"] = ("pipeline", "a cluster without `worker_update_interval` shares the layers of one model")
-    if "learning_rate" in seen:
-        implied["training.schedule.kind"] = ("cosine", "the schedule of smolcluster's model files")
+    if "lr_schedule.warmup_iters" in seen or "lr_schedule.min_lr" in seen:
+        implied["training.schedule.kind"] = ("cosine", "`lr_schedule` goes down to `min_lr`, as a GPT's does")
+    if ("logging.project_name" in seen or seen.value("track_gradients") is True) and find_spec("wandb") is not None:
+        implied["logging.sinks"] = (["wandb"], "smolcluster files log a named project, or gradient norms, to W&B")
     if f"{_ENTRY}.hf_model_name" in seen:
         implied["model.kind"] = ("huggingface", f"`{_ENTRY}` names a pretrained model")
     elif any(f"model.{key}" in seen for key in ("model_dim", "num_layers", "num_heads", "ff_dim", "max_seq_len", "dropout")):

@@ -85,6 +85,8 @@ class Aggregation(Part, noun="aggregation rule"):
 
     withstands: ClassVar[tuple[int, int] | None] = None
     """a and b of the a·f + b contributions that withstand f false ones, where `byzantine` is f; None: one contribution is enough."""
+    works_from: ClassVar[int] = 1
+    """Contributions from different workers from which on it withstands a false one. With fewer it works, and is no more than the mean."""
 
 
 class Mean(Aggregation, built_by="shoal.updates.rules:by_mean"):
@@ -97,20 +99,23 @@ class TrimmedMean(Aggregation, built_by="shoal.updates.rules:by_trimmed_mean"):
     """The mean without the extremes, per coordinate."""
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"
+    works_from = 3
     trim_ratio: Share = 0.3
-    """Share that is dropped, half of it at each end."""
+    """Share that is dropped, half of it at each end; never fewer than one at each end from three contributions on. 0: none."""
 
 
 class Median(Aggregation, built_by="shoal.updates.rules:by_median"):
     """The middle value, per coordinate."""
 
     kind: Literal["median"] = "median"
+    works_from = 3
 
 
 class GeometricMedian(Aggregation, built_by="shoal.updates.rules:by_geometric_median"):
     """The point with the least sum of distances to all contributions; fewer than half of them cannot move it far."""
 
     kind: Literal["geometric-median"] = "geometric-median"
+    works_from = 3
     iterations: PositiveInt = 100
     """Steps towards it at most; each is cheap whatever the size of the model."""
     smoothing: PositiveShare = 1e-6
@@ -192,6 +197,13 @@ class Privacy(Section):
     """Standard deviation of the noise, as a multiple of clip_norm (on the sum over the samples, where they are clipped by themselves)."""
     delta: PositiveShare = 1e-5
     """δ at which ε is reported."""
+    protects_up_to: ClassVar[float] = 10.0
+    """The largest ε that is still called protection: e¹⁰ is 22,000 times surer that a sample was there."""
+
+    @classmethod
+    def protects(cls, spent: float) -> bool:
+        """Whether an ε still says that anybody is protected."""
+        return spent <= cls.protects_up_to
 
 
 class Updates(Section):
@@ -210,3 +222,8 @@ class Updates(Section):
     """
     below_quorum: Literal["wait", "stop"] = "wait"
     """When too few workers are left for the aggregation rule."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether contributions are compared with each other, so that each worker must be one of those that are compared."""
+        return self.aggregation.kind != "mean" or self.mixing.kind != "none"

@@ -1,0 +1,133 @@
+"""What `shoal train` refuses although every setting is good: parts that are not built yet, and packages that are not installed here.
+
+`shoal config check` and `shoal init --list` ask here, too, so they say beforehand what a run would be refused for: all of it, in the same
+words. Packages are a matter of the machine: there the check only warns, since the run may be for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from shoal.config.fields import as_data
+from shoal.config.layers import Assignment, Key, default_at
+from shoal.config.load import Loaded
+from shoal.config.parts import Part
+from shoal.config.problems import Label, Problem, Severity
+from shoal.config.schema import Run
+from shoal.config.text import data_of
+
+NOT_BUILT = "not-built"
+_MISSING_PACKAGE = "missing-package"
+_MOST_PLACES = 6
+"""Places of one part that are shown; the rest are counted."""
+
+_UNBUILT = {
+    "scheduler.": "scheduling",
+    "simulation.": "simulation",
+    "serving.num_nodes": "serving over several machines",
+    "serving.api_port": "the web interface",
+    "serving.page_port": "the web interface",
+    "serving.request_timeout_s": "serving over several machines",
+    "rlhf": "reinforcement learning from feedback",
+    "training.allow_emulation": "emulated precision",
+}
+"""Settings that ask for a part which does not exist yet. None of them may be ignored."""
+_OF_MACHINES = ("memory_gb", "flops", "bandwidth_mbps", "host", "port")
+_UNBUILT_CHOICES = {
+    "engine.kind": ({"pipeline"}, "the engine {} is not built yet; choose single, ddp, fsdp, deepspeed or collectives"),
+    "training.precision.kind": ({"fp8", "nvfp4"}, "the precision {} is not built yet; bf16 and fp16 are"),
+    "data.source.kind": ({"preferences"}, "learning from {} is not built yet"),
+}
+
+
+class Package(NamedTuple):
+    """A package that only some runs need."""
+
+    path: str
+    """The setting that asks for it."""
+    module: str
+    wanted: Callable[[Run], bool]
+    message: str
+
+
+_PACKAGES = (
+    Package(
+        "updates.privacy.enabled",
+        "dp_accounting",
+        lambda run: run.updates.privacy.enabled and not run.alone,
+        "accounting for privacy needs dp-accounting: pip install 'shoal[privacy]'",
+    ),
+    Package(
+        "engine.kind",
+        "deepspeed",
+        lambda run: run.engine.kind == "deepspeed",
+        "engine.kind deepspeed needs DeepSpeed: pip install 'shoal[deepspeed]'",
+    ),
+    Package(
+        "model.kind",
+        "transformers",
+        lambda run: run.model.kind == "huggingface",
+        "models of kind huggingface need transformers: pip install 'shoal[hf]'",
+    ),
+    Package("model.lora", "peft", lambda run: bool(getattr(run.model, "lora", None)), "model.lora needs peft: pip install peft"),
+    Package(
+        "transport.kind",
+        "psycopg",
+        lambda run: run.transport.kind == "postgres" and not run.alone,
+        "a PostgreSQL database needs the Python package psycopg: pip install 'shoal[classroom]'",
+    ),
+)
+
+
+def refusals(loaded: Loaded, *, packages: Severity = "error") -> list[Problem]:
+    """Everything that a run with these settings is refused for. `packages`: how bad it is that one is not installed."""
+    return [*_unbuilt_parts(loaded), *_unbuilt_choices(loaded), *_unbuilt_settings(loaded), *_missing_packages(loaded, packages)]
+
+
+def _unbuilt_parts(loaded: Loaded) -> Iterator[Problem]:
+    run = loaded.run
+    chosen: dict[str, Part | None] = {"model.kind": run.model, "task.kind": run.task, "data.source.kind": run.data.source}
+    for path, part in chosen.items():
+        if part is not None and not part.is_built():
+            others = ", ".join(name for name, kind in part.kinds.items() if kind.is_built())
+            message = f"the {part.noun} `{part.kind}` is not built yet; choose another: {others}"
+            yield Problem(NOT_BUILT, message, loaded.settings.labels(path), loaded.settings.spelling(path))
+
+
+def _unbuilt_choices(loaded: Loaded) -> Iterator[Problem]:
+    settings = loaded.settings
+    for path, (kinds, message) in _UNBUILT_CHOICES.items():
+        chosen = settings.get(path)
+        if chosen in kinds:
+            yield Problem(NOT_BUILT, message.format(chosen), settings.labels(path), settings.spelling(path))
+
+
+def _unbuilt_settings(loaded: Loaded) -> Iterator[Problem]:
+    """One problem for each part, at all the places that ask for it."""
+    asked: dict[str, list[Assignment]] = {}
+    for path, history in loaded.settings.history.items():
+        part, node = _part_at(path), history[-1].node
+        written = part and node.span.source.kind not in ("default", "environment")
+        if written and data_of(node) != as_data(default_at(path, loaded.settings.kinds)):
+            asked.setdefault(part, []).append(history[-1])
+    for part, assignments in asked.items():
+        names = [f"`{one.node.user_path or '.'.join(one.path)}`" for one in assignments]
+        more = f" and {len(names) - _MOST_PLACES} more" if len(names) > _MOST_PLACES else ""
+        message = f"{part} is not built yet: {', '.join(names[:_MOST_PLACES])}{more}"
+        labels = tuple(Label(one.node.span) for one in assignments[:1])
+        yield Problem(NOT_BUILT, message, labels, assignments[0].node.user_path, help="leave them out to train without it")
+
+
+def _part_at(path: Key) -> str:
+    if path[:2] == ("cluster", "hosts") and path[-1] in _OF_MACHINES:
+        return "matching tasks to machines"
+    return next((name for prefix, name in _UNBUILT.items() if ".".join(path).startswith(prefix)), "")
+
+
+def _missing_packages(loaded: Loaded, severity: Severity) -> Iterator[Problem]:
+    settings = loaded.settings
+    for path, module, wanted, message in _PACKAGES:
+        if wanted(loaded.run) and find_spec(module) is None:
+            yield Problem(_MISSING_PACKAGE, message, settings.labels(path), settings.spelling(path), severity=severity)
