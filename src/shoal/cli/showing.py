@@ -42,6 +42,11 @@ def show_outcome(loop: Loop | ClusterLoop, outcome: Outcome) -> int:
     return 130 if summary["status"] == "interrupted" else 0
 
 
+def quoted(address: str) -> str:
+    """An address as sh, zsh and PowerShell all leave it: `?` and `&` mean something to them."""
+    return f"'{address}'" if set(address) & set("?&*[]~$ ") else address
+
+
 def show_invitation(started: Started) -> None:
     """Print the one line that a worker needs; for machines that reach this one under an address of their own, theirs."""
     from shoal.config.plugins import needed_by
@@ -60,7 +65,10 @@ def show_invitation(started: Started) -> None:
         if started.role:
             print("`shoal db grant student NAME FILE` lets somebody in, and prints the command:")
             access = access._replace(user=started.role, password=None)
-        print(f"workers join with:\n  shoal join {access.address}{functions}", flush=True)
+        print(f"workers join with:\n  shoal join {quoted(access._replace(password=None).address)}{functions}")
+        if access.password:
+            print(f"and with the class's token, which is asked for (or in SHOAL_TOKEN, or in a file: --token-file):\n  {access.password}")
+        sys.stdout.flush()
         return
     rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "") + functions
     here = parse_address(invitation.address)

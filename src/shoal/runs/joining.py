@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal import data, strategies
+from shoal.config.environment import state_folder
 from shoal.config.load import Override
 from shoal.config.ranks import Place
 from shoal.engines import Meeting, World
@@ -21,7 +22,7 @@ from shoal.errors import ShoalError
 from shoal.runs.assembly import Parts, Progress, feed_of
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.keepsake import Keepsakes
-from shoal.runs.lines import ClientLine, lines_to
+from shoal.runs.lines import Caller, ClientLine, lines_to
 from shoal.runs.welcome import configuration, parts_for
 from shoal.strategies import Policies
 from shoal.updates.messages import PROTOCOL, Gone, header_of
@@ -55,7 +56,9 @@ class Joined:
 
     def __init__(self, way: Way, tell: Callable[[str], None]) -> None:
         self.way = way
-        line, pulse_line = self.lines = lines_to(way.address, way.token, way.key, way.patience_s, tell)
+        line, pulse_line = self.lines = lines_to(
+            way.address, way.token, way.key, Caller(way.name, way.state or state_folder(), way.patience_s, tell)
+        )
         self.protocol = Protocol(way.name, about_here(), PROTOCOL, secrets.token_hex(8), way.patience_s)
         self.courier = Courier(line, self.protocol, tell)
         self.worker: Worker | None = None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal import strategies
 from shoal.config.schema.cluster import Postgres
 from shoal.runs.welcome import configuration
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
-from shoal.transports.databases import is_address
+from shoal.transports.databases import is_address, parse
 from shoal.worker.courier import Answer, Lost
 from shoal.worker.protocol import COMPUTING, Frames
 
@@ -195,11 +196,29 @@ class BoardLine:
 WorkerLine = ClientLine | BoardLine
 
 
-def lines_to(address: str, token: str, key: str | None, patience_s: float, tell: Callable[[str], None]) -> tuple[WorkerLine, WorkerLine]:
+class Caller(NamedTuple):
+    """Who joins: what it wants to be called, where it keeps its secrets, how long it waits, and whom it tells."""
+
+    name: str | None
+    folder: Path
+    patience_s: float
+    tell: Callable[[str], None]
+
+
+def lines_to(address: str, token: str, key: str | None, caller: Caller) -> tuple[WorkerLine, WorkerLine]:
     """A worker's line to its coordinator, and one for its signs of life."""
-    if is_address(address) and (board := _board(address, patience_s, tell)) is not None:
-        return board, board
+    if is_address(address):
+        address = _own_address(address, caller)
+        if (board := _board(address, caller.patience_s, caller.tell)) is not None:
+            return board, board
     return ClientLine(address, token, key), ClientLine(address, token, key)
+
+
+def _own_address(address: str, caller: Caller) -> str:
+    """The address with this worker's own role in it, which is made where the address is the class's."""
+    from shoal.transports.postgres.enrolment import own_access  # asks for a driver that others do without
+
+    return own_access(parse(address), caller.name, caller.folder, caller.patience_s).address
 
 
 def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> BoardLine | None:

@@ -155,6 +155,10 @@ class PostgresServer(Mailbox):
         """Cancel what is left of older iterations. Rows that somebody may still ask for stay until the next time, and units whose results
         wait stay until it is known whether those can be used."""
         self.fetch("SELECT id FROM shoal.units WHERE state = 'claimed' AND iteration < %s ORDER BY id FOR UPDATE", (iteration,))
+        used = "SELECT array_agg(u.id) FROM shoal.units u WHERE iteration < %s AND state = 'completed'"
+        self.fetch(
+            f"SELECT shoal.count_managed(({used} AND NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id)))", (iteration,)
+        )
         gone = self.fetch(
             "DELETE FROM shoal.units u WHERE iteration < %s AND state <> 'claimed' AND NOT (state = 'completed'"
             " AND EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id)) RETURNING state = 'pending', state",
@@ -228,6 +232,10 @@ class PostgresServer(Mailbox):
         """Units by state, and beside them: `issued` altogether, and results that were `dropped`."""
         counts: dict[str, int] = dict.fromkeys(("issued", "pending", "claimed", "completed", "failed", "cancelled", "dropped"), 0)
         return counts | dict(self.fetch("SELECT state, units FROM shoal.unit_counts"))
+
+    def notes(self) -> list[str]:
+        """What the database wants people to know, once: who was paused, shut out, or is slow."""
+        return [note for (note,) in self.fetch("DELETE FROM shoal.notes RETURNING note")]
 
     def metrics(self, rows: Iterable[tuple[int, Mapping[str, float]]]) -> None:
         """Append figures of steps."""
