@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _WELCOME_BYTES = 64 << 20
 """The largest frame before the size of the model is known: a tokenizer's file."""
 _CLAIM_S = 60.0
+_NOTICE_EVERY_S = 5.0
 
 
 @contextlib.contextmanager
@@ -87,10 +89,12 @@ class BoardLine:
     The desk behind it tries again by itself where the database cannot be reached.
     """
 
-    def __init__(self, desk: UnitDesk, welcome: Message) -> None:
-        self.desk, self.welcome = desk, welcome
+    def __init__(self, desk: UnitDesk, welcome: Message, lease_s: float, tell: Callable[[str], None]) -> None:
+        self.desk, self.welcome, self.tell = desk, welcome, tell
         self.sent_bytes = 0
         self._unit: Unit | None = None
+        self._lease_s, self._leased_at, self._told_slow = lease_s, 0.0, False
+        self._notice_at = 0.0
         self._fetching = False
         """Whether the worker has a unit and waits for its weights: it is at work, though it does not compute yet."""
         self._known: dict[str, Any] = {"version": -1, "step": 0.0, "done": False, "most_lag": float("inf")}
@@ -155,8 +159,10 @@ class BoardLine:
             return self._news(nothing, newer)
         units = self.desk.claim(1, _CLAIM_S)
         if not units:
+            self._tell_notice()
             return self._news(nothing, None)
         self._unit = unit = units[0]
+        self._leased_at, self._told_slow = time.monotonic(), False
         self._fetching = True
         newer = self.desk.weights(header["have"]) if unit.iteration != header["have"] else None
         self._fetching = False
@@ -184,7 +190,26 @@ class BoardLine:
         self.desk.fail(self._unit, header["reason"])
         return Answer({"kind": "noted"}, ())
 
+    def _tell_notice(self) -> None:
+        """Say why there is no work, where that is because of this worker. The database is asked now and then."""
+        if time.monotonic() >= self._notice_at:
+            self._notice_at = time.monotonic() + _NOTICE_EVERY_S
+            if notice := self.desk.notice():
+                self.tell(f"warning: {notice}")
+
+    def _tell_slow(self, state: str) -> None:
+        """Say once that a unit takes longer than the timeout. It is not lost: signs of life renew its lease."""
+        took_s = time.monotonic() - self._leased_at
+        if state == COMPUTING and self._unit is not None and took_s > self._lease_s and not self._told_slow:
+            self._told_slow = True
+            self.tell(
+                f"warning: this unit has taken {took_s:.0f} s so far, longer than the class's timeout of {self._lease_s:g} s. It is still "
+                "yours while this computer is seen at work; the teacher can choose smaller units (batches_per_unit) or a longer "
+                "lease_timeout_s"
+            )
+
     def _beat(self, header: dict[str, Any], frames: Frames) -> Answer:
+        self._tell_slow(header["state"])
         self.desk.beat(COMPUTING if self._fetching else header["state"], header["figures"])
         return Answer({"kind": "pulse"}, ())
 
@@ -229,10 +254,11 @@ def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> Boar
     try:
         welcome = desk.welcome(wait_s=patience_s)
         run = configuration(welcome.header, ())
-        if strategies.of(run, welcome.header["shards"]).feed.leased:
+        feed = strategies.of(run, welcome.header["shards"]).feed
+        if feed.leased:
             assert isinstance(run.transport, Postgres)
             desk.poll_interval_s = run.transport.poll_interval_s
-            return BoardLine(desk, welcome)
+            return BoardLine(desk, welcome, feed.lease_s, tell)
     except BaseException:
         desk.close()
         raise

@@ -70,6 +70,14 @@ class PostgresServer(Mailbox):
                     raise ShoalError(f"{self.line.place} has lost frames that a record refers to: restore it from a backup")
         return [blob or next(fresh) for blob in found]
 
+    def put_piece(self, number: int, piece: bytes) -> None:
+        """A piece of the data set, for workers that lack it. Each is a transaction of its own: together they may be gigabytes."""
+        with self.transaction() as connection:
+            connection.execute(
+                "INSERT INTO shoal.pieces (number, data) VALUES (%b, %b) ON CONFLICT (number) DO UPDATE SET data = excluded.data",
+                (number, piece),
+            )
+
     def set_fact(self, name: str, value: Any) -> None:
         """Write down a fact about the run, for people who look at it; it takes the place of the last one of this name."""
         with self.transaction() as connection:

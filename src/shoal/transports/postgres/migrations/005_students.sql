@@ -538,7 +538,6 @@ END $$;
 
 CREATE TABLE shoal.pieces (
     number integer PRIMARY KEY,
-    digest bytea NOT NULL,
     data bytea NOT NULL
 );
 ALTER TABLE shoal.pieces ALTER data SET STORAGE EXTERNAL;
