@@ -63,9 +63,10 @@ def test_every_image_counts_once_though_workers_the_coordinator_and_the_database
     processes: Processes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     coordinator = processes.start("coordinate", "class.yaml", *DIGITS, "--run-dir", "run", "--host", "127.0.0.1")
-    address = re.split(r"\s+", wait_for(coordinator, r"shoal (join .*)"))[1]
-    assert address.startswith("postgresql://student:")
-    workers = [processes.start("join", address, "--name", name, "--receipts", f"run/workers/{name}.jsonl") for name in ("ann", "bo", "cy")]
+    address = re.split(r"\s+", wait_for(coordinator, r"shoal (join .*)"))[1].strip("'")
+    assert address.startswith("postgresql://class@")
+    joining = ("join", address, "--token-file", "run/class_token")
+    workers = [processes.start(*joining, "--name", name, "--receipts", f"run/workers/{name}.jsonl") for name in ("ann", "bo", "cy")]
     wait_until(tmp_path, capsys, 3)
     for worker in workers[:2]:
         worker.kill()
@@ -73,8 +74,8 @@ def test_every_image_counts_once_though_workers_the_coordinator_and_the_database
     os.kill(coordinator.pid, signal.SIGKILL)
     gone(database)  # the database goes with whoever started it
     coordinator = processes.start("coordinate", "--run-dir", "run", "--resume", "--host", "127.0.0.1")
-    assert re.split(r"\s+", wait_for(coordinator, r"shoal (join .*)"))[1] == address
-    workers += [processes.start("join", address, "--name", name, "--receipts", f"run/workers/{name}.jsonl") for name in ("ann", "dee")]
+    assert re.split(r"\s+", wait_for(coordinator, r"shoal (join .*)"))[1].strip("'") == address
+    workers += [processes.start(*joining, "--name", name, "--receipts", f"run/workers/{name}.jsonl") for name in ("ann", "dee")]
     wait_until(tmp_path, capsys, 6)
     os.kill(server_of(tmp_path), signal.SIGKILL)
     assert "completed" in wait_for(coordinator, "(completed after .*)")

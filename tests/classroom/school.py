@@ -36,7 +36,7 @@ class School:
         self.problems: list[BaseException] = []
         with connect(access) as connection:
             schema.init(connection)
-            schema.grant(connection, "pupil", "secret", "student")
+            schema.grant(connection, "pupil", "secret", "class")
 
     @property
     def transport(self) -> Postgres:
@@ -59,7 +59,7 @@ class School:
         return prepare(self.loaded(*layers), run_dir=folder, resume=resume, reporters=[], workers=workers, transport=self.transport)
 
     def worker(self, name: str, change: Callable[[Joined], None] = lambda worker: None) -> threading.Thread:
-        """Somebody joins, with no more than a student's rights."""
+        """Somebody joins with the class's token, and works with no more than a student's rights."""
 
         def work() -> None:
             try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from school import DIGITS, School
 
 from shoal.cli.main import main
@@ -379,3 +380,22 @@ def test_what_privacy_has_cost_counts_every_unit_that_was_handed_in(school: Scho
     expected.record("units", units + late)
     assert units > 0
     assert spent == expected.spent() > 0
+
+
+def test_a_student_without_the_images_gets_them_from_the_class(school: School, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher has a folder of pictures; a student's computer looks for it and finds nothing."""
+    folder = tmp_path / "teacher" / "pictures"
+    for label in ("zero", "one"):
+        (folder / label).mkdir(parents=True)
+        for number in range(24):
+            Image.new("L", (8, 8), number).save(folder / label / f"{number}.png")
+    source = {"source": {"kind": "images", "path": "pictures", "serve": True}}
+    monkeypatch.chdir(folder.parent)
+    coordinating = school.coordinate({"data": source, "training": {"batch_size": 8}, "strategy": {"units_per_update": 1}}, workers=1)
+    (tmp_path / "student").mkdir()
+    monkeypatch.chdir(tmp_path / "student")
+    school.worker("ann")
+    train(coordinating)
+    school.finish()
+    assert not Path("pictures").exists()
+    assert set(covered(school).values()) == {1}

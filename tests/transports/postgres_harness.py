@@ -103,6 +103,7 @@ class Database:
             connection.execute(f"CREATE DATABASE {self.name} TEMPLATE prepared")
         with self.connect() as connection:
             schema.init(connection)  # who may use a database does not come with its template
+            connection.execute("ALTER ROLE student CONNECTION LIMIT -1")  # here it is a whole class's
 
     def conninfo(self, role: str = "coordinator") -> str:
         return self.server.conninfo(role, self.name)

@@ -48,7 +48,7 @@ def enter(database: Database) -> Iterator[Enter]:
     made: list[UnitDesk] = []
 
     def enter() -> UnitDesk:
-        made.append(UnitDesk(database.conninfo("student"), poll_interval_s=1.0))
+        made.append(UnitDesk(database.conninfo("coordinator"), poll_interval_s=1.0))
         made[-1].enter(None, {})
         return made[-1]
 

@@ -7,12 +7,12 @@ import time
 import tracemalloc
 from typing import Any
 
-import hostile
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hostile
 from shoal.transports import Message
 from shoal.transports.wire import VERSION, Limits, Malformed, Oversized, decode, encode, flat, survey
 

@@ -9,10 +9,10 @@ import threading
 import xmlrpc.client
 from collections.abc import Iterator
 
-import hostile
 import pytest
 from transport_harness import PATIENCE_S, TOKEN, answering, eventually, resident_bytes
 
+import hostile
 from shoal.errors import ShoalError
 from shoal.transports import Message, addresses
 from shoal.transports.wire import Limits, Malformed, encode

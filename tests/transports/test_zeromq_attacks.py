@@ -10,12 +10,12 @@ import sys
 import threading
 from collections.abc import Iterator
 
-import hostile
 import pytest
 import zmq
 from transport_harness import KEYS, PATIENCE_S, TOKEN, answering, eventually, resident_bytes
 from zmtp_raw import command, frame, plain_peer
 
+import hostile
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, addresses, new_keys
 from shoal.transports.keys import keys_from_secret, keys_from_token

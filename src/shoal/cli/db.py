@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.cli.options import load, parse, parser, require
+from shoal.cli.showing import quoted
 from shoal.config.load import Override
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
-from shoal.launch.postgres_memory import FILE
+from shoal.launch.postgres_memory import FILE, Memory
 from shoal.transports.addresses import is_loopback, local_addresses, to_tell
 from shoal.transports.databases import Access, access_of, is_address
 from shoal.transports.databases import parse as parse_address
@@ -30,14 +31,19 @@ commands:
   init WHERE               make the database and its tables, or bring them up to date
   status WHERE             what is in it (--json)
   reset WHERE              delete the run that is in it (asks first; --yes does not)
-  grant KIND NAME WHERE    let somebody in: a student works, a reader looks, a coordinator runs it
+  grant KIND NAME WHERE    let somebody in: a student works, a reader looks, a coordinator runs it, a class makes students
   revoke NAME WHERE        shut somebody out
 
 WHERE is a configuration whose transport is postgres, the folder of a run, or an address: postgresql://user@host:5432/shoal
 
 `shoal db COMMAND --help` tells more.
 """
-KINDS = {"student": "take work, read weights and hand in results", "reader": "look at the progress", "coordinator": "run a training"}
+KINDS = {
+    "student": "take work, read weights and hand in results",
+    "reader": "look at the progress",
+    "coordinator": "run a training",
+    "class": "make a role of its own for each student who has its token",
+}
 _MOST_TABLES = 5
 
 
@@ -47,6 +53,10 @@ class Place(NamedTuple):
     access: Access
     host: str
     options: str
+    port: int = 0
+    """The port that other machines use, where that is another one."""
+    pin: str | None = None
+    """What the certificate of a run's own server is known by."""
 
 
 def run(argv: list[str]) -> int:
@@ -68,7 +78,10 @@ def init(argv: list[str]) -> int:
         new = create_database(place.access) if _is_missing(place.access) else False
         with connected(place.access) as connection:
             version = schema.init(connection)
+            missing = schema.missing_protections(connection) if place.pin is None else []
     print(f"{place.access.shown}: {'created, ' if new else ''}ready (schema {version})")
+    for protection in missing:
+        sys.stderr.write(f"not protected: {protection}\n")
     return 0
 
 
@@ -104,7 +117,9 @@ def reset(argv: list[str]) -> int:
 def grant(argv: list[str]) -> int:
     made = parser("db grant", "Let somebody in, with a role that may do no more than its kind needs.", files="")
     made.add_argument("kind", choices=KINDS, help="; ".join(f"{kind}: {what}" for kind, what in KINDS.items()))
-    made.add_argument("name", metavar="NAME", help="the role: one for each, or one for the whole class")
+    made.add_argument(
+        "name", metavar="NAME", help="the role, one for each person; of kind class: one for all, whose token makes a role for each"
+    )
     made.add_argument("files", nargs="*", metavar="WHERE", help="a configuration, a run's folder or an address")
     made.add_argument("--password", help="the role's password (default: a new one is made, and shown once)")
     arguments, overrides = parse(made, argv)
@@ -134,12 +149,15 @@ def revoke(argv: list[str]) -> int:
 def _tell_granted(arguments: argparse.Namespace, place: Place, password: str | None) -> None:
     kept = "" if password else "; the password stays as it is (--password changes it)"
     print(f"`{arguments.name}` may {KINDS[arguments.kind]}{kept}")
-    theirs = Access(place.host, place.access.port, place.access.database, arguments.name, password, place.options)
+    theirs = Access(place.host, place.port or place.access.port, place.access.database, arguments.name, password, place.options)
     if arguments.kind == "coordinator":
         print(f"in its configuration:\n  transport: {{host: {theirs.host}, port: {theirs.port}, user: {theirs.user}}}")
         print(f"in its environment:\n  DB_PASSWORD={password or '…'}")
     else:
-        print(f"with:\n  shoal join {theirs.address}" if arguments.kind == "student" else f"at:\n  {theirs.address}")
+        start = "at:\n  " if arguments.kind == "reader" else "with:\n  shoal join "
+        print(f"{start}{quoted(theirs._replace(password=None).address)}")
+        if password:
+            print(f"password (it is asked for, or in DB_PASSWORD):\n  {password}")
     if is_loopback(theirs.host):
         sys.stderr.write("note: this server listens for this machine only; `shoal coordinate` lets others in\n")
 
@@ -157,7 +175,17 @@ def place_of(arguments: argparse.Namespace, overrides: list[Override]) -> Iterat
     from shoal.launch.postgres import database_of
 
     with database_of(meant) as (access, listening):
-        yield Place(access, to_tell(listening), "")
+        yield _of_run(meant, access, listening)
+
+
+def _of_run(folder: Path, access: Access, listening: str) -> Place:
+    from shoal.launch.postgres_certificate import certificate_of
+
+    memory = Memory.of(folder)
+    if memory is None or is_loopback(listening):
+        return Place(access, to_tell(listening), "", pin="")
+    pin = certificate_of(folder).pin
+    return Place(access, to_tell(listening), f"pin={pin}", memory.port, pin)
 
 
 def _meant(arguments: argparse.Namespace, overrides: list[Override]) -> Access | Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.cli.ranks import as_rank, ignore_signals, island
 from shoal.cli.showing import download, tell
-from shoal.config.environment import database_password
+from shoal.config.environment import database_password, join_token
 from shoal.config.load import File, parse_override, resolve
 from shoal.config.ranks import of_several, place
 from shoal.config.schema.cluster import Postgres
@@ -49,7 +50,8 @@ def run(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     made.add_argument("address", nargs="?", metavar="ADDRESS", help="tcp://HOST:PORT or postgresql://…, as `shoal coordinate` printed it")
-    made.add_argument("--token", help="the join token")
+    made.add_argument("--token", help="the join token; better than here: in SHOAL_TOKEN, in a file, or typed when it is asked for")
+    made.add_argument("--token-file", metavar="FILE", help="a file with the join token, which other users of this machine cannot read")
     made.add_argument("--key", help="the coordinator's public key; none for a coordinator on this machine alone")
     made.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
     made.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
@@ -176,14 +178,34 @@ def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, Crew | None]
 
 def _typed(arguments: argparse.Namespace) -> Invitation:
     if arguments.address and is_address(arguments.address):
-        return Invitation(parse_address(arguments.address, database_password()).address, "", None)
+        access = parse_address(arguments.address)
+        password = access.password or _token(arguments) or database_password() or _asked_for(f"the token or password of `{access.user}`")
+        return Invitation(access._replace(password=password).address, "", None)
     if arguments.address and Path(arguments.address).is_file():
         return Invitation(_configured(arguments.address), "", None)
-    if not arguments.address or not arguments.token:
+    token = _token(arguments) or (_asked_for("the join token") if arguments.address else None)
+    if not arguments.address or not token:
         raise ShoalError("to join takes an address and a token: `shoal coordinate` prints the whole command")
     from shoal.transports.keys import key_from_text
 
-    return Invitation(arguments.address, arguments.token, key_from_text(arguments.key) if arguments.key else None)
+    return Invitation(arguments.address, token, key_from_text(arguments.key) if arguments.key else None)
+
+
+def _token(arguments: argparse.Namespace) -> str | None:
+    """The token from the command line, a file or the environment. What stands on a command line other users of this machine can see."""
+    if not arguments.token_file:
+        return arguments.token or join_token()
+    try:
+        return Path(arguments.token_file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ShoalError(f"--token-file: {arguments.token_file} cannot be read: {error}") from None
+
+
+def _asked_for(what: str) -> str | None:
+    """What a person types without showing it; None where nobody is there to ask."""
+    if not sys.stdin.isatty():
+        return None
+    return getpass.getpass(f"{what}: ", stream=sys.stderr).strip() or None
 
 
 def _configured(file: str) -> str:

@@ -54,6 +54,11 @@ def contributions(counts: Mapping[str, int]) -> str:
     return ", ".join([f"{accepted} accepted{lost}", *others])
 
 
+def quoted(address: str) -> str:
+    """An address as sh, zsh and PowerShell all leave it: `?` and `&` mean something to them."""
+    return f"'{address}'" if set(address) & set("?&*[]~$ ") else address
+
+
 _EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
@@ -96,7 +101,10 @@ def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
         if started.role:
             print("`shoal db grant student NAME FILE` lets somebody in, and prints the command:")
             access = access._replace(user=started.role, password=None)
-        print(f"{_who_joins(access.host)} with:\n  shoal join {access.address}{functions}", flush=True)
+        print(f"{_who_joins(access.host)} with:\n  shoal join {quoted(access._replace(password=None).address)}{functions}")
+        if access.password:
+            print(f"and with the class's token, which is asked for (or in SHOAL_TOKEN, or in a file: --token-file):\n  {access.password}")
+        sys.stdout.flush()
         return
     rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "") + functions
     here = parse_address(invitation.address)

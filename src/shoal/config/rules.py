@@ -156,6 +156,18 @@ def replicas_meet_at_the_end_of_a_round(settings: Settings, engine: str, strateg
             settings.report("engine", message, path, "engine.kind", help="or choose another engine.kind")
 
 
+@rule("data.source.serve", "transport.kind", "strategy.kind")
+def images_are_served_by_a_database(settings: Settings, serve: bool, transport: str, strategy: str) -> None:
+    if serve and (transport != "postgres" or strategy != "workunits"):
+        settings.report(
+            "cannot-serve",
+            "images are served to workers that lack them by a class's database only (transport postgres, strategy workunits)",
+            "data.source.serve",
+            "transport.kind",
+            "strategy.kind",
+        )
+
+
 @rule("strategy.units_per_update", "cluster.num_workers")
 def units_fit_the_class(settings: Settings, units: int, workers: int | None) -> None:
     """A third to a half of the workers is a good number: with more, some do several for each update; with fewer, most are late."""

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.coordinator.effects import Effect, Issue, Published
+from shoal.coordinator.lending import printable
 from shoal.coordinator.machine import Coordinator
 from shoal.coordinator.publisher import Bulletin, Notice
 from shoal.coordinator.state import LeaseResult, Spoiled
 from shoal.coordinator.store import Board
 from shoal.updates.messages import BadMessage, Request, parse_from_leases
+
+_NOTES_EVERY_S = 1.0
 
 
 class BulletinBoard:
@@ -29,6 +32,7 @@ class BulletinBoard:
         """Results that are in an open round, and still at the board."""
         self._effects: list[Effect] = []
         """What is to be done about them, when the round closes."""
+        self._notes_at = 0.0
 
     def goes_on(self) -> bool:
         """Whether what was on offer when the coordinator ended still is."""
@@ -78,6 +82,13 @@ class BulletinBoard:
         contributions = self.coordinator.policies.rounds.contributions
         quorum = contributions if plan.needed <= 1 else None  # a rule may need results of more workers
         self.board.issue(effect.version, units, plan.lease_s, plan.attempts, quorum)
+
+    def notes(self, now: float) -> list[str]:
+        """What the board wants people to know. It is asked once a second; what students said in it must not steer a terminal."""
+        if now < self._notes_at:
+            return []
+        self._notes_at = now + _NOTES_EVERY_S
+        return [printable(note) for note in self.board.notes()]
 
     def some_are_here(self) -> bool:
         return any(worker["alive"] for worker in self.board.workers())

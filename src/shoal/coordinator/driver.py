@@ -86,6 +86,8 @@ class Driver:
             return False
         self._tick_at = now + TICK_S
         self.happen(Tick())
+        for note in self.board.notes(now) if self.board is not None else ():
+            self.around.watcher.say(note)
         if self.snapshots.due(self._journal_is_long(), now):
             self.snapshot(wait=False)
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,10 +17,15 @@ from shoal.launch.postgres import EmbeddedPostgres
 from shoal.runs.assembly import continued
 from shoal.runs.inviting import Invitation
 from shoal.runs.run_directory import RunDirectory
+from shoal.transports.addresses import to_tell
+from shoal.transports.private_files import write_private
 
 _LOOK_S = 0.5
-_STUDENT = "student"
-"""The role of all who join a run with a database of its own."""
+_CLASS = "class"
+"""The role that students come with first: it can do nothing but make a role for each of them."""
+_TOKEN_FILE = "class_token"
+_MOST_BYTES = 512 << 20
+"""Memory that one connection of a student may take: many times what any of our statements needs."""
 
 
 class Ground(NamedTuple):
@@ -29,7 +34,9 @@ class Ground(NamedTuple):
     run_dir: str | None
     transport: Transport
     invitation: Invitation | None = None
-    """How workers join, where the coordinator's own way in is not for them."""
+    """How workers of this machine join, where the coordinator's own way in is not for them."""
+    outside: Invitation | None = None
+    """How workers of other machines join, where that is another way."""
     role: str = ""
     """In a database that others look after: the role that workers connect as."""
 
@@ -73,35 +80,38 @@ def _served(settings: Postgres, folder: Path, host: str) -> Iterator[Ground]:
         folder, host=host, port=settings.port or 0, database=settings.database, user=settings.user, password=password
     ) as server:
         here = settings.replace(host=server.access.host, port=server.access.port, password=Secret(server.access.password or ""))
-        invitation = _let_students_in(server, host)
+        token = _let_students_in(server)
+        near, far = (where._replace(user=_CLASS, password=token) for where in (server.access, server.access_from(to_tell(host))))
         with _kept_alive(server):
-            yield Ground(str(folder), here, invitation)
+            yield Ground(str(folder), here, Invitation(near.address, "", None), Invitation(far.address, "", None))
 
 
-def _let_students_in(server: EmbeddedPostgres, host: str) -> Invitation:
-    from shoal.transports.addresses import to_tell
+def _let_students_in(server: EmbeddedPostgres) -> str:
+    """Prepare the database for a class. Return the class's token: the same whenever the run goes on, and known to nobody before."""
     from shoal.transports.postgres import schema
     from shoal.transports.postgres.access import connect
 
-    access = server.access
-    # The same password whenever the run goes on, so that whoever joined before is let in again.
-    password = hashlib.sha256(f"{_STUDENT} of {access.password}".encode()).hexdigest()[:20]
-    with connect(access) as connection:
+    file = server.folder / _TOKEN_FILE
+    token = file.read_text(encoding="utf-8").strip() if file.exists() else secrets.token_urlsafe(12)
+    write_private(file, token + "\n")
+    with connect(server.access) as connection:
         schema.init(connection)
-        schema.grant(connection, _STUDENT, password, "student")
-    theirs = access._replace(host=to_tell(host), user=_STUDENT, password=password)
-    return Invitation(theirs.address, "", None)
+        schema.close_other_databases(connection)
+        schema.grant(connection, _CLASS, token, "class")
+    return token
 
 
 @contextmanager
 def _kept_alive(server: EmbeddedPostgres) -> Iterator[None]:
-    """Start the database again if somebody kills it: from a thread of its own, since everybody else waits for it then."""
+    """Start the database again if somebody kills it, and end connections of students that take too much memory: from a thread of its own,
+    since everybody else waits for the database then."""
     ending = threading.Event()
 
     def watch() -> None:
         while not ending.wait(_LOOK_S):
             with suppress(ShoalError):  # the run tells, when its patience is at an end
                 server.ensure()
+                _end_greedy(server)
 
     thread = threading.Thread(target=watch, name="database", daemon=True)
     thread.start()
@@ -110,3 +120,14 @@ def _kept_alive(server: EmbeddedPostgres) -> Iterator[None]:
     finally:
         ending.set()
         thread.join()
+
+
+def _end_greedy(server: EmbeddedPostgres) -> None:
+    """PostgreSQL lets any role use any amount of memory. The database knows whose connections these are: only students' are ended."""
+    greedy = server.processes_above(_MOST_BYTES)
+    if greedy:
+        from shoal.transports.postgres import schema
+        from shoal.transports.postgres.access import connect
+
+        with connect(server.access) as connection:
+            schema.end_greedy(connection, greedy)

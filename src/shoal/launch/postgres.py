@@ -3,6 +3,7 @@
 postgres/       its data
 postgres.json   its address and password, so that a run that is resumed has the same
 postgres.log    what it said
+postgres.crt    the certificate of the front that speaks TLS, where other machines are let in, and its key
 
 What was committed survives `kill -9` of the server: nothing of its durability is traded for speed. The process that starts it owns it:
 when the owner ends, in whatever way, the server ends too (see postgres_keeper.py).
@@ -20,19 +21,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from shoal.errors import ShoalError
 from shoal.launch import postgres_keeper
-from shoal.launch.postgres_data import check_release, end_what_was_left, is_made, is_ready, make, running_server, settle
+from shoal.launch.postgres_certificate import Certificate, certificate_of
+from shoal.launch.postgres_data import check_release, end_what_was_left, greedy_processes, is_made, is_ready, make, running_server, settle
 from shoal.launch.postgres_memory import FILE, Memory, ourselves, refuse_a_second_owner
 from shoal.launch.postgres_program import Programs, programs_for
-from shoal.transports.addresses import bracketed, free_port, is_loopback
+from shoal.transports import tls_front
+from shoal.transports.addresses import bracketed, free_port, is_listening, is_loopback, resolve
 from shoal.transports.databases import Access
 
 _START_S = 120.0
 _STOP_S = 60.0
 _PASSING_S = 10.0
+_FRONT_S = 30.0
+MOST_OUTSIDE = 180
+"""Connections that the front lets in at a time: the server's, less those that the run itself needs."""
 _PASSING = ("is still in use", "already exists", "could not bind")
 """What a server complains of while an earlier one is still shutting down."""
 
@@ -55,6 +61,12 @@ class EmbeddedPostgres:
         self._port, self._password = port, password
         self._memory = Memory(host, port, database, user, password or "")
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._certificate: Certificate | None = None
+
+    def access_from(self, host: str) -> Access:
+        """How other machines connect, which reach this one as `host`: with TLS, and the certificate named."""
+        outside = self.access._replace(host=host, port=self._memory.port)
+        return outside._replace(options=f"pin={self._certificate.pin}") if self._certificate is not None else outside
 
     @property
     def access(self) -> Access:
@@ -72,6 +84,10 @@ class EmbeddedPostgres:
     def pid(self) -> int | None:
         """The server's process, while it runs."""
         return running_server(self.data)
+
+    def processes_above(self, most_bytes: int) -> list[int]:
+        """The server's processes that use more memory of their own than this."""
+        return greedy_processes(self.data, most_bytes)
 
     def __enter__(self) -> Self:
         self.start()
@@ -96,6 +112,9 @@ class EmbeddedPostgres:
             )
         end_what_was_left(self.data)
         self._memory = self._memory._replace(password=self._present_password(known), port=self._free_port(known), owner=ourselves())
+        if not is_loopback(self._memory.host):
+            self._certificate = certificate_of(self.folder)
+            self._memory = self._memory._replace(inner_port=free_port("127.0.0.1") or 0)
         self._memory.save(self.folder)  # first of all: without it nobody could open the database
         try:
             if is_made(self.data):
@@ -153,13 +172,37 @@ class EmbeddedPostgres:
         began = time.monotonic()
         while True:
             spoken = self.log.stat().st_size if self.log.exists() else 0
-            self._keeper = _start_keeper(programs, command, self.log)
+            self._keeper = _start_keeper(programs, command, self.log, self._front(programs))
             if self._is_ready(began + _START_S):
+                self._wait_for_front()
                 return
             said = _complaint(self.log, spoken)
             if not any(words in said for words in _PASSING) or time.monotonic() > began + _PASSING_S:
                 raise ShoalError(f"the run's PostgreSQL does not start: {said} (see {self.log})")
             time.sleep(0.2)
+
+    def _front(self, programs: Programs) -> dict[str, Any] | None:
+        """What the front is told; None: this machine's own need none."""
+        memory, made = self._memory, self._certificate
+        if made is None:
+            return None
+        files = {"certificate": str(made.certificate), "key": str(made.key), "program": tls_front.__file__}
+        where = {"host": resolve(memory.host), "port": memory.port, "server_port": memory.inner_port}
+        return files | where | {"forbidden_roles": [memory.user], "most": MOST_OUTSIDE, "user": programs.user}
+
+    def _wait_for_front(self) -> None:
+        """Until other machines can reach the server. Raises ShoalError where the front does not come."""
+        until = time.monotonic() + _FRONT_S
+        while self._certificate is not None:
+            host = resolve(self._memory.host)
+            here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+            if is_listening(here, self._memory.port):
+                return
+            if time.monotonic() > until:
+                raise ShoalError(
+                    f"the front of the run's PostgreSQL does not listen at {bracketed(host)}:{self._memory.port} (see {self.log})"
+                )
+            time.sleep(0.02)
 
     def _is_ready(self, until: float) -> bool:
         """Wait for the server; False if it ended, or takes too long."""
@@ -211,14 +254,14 @@ def database_of(folder: Path) -> Iterator[tuple[Access, str]]:
         yield known.access, known.host
         return
     settings = known._asdict()
-    del settings["owner"]
+    del settings["owner"], settings["inner_port"]
     with EmbeddedPostgres(folder, **settings) as server:
         yield server.access, known.host
 
 
-def _start_keeper(programs: Programs, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+def _start_keeper(programs: Programs, command: list[str], log: Path, front: dict[str, Any] | None) -> subprocess.Popen[bytes]:
     """Start the keeper in a session of its own: Ctrl-C at the terminal must reach the run only, which still needs its database to stop."""
-    order = {"command": command, "cwd": str(programs.data), "user": programs.user}
+    order = {"command": command, "cwd": str(programs.data), "user": programs.user, "front": front}
     order["stop"] = programs.command("pg_ctl", "stop", "--mode", "fast")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
     with log.open("ab") as file:

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 from shoal.errors import ShoalError
-from shoal.launch.postgres_memory import Memory, write_private
+from shoal.launch.postgres_memory import Memory
 from shoal.launch.postgres_program import Programs, processes
 from shoal.transports.addresses import is_everywhere, is_loopback, resolve
+from shoal.transports.private_files import write_private
 
 _SETTINGS = {
     "max_connections": "200",  # a class with a few connections each
@@ -79,16 +80,22 @@ def check_release(programs: Programs) -> None:
 def settle(programs: Programs, memory: Memory) -> list[str]:
     """Write down who is let in, and give the command that starts the server.
 
-    Everybody needs a password. The run's own role, which may do anything, is let in from this machine only.
+    Everybody needs a password. The run's own role, which may do anything, is let in from this machine only. Behind a front that speaks TLS
+    the server listens on this machine only, and the front lets that role in from nowhere.
     """
     rules = [f"host all {_quoted(memory.user)} samehost scram-sha-256", f"host all {_quoted(memory.user)} all reject"]
     rules.append("host all all all scram-sha-256")
     write_private(programs.data / "pg_hba.conf", "\n".join(rules) + "\n", programs.user)
-    host = resolve(memory.host)
+    host = "127.0.0.1" if memory.inner_port else resolve(memory.host)
     own = [] if is_loopback(host) or (is_everywhere(host) and ":" not in host) else ["127.0.0.1"]
     least, most = _BUFFERS_MB
     buffers = min(most, max(least, processes().virtual_memory().total // 16 >> 20))
-    settings = {"listen_addresses": ",".join([host, *own]), "port": str(memory.port), "shared_buffers": f"{buffers}MB", **_SETTINGS}
+    settings = {
+        "listen_addresses": ",".join([host, *own]),
+        "port": str(memory.inner_port or memory.port),
+        "shared_buffers": f"{buffers}MB",
+        **_SETTINGS,
+    }
     return programs.command("postgres", *(word for name, value in settings.items() for word in ("-c", f"{name}={value}")))
 
 
@@ -117,6 +124,23 @@ def running_server(data: Path) -> int | None:
         return int(process.pid) if ours and process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.Error, OSError):
         return None
+
+
+def greedy_processes(data: Path, most_bytes: int) -> list[int]:
+    """Processes of the server that use more memory of their own than this, what they share aside."""
+    psutil, server, found = processes(), running_server(data), []
+    try:
+        children = psutil.Process(server).children() if server is not None else []
+    except psutil.Error:
+        return []
+    for child in children:
+        try:
+            used = child.memory_info()
+            if used.rss - getattr(used, "shared", 0) > most_bytes:
+                found.append(child.pid)
+        except psutil.Error:
+            continue
+    return found
 
 
 def is_ready(data: Path, parent: int) -> bool:

@@ -2,6 +2,7 @@
 
 It is started by its path, knows nothing of Shoal, and does one thing: start the server that the first line of its standard input
 describes, and shut it down when that input is closed or its parent is gone. On Linux the server also ends when this process is killed.
+Where students come from other machines it also runs a front that speaks TLS (see transports/tls_front.py), and starts it again if it ends.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 _LOOK_S = 1.0
 _PATIENCE_S = 30.0
 _PR_SET_PDEATHSIG = 1
+_MOST_BYTES = 2 << 30
+"""For one process of the server, shared memory aside. No statement of ours needs a tenth of it; a student's may ask for any amount."""
 
 
 def main() -> None:
@@ -29,15 +32,33 @@ def main() -> None:
         order["command"],
         cwd=order["cwd"],
         stdin=subprocess.DEVNULL,
-        preexec_fn=_ending_with_parent() if sys.platform == "linux" else None,
+        preexec_fn=_prepared() if sys.platform == "linux" else None,
         **identity(order["user"]),
     )
     over = threading.Event()
     for wait in (sys.stdin.read, server.wait):
         threading.Thread(target=_then_set, args=(wait, over), daemon=True).start()
+    fronts: list[subprocess.Popen[bytes]] = []
+    if order["front"]:
+        threading.Thread(target=_keep_front, args=(order["front"], over, fronts), daemon=True).start()
     while not over.wait(_LOOK_S) and os.getppid() == parent:
         pass
+    over.set()
+    for front in fronts:
+        front.kill()
     _stop(server, order["stop"])
+
+
+def _keep_front(order: dict[str, Any], over: threading.Event, fronts: list[subprocess.Popen[bytes]]) -> None:
+    """Start the front, and start it again when it ends. It ends with this process, which holds its standard input."""
+    while not over.is_set():
+        front = subprocess.Popen([sys.executable, "-I", order["program"]], stdin=subprocess.PIPE)
+        fronts[:] = [front]
+        assert front.stdin is not None
+        front.stdin.write(json.dumps(order).encode() + b"\n")
+        front.stdin.flush()
+        front.wait()
+        over.wait(_LOOK_S)
 
 
 def identity(user: list[int] | None) -> dict[str, Any]:
@@ -45,12 +66,19 @@ def identity(user: list[int] | None) -> dict[str, Any]:
     return {"user": user[0], "group": user[1], "extra_groups": []} if user else {}
 
 
-def _ending_with_parent() -> Callable[[], None]:
-    """Asks the kernel to shut the calling process down, fast, when its parent dies. All is loaded before: that process may read nothing."""
+def _prepared() -> Callable[[], None]:
+    """Asks the kernel to shut the calling process down, fast, when its parent dies, and to bound the memory of it and of each of its
+    processes. All is loaded before: that process may read nothing."""
     import ctypes
+    import resource
 
     prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
+
+    return prepare
 
 
 def _then_set(wait: Callable[[], object], over: threading.Event) -> None:

@@ -11,6 +11,7 @@ from shoal.errors import ShoalError
 from shoal.launch.postgres_program import processes
 from shoal.transports.addresses import is_loopback, resolve
 from shoal.transports.databases import Access
+from shoal.transports.private_files import write_private
 
 FILE = "postgres.json"
 
@@ -25,6 +26,8 @@ class Memory(NamedTuple):
     password: str
     owner: tuple[int, float] | None = None
     """The process that runs the server, and when that process began."""
+    inner_port: int = 0
+    """Where a front that speaks TLS listens at `host` and `port`: the port of the server itself, on this machine only."""
 
     @classmethod
     def of(cls, folder: Path) -> Memory | None:
@@ -46,22 +49,7 @@ class Memory(NamedTuple):
     def access(self) -> Access:
         """How to connect from this machine."""
         here = resolve(self.host) if is_loopback(self.host) else "127.0.0.1"
-        return Access(here, self.port, self.database, self.user, self.password, "sslmode=disable")
-
-
-def write_private(path: Path, text: str, user: tuple[int, int] | None = None) -> None:
-    """A file that is there whole or not at all, and that only its owner can read. It never follows a link."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.unlink(missing_ok=True)
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            if user:
-                os.chown(descriptor, *user)
-            file.write(text)
-        os.replace(partial, path)
-    except OSError as error:
-        raise ShoalError(f"cannot write {path}: {error.strerror or error}") from None
+        return Access(here, self.inner_port or self.port, self.database, self.user, self.password, "sslmode=disable")
 
 
 def ourselves() -> tuple[int, float]:

@@ -261,7 +261,7 @@ def _put_together(
         if ground.invitation is not None:
             made = made._replace(invitation=ground.invitation)
         workers = arguments(_names(plan, made))
-        yield Started(made.loop, lambda: _coordinate(plan, made, workers, given), made.invitation, ground.role)
+        yield Started(made.loop, lambda: _coordinate(plan, made, workers, given), ground.outside or made.invitation, ground.role)
 
 
 def headline(plan: Plan, loop: Loop | ClusterLoop) -> str:

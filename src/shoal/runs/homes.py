@@ -6,11 +6,12 @@ In a folder of its own, with a port that workers reach; or in a database that ev
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shoal.config import Run
 from shoal.config.schema.cluster import Postgres, Transport
 from shoal.coordinator.store import Board, Store
+from shoal.data.images.serving import cut, images_to_serve, offered
 from shoal.errors import ShoalError
 from shoal.runs.assembly import continued
 from shoal.runs.going_on import forbidden, listed
@@ -20,6 +21,9 @@ from shoal.runs.run_directory import RunDirectory
 from shoal.runs.welcome import configuration, unpack
 from shoal.transports import Message, Server
 from shoal.transports.databases import access_of
+
+if TYPE_CHECKING:
+    from shoal.transports.postgres import PostgresServer
 
 
 class Opened(NamedTuple):
@@ -101,11 +105,21 @@ class InDatabase:
 
         server = PostgresServer(self.address, max_frame_bytes=largest, poll_interval_s=self.transport.poll_interval_s)
         try:
+            if not self.resume:
+                welcome = self._with_images(server, welcome)
             server.open_run(welcome, self.resume, silence_s=3 * self.run.coordinator.heartbeat_interval_s)
         except BaseException:
             server.close()
             raise
         return Opened(server, DatabaseStore(server), Invitation(self.address, "", None), server)
+
+    def _with_images(self, server: PostgresServer, welcome: Message) -> Message:
+        """Put the images into the database, where the settings say so, and tell those who join that they are there."""
+        path = images_to_serve(self.run)
+        if path is None or server.stored_run() is not None:
+            return welcome
+        offer = offered(cut(path), ".npz" if path.suffix == ".npz" else ".zip", server.put_piece)
+        return welcome._replace(header=welcome.header | {"images": list(offer)})
 
 
 def home_of(run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> Home:

@@ -7,6 +7,7 @@ import json
 import platform
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,15 +15,17 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal import data, strategies
+from shoal.config.environment import state_folder
 from shoal.config.load import Override
 from shoal.config.ranks import Place
+from shoal.data.images.serving import Offer, fetched, is_without_images
 from shoal.engines import Meeting, World
 from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
 from shoal.runs.assembly import Parts, Progress, feed_of
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.keepsake import Keepsakes
-from shoal.runs.lines import ClientLine, lines_to
+from shoal.runs.lines import BoardLine, Caller, ClientLine, lines_to
 from shoal.runs.welcome import configuration, parts_for
 from shoal.strategies import Policies
 from shoal.updates.messages import PROTOCOL, Gone, header_of
@@ -36,6 +39,7 @@ _LONGER_S = 60.0
 _GONE_S = 2.0
 _LOOK_S, _SIGN_S = 0.5, 5.0
 """How often a worker that was asked to stop looks whether it waits for an answer, and how long it then waits for a sign of life."""
+_TELL_EVERY_S = 30.0
 
 
 class Way(NamedTuple):
@@ -58,9 +62,10 @@ class Joined:
 
     def __init__(self, way: Way, tell: Callable[[str], None]) -> None:
         self.way = way
-        line, pulse_line = self.lines = lines_to(way.address, way.token, way.key, way.patience_s, tell)
+        caller = Caller(way.name, way.state or state_folder(), way.patience_s, tell)
+        self.lines = lines_to(way.address, way.token, way.key, caller)
         self.protocol = Protocol(way.name, about_here(), PROTOCOL, secrets.token_hex(8), way.patience_s)
-        self.courier = Courier(line, self.protocol, tell)
+        self.courier = Courier(self.lines[0], self.protocol, tell)
         self.worker: Worker | None = None
         self.island: Island | None = None
         self._stopping, self._closed = threading.Event(), threading.Event()
@@ -72,7 +77,25 @@ class Joined:
             self._close_lines()
             raise
         threading.Thread(target=self._part, name="parting", daemon=True).start()
-        self.pulse = Pulse(lambda: self.courier.beat(pulse_line, self.state, self.worker.figures if self.worker else {}), self._heartbeat_s)
+        self._told_at, self._told = time.monotonic(), ""
+        self.pulse = Pulse(self._beat, self._heartbeat_s)
+
+    def _beat(self) -> None:
+        """A sign of life; and, now and then, a line that tells whoever sits here how it goes."""
+        self.courier.beat(self.lines[1], self.state, self.worker.figures if self.worker else {})
+        if self.worker is not None and time.monotonic() - self._told_at >= _TELL_EVERY_S:
+            self._told_at, before, self._told = time.monotonic(), self._told, self.progress()
+            if self._told != before:
+                self.courier.tell(self._told)
+
+    def progress(self) -> str:
+        """How far this worker and the run are, for people."""
+        assert self.worker is not None
+        counts, what = self.worker.counts, "units of work" if self.worker.policies.feed.leased else "contributions"
+        late = counts["rejected"] + counts["abandoned"]
+        behind = f", {late} came too late" if late else ""
+        done = f"{counts['accepted']} {what} taken ({self.worker.samples:,} samples){behind}"
+        return f"{done}; {self.worker.doing}, at version {self.worker.weights.version}"
 
     def _join(self) -> Welcome:
         self.courier.converse()
@@ -93,10 +116,19 @@ class Joined:
     def prepare(self, progress: Progress | None = None, here: Place | None = None, given: Given = NOTHING) -> None:
         """Put together what the work takes. `here`: as the first of several processes, which all get ready with it."""
         try:
+            self._fetch_images(progress)
             self.worker = self._worker(progress, here, given)
         except BaseException as problem:
             self.refuse(problem)
             raise
+
+    def _fetch_images(self, progress: Progress | None) -> None:
+        """Get the images that this machine lacks from the class's database, if it has them. All processes of this worker are told."""
+        line, header = self.lines[0], self.welcome.header
+        if "images" in header and isinstance(line, BoardLine) and is_without_images(self.run):
+            folder = (self.way.state or state_folder()) / "images"
+            found = fetched(Offer.of(header["images"]), line.desk.piece, folder, progress)
+            self.welcome = self.welcome._replace(header=header | {"images_path": str(found)})
 
     @property
     def state(self) -> str:

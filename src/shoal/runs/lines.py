@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal import strategies
 from shoal.config.schema.cluster import Postgres
 from shoal.runs.welcome import configuration
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
-from shoal.transports.databases import is_address
+from shoal.transports.databases import is_address, parse
 from shoal.worker.courier import Answer, Lost
 from shoal.worker.protocol import COMPUTING, Frames
 
@@ -24,6 +26,7 @@ _WELCOME_BYTES = 64 << 20
 _CLAIM_S = 60.0
 _STATE_BYTES = 80
 """What a database takes for a worker's state."""
+_NOTICE_EVERY_S = 5.0
 
 
 @contextlib.contextmanager
@@ -88,10 +91,12 @@ class BoardLine:
     The desk behind it tries again by itself where the database cannot be reached.
     """
 
-    def __init__(self, desk: UnitDesk, welcome: Message) -> None:
-        self.desk, self.welcome = desk, welcome
+    def __init__(self, desk: UnitDesk, welcome: Message, lease_s: float, tell: Callable[[str], None]) -> None:
+        self.desk, self.welcome, self.tell = desk, welcome, tell
         self.sent_bytes = 0
         self._unit: Unit | None = None
+        self._lease_s, self._leased_at, self._told_slow = lease_s, 0.0, False
+        self._notice_at = 0.0
         self._fetching = False
         """Whether the worker has a unit and waits for its weights: it is at work, though it does not compute yet."""
         self._figures: dict[str, float] = {}
@@ -157,8 +162,10 @@ class BoardLine:
             return self._news(nothing, newer)
         units = self.desk.claim(1, _CLAIM_S)
         if not units:
+            self._tell_notice()
             return self._news(nothing, None)
         self._unit = unit = units[0]
+        self._leased_at, self._told_slow = time.monotonic(), False
         self._fetching = True
         newer = self.desk.weights(header["have"]) if unit.iteration != header["have"] else None
         self._fetching = False
@@ -186,7 +193,26 @@ class BoardLine:
         self.desk.fail(self._unit, header["reason"])
         return Answer({"kind": "noted"}, ())
 
+    def _tell_notice(self) -> None:
+        """Say why there is no work, where that is because of this worker. The database is asked now and then."""
+        if time.monotonic() >= self._notice_at:
+            self._notice_at = time.monotonic() + _NOTICE_EVERY_S
+            if notice := self.desk.notice():
+                self.tell(f"warning: {notice}")
+
+    def _tell_slow(self, state: str) -> None:
+        """Say once that a unit takes longer than the timeout. It is not lost: signs of life renew its lease."""
+        took_s = time.monotonic() - self._leased_at
+        if state == COMPUTING and self._unit is not None and took_s > self._lease_s and not self._told_slow:
+            self._told_slow = True
+            self.tell(
+                f"warning: this unit has taken {took_s:.0f} s so far, longer than the class's timeout of {self._lease_s:g} s. It is still "
+                "yours while this computer is seen at work; the teacher can choose smaller units (batches_per_unit) or a longer "
+                "lease_timeout_s"
+            )
+
     def _beat(self, header: dict[str, Any], frames: Frames) -> Answer:
+        self._tell_slow(header["state"])
         self._figures = header["figures"]
         self.desk.beat(COMPUTING if self._fetching else header["state"], self._figures)
         return Answer({"kind": "pulse"}, ())
@@ -202,11 +228,29 @@ class BoardLine:
 WorkerLine = ClientLine | BoardLine
 
 
-def lines_to(address: str, token: str, key: str | None, patience_s: float, tell: Callable[[str], None]) -> tuple[WorkerLine, WorkerLine]:
+class Caller(NamedTuple):
+    """Who joins: what it wants to be called, where it keeps its secrets, how long it waits, and whom it tells."""
+
+    name: str | None
+    folder: Path
+    patience_s: float
+    tell: Callable[[str], None]
+
+
+def lines_to(address: str, token: str, key: str | None, caller: Caller) -> tuple[WorkerLine, WorkerLine]:
     """A worker's line to its coordinator, and one for its signs of life."""
-    if is_address(address) and (board := _board(address, patience_s, tell)) is not None:
-        return board, board
+    if is_address(address):
+        address = _own_address(address, caller)
+        if (board := _board(address, caller.patience_s, caller.tell)) is not None:
+            return board, board
     return ClientLine(address, token, key), ClientLine(address, token, key)
+
+
+def _own_address(address: str, caller: Caller) -> str:
+    """The address with this worker's own role in it, which is made where the address is the class's."""
+    from shoal.transports.postgres.enrolment import own_access  # asks for a driver that others do without
+
+    return own_access(parse(address), caller.name, caller.folder, caller.patience_s).address
 
 
 def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> BoardLine | None:
@@ -217,10 +261,11 @@ def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> Boar
     try:
         welcome = desk.welcome(wait_s=patience_s)
         run = configuration(welcome.header, ())
-        if strategies.of(run, welcome.header["shards"]).feed.leased:
+        feed = strategies.of(run, welcome.header["shards"]).feed
+        if feed.leased:
             assert isinstance(run.transport, Postgres)
             desk.poll_interval_s = run.transport.poll_interval_s
-            return BoardLine(desk, welcome)
+            return BoardLine(desk, welcome, feed.lease_s, tell)
     except BaseException:
         desk.close()
         raise

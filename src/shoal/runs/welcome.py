@@ -4,6 +4,7 @@ together from it on its own machine, or says why that cannot be."""
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import tempfile
 from collections.abc import Sequence
@@ -34,7 +35,8 @@ def parts_for(
     given: Given = NOTHING,
 ) -> Parts:
     """What the run is made of, on this machine; the same as at the coordinator's, or an error."""
-    run = configuration(header, overrides)
+    fetched = [Override("data.source.path", json.dumps(header["images_path"]), "images of the class")] if "images_path" in header else []
+    run = configuration(header, [*overrides, *fetched])
     here = meeting.here if meeting is not None else None
     world = meeting.enter(choose_device(run.training.device, meeting.here.local_rank)) if meeting is not None else None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:

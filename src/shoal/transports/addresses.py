@@ -62,6 +62,15 @@ def is_everywhere(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_unspecified
 
 
+def is_listening(host: str, port: int) -> bool:
+    """Whether somebody takes connections there."""
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
 def free_port(host: str, port: int = 0) -> int | None:
     """A port nobody listens on at this host: `port` itself, or None where it is taken; any for 0."""
     numeric = resolve(host)

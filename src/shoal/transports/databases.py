@@ -11,6 +11,7 @@ from shoal.transports.addresses import bracketed
 
 SCHEMES = ("postgresql://", "postgres://")
 DEFAULT_PORT = 5432
+_PIN = "pin="
 
 
 class Access(NamedTuple):
@@ -22,7 +23,7 @@ class Access(NamedTuple):
     user: str
     password: str | None = None
     options: str = ""
-    """What follows `?` in an address: `sslmode=require`."""
+    """What follows `?` in an address: `sslmode=require`; `pin=…` names the certificate that the server must show."""
 
     @property
     def address(self) -> str:
@@ -38,6 +39,19 @@ class Access(NamedTuple):
     def _address(self, secret: str) -> str:
         host = quote(self.host, safe="") if self.host.startswith("/") else bracketed(self.host)
         return f"postgresql://{quote(self.user, safe='')}{secret}@{host}:{self.port}/{quote(self.database, safe='')}"
+
+
+def pin_of(access: Access) -> str | None:
+    """The digest of the certificate that the server must show, as the invitation names it."""
+    return split_pin(access.address)[1]
+
+
+def split_pin(address: str) -> tuple[str, str | None]:
+    """An address as libpq takes it, and the pin that only Shoal knows."""
+    where, _, options = address.partition("?")
+    kept = [option for option in options.split("&") if option and not option.startswith(_PIN)]
+    pins = [option.removeprefix(_PIN) for option in options.split("&") if option.startswith(_PIN)]
+    return where + (f"?{'&'.join(kept)}" if kept else ""), pins[0] if pins else None
 
 
 def access_of(settings: Postgres) -> Access:

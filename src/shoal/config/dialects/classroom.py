@@ -49,6 +49,7 @@ CLASSROOM = Dialect(
         row("model.generator_features", "model[dcgan].generator_features"),
         row("model.discriminator_features", "model[dcgan].discriminator_features"),
         row("data.dataset_path", "data.source[images].path", default="data/celeba_torchvision/celeba/img_align_celeba"),
+        row("data.serve_images", "data.source[images].serve"),
         row("data.num_workers_dataloader", "data.loader.num_workers"),
         row("huggingface.enabled", "hub.enabled"),
         row("huggingface.repo_id", "hub.repo_id"),

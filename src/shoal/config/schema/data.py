@@ -45,6 +45,8 @@ class Images(DataSource, built_by="shoal.data.images.source:load_images"):
     """Folder, or .zip or .npz file."""
     download: str | None = None
     """Data set of the hub to download when nothing is at the path."""
+    serve: bool = False
+    """Whether workers that lack the images get them from the coordinator's database (transport postgres, strategy workunits)."""
 
 
 class Text(DataSource, built_by="shoal.data.text.sources:open_files"):

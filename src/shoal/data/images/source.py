@@ -40,7 +40,7 @@ def load_images(source: Images, run: Run, request: Request) -> Data:
 
 def _find(source: Images, request: Request) -> Path:
     path = Path(source.path).expanduser()
-    there = _present(path)
+    there = present(path)
     if there is not None:
         return there
     wanted = f"put a folder of images there, or {path.name}.zip beside it"
@@ -54,7 +54,8 @@ def _find(source: Images, request: Request) -> Path:
         ) from error
 
 
-def _present(path: Path) -> Path | None:
+def present(path: Path) -> Path | None:
+    """The folder, zip or npz file of images that this path means, where there is one."""
     for there in (path, path.with_name(path.name + ".zip"), path.with_name(path.name + ".npz")):
         if there.is_file() or (there.is_dir() and any(there.iterdir())):
             return there
@@ -71,7 +72,7 @@ def _download(request: Request, folder: Path) -> Path:
         except FileNotFoundError:  # the process that held the lock has finished, and removed the folder
             continue
         with lock:
-            there = _present(folder)
+            there = present(folder)
             if there is None:
                 local = Path(request.name).expanduser().exists()
                 files = request.name if local else str(copy_files(request.name, unfinished / "files", request.token, request.progress))

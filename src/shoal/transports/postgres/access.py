@@ -7,10 +7,12 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.transports.addresses import bracketed
-from shoal.transports.databases import Access
+from shoal.transports.databases import Access, split_pin
+from shoal.transports.postgres.pinning import pinned_certificate
 
 try:
     import psycopg
+    from psycopg import conninfo as conninfos
     from psycopg import sql
 except ImportError:
     raise ShoalError("a PostgreSQL database needs the Python package psycopg: pip install 'shoal[classroom]'") from None
@@ -31,8 +33,10 @@ class NoDatabase(ShoalError):
 
 def connect(access: Access, *, timeout_s: int = 10) -> Connection:
     """A connection that commits each statement, to a server that is new enough. Raises ShoalError, NoDatabase."""
+    address, pin = split_pin(access.address)
     try:
-        connection: Connection = psycopg.connect(access.address, connect_timeout=timeout_s, autocommit=True, application_name="shoal")
+        where = conninfos.make_conninfo(address, **_trust(access, pin))
+        connection: Connection = psycopg.connect(where, connect_timeout=timeout_s, autocommit=True, application_name="shoal")
     except psycopg.Error as error:
         raise explained(error, access) from None
     if connection.info.server_version < OLDEST_SERVER * 10_000:
@@ -40,6 +44,11 @@ def connect(access: Access, *, timeout_s: int = 10) -> Connection:
         connection.close()
         raise ShoalError(f"{access.shown} is PostgreSQL {version}; Shoal needs {OLDEST_SERVER} or newer")
     return connection
+
+
+def _trust(access: Access, pin: str | None) -> dict[str, str]:
+    """What libpq must be told where an invitation names the server's certificate."""
+    return {"sslmode": "verify-ca", "sslrootcert": pinned_certificate(access.host, access.port, pin)} if pin else {}
 
 
 def explained(error: Exception, access: Access) -> ShoalError:

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.transports.bell import Bell
-from shoal.transports.databases import Access
+from shoal.transports.databases import Access, split_pin
 from shoal.transports.interface import Refused, Unreachable
 from shoal.transports.postgres import access
+from shoal.transports.postgres.pinning import pinned_certificate
 
 try:
     import psycopg
@@ -44,6 +45,8 @@ _FOR_GOOD = (
     "authentication",
 )
 """What the server says to somebody it will not let in the next time either. (Such an error reaches us as text, without its code.)"""
+_OWN_CODES = {"SH001": "unknown-worker", "SH002": "malformed", "SH003": "quarantined"}
+"""The error codes of our own functions, and what a client calls them."""
 _LONGEST_PAUSE_S = 2.0
 _TELLING_S = 0.5
 """A pause after which it is no hiccup any more."""
@@ -58,6 +61,7 @@ class Line:
     def __init__(self, conninfo: str, channels: Sequence[str] = (), tell: Callable[[str], None] = lambda text: None) -> None:
         """`tell`: of a database that does not answer, while it is tried again."""
         self.tell = tell
+        conninfo, self._pin = split_pin(conninfo)
         self.conninfo = conninfos.make_conninfo(conninfo, **{k: v for k, v in _CONNECTING.items() if k not in _given(conninfo)})
         self.place = place(conninfo)
         self.connects = 0
@@ -100,6 +104,10 @@ class Line:
         return self._connection
 
     def _connect(self) -> Connection:
+        if self._pin is not None:
+            where = access_of(self.conninfo)
+            certificate = pinned_certificate(where.host, where.port, self._pin)
+            self.conninfo = conninfos.make_conninfo(self.conninfo, sslmode="verify-ca", sslrootcert=certificate, gssencmode="disable")
         try:
             connection = psycopg.connect(self.conninfo, autocommit=True, prepare_threshold=None)
         except psycopg.OperationalError as problem:
@@ -204,8 +212,8 @@ def _given(conninfo: str) -> dict[str, Any]:
 def explained(problem: psycopg.Error, where: str) -> ShoalError:
     """An error of the database in our words."""
     text = _first_line(problem)
-    if problem.sqlstate in ("SH001", "SH002"):
-        return Refused(text, "unknown-worker" if problem.sqlstate == "SH001" else "malformed")
+    if problem.sqlstate in _OWN_CODES:
+        return Refused(text, _OWN_CODES[problem.sqlstate])
     if isinstance(problem, errors.InsufficientPrivilege):
         return Refused(f"{where} does not allow this: {text}. Ask for a role made by `shoal db grant`", "unauthorised")
     if isinstance(problem, (errors.InvalidSchemaName, errors.UndefinedTable, errors.UndefinedFunction)):

@@ -73,6 +73,7 @@ class Office:
                     f"another coordinator (process {found[1]} on {found[0]}) works on {self.line.place}:"
                     f" stop it, or wait {SILENT_S:g} s after it died"
                 )
+            connection.execute("SELECT shoal.restart_lease_clock()")
             connection.execute("DELETE FROM shoal.coordinator")
             connection.execute("INSERT INTO shoal.coordinator VALUES (%s, true, %s, %s, clock_timestamp(), %s, %s)", mine)
 
@@ -190,7 +191,8 @@ class Office:
     def close_office(self) -> None:
         self._pulse.close()
         self.line.hang_up()
-        self.line.farewell("UPDATE shoal.coordinator SET alive_at = '-infinity' WHERE id = %s", (self.id,))
+        stopped = "UPDATE shoal.coordinator SET alive_at = '-infinity', beat_at = clock_timestamp() - interval '5 s' WHERE id = %s"
+        self.line.farewell(stopped, (self.id,))
         self.line.close()
 
 
@@ -211,7 +213,8 @@ class _Pulse:
                 self._line.once(self._beat)
 
     def _beat(self, connection: Connection) -> None:
-        done = connection.execute("UPDATE shoal.coordinator SET alive_at = clock_timestamp() WHERE id = %s", (self._office.id,))
+        beat = "UPDATE shoal.coordinator SET alive_at = clock_timestamp(), beat_at = clock_timestamp() WHERE id = %s"
+        done = connection.execute(beat, (self._office.id,))
         if done.rowcount == 0:
             self._office.deposed.set()
             self._office.line.ring()
@@ -220,6 +223,7 @@ class _Pulse:
             self._vacuumed_bytes = freed
             for table in _BUSY_TABLES:
                 connection.execute(f"VACUUM (SKIP_LOCKED, TRUNCATE FALSE) shoal.{table}")
+        connection.execute("SELECT shoal.watch()")
 
     def close(self) -> None:
         self._closing.set()

@@ -12,13 +12,17 @@ from typing import Any, NamedTuple
 from psycopg import errors, sql
 
 from shoal.errors import ShoalError
+from shoal.transports.postgres.access import set_password
 from shoal.transports.postgres.line import Connection
 
-KINDS = ("student", "reader", "coordinator")
+KINDS = ("student", "reader", "coordinator", "class")
 STUDENTS_FUNCTIONS = (
-    *("put_part", "hang_up", "limits", "ask", "answer"),
+    *("schema_version", "kind_here", "put_part", "hang_up", "limits", "ask", "answer", "notice", "piece"),
     *("welcome", "enter", "beat", "claim", "held", "submit", "give_back", "fail", "leave", "read_weights"),
 )
+_SHUT_FUNCTIONS = r"^(pg_(try_)?advisory_.*|pg_(terminate|cancel)_backend|pg_notify|lo_.*|loread|lowrite)$"
+"""Built-in functions that everybody may call, and no student needs: locks that others would wait for, signals, large objects."""
+_COORDINATORS_FUNCTIONS = ("pg_advisory_xact_lock(bigint)", "pg_notify(text, text)")
 READERS_TABLES = ("worker_list", "unit_counts", "progress", "metrics", "picture", "facts")
 OLDEST_SERVER = 130000
 
@@ -40,7 +44,7 @@ def latest() -> int:
 
 
 def init(connection: Connection) -> int:
-    """Create the schema, or bring it up to date; the version it has then. Several may try at once."""
+    """Create the schema, or bring it up to date, and close what is open to everybody; its version. Several may try at once."""
     if connection.info.server_version < OLDEST_SERVER:
         raise ShoalError(f"PostgreSQL {connection.info.server_version // 10000} is too old: Shoal needs 13 or newer")
     with connection.transaction():
@@ -56,6 +60,8 @@ def init(connection: Connection) -> int:
             if migration.number > version:
                 connection.execute(migration.text.encode())
                 connection.execute("INSERT INTO shoal.migrations (version) VALUES (%s)", (migration.number,))
+        connection.execute("DELETE FROM shoal.student_functions")
+        connection.execute("INSERT INTO shoal.student_functions SELECT unnest(%s::text[])", (list(STUDENTS_FUNCTIONS),))
         _close_doors(connection)
         for name, kind in connection.execute("SELECT name, kind FROM shoal.roles").fetchall():
             _allow(connection, name, kind)
@@ -81,12 +87,46 @@ def reset(connection: Connection) -> None:
         connection.execute("DROP SCHEMA IF EXISTS shoal CASCADE")
         init(connection)
         for name, kind in roles:
-            connection.execute("INSERT INTO shoal.roles VALUES (%s, %s)", (name, kind))
+            connection.execute("INSERT INTO shoal.roles (name, kind) VALUES (%s, %s)", (name, kind))
             _allow(connection, name, kind)
 
 
+def missing_protections(connection: Connection) -> list[str]:
+    """What this server does not protect a class from, and why: each as a sentence. A server of the run's own protects from all of it."""
+    found: list[str] = []
+    mine = connection.execute("SELECT rolsuper, rolcreaterole FROM pg_roles WHERE rolname = current_user").fetchone()
+    is_superuser, makes_roles = mine or (False, False)
+    if not is_superuser and not makes_roles:
+        found.append("your role may not create roles: students cannot have roles of their own (CREATEROLE)")
+    if not is_superuser:
+        found.append("only a superuser can bound temporary files (temp_file_limit) and revoke advisory locks, pg_notify and large objects")
+    if connection.pgconn.ssl_in_use == 0 and connection.info.host not in ("", "localhost", "127.0.0.1", "::1"):
+        found.append("this connection is not encrypted: whoever listens in the network sees weights and results (sslmode=verify-full)")
+    query = (
+        "SELECT datname FROM pg_database WHERE datallowconn AND datname <> current_database()"
+        " AND has_database_privilege('public', oid, 'CONNECT') ORDER BY 1"
+    )
+    if others := [name for (name,) in connection.execute(query).fetchall()]:
+        found.append(f"students can also connect to {', '.join(others)}: REVOKE CONNECT ON DATABASE … FROM PUBLIC")
+    if connection.info.host not in ("localhost", "127.0.0.1", "::1"):
+        found.append("memory of the server's processes cannot be watched from another machine")
+    return found
+
+
+def close_other_databases(connection: Connection) -> None:
+    """On a server that is the run's own: nobody connects to any other database of it."""
+    for (name,) in connection.execute("SELECT datname FROM pg_database WHERE datallowconn").fetchall():
+        connection.execute(sql.SQL("REVOKE CONNECT ON DATABASE {} FROM PUBLIC").format(sql.Identifier(name)))
+
+
+def end_greedy(connection: Connection, processes: list[int]) -> None:
+    """End those of these processes of the server that belong to students."""
+    connection.execute("SELECT shoal.watch(%s)", (processes,))
+
+
 def grant(connection: Connection, role: str, password: str | None, kind: str) -> None:
-    """Make a role, where it is not there yet, and let it do what its kind may. Without a password an existing one stays as it is."""
+    """Make a role, where it is not there yet, and let it do what its kind may. Without a password an existing one keeps its own. One that
+    was in quarantine is let in again."""
     if kind not in KINDS:
         raise ShoalError(f"`{kind}` is no kind of role: {', '.join(KINDS)} are")
     name = sql.Identifier(role)
@@ -94,10 +134,14 @@ def grant(connection: Connection, role: str, password: str | None, kind: str) ->
         if not connection.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (role,)).fetchone():
             if password is None:
                 raise ShoalError(f"there is no role {role} yet: a new one needs a password")
-            connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(name))
+            connection.execute(sql.SQL("CREATE ROLE {}").format(name))
+        connection.execute(sql.SQL("ALTER ROLE {} LOGIN").format(name))
         if password is not None:
-            connection.execute(sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}").format(name, sql.Literal(password)))
-        connection.execute("INSERT INTO shoal.roles VALUES (%s, %s) ON CONFLICT (name) DO UPDATE SET kind = excluded.kind", (role, kind))
+            set_password(connection, role, password)
+        connection.execute(
+            "INSERT INTO shoal.roles (name, kind) VALUES (%s, %s) ON CONFLICT (name) DO UPDATE SET kind = excluded.kind", (role, kind)
+        )
+        connection.execute("DELETE FROM shoal.standings WHERE role = %s", (role,))
         _allow(connection, role, kind)
 
 
@@ -145,10 +189,15 @@ def _allow(connection: Connection, role: str, kind: str) -> None:
         do(f"REVOKE ALL ON ALL {what} IN SCHEMA shoal FROM {{role}}")
     do("GRANT CONNECT ON DATABASE {database} TO {role}")
     do("GRANT USAGE ON SCHEMA shoal TO {role}")
-    do("GRANT EXECUTE ON FUNCTION shoal.schema_version TO {role}")
-    if kind == "student":
-        for function in STUDENTS_FUNCTIONS:
-            do("GRANT EXECUTE ON FUNCTION shoal.{function} TO {role}", function=sql.Identifier(function))
+    for function in ("schema_version", "kind_here"):
+        do("GRANT EXECUTE ON FUNCTION shoal.{function} TO {role}", function=sql.Identifier(function))
+    if kind in ("student", "reader", "class") and _may_alter_roles(connection):
+        connection.execute("SELECT shoal.bound_role(%s)", (role,))
+    if kind == "class":
+        do("GRANT EXECUTE ON FUNCTION shoal.enroll TO {role}")
+        do("ALTER ROLE {role} CONNECTION LIMIT 32")
+    elif kind == "student":
+        connection.execute("SELECT shoal.open_to_student(%s)", (role,))
     elif kind == "reader":
         for table in READERS_TABLES:
             do("GRANT SELECT ON shoal.{table} TO {role}", table=sql.Identifier(table))
@@ -156,6 +205,9 @@ def _allow(connection: Connection, role: str, kind: str) -> None:
         do("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA shoal TO {role}")
         do("GRANT ALL ON ALL SEQUENCES IN SCHEMA shoal TO {role}")
         do("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA shoal TO {role}")
+        if _is_superuser(connection):
+            for function in _COORDINATORS_FUNCTIONS:
+                do(f"GRANT EXECUTE ON FUNCTION pg_catalog.{function} TO {{role}}")
         for table in ("migrations", "roles"):
             do("REVOKE INSERT, UPDATE, DELETE ON shoal.{table} FROM {role}", table=sql.Identifier(table))
         if connection.info.server_version >= 170000:
@@ -169,9 +221,19 @@ def _close_doors(connection: Connection) -> None:
     connection.execute(sql.SQL("REVOKE TEMPORARY ON DATABASE {} FROM PUBLIC").format(sql.Identifier(connection.info.dbname)))
     if _value(connection, "SELECT pg_has_role(nspowner, 'USAGE') FROM pg_namespace WHERE nspname = 'public'"):
         connection.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
-    if _value(connection, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user"):
-        for function in ("lo_creat(integer)", "lo_create(oid)", "lo_from_bytea(oid, bytea)"):
-            connection.execute(f"REVOKE EXECUTE ON FUNCTION pg_catalog.{function} FROM PUBLIC")
+    if _is_superuser(connection):
+        query = "SELECT oid::regprocedure::text FROM pg_proc WHERE pronamespace = 'pg_catalog'::regnamespace AND proname ~ %s"
+        for (function,) in connection.execute(query, (_SHUT_FUNCTIONS,)).fetchall():
+            connection.execute(f"REVOKE EXECUTE ON FUNCTION {function} FROM PUBLIC".encode())
+
+
+def _is_superuser(connection: Connection) -> bool:
+    return bool(_value(connection, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user"))
+
+
+def _may_alter_roles(connection: Connection) -> bool:
+    row = connection.execute("SELECT rolsuper OR rolcreaterole FROM pg_roles WHERE rolname = current_user").fetchone()
+    return bool(row and row[0])
 
 
 def _exists(connection: Connection) -> bool:

@@ -70,6 +70,14 @@ class PostgresServer(Mailbox):
                     raise ShoalError(f"{self.line.place} has lost frames that a record refers to: restore it from a backup")
         return [blob or next(fresh) for blob in found]
 
+    def put_piece(self, number: int, piece: bytes) -> None:
+        """A piece of the data set, for workers that lack it. Each is a transaction of its own: together they may be gigabytes."""
+        with self.transaction() as connection:
+            connection.execute(
+                "INSERT INTO shoal.pieces (number, data) VALUES (%b, %b) ON CONFLICT (number) DO UPDATE SET data = excluded.data",
+                (number, piece),
+            )
+
     def set_fact(self, name: str, value: Any) -> None:
         """Write down a fact about the run, for people who look at it; it takes the place of the last one of this name."""
         with self.transaction() as connection:
@@ -155,6 +163,10 @@ class PostgresServer(Mailbox):
         """Cancel what is left of older iterations. Rows that somebody may still ask for stay until the next time, and units whose results
         wait stay until it is known whether those can be used."""
         self.fetch("SELECT id FROM shoal.units WHERE state = 'claimed' AND iteration < %s ORDER BY id FOR UPDATE", (iteration,))
+        used = "SELECT array_agg(u.id) FROM shoal.units u WHERE iteration < %s AND state = 'completed'"
+        self.fetch(
+            f"SELECT shoal.count_managed(({used} AND NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id)))", (iteration,)
+        )
         gone = self.fetch(
             "DELETE FROM shoal.units u WHERE iteration < %s AND state <> 'claimed' AND NOT (state = 'completed'"
             " AND EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id)) RETURNING state = 'pending', state",
@@ -228,6 +240,10 @@ class PostgresServer(Mailbox):
         """Units by state, and beside them: `issued` altogether, and results that were `dropped`."""
         counts: dict[str, int] = dict.fromkeys(("issued", "pending", "claimed", "completed", "failed", "cancelled", "dropped"), 0)
         return counts | dict(self.fetch("SELECT state, units FROM shoal.unit_counts"))
+
+    def notes(self) -> list[str]:
+        """What the database wants people to know, once: who was paused, shut out, or is slow."""
+        return [note for (note,) in self.fetch("DELETE FROM shoal.notes RETURNING note")]
 
     def metrics(self, rows: Iterable[tuple[int, Mapping[str, float]]]) -> None:
         """Append figures of steps."""

@@ -122,6 +122,16 @@ class UnitDesk:
         self._after = max(row[6] for row in rows)
         return [Unit(row[0], lease, *row[1:6]) for row in sorted(rows, key=lambda row: row[6])], 0.0
 
+    def piece(self, number: int) -> bytes | None:
+        """A piece of the data set, where the coordinator put it there."""
+        found: bytes | None = self._ask("SELECT shoal.piece(%b::int4)", (number,))[0][0]
+        return found
+
+    def notice(self) -> str | None:
+        """What a student should know who gets no work: why, and for how long."""
+        told: str | None = self._ask("SELECT shoal.notice()", ())[0][0]
+        return told
+
     def weights(self, have: int) -> Weights | None:
         """What leads from the version `have` towards the newest: the difference to the next, else all of the newest; None: it has that."""
         query = "SELECT frame, sizes, data, header, version, kind FROM shoal.read_weights(%b::int8) ORDER BY frame, n"

@@ -1,0 +1,79 @@
+"""A student's own role: made with the class's token when the student first joins, and kept on the student's machine.
+
+The password is made here, at random, and never leaves this machine: the database gets what it needs to check it (a SCRAM verifier).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ShoalError
+from shoal.transports.databases import Access, pin_of
+from shoal.transports.interface import Refused
+from shoal.transports.postgres.line import Connection, Line
+from shoal.transports.private_files import write_private
+
+
+def own_access(access: Access, name: str | None, folder: Path, patience_s: float) -> Access:
+    """How this student connects: as who was invited, or as the student that the class's token makes. `folder` keeps what it made."""
+    file = folder / f"class-{_class_of(access, name)}.json"
+    kept = _kept(file, access)
+    if kept is not None and _lets_in(kept):
+        return kept
+    line = Line(access.address)
+    try:
+        if line.run(_kind, patience_s) != "class":
+            return access
+        made = line.run(lambda connection: _enroll(connection, access, name), patience_s)
+    finally:
+        line.close()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_private(file, json.dumps({"user": made.user, "password": made.password}))
+    return made
+
+
+def _class_of(access: Access, name: str | None) -> str:
+    """Tells classes apart, and workers of one machine: a class by its certificate where it has one, since its address may change."""
+    place = pin_of(access) or f"{access.host}:{access.port}"
+    return hashlib.sha256(f"{place} {access.database} {access.user} {name or ''}".encode()).hexdigest()[:16]
+
+
+def _kept(file: Path, access: Access) -> Access | None:
+    try:
+        saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return access._replace(user=str(saved["user"]), password=str(saved["password"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # there is none, or it was damaged: a new role is made
+
+
+def _lets_in(access: Access) -> bool:
+    """Whether the role is still there. One that is shut out is not: quarantine is told, and no new role is made to get around it."""
+    line = Line(access.address)
+    try:
+        return line.run(_kind, 0.0) == "student"
+    except Refused as problem:
+        if "not permitted to log in" in str(problem):
+            raise ShoalError(
+                f"`{access.user}` is shut out of this class: ask the teacher (`shoal db grant student {access.user} …`)"
+            ) from None
+        return False
+    finally:
+        line.close()
+
+
+def _kind(connection: Connection) -> str:
+    row = connection.execute("SELECT shoal.kind_here()").fetchone()
+    return str(row[0]) if row else ""
+
+
+def _enroll(connection: Connection, access: Access, name: str | None) -> Access:
+    password = secrets.token_urlsafe(24)
+    # The verifier does not depend on the role's name, which the database chooses.
+    verifier = connection.pgconn.encrypt_password(password.encode(), b"student", b"scram-sha-256").decode()
+    row = connection.execute("SELECT shoal.enroll(%t, %t)", (name[:40] if name else None, verifier)).fetchone()
+    assert row is not None
+    return access._replace(user=row[0], password=password)

@@ -1,0 +1,263 @@
+"""A small process that speaks TLS in front of a class's PostgreSQL, whose own build cannot.
+
+It answers libpq's SSLRequest with the class's certificate and passes on what it decrypts to the server, which listens on this machine only.
+Nobody is passed on unencrypted, nor as the run's own role, which may do anything. Until the server has let somebody in, there is a bound
+on everything they cost: connections in all and from one address, seconds, and bytes.
+
+It is started by its path, and knows nothing of Shoal. The first line of its standard input says what to do; it ends when that is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import ssl
+import struct
+import sys
+import threading
+from collections import Counter
+from typing import Any
+
+SSL_REQUEST, GSS_REQUEST, CANCEL_REQUEST = 80877103, 80877104, 80877102
+GREETING_S = 10.0
+LOGIN_S = 30.0
+STARTUP_BYTES, LOGIN_BYTES = 10_000, 65_536
+"""What the first message, and all up to the server's consent, may have at most. PostgreSQL takes no larger first message either."""
+MOST_STRANGERS, MOST_STRANGERS_AT_ONE = 64, 32
+"""Connections that are not let in yet, in all and from one address. A school may be behind one address."""
+_CHUNK = 1 << 18
+_NAME_BYTES = 63
+"""PostgreSQL cuts longer names of roles off there."""
+
+
+class Refusal(Exception):
+    """What is told to a client that is not passed on."""
+
+
+class Front:
+    """Connections of all clients."""
+
+    def __init__(self, order: dict[str, Any], context: ssl.SSLContext) -> None:
+        self._server: tuple[str, int] = ("127.0.0.1", order["server_port"])
+        self._forbidden = {name.encode()[:_NAME_BYTES] for name in order["forbidden_roles"]}
+        self._most: int = order["most"]
+        self._context = context
+        self._connections = 0
+        self._strangers: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def listen(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                client, address = await loop.sock_accept(listener)
+            except OSError:  # too many files are open: the next moment is better
+                await asyncio.sleep(0.1)
+                continue
+            if self._is_full(address[0]):
+                client.close()
+                continue
+            task = loop.create_task(self._serve(client, address[0]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _is_full(self, address: str) -> bool:
+        strangers = self._strangers.total()
+        return self._connections >= self._most or strangers >= MOST_STRANGERS or self._strangers[address] >= MOST_STRANGERS_AT_ONE
+
+    async def _serve(self, client: socket.socket, address: str) -> None:
+        self._connections += 1
+        visit, handed_over = Visit(self._strangers, address), False
+        try:
+            client.setblocking(False)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            async with asyncio.timeout(GREETING_S):
+                if not await _asks_for_tls(client):
+                    return
+                handed_over = True
+                reader, writer = await _encrypted(client, self._context)
+            await self._pass_on(reader, writer, visit)
+        except (OSError, EOFError, TimeoutError, ssl.SSLError, asyncio.IncompleteReadError):
+            pass  # clients come and go
+        finally:
+            visit.end()
+            self._connections -= 1
+            if not handed_over:  # else its transport closes it, and must do so first: the next client may get the same number
+                client.close()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, visit: Visit) -> None:
+        server: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(GREETING_S):
+                startup = await _startup(reader)
+                if (problem := _problem(startup, self._forbidden)) is not None:
+                    raise Refusal(problem)
+                answers, server = await asyncio.open_connection(*self._server, limit=_CHUNK)
+                server.write(startup)
+            await _talk(reader, writer, answers, server, visit)
+        except Refusal as refusal:
+            writer.write(_error(str(refusal)))
+            await writer.drain()
+        finally:
+            for end in (writer, server):
+                if end is not None:
+                    end.close()
+
+
+class Visit:
+    """One client, who is a stranger until the server lets it in."""
+
+    def __init__(self, strangers: Counter[str], address: str) -> None:
+        self._strangers, self._address = strangers, address
+        self.is_stranger = True
+        strangers[address] += 1
+
+    def end(self) -> None:
+        """It is no stranger any more, or gone."""
+        if self.is_stranger:
+            self.is_stranger = False
+            self._strangers[self._address] -= 1
+            if not self._strangers[self._address]:
+                del self._strangers[self._address]
+
+
+async def _asks_for_tls(client: socket.socket) -> bool:
+    """Read exactly the request, so that nothing sent unencrypted can pass for encrypted. Others are told what is wrong."""
+    loop = asyncio.get_running_loop()
+    for _ in range(2):
+        length, code = struct.unpack("!ii", await _exactly(client, 8))
+        if length == 8 and code == GSS_REQUEST:
+            await loop.sock_sendall(client, b"N")
+        elif length == 8 and code == SSL_REQUEST:
+            await loop.sock_sendall(client, b"S")
+            return True
+        else:
+            await loop.sock_sendall(
+                client, _error("this server is reached with TLS only: join with the whole line that `shoal coordinate` prints")
+            )
+            return False
+    return False
+
+
+async def _exactly(client: socket.socket, count: int) -> bytes:
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < count:
+        more = await loop.sock_recv(client, count - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+async def _encrypted(client: socket.socket, context: ssl.SSLContext) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=_CHUNK)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, client, ssl=context, ssl_handshake_timeout=GREETING_S)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+async def _startup(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readexactly(4)
+    (length,) = struct.unpack("!i", head)
+    if not 8 <= length <= STARTUP_BYTES:
+        raise Refusal("a first message of an impossible length")
+    return head + await reader.readexactly(length - 4)
+
+
+def _problem(startup: bytes, forbidden: set[bytes]) -> str | None:
+    """Why a first message is not passed on; None: it is."""
+    (code,) = struct.unpack("!i", startup[4:8])
+    if code == CANCEL_REQUEST:
+        return None
+    if code >> 16 != 3:
+        return "a protocol that is not PostgreSQL's"
+    words = startup[8:].split(b"\0")
+    users = [value for name, value in zip(words[::2], words[1::2], strict=False) if name == b"user"]
+    if len(users) != 1:
+        return "a first message names one role"
+    if users[0][:_NAME_BYTES] in forbidden:
+        return "this role is let in from the coordinator's own machine only"
+    return None
+
+
+async def _talk(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: asyncio.StreamReader, server: asyncio.StreamWriter, visit: Visit
+) -> None:
+    """Pass on both ways until either side ends."""
+    ways = {asyncio.create_task(_questions(reader, server, visit)), asyncio.create_task(_answers(answers, writer, visit))}
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+
+
+async def _questions(reader: asyncio.StreamReader, server: asyncio.StreamWriter, visit: Visit) -> None:
+    sent = 0
+    while data := await reader.read(_CHUNK):
+        sent += len(data)
+        if visit.is_stranger and sent > LOGIN_BYTES:
+            return
+        server.write(data)
+        await server.drain()
+
+
+async def _answers(answers: asyncio.StreamReader, writer: asyncio.StreamWriter, visit: Visit) -> None:
+    async with asyncio.timeout(LOGIN_S):
+        while visit.is_stranger:
+            head = await answers.readexactly(5)
+            (length,) = struct.unpack("!i", head[1:])
+            body = await answers.readexactly(length - 4)
+            if head[:1] == b"R" and body[:4] == bytes(4):
+                visit.end()
+            writer.write(head + body)
+    while data := await answers.read(_CHUNK):
+        writer.write(data)
+        await writer.drain()
+
+
+def _error(text: str) -> bytes:
+    """A refusal as PostgreSQL words it."""
+    fields = b"".join(kind + value.encode() + b"\0" for kind, value in ((b"S", "FATAL"), (b"V", "FATAL"), (b"C", "28000"), (b"M", text)))
+    return b"E" + struct.pack("!i", len(fields) + 5) + fields + b"\0"
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener
+
+
+def _become(user: list[int] | None) -> None:
+    """Go on as the server's user: nothing here needs to be root after the port and the certificate are there."""
+    if user:
+        os.setgroups([])
+        os.setgid(user[1])
+        os.setuid(user[0])
+
+
+def main() -> None:
+    order = json.loads(sys.stdin.readline() or "null")
+    if not order:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(order["certificate"], order["key"])
+    listener = _listener(order["host"], order["port"])
+    _become(order["user"])
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(Front(order, context).listen(listener))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,383 @@
+"""Students who try to spoil a class, with nothing but what a student is given: PostgreSQL or our functions bound what they cost others."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import errors
+
+from shoal.transports import Refused
+from shoal.transports.databases import Access, parse
+from shoal.transports.postgres import PostgresServer, UnitDesk, schema
+from shoal.transports.postgres.enrolment import own_access
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "transports"))
+
+from postgres_harness import Database, PostgresProcess, running
+
+Student = psycopg.Connection[tuple[object, ...]]
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresProcess]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def database(postgres: PostgresProcess) -> Iterator[Database]:
+    made = Database(postgres)
+    yield made
+    made.drop()
+
+
+@pytest.fixture
+def server(database: Database) -> Iterator[PostgresServer]:
+    made = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=10_000)
+    yield made
+    made.close()
+
+
+def enrolled(database: Database, name: str, folder: Path) -> Access:
+    """A student who came with the class's token, as any does."""
+    return own_access(parse(database.conninfo("class")), name, folder, 5.0)
+
+
+@pytest.fixture
+def mia(database: Database, tmp_path: Path) -> Iterator[Access]:
+    made = enrolled(database, "mia", tmp_path / "mia")
+    yield made
+    dismiss(database, made)
+
+
+@pytest.fixture
+def eve(database: Database, tmp_path: Path) -> Iterator[Access]:
+    made = enrolled(database, "eve", tmp_path / "eve")
+    yield made
+    dismiss(database, made)
+
+
+def dismiss(database: Database, student: Access) -> None:
+    with database.connect() as owner:
+        owner.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = %s", (student.user,))
+        owner.execute("SELECT shoal.dismiss(%s)", (student.user,))
+
+
+def connected(student: Access) -> Student:
+    return psycopg.connect(student.address, autocommit=True)
+
+
+def desk_of(student: Access, name: str) -> UnitDesk:
+    desk = UnitDesk(student.address, poll_interval_s=0.1, patience_s=5.0)
+    desk.enter(name, {})
+    return desk
+
+
+def issue(server: PostgresServer, count: int, iteration: int = 1, timeout_s: float = 100.0, quorum: int | None = None) -> None:
+    server.issue(iteration, [(0, n, 1) for n in range(count)], timeout_s, 3, quorum)
+
+
+# --- a role of one's own ------------------------------------------------------------------------------------
+
+
+def test_the_class_token_makes_a_role_for_each_student_and_nothing_else(
+    database: Database, mia: Access, eve: Access, tmp_path: Path
+) -> None:
+    assert (mia.user, eve.user) == ("student-mia", "student-eve")
+    assert mia.password != eve.password
+    assert enrolled(database, "mia", tmp_path / "mia") == mia, "who comes again is the same student"
+    assert enrolled(database, "mia", tmp_path / "other").user == "student-mia-2", "a name that is taken stays whose it is"
+    with database.connect("class") as door:
+        for statement in ("SELECT shoal.claim(gen_random_uuid(), gen_random_uuid(), 1, 0, false, false)", "SELECT * FROM shoal.welcome()"):
+            with pytest.raises(errors.InsufficientPrivilege):
+                door.execute(statement.encode())
+        with pytest.raises(psycopg.Error, match="comes as its SCRAM verifier"):
+            door.execute("SELECT shoal.enroll('ann', 'a password in the clear')")
+    dismiss(database, mia._replace(user="student-mia-2"))
+
+
+def test_nobody_enrols_as_a_role_that_is_there(database: Database) -> None:
+    for name in ("admin'; DROP SCHEMA shoal --", "../admin", "a" * 41, ""):
+        with database.connect("class") as door, pytest.raises(psycopg.Error, match="a name has"):
+            door.execute("SELECT shoal.enroll(%s, 'SCRAM-SHA-256$1:a$b:c')", (name,))
+    assert database.rows("SELECT count(*) FROM pg_roles WHERE rolname = 'admin'") == [(1,)]
+
+
+def test_a_flood_of_enrolments_ends_after_sixty_a_minute(database: Database) -> None:
+    with database.connect() as owner:
+        owner.execute("INSERT INTO shoal.roles SELECT 'flood-' || n, 'student', now() FROM generate_series(1, 60) n")
+    with database.connect("class") as door, pytest.raises(psycopg.Error, match="too many students"):
+        door.execute("SELECT shoal.enroll('one', %s)", (door.pgconn.encrypt_password(b"x" * 20, b"", b"scram-sha-256").decode(),))
+
+
+def test_passwords_are_neither_derived_nor_in_the_servers_log(database: Database, mia: Access) -> None:
+    assert mia.password is not None
+    assert len(mia.password) >= 32
+    with database.connect() as owner:
+        owner.execute("SET log_statement = 'all'")
+        schema.grant(owner, "logged", secret := secrets.token_urlsafe(12), "student")
+    log = (database.server.folder / "log").read_text()
+    assert "ALTER ROLE" in log
+    assert secret not in log
+    assert mia.password not in log
+    dismiss(database, mia._replace(user="logged"))
+
+
+FORBIDDEN = (
+    "SELECT pg_advisory_lock(hashtext('shoal.submit'))",
+    "SELECT pg_advisory_xact_lock(1)",
+    "SELECT pg_try_advisory_lock_shared(1)",
+    "SELECT pg_terminate_backend(1)",
+    "SELECT pg_cancel_backend(1)",
+    "SELECT pg_notify('shoal_work', '')",
+    "SELECT lo_create(0)",
+    "SELECT lo_put(1, 0, 'x')",
+    "SET temp_file_limit = -1",
+    "ALTER ROLE student PASSWORD 'mine'",
+    "ALTER ROLE CURRENT_USER CONNECTION LIMIT 1000",
+)
+
+
+def test_locks_signals_and_large_objects_are_nobodys(mia: Access) -> None:
+    with connected(mia) as student:
+        for statement in FORBIDDEN:
+            with pytest.raises(errors.InsufficientPrivilege):
+                student.execute(statement.encode())
+        assert student.execute("SHOW temp_file_limit").fetchone() == ("256MB",)
+
+
+def test_a_student_has_eight_connections_and_its_own_limits_only(mia: Access) -> None:
+    open_ones = [connected(mia) for _ in range(8)]
+    with pytest.raises(psycopg.OperationalError, match="too many connections for role"):
+        connected(mia)
+    for one in open_ones:
+        one.close()
+
+
+def test_a_student_of_a_runs_own_server_reaches_no_other_database(database: Database, mia: Access) -> None:
+    with database.connect() as owner, owner.transaction(force_rollback=True):
+        schema.close_other_databases(owner)
+        others = owner.execute(
+            "SELECT datname FROM pg_database WHERE datallowconn AND has_database_privilege(%s, oid, 'CONNECT')", (mia.user,)
+        ).fetchall()
+    assert others == [(database.name,)]
+
+
+# --- work that is taken and not done -------------------------------------------------------------------------
+
+
+def test_one_student_who_takes_all_and_fails_all_costs_the_class_no_unit(server: PostgresServer, mia: Access, eve: Access) -> None:
+    issue(server, 40)
+    honest, hostile = desk_of(mia, "mia"), desk_of(eve, "eve")
+    assert len(hostile.claim(1000, 0.0)) == 8, "a student holds eight units at most"
+    for _ in range(100):
+        for unit in hostile.claim(1000, 0.0):
+            hostile.fail(unit, "no")
+    hostile.leave()
+    assert server.table()["failed"] == 0
+    done = 0
+    while units := honest.claim(8, 0.0):
+        done += [honest.submit(unit, {}, [b"x"]) for unit in units].count("accepted")
+    assert done == 40
+    for desk in (honest, hostile):
+        desk.close()
+
+
+def test_who_fails_what_others_manage_is_put_in_quarantine_and_both_sides_hear_why(
+    database: Database, server: PostgresServer, mia: Access, eve: Access
+) -> None:
+    issue(server, 4)
+    honest, hostile = desk_of(mia, "mia"), desk_of(eve, "eve")
+    for unit in hostile.claim(4, 0.0):
+        hostile.fail(unit, "nothing works")
+    assert hostile.claim(4, 0.0) == [], "others are asked first for what failed here"
+    for unit in honest.claim(4, 0.0):
+        assert honest.submit(unit, {}, [b"x"]) == "accepted"
+    for request in server.poll(0):
+        server.consume(request)
+    issue(server, 4, iteration=2)
+    (note,) = server.notes()
+    assert "student-eve is in quarantine: 4 units failed there that others managed" in note
+    with pytest.raises(Refused, match="you are in quarantine: 4 units failed there that others managed") as problem:
+        hostile.claim(1, 0.0)
+    assert problem.value.reason == "quarantined"
+    with database.connect() as owner:
+        schema.grant(owner, eve.user, None, "student")
+    assert hostile.claim(1, 0.0), "whom the teacher lets in again works again"
+    for desk in (honest, hostile):
+        desk.close()
+
+
+def test_after_five_failures_in_a_row_a_student_waits_and_is_told_for_how_long(server: PostgresServer, eve: Access) -> None:
+    issue(server, 10)
+    hostile = desk_of(eve, "eve")
+    for unit in hostile.claim(5, 0.0):
+        hostile.fail(unit, "broken")
+    assert hostile.claim(5, 0.0) == []
+    assert "5 units in a row failed here" in str(hostile.notice())
+    assert [note for note in server.notes() if "5 units in a row failed at student-eve (broken)" in note]
+    hostile.close()
+
+
+def test_a_unit_that_is_held_for_ever_is_given_to_who_has_nothing_to_do(
+    database: Database, server: PostgresServer, mia: Access, eve: Access
+) -> None:
+    issue(server, 1, timeout_s=10.0)
+    honest, hostile = desk_of(mia, "mia"), desk_of(eve, "eve")
+    (kept,) = hostile.claim(1, 0.0)
+    assert honest.claim(1, 0.0) == []
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.units SET claimed_at = claimed_at - interval '11 s'")
+    hostile.beat("computing", {})
+    (unit,) = honest.claim(1, 0.0)
+    assert honest.submit(unit, {}, [b"x"]) == "accepted"
+    assert hostile.submit(kept, {}, [b"x"]) == "late"
+    for desk in (honest, hostile):
+        desk.close()
+
+
+def test_nobody_takes_the_name_of_another_student(server: PostgresServer, database: Database, mia: Access, eve: Access) -> None:
+    honest, hostile = desk_of(mia, "mia"), UnitDesk(eve.address, poll_interval_s=0.1)
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.workers SET seen_at = now() - interval '1 day'")
+    assert hostile.enter("mia", {}) == "mia-2"
+    for desk in (honest, hostile):
+        desk.close()
+
+
+def test_one_student_brings_sixty_four_names_at_most(server: PostgresServer, eve: Access) -> None:
+    with connected(eve) as student:
+        for number in range(64):
+            student.execute("SELECT shoal.enter(gen_random_uuid(), %s, '{}')", (f"n{number}",))
+        with pytest.raises(psycopg.Error, match="too many workers"):
+            student.execute("SELECT shoal.enter(gen_random_uuid(), 'more', '{}')")
+
+
+# --- what fills the disk, and what holds others up --------------------------------------------------------------
+
+
+def test_an_upload_that_never_ends_is_cut_off(server: PostgresServer, eve: Access) -> None:
+    with connected(eve) as student:
+        student.execute("BEGIN")
+        with pytest.raises(psycopg.Error, match="a message of more than"):
+            student.execute(
+                "SELECT shoal.put_part(gen_random_uuid(), 0, convert_to(repeat('x', 50000), 'UTF8')) FROM generate_series(1, 100)"
+            )
+        student.execute("ROLLBACK")
+
+
+def test_questions_that_nobody_answers_are_bounded(server: PostgresServer, eve: Access) -> None:
+    with connected(eve) as student:
+        for _ in range(16):
+            student.execute("SELECT shoal.ask(gen_random_uuid(), 1, 'x', '{}', '{}')")
+        with pytest.raises(psycopg.Error, match="16 questions at a time"):
+            student.execute("SELECT shoal.ask(gen_random_uuid(), 1, 'x', '{}', '{}')")
+
+
+def test_who_holds_up_others_is_disconnected_and_the_fifth_time_shut_out(
+    database: Database, server: PostgresServer, mia: Access, eve: Access
+) -> None:
+    """The lock that one result at a time holds can be kept by a transaction that does not end."""
+    issue(server, 8, quorum=8)
+    honest, hostile = desk_of(mia, "mia"), desk_of(eve, "eve")
+    units = hostile.claim(1, 0.0)
+    with connected(eve) as keeper:
+        keeper.execute("BEGIN")
+        keeper.execute("SELECT shoal.fail(%s, %s, %s, '')", (hostile._secret, units[0].id, units[0].lease))
+        keeper.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+        with database.connect() as owner:
+            owner.execute("SELECT shoal.watch(ARRAY[%s::int])", (keeper.info.backend_pid,))
+        with pytest.raises(psycopg.OperationalError):
+            keeper.execute("SELECT 1")
+    (unit,) = honest.claim(1, 0.0)
+    assert honest.submit(unit, {}, [b"x"]) == "accepted"
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.standings SET ended = 4 WHERE role = %s", (eve.user,))
+        with connected(eve) as again:
+            owner.execute("SELECT shoal.watch(ARRAY[%s::int])", (again.info.backend_pid,))
+    with pytest.raises(psycopg.OperationalError, match="not permitted to log in"):
+        connected(eve)
+    assert [note for note in server.notes() if "student-eve is in quarantine: 5 of its connections had to be ended" in note]
+    for desk in (honest, hostile):
+        desk.close()
+
+
+def test_only_students_are_watched(database: Database, server: PostgresServer) -> None:
+    with database.connect() as owner, database.connect("coordinator") as coordinator:
+        owner.execute("SELECT shoal.watch(ARRAY[%s::int])", (coordinator.info.backend_pid,))
+        assert coordinator.execute("SELECT 1").fetchone() == (1,)
+
+
+# --- clocks ---------------------------------------------------------------------------------------------------
+
+
+def test_clocks_of_leases_stand_still_while_nobody_coordinates(database: Database, mia: Access) -> None:
+    first = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=10_000)
+    issue(first, 1, timeout_s=60.0)
+    honest = desk_of(mia, "mia")
+    (unit,) = honest.claim(1, 0.0)
+    first.close()
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.coordinator SET beat_at = beat_at - interval '1 hour'")
+        owner.execute("UPDATE shoal.units SET deadline = deadline - interval '1 hour', claimed_at = claimed_at - interval '1 hour'")
+    second = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=10_000)
+    assert honest.submit(unit, {}, [b"x"]) == "accepted"
+    honest.close()
+    second.close()
+
+
+def test_a_unit_that_takes_longer_than_the_timeout_is_told_with_what_to_set(
+    database: Database, server: PostgresServer, mia: Access
+) -> None:
+    issue(server, 1, timeout_s=10.0)
+    honest = desk_of(mia, "mia")
+    (unit,) = honest.claim(1, 0.0)
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.units SET claimed_at = claimed_at - interval '14 s'")
+    honest.beat("computing", {})
+    honest.beat("computing", {})
+    (note,) = server.notes()
+    assert "mia has computed one unit for 14 s, longer than the timeout of 10 s" in note
+    assert "lease_timeout_s" in note
+    assert honest.submit(unit, {}, [b"x"]) == "accepted"
+    honest.close()
+
+
+# --- results that would come too late -----------------------------------------------------------------------
+
+
+def test_three_equal_students_with_a_quorum_of_three_hand_in_nothing_late(
+    database: Database, server: PostgresServer, mia: Access, eve: Access
+) -> None:
+    """A unit that could not be finished before the round closes is not begun."""
+    desks = {name: desk_of(who, name) for name, who in (("a", mia), ("b", mia), ("c", eve))}
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.workers SET unit_s = 10")
+    issue(server, 30, quorum=3)
+    held = {name: desk.claim(1, 0.0)[0] for name, desk in desks.items()}
+    assert desks["a"].submit(held["a"], {}, [b"x"]) == "accepted"
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.workers SET unit_s = 10")
+    assert desks["a"].claim(1, 0.0) == [], "b and c are expected before a could finish another"
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.workers SET unit_s = 100 WHERE name = 'c'")
+        owner.execute("UPDATE shoal.workers SET unit_s = 10 WHERE name = 'a'")
+    assert desks["a"].claim(1, 0.0), "c is slow: another unit is done meanwhile"
+    for desk in desks.values():
+        desk.close()
+
+
+def test_a_lease_is_a_secret(server: PostgresServer, mia: Access, eve: Access) -> None:
+    issue(server, 1)
+    honest, hostile = desk_of(mia, "mia"), desk_of(eve, "eve")
+    (unit,) = honest.claim(1, 0.0)
+    hostile.fail(unit._replace(lease=uuid.uuid4()), "mine")
+    assert honest.submit(unit, {}, [b"x"]) == "accepted"
+    for desk in (honest, hostile):
+        desk.close()

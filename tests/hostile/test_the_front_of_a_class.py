@@ -1,0 +1,139 @@
+"""The front that speaks TLS for a class's database: nobody comes through it unencrypted, as the owner, or at the cost of others."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from shoal.launch import grounds
+from shoal.launch.postgres import EmbeddedPostgres
+from shoal.transports import Refused, tls_front
+from shoal.transports.databases import Access
+from shoal.transports.postgres import schema
+from shoal.transports.postgres.access import connect
+from shoal.transports.postgres.enrolment import own_access
+from shoal.transports.postgres.line import Line
+
+SSL_REQUEST = struct.pack("!ii", 8, 80877103)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
+    with EmbeddedPostgres(tmp_path_factory.mktemp("class"), host="0.0.0.0") as made:
+        with connect(made.access) as owner:
+            schema.init(owner)
+            schema.close_other_databases(owner)
+            schema.grant(owner, "class", "token", "class")
+        yield made
+
+
+@pytest.fixture
+def outside(server: EmbeddedPostgres) -> Access:
+    """How another machine comes with the class's token."""
+    return server.access_from("127.0.0.1")._replace(user="class", password="token")
+
+
+def raw(outside: Access) -> socket.socket:
+    return socket.create_connection((outside.host, outside.port), 10.0)
+
+
+def test_a_student_joins_encrypted_and_knows_the_server_by_its_certificate(outside: Access, tmp_path: Path) -> None:
+    mine = own_access(outside, "mia", tmp_path, 5.0)
+    line = Line(mine.address)
+    assert line.run(lambda connection: (connection.pgconn.ssl_in_use, connection.info.user), 5.0) == (True, "student-mia")
+    line.close()
+    assert (tmp_path / next(tmp_path.iterdir())).stat().st_mode & 0o077 == 0, "nobody else reads the password"
+
+
+def test_a_certificate_that_the_invitation_does_not_name_is_refused_before_the_password_is_used(outside: Access) -> None:
+    line = Line(outside._replace(options="pin=" + 32 * "0").address)
+    with pytest.raises(Refused, match="shows another certificate than the invitation names"):
+        line.run(lambda connection: None, 0.0)
+    line.close()
+
+
+def test_nobody_is_let_in_unencrypted(outside: Access) -> None:
+    with pytest.raises(psycopg.OperationalError, match="reached with TLS only"):
+        psycopg.connect(outside._replace(options="sslmode=disable").address)
+
+
+def test_the_owner_is_let_in_from_nowhere_but_this_machine(server: EmbeddedPostgres, outside: Access) -> None:
+    owner = outside._replace(user=server.access.user, password=server.access.password, options="sslmode=require")
+    with pytest.raises(psycopg.OperationalError, match="coordinator's own machine only"):
+        psycopg.connect(owner.address)
+    with pytest.raises(psycopg.OperationalError, match=r"Connection refused|No route|timeout"):
+        psycopg.connect(owner._replace(port=server.access.port, host=_other_address(), options="connect_timeout=2").address)
+
+
+def _other_address() -> str:
+    """Another address of this machine than the one its own server listens at."""
+    return "127.0.0.2"
+
+
+def test_two_names_in_one_greeting_do_not_get_past_the_front() -> None:
+    words = b"user\0mia\0user\0shoal\0\0"
+    startup = struct.pack("!ii", 8 + len(words), 3 << 16) + words
+    assert tls_front._problem(startup, {b"shoal"}) == "a first message names one role"
+    long = b"user\0" + 70 * b"s" + b"\0\0"
+    assert tls_front._problem(struct.pack("!ii", 8 + len(long), 3 << 16) + long, {63 * b"s"}) is not None
+
+
+def test_what_comes_unencrypted_behind_the_request_is_not_taken_for_encrypted(outside: Access) -> None:
+    words = b"user\0class\0\0"
+    with raw(outside) as stranger:
+        stranger.sendall(SSL_REQUEST + struct.pack("!ii", 8 + len(words), 3 << 16) + words)
+        with contextlib.suppress(ConnectionResetError):
+            told = stranger.recv(1) + stranger.recv(100)
+            assert not told.removeprefix(b"S").startswith((b"R", b"E")), "neither a question for the password nor a refusal of PostgreSQL's"
+
+
+def test_a_huge_first_message_is_refused_unread(outside: Access) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with raw(outside) as plain:
+        plain.sendall(SSL_REQUEST)
+        assert plain.recv(1) == b"S"
+        with context.wrap_socket(plain) as stranger:
+            stranger.sendall(struct.pack("!ii", 1 << 30, 3 << 16))
+            assert b"impossible length" in stranger.recv(1000)
+
+
+def test_strangers_who_say_nothing_leave_room_for_students(outside: Access) -> None:
+    silent = [raw(outside) for _ in range(100)]
+    deadline = time.monotonic() + 30.0
+    while True:  # beyond their number the front hangs up at once; the first of them give up their places after ten seconds
+        try:
+            connect(outside).close()
+            break
+        except Exception:
+            assert time.monotonic() < deadline
+    for one in silent:
+        one.close()
+
+
+def test_memory_of_a_students_connection_is_bounded(
+    server: EmbeddedPostgres, outside: Access, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eve = own_access(outside, "eve", tmp_path, 5.0)
+    with connect(eve) as greedy:
+        greedy.execute("SET work_mem = '2000GB'")
+        with pytest.raises(psycopg.Error, match="out of memory"):
+            greedy.execute("SELECT array_length(array_agg(repeat('x', 1000000)), 1) FROM generate_series(1, 100000)")
+    monkeypatch.setattr(grounds, "_MOST_BYTES", 50 << 20)
+    with connect(eve) as greedy:
+        greedy.execute("BEGIN")
+        greedy.execute("DECLARE big CURSOR FOR SELECT array_agg(repeat('x', 1000)) FROM generate_series(1, 100000)")
+        greedy.execute("MOVE big")
+        grounds._end_greedy(server)
+        with pytest.raises(psycopg.OperationalError):
+            greedy.execute("SELECT 1")
+    with connect(server.access) as owner:
+        assert [note for (note,) in owner.execute("SELECT note FROM shoal.notes") if "took more memory than a student may" in note]
