@@ -118,6 +118,12 @@ class Coordinator(Section):
     """Seconds between a worker's signs of life; one that misses three is taken for dead."""
     telemetry_alpha: PositiveShare = 0.2
     """Weight of the newest measurement in a worker's smoothed speed."""
+    joins_per_minute: PositiveInt = 600
+    """Workers that may join for the first time within a minute; those that come back are not counted."""
+    failures_per_worker: PositiveInt = 5
+    """Units of work in a row that a worker may fail while others manage theirs; then it is kept out for ten minutes."""
+    devices_per_worker: PositiveInt | None = None
+    """Devices that a worker's contributions may count for; null: 8, or as many as launch.devices_per_node × launch.nodes."""
     state_path: str | None = None
     """Where its state is kept; null: in the run's folder."""
     checkpoint_path: str | None = None
