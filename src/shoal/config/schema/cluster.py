@@ -36,6 +36,10 @@ class Zmq(Transport, built_by="shoal.transports.zeromq"):
     """Address the coordinator listens on; null: all this machine has, or this machine alone where `shoal train` starts the workers."""
     port: Port = 65432
     """0 lets the system choose."""
+    connections: PositiveInt = 4096
+    """Connections that the coordinator takes in all; a worker has two. Fewer where the system allows fewer open files."""
+    connections_per_address: PositiveInt = 2048
+    """Connections from one address; a school behind one router has one address. Never more than three quarters of all."""
 
 
 class XmlRpc(Transport, built_by="shoal.transports.xmlrpc"):
