@@ -103,12 +103,12 @@ def test_thirty_workers_lose_no_unit_though_plugs_are_pulled_for_five_minutes(tm
         for worker in school.workers:
             worker.stop()
         for thread in school.threads:
-            thread.join(60)
+            thread.join(300)
         assert not any(thread.is_alive() for thread in school.threads)
         while school.ask("SELECT count(*) FROM shoal.contributions") != [(len(loop.driver.board._taken),)]:
             assert training.is_alive()
         loop.interrupt()
-        training.join(60)
+        training.join(300)
         assert not training.is_alive()
         assert loop.coordinator.plan.cut is not None
         judge(school, loop.coordinator.plan.cut, loop.coordinator.book.settled.below, server)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from tiny_cluster import RATE, Numbers, contribution
+from tiny_cluster import RATE, Numbers, believing, contribution, nameplate
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Persist, Reply
@@ -45,7 +45,7 @@ class Traveller:
 
     def __init__(self, name: str, life: int = 0) -> None:
         self.name, self.life = name, life
-        self.protocol = Protocol(name, {}, PROTOCOL, "", patience_s=1e9)  # not told from the one before it of the same name
+        self.protocol = Protocol(name, {}, PROTOCOL, f"life {life}", patience_s=1e9, identity=nameplate(name))
         self.protocol.ready = True
         self.seat, self.epoch, self.position, self.steps = -1, 0, 0, 0
         self.unit: Unit | None = None
@@ -81,7 +81,7 @@ class World:
         """When each round was first seen open, and in which life of the coordinator."""
         self.dies_after: int | None = None
         """Effects of the next event that are still carried out before the coordinator dies."""
-        self.coordinator = Coordinator(plan, strategy, Numbers(SIZE))
+        self.coordinator = believing(Coordinator(plan, strategy, Numbers(SIZE)))
         self.event(Opened())
         self.snapshot()
 
@@ -115,7 +115,7 @@ class World:
     def crash(self, whole: bool = True) -> None:
         """The coordinator is gone, and comes back from what its disk holds."""
         before, self.crashes = self.coordinator, self.crashes + 1
-        self.coordinator = Coordinator(self.plan, self.strategy, Numbers(SIZE))
+        self.coordinator = believing(Coordinator(self.plan, self.strategy, Numbers(SIZE)))
         self.coordinator.learner.vector.copy_(self.disk.snapshot["vector"])
         self.coordinator.load_state_dict(copy.deepcopy(self.disk.snapshot))
         lines = self.disk.ledger[: self.disk.snapshot["ledger"]]
@@ -194,7 +194,7 @@ class World:
 
     def hear(self, worker: Traveller, header: dict[str, Any], frames: Any) -> None:
         if header["kind"] == "refused":
-            assert header["reason"] in ("unknown-session", "replayed", "asked-again"), header
+            assert header["reason"] in ("unknown-session", "replayed", "asked-again", "unknown-nonce"), header
         else:
             assert header.get("version", worker.seen) >= worker.seen, "versions never go back, whatever crashed"
             worker.seen = header.get("version", worker.seen)
@@ -259,9 +259,10 @@ class World:
         if kind == "act":
             self.act(worker)
         elif kind == "go":  # all is well for once
-            self.act(worker)
-            for own in [one for one in self.letters if one.sender is worker and one.call == worker.call]:
-                self.deliver(own)
+            for _ in range(1 if worker.protocol.session else 2):  # to join takes two questions
+                self.act(worker)
+                for own in [one for one in self.letters if one.sender is worker and one.call == worker.call]:
+                    self.deliver(own)
         elif kind == "deliver" and letter:
             self.deliver(letter)
         elif kind == "double" and letter:

@@ -33,7 +33,7 @@ cluster: {{num_workers: {workers}}}
 coordinator: {{heartbeat_interval_s: 5.0}}
 strategy: {strategy}
 """
-_START_S = 60.0
+_START_S = 300.0
 
 
 def _die_with_parent() -> None:
@@ -66,7 +66,7 @@ class Child:
         self.process.kill()
         self.end()
 
-    def end(self, patience_s: float = 60.0) -> int:
+    def end(self, patience_s: float = 300.0) -> int:
         code = self.process.wait(patience_s)
         if self.process.stdin:
             with contextlib.suppress(OSError):

@@ -76,7 +76,7 @@ def test_a_contribution_of_an_open_round_is_confirmed_to_one_who_joined_again() 
     cluster = before.recovered()
     b2 = cluster.join("b")
     assert cluster.hear(a, cluster.say(a))["reason"] == "unknown-session"
-    assert cluster.hear(a, cluster.say(a))["kind"] == "welcome"
+    assert [cluster.hear(a, cluster.say(a))["kind"] for _ in range(2)] == ["challenge", "welcome"]
     call = cluster.say(a)
     assert a.protocol.pending is not None
     assert not a.protocol.pending.frames
@@ -190,15 +190,25 @@ def test_a_clock_that_jumps_ahead_costs_a_joining() -> None:
 def test_claims_that_cannot_be_true_are_refused(other: dict[str, int]) -> None:
     cluster, a = alone()
     assert cluster.status(cluster.contribute(a, **other)) == "impossible"
-    assert cluster.coordinator.state == type(cluster.coordinator.state)(seats={"a": 0})
+    state = cluster.coordinator.state
+    assert state == type(state)(seats={"a": 0}, keys={"a": a.protocol.identity.key})
 
 
-def test_a_huge_number_harms_only_who_sends_it() -> None:
+def test_a_number_that_a_worker_cannot_have_come_to_is_refused_and_it_is_told_where_it_stands() -> None:
     cluster, a = alone()
-    b = cluster.join("b")
-    assert cluster.status(cluster.contribute(a, seq=2**53)) == "accepted"
-    assert cluster.status(cluster.contribute(a, seq=5)) == "overtaken"
-    assert cluster.step(b) == "accepted"
+    cluster.step(a)
+    for other in ({"seq": 2**53}, {"seq": 66}, {"epoch": 2**30}, {"position": 2**30}, {"epoch": 67}, {"position": 80}):
+        cluster.hear(a, cluster.contribute(a, **other))
+        assert cluster.status(cluster.calls) == "misplaced", other
+        for _ in ("asked to prove", "let in", "given weights"):
+            cluster.hear(a, cluster.say(a))
+        assert (a.seq, a.protocol.place) == (1, (0, 1))
+        worker_goes_on(cluster, a)
+    assert cluster.step(a) == "accepted"
+
+
+def worker_goes_on(cluster: Cluster, worker: FakeWorker) -> None:
+    worker.epoch, worker.position = worker.protocol.place
 
 
 def test_frames_that_are_no_update_are_refused() -> None:
@@ -219,7 +229,7 @@ def test_figures_that_are_not_finite_spoil_nobody_elses() -> None:
 
 def test_what_a_worker_says_of_itself_does_not_steer_a_terminal() -> None:
     cluster = Cluster(ASYNC)
-    cluster.ask(Join("a", PROTOCOL, {"host": "\x1b[2Jgone\n"}))
+    cluster.ask_in(Join("a", PROTOCOL, {"host": "\x1b[2Jgone\n"}))
     assert cluster.notes == ["a joined (?[2Jgone?)"]
 
 
@@ -228,7 +238,7 @@ def test_ever_new_names_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MOST_NAMES > 50
     cluster, a = alone()
     for number in range(80):
-        call = cluster.ask(Join(f"stranger-{number}", PROTOCOL, {}))
+        call = cluster.ask_in(Join(f"stranger-{number}", PROTOCOL, {}))
         if cluster.status(call) is None:
             cluster.carry_out(cluster.coordinator.handle(_leaving(cluster, call), cluster.now))
     assert len(cluster.coordinator.state.seats) == 50
@@ -248,13 +258,13 @@ def test_too_many_sessions_are_refused_but_not_to_one_who_is_here(monkeypatch: p
     monkeypatch.setattr("shoal.coordinator.membership.MOST_SESSIONS", 2)
     cluster, _ = alone()
     cluster.join("b")
-    assert cluster.status(cluster.ask(Join("c", PROTOCOL, {}))) == "full"
+    assert cluster.status(cluster.ask_in(Join("c", PROTOCOL, {}))) == "full"
     assert cluster.join("a").name == "a"
 
 
 def test_another_protocol_is_refused_with_what_to_do() -> None:
     cluster = Cluster(ASYNC)
-    answer = cluster.answers[cluster.ask(Join("a", PROTOCOL + 1, {}))]
+    answer = cluster.answers[cluster.ask(Join("a", PROTOCOL + 1, {}, key="0" * 64))]
     assert answer["reason"] == "protocol"
     assert "install" in answer["detail"]
 

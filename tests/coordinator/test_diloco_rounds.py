@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, Numbers, strategy_of
+from tiny_cluster import Cluster, FakeWorker, Numbers, believing, strategy_of
 
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec, Updates
@@ -139,8 +139,11 @@ def test_who_is_known_to_be_gone_is_not_waited_for() -> None:
     one, two, three = (cluster.join(name) for name in ("w0", "w1", "w2"))
     cluster.contribute(one)
     cluster.contribute(two)
-    told = cluster.ask(Gone("w2"))
-    assert cluster.answers[told]["kind"] == "goodbye"
+    for key, kind in (("ab" * 32, "refused"), (three.protocol.identity.key, "goodbye")):
+        gone = Gone("w2", key)
+        nonce = cluster.answers[cluster.ask(gone)]["nonce"]
+        told = cluster.ask(gone._replace(nonce=nonce, proof="0" * 128))
+        assert cluster.answers[told]["kind"] == kind
     assert cluster.coordinator.state.version == 2
     assert "w2" not in cluster.coordinator.members.by_name
 
@@ -261,7 +264,7 @@ def test_only_a_fragment_travels_in_either_direction(codec: Codec) -> None:
     parts = spans([600, 300, 300], 2)
     updates = Updates(codec=codec)
     cluster = Cluster(policy(1, fragments=2), 1, updates=updates, learner=InTurn(parts))
-    cluster.coordinator = Coordinator(cluster.plan._replace(spans=parts), cluster.strategy, cluster.learner)
+    cluster.coordinator = believing(Coordinator(cluster.plan._replace(spans=parts), cluster.strategy, cluster.learner))
     worker = cluster.join("w")
     base = torch.zeros(1200)
     for number in range(6):
@@ -287,6 +290,6 @@ def test_only_a_fragment_travels_in_either_direction(codec: Codec) -> None:
 def test_a_contribution_of_the_wrong_fragment_is_malformed() -> None:
     parts = spans([600, 300], 2)
     cluster = Cluster(policy(1, fragments=2), 1, learner=InTurn(parts))
-    cluster.coordinator = Coordinator(cluster.plan._replace(spans=parts), cluster.strategy, cluster.learner)
+    cluster.coordinator = believing(Coordinator(cluster.plan._replace(spans=parts), cluster.strategy, cluster.learner))
     worker = cluster.join("w")
     assert cluster.status(cluster.contribute(worker, frames=codecs.encode(NoCodec(), torch.ones(300), None))) == "malformed"

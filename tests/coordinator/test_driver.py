@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Numbers, contribution, strategy_of
+from tiny_cluster import Numbers, believing, contribution, nameplate, strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import NoCodec, Updates
@@ -79,7 +79,7 @@ class World:
     def begin(self, resume: bool) -> Driver:
         learner = Numbers(2)
         store = Files(self.folder / "coordinator")
-        coordinator = Coordinator(self.plan._replace(receipt_key=store.receipt_key), self.strategy, learner)
+        coordinator = believing(Coordinator(self.plan._replace(receipt_key=store.receipt_key), self.strategy, learner))
 
         def capture() -> Captured:
             return Captured({"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length})
@@ -135,7 +135,7 @@ class Walker:
 
     def __init__(self, world: World, name: str, step_s: float) -> None:
         self.world, self.step_s = world, step_s
-        self.protocol = Protocol(name, {}, PROTOCOL, "i", patience_s=1e9)
+        self.protocol = Protocol(name, {}, PROTOCOL, "i", patience_s=1e9, identity=nameplate(name))
         self.protocol.ready = True
         self.receipts = Receipts(world.folder / "workers" / f"{name}.jsonl")
         self.place, self.unit, self.asked = (0, 0), None, 0

@@ -80,7 +80,7 @@ def test_of_two_processes_with_one_name_the_newer_stays_and_the_older_is_told() 
     cluster = Cluster(strategy_of(Async()))
 
     def join(instance: str) -> Mapping[str, Any]:
-        return cluster.answers[cluster.ask(Join("ada", PROTOCOL, {}, instance))]
+        return cluster.answers[cluster.ask_in(Join("ada", PROTOCOL, {}, instance))]
 
     first, second = join("first"), join("second")
     assert (first["seat"], second["seat"]) == (0, 0)  # as one that was started again

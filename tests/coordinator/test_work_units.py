@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_cluster import Numbers, strategy_of
+from tiny_cluster import Numbers, believing, strategy_of
 
 from shoal.config.schema.strategy import WorkUnits
 from shoal.config.schema.updates import Krum, NoCodec, Updates
@@ -25,7 +25,7 @@ def made(quorum: int = 3, cut: Cut | None = None, needed: int = 1, updates: Upda
     strategy = strategy_of(WorkUnits(units_per_update=quorum))
     total = cut.batches_per_epoch * cut.total_epochs
     plan = Plan(updates or Updates(), 0, 1, needed, 10**6, total, cut.batches_per_unit * quorum, 5.0, 0.5, cut, 300.0, 3, True)
-    return Coordinator(plan, strategy, Numbers())
+    return believing(Coordinator(plan, strategy, Numbers()))
 
 
 class Board:
@@ -154,7 +154,7 @@ def test_every_epoch_is_whole_whatever_the_order_and_whoever_dies(data: st.DataO
 def _recover(board: Board) -> None:
     """A new coordinator takes the same records again, and stands where the old one stood."""
     old = board.coordinator
-    fresh = Coordinator(old.plan, old.policies, Numbers())
+    fresh = believing(Coordinator(old.plan, old.policies, Numbers()))
     for record, frames in board.records:
         fresh.replay(record, frames)
     for name in ("version", "batches", "samples", "sequences"):

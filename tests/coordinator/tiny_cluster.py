@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from shoal.coordinator.effects import Effect, Entry, Note, Persist, Published, R
 from shoal.coordinator.state import Called, Plan, Tick
 from shoal.strategies import Policies
 from shoal.updates import codecs
-from shoal.updates.messages import PROTOCOL, Asked, Contribute, header_of, parse
+from shoal.updates.messages import PROTOCOL, Asked, Contribute, Join, header_of, parse
 from shoal.worker.protocol import Protocol
 
 RATE = 0.25
@@ -48,11 +50,31 @@ def contribution(epoch: int, position: int, base: int, loss: float = 1.0, **othe
     return made._replace(**other)
 
 
+class Nameplate:
+    """An identity that costs nothing, for a coordinator that believes it (`believing`): the same for every worker of a name."""
+
+    def __init__(self, name: str | None) -> None:
+        self.key = hashlib.sha256((name or secrets.token_hex(8)).encode()).hexdigest()
+
+    def prove(self, purpose: str, name: str, nonce: str) -> str:
+        return "0" * 128
+
+
+def believing(coordinator: Coordinator) -> Coordinator:
+    """Proofs are tested elsewhere, and take their time."""
+    coordinator.door.is_proved = lambda *claimed: True
+    return coordinator
+
+
+def nameplate(name: str | None) -> Any:
+    return Nameplate(name)
+
+
 class FakeWorker:
     """A worker that speaks, and computes nothing."""
 
-    def __init__(self, name: str | None) -> None:
-        self.protocol = Protocol(name, {}, PROTOCOL, f"instance of {name}")
+    def __init__(self, name: str | None, instance: str = "") -> None:
+        self.protocol = Protocol(name, {}, PROTOCOL, instance or f"instance of {name}", identity=nameplate(name))
         self.epoch = self.position = 0
 
     @property
@@ -105,7 +127,7 @@ class Cluster:
     ) -> None:
         self.strategy, self.learner, self.updates = strategy, learner or Numbers(), updates or Updates()
         self.plan = Plan(self.updates, 0, expected, needed, steps, None, 8 * expected, heartbeat_s, 0.5, receipt_key=receipt_key)
-        self.coordinator = Coordinator(self.plan, strategy, self.learner)
+        self.coordinator = believing(Coordinator(self.plan, strategy, self.learner))
         self.now = 1000.0
         self.calls = 0
         self.answers: dict[int, Mapping[str, Any]] = {}
@@ -152,9 +174,17 @@ class Cluster:
         self.now += seconds
         self.carry_out(self.coordinator.handle(Tick(), self.now))
 
-    def join(self, name: str | None, pull: bool = True) -> FakeWorker:
-        worker = FakeWorker(name)
-        self.hear(worker, self.say(worker))
+    def ask_in(self, asked: Join) -> int:
+        """Join as this says, with a proof; the number of the call."""
+        plate = nameplate(asked.name)
+        asked = asked._replace(key=asked.key or plate.key)
+        nonce = self.answers[self.ask(asked)].get("nonce", "")
+        return self.ask(asked._replace(nonce=nonce, proof=plate.prove("join", "", nonce)))
+
+    def join(self, name: str | None, pull: bool = True, instance: str = "") -> FakeWorker:
+        worker = FakeWorker(name, instance)
+        for _ in ("asked to prove", "let in"):
+            self.hear(worker, self.say(worker))
         worker.epoch, worker.position = worker.protocol.place
         worker.protocol.ready = True
         if pull:

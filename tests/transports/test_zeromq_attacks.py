@@ -21,6 +21,7 @@ from shoal.transports import Message, Refused, addresses, new_keys
 from shoal.transports.keys import keys_from_secret, keys_from_token
 from shoal.transports.rate import Rate
 from shoal.transports.zeromq import ZmqClient, ZmqServer
+from shoal.transports.zeromq.sockets import in_pieces
 
 LIMIT = 1_000_000
 
@@ -58,7 +59,7 @@ def test_thousands_of_hostile_messages_from_a_worker(server: ZmqServer) -> None:
         before = resident_bytes()
         with raw_dealer(server.address) as dealer:
             for index in range(6000):
-                dealer.send_multipart(hostile.ALL[index % len(hostile.ALL)](dice))
+                dealer.send_multipart(in_pieces(hostile.ALL[index % len(hostile.ALL)](dice)))
                 while dealer.poll(0):
                     dealer.recv_multipart()
             eventually(lambda: server.traffic.messages >= 6001)
@@ -73,7 +74,7 @@ def test_a_worker_that_never_reads_its_answers(server: ZmqServer) -> None:
         before = resident_bytes()
         dealer.rcvhwm = 1
         for number in range(300):
-            dealer.send_multipart([b"\x93\x01" + b"\xce" + struct.pack(">I", number) + b"\x80"])
+            dealer.send_multipart(in_pieces([b"\x93\x01" + b"\xce" + struct.pack(">I", number) + b"\x80"]))
         eventually(lambda: server.traffic.messages >= 300)
         assert resident_bytes() - before < 100_000_000
     assert server.traffic.refused["gone"] > 0

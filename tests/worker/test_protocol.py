@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ShoalError
+from shoal.updates.identities import is_proved
 from shoal.updates.messages import PROTOCOL, Claim, Contribute, Fail, GiveBack, Join, Leave, Pull
 from shoal.worker.protocol import ANSWER_S, Left, News, Protocol, Receipt, Seated, Unit
 
@@ -23,7 +24,12 @@ def asked(protocol: Protocol, now: float = 0.0) -> Any:
 def joined(**welcome: Any) -> Protocol:
     """A worker with weights of version 3."""
     protocol = Protocol(None, {}, PROTOCOL, "i", patience_s=100.0)
-    assert asked(protocol) == Join(None, PROTOCOL, {}, "i")
+    key = protocol.identity.key
+    assert asked(protocol) == Join(None, PROTOCOL, {}, "i", key)
+    assert protocol.hear({"kind": "challenge", "nonce": "n"}) == []
+    proved = asked(protocol)
+    assert is_proved(key, "join", "", "n", proved.proof)
+    assert proved == Join(None, PROTOCOL, {}, "i", key, "n", proved.proof)
     assert protocol.hear(WELCOME | welcome) == [Seated(2, 1, 4)]
     assert asked(protocol) is None, "it prepares itself"
     protocol.ready = True
@@ -106,7 +112,7 @@ def test_a_coordinator_that_forgot_the_session_is_joined_again_and_gets_what_it_
     protocol.contribute(MADE, (b"x",), pulls=True)
     asked(protocol)
     assert protocol.hear({"kind": "refused", "reason": "unknown-session"}) == []
-    assert asked(protocol) == Join("w", PROTOCOL, {}, "i")
+    assert asked(protocol) == Join("w", PROTOCOL, {}, "i", protocol.identity.key)
     assert protocol.hear(WELCOME | {"session": "t", "epoch": 1, "position": 4}) == []
     assert asked(protocol) == Pull("t", 3, -1)
     (news,) = protocol.hear({"kind": "weights", "weights": "full"} | STANDS | {"version": 9})

@@ -104,7 +104,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
             joined.leave()
             arguments.name, crew = joined.name, Crew.of(joined.run, "join", tell)
             assert crew is not None
-            return _lead(crew, arguments, argv, invitation, working)
+            return _lead(crew, arguments, argv, invitation._replace(identity=joined.protocol.identity.secret), working)
         working.append(joined)
         tell(f"joined as {joined.name}")
         joined.prepare(download, here)
@@ -173,7 +173,7 @@ def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, Crew | None]
     from shoal.launch import Crew
 
     crew = given.get("crew")
-    return Invitation(given["address"], given["token"], given["key"]), Crew(*crew) if crew else None
+    return Invitation(given["address"], given["token"], given["key"], given.get("identity")), Crew(*crew) if crew else None
 
 
 def _typed(arguments: argparse.Namespace) -> Invitation:

@@ -6,7 +6,8 @@ the same code. It knows no clock and no member.
     accepted   a contribution was taken, and waits for its round
     held       the same, at the head of a journal: the snapshot has counted it already
     closed     a round became the next version
-    seated     a worker has a seat at the data
+    seated     a worker has a seat at the data, and a name that belongs to its key
+    forgotten  a name is free again: nothing was ever accepted under it
     failed     a unit of the data was given up
     repaired   what followed was lost, and is named; nobody uses those numbers again
 """
@@ -90,6 +91,12 @@ class Book:
             return self._close(record)
         if kind == "seated":
             self.state.seats[record["worker"]] = record["seat"]
+            if "key" in record:
+                self.state.keys[record["worker"]] = record["key"]
+            return []
+        if kind == "forgotten":
+            for names in (self.state.seats, self.state.keys):
+                names.pop(record["worker"], None)
             return []
         if kind == "failed":
             self.settled.add(record["unit"])

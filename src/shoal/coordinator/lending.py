@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from shoal.coordinator.book import Book
+from shoal.coordinator.claims import Claims
 from shoal.coordinator.effects import Effect, Frames, Issue, Note, Stop
 from shoal.coordinator.leases import GivenUp, Leases
 from shoal.coordinator.membership import Worker
@@ -29,6 +30,7 @@ class Host(Protocol):
     plan: Plan
     book: Book
     now: float
+    claims: Claims
 
     @property
     def finished(self) -> bool: ...
@@ -36,6 +38,9 @@ class Host(Protocol):
     def record(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None: ...
     def answer(self, caller: Any, header: dict[str, Any], worker: Worker, have: int) -> None: ...
     def stop_for(self, reason: str) -> None: ...
+    def is_paused(self, worker: Worker) -> bool:
+        """Whether the worker is given no units for now: it failed too many in a row, and others have not."""
+        ...
 
 
 class Claiming(NamedTuple):
@@ -109,7 +114,7 @@ class Lender:
             decoded = host.book.decode(frames)
         except codecs.UpdateError as error:
             return self.spoil(asked.epoch, asked.start, f"what {asked.worker} sent cannot be used: {error}")
-        version = host.book.state.version
+        version, asked = host.book.state.version, host.claims.delivered(asked)
         host.record(delivered(asked, number, staleness.weight(max(0, version - asked.base)), version), frames, decoded)
         return None
 
@@ -136,10 +141,13 @@ class Lender:
         """Answer those who wait for a unit: with one, or with a word after the longest wait, or when the run is over."""
         none_left = self.host.finished
         for session, claiming in list(self.claiming.items()):
-            lease = None if none_left else self._lease(claiming.worker)
-            none_left = none_left or lease is None
+            paused = self.host.is_paused(claiming.worker)
+            lease = None if none_left or paused else self._lease(claiming.worker)
+            none_left = none_left or (lease is None and not paused)
             if lease is None and not self.host.finished and self.host.now - claiming.since < longest_s:
-                return  # those who came later have waited less
+                if none_left:
+                    return  # those who came later have waited less
+                continue
             del self.claiming[session]
             self.host.answer(claiming.caller, lease or {"kind": "lease", "unit": NO_UNIT}, claiming.worker, claiming.have)
 
@@ -168,16 +176,19 @@ class Lender:
         if outcome == "accepted":
             unit = self.cut.unit(asked.unit)
             result = Delivered(worker.name, asked.seq, asked.base, asked.weight, asked.samples, *unit, asked.metrics)
-            host.record(delivered(result, asked.unit, 1.0, state.version), frames, decoded)
+            host.record(delivered(host.claims.delivered(result), asked.unit, 1.0, state.version), frames, decoded)
         return outcome
 
     def give_back(self, worker: Worker, unit: int) -> None:
         assert self.leases is not None
         self.leases.give_back(worker.name, unit)
 
-    def fail(self, worker: Worker, unit: int, reason: str) -> None:
+    def fail(self, worker: Worker, unit: int, reason: str) -> bool:
+        """The worker could not do a unit. Return whether it had it."""
         assert self.leases is not None
+        held = any(lease.unit == unit for lease in self.leases.held(worker.name))
         self._failed(self.leases.fail(worker.name, unit, reason))
+        return held
 
     def renew(self, worker: Worker) -> None:
         """The worker was seen at work."""

@@ -12,7 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from shoal.coordinator.book import Book
+from shoal.coordinator.claims import Claims
 from shoal.coordinator.closing import Closing
+from shoal.coordinator.doorkeeper import Bucket, Doorkeeper, Refusal
 from shoal.coordinator.effects import Effect, Frames, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.lending import Lender, printable
 from shoal.coordinator.membership import Membership, Worker
@@ -41,13 +43,13 @@ from shoal.updates.messages import PROTOCOL, Asked, Claim, Contribute, Fail, Giv
 
 LONGEST_WAIT_S = 5.0
 """An answer is never held back longer: a worker that hears nothing may then take the connection for lost."""
-_MOST_RANKS = 64
-"""Processes that a worker may be made of. Each takes batches of its own."""
 _MOST_DATA = 2**31
 """No data has so many epochs, and no epoch so many batches."""
 _NO_WEIGHTS = -2
 _STUCK = "stuck"
 """What a worker says that has made no progress for many leases: the thread that gives signs of life goes on whatever happens."""
+_NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0
+"""Comings and goings that people are told of; those beyond it are counted."""
 
 
 class Coordinator:
@@ -71,8 +73,9 @@ class Coordinator:
         self.refused: dict[str, int] = {}
         self.now = 0.0
         """Time as the coordinator sees it: it never goes back."""
-        self.most_batches = _MOST_RANKS * max(1, plan.batches_per_step // max(1, contributions))
-        """Batches that one contribution may be made of: a worker may have more devices than the others."""
+        self.claims = Claims(plan, plan.bounds.devices * max(1, plan.batches_per_step // max(1, contributions)))
+        self.door = Doorkeeper(self.members, plan.bounds)
+        self._notes, self._untold = Bucket(_NOTES_PER_S, _NOTES_AT_ONCE), 0
         self._clock: float | None = None
         self._effects: list[Effect] = []
 
@@ -96,6 +99,7 @@ class Coordinator:
                 self._answer(event)
             case Tick():
                 self._evict_silent()
+                self._forget_unused()
                 self._reassure()
             case LeaseResult():
                 assert self.lender is not None
@@ -150,8 +154,7 @@ class Coordinator:
         if isinstance(asked, Join):
             return self._join(event, asked)
         if isinstance(asked, Gone):
-            self._lose(asked.name, "has lost a process, and starts again")
-            return self.emit(Reply(event.caller, {"kind": "goodbye"}))
+            return self._hear_of_end(event, asked)
         worker = self.members.by_session.get(asked.session)
         if worker is None:
             return self._refuse(event.caller, "unknown-session")
@@ -184,7 +187,7 @@ class Coordinator:
                 self.answer(event.caller, {"kind": "goodbye"}, worker)
 
     def _pulse(self, caller: Any, asked: Heartbeat, worker: Worker) -> None:
-        worker.state, worker.figures = printable(asked.state), asked.figures
+        worker.state, worker.figures = printable(asked.state), self.claims.figures(asked.figures)
         if self.lender is not None and asked.state != _STUCK:
             self.lender.renew(worker)
         self.answer(caller, {"kind": "pulse"}, worker)
@@ -198,9 +201,8 @@ class Coordinator:
             return self._answer_no_longer(lender.claim(caller, asked, worker))
         if isinstance(asked, GiveBack):
             lender.give_back(worker, asked.unit)
-        else:
-            worker.rejected += 1
-            lender.fail(worker, asked.unit, printable(asked.reason))
+        elif lender.fail(worker, asked.unit, printable(asked.reason)):
+            self._count_failure(worker, printable(asked.reason))
         return self.answer(caller, {"kind": "noted"}, worker)
 
     def _answer_no_longer(self, caller: Any) -> None:
@@ -225,25 +227,68 @@ class Coordinator:
     # --- members -----------------------------------------------------------------------------------
 
     def _join(self, event: Called, asked: Join) -> None:
+        """Let a worker in that proves to have its key. What it asked for first is answered with what to sign."""
         if asked.protocol != PROTOCOL:
             return self._refuse(event.caller, "protocol", f"the coordinator speaks version {PROTOCOL}: install the same version of shoal")
-        name = asked.name or self.members.free_name()
-        if not self.members.has_room_for(name):
-            return self._refuse(event.caller, "full", "the coordinator has as many workers as it can take")
+        if not asked.proof:
+            return self.emit(Reply(event.caller, self.door.challenge(event.session, self.now)))
+        name = self.door.name_for(asked, self.state)
+        before = self.members.by_name.get(name)
+        challenge, refusal = self.door.check(asked, "join", before, self.now)
+        if not refusal.reason:
+            refusal = self.door.admit(name, event.guest, self.state, self.now)
+        if refusal.reason:
+            return self._refuse(event.caller, *refusal)
         if asked.instance in self.members.replaced.get(name, ()):
             return self._refuse(event.caller, "replaced", f"another worker called {name} has come; start this one with a --name of its own")
-        before = self.members.by_name.get(name)
         if before is not None:
             if asked.instance != before.instance:
                 self.members.replace(before)
             self._remove(before, "came back", left=asked.instance == before.instance)
-        about = {key: printable(value) for key, value in asked.about.items()}
-        worker = self.members.add(name, event.session, about, self.now, asked.instance)
-        if self.state.seats.get(name) != worker.seat:
-            self.record({"kind": "seated", "worker": name, "seat": worker.seat})
+        worker = self._seat(event, asked, name, challenge)
         self.answer(event.caller, self._welcome(worker), worker)
         if before is None:
-            self.emit(Note(f"{name} joined ({', '.join(about.values())})" if about else f"{name} joined"))
+            self._tell_of_joining(worker, asked.name)
+        return None
+
+    def _seat(self, event: Called, asked: Join, name: str, challenge: int) -> Worker:
+        """Give a worker its place. Its name and its key belong together from now on."""
+        about = {key: printable(value) for key, value in asked.about.items()}
+        worker = self.members.add(name, event.session, about, self.now, asked.instance)
+        worker.challenge, worker.guest = challenge, event.guest
+        worker.seen_seq = self.state.sequences.get(name, -1)
+        epoch, position = self.state.positions.get(str(worker.seat), (0, 0))
+        worker.seen_place = epoch, position
+        if self.state.seats.get(name) != worker.seat or self.state.keys.get(name) != asked.key:
+            self.record({"kind": "seated", "worker": name, "seat": worker.seat, "key": asked.key})
+        return worker
+
+    def _tell_of_joining(self, worker: Worker, wanted: str | None) -> None:
+        whose = f"{worker.name} joined ({', '.join(worker.about.values())})" if worker.about else f"{worker.name} joined"
+        other = "" if wanted in (None, worker.name) else f": it asked for the name {wanted}, which belongs to another worker"
+        self._tell_of_member(whose + other)
+
+    def _tell_of_member(self, text: str) -> None:
+        """Who comes and goes is told to people, but a crowd at the door does not fill their screen."""
+        if not self._notes.take(self.now):
+            self._untold += 1
+            return
+        if self._untold:
+            self.emit(Note(f"{self._untold} more workers came or went"))
+            self._untold = 0
+        self.emit(Note(text))
+
+    def _hear_of_end(self, event: Called, asked: Gone) -> None:
+        """Whoever has a worker's key says that its processes have ended."""
+        if not asked.proof:
+            return self.emit(Reply(event.caller, self.door.challenge(event.session, self.now)))
+        _, refusal = self.door.check(asked, "gone", self.members.by_name.get(asked.name), self.now)
+        if not refusal.reason and self.state.keys.get(asked.name) != asked.key:
+            refusal = Refusal("unproved", f"{asked.name} has another key")
+        if refusal.reason:
+            return self._refuse(event.caller, *refusal)
+        self._lose(asked.name, "has lost a process, and starts again")
+        return self.emit(Reply(event.caller, {"kind": "goodbye"}))
 
     def _welcome(self, worker: Worker) -> dict[str, Any]:
         epoch, position = self.state.positions.get(str(worker.seat), (0, 0))
@@ -261,7 +306,33 @@ class Coordinator:
         for caller in callers:
             if caller is not None:
                 self._refuse(caller, "unknown-session")
-        self.emit(Note(f"{worker.name} {why}"))
+        self.door.leave(worker.name, self.state, self.now)
+        self._tell_of_member(f"{worker.name} {why}")
+
+    def _forget_unused(self) -> None:
+        while (name := self.door.forgettable(self.state, self.now)) is not None:
+            self.record({"kind": "forgotten", "worker": name})
+
+    def is_paused(self, worker: Worker) -> bool:
+        """Until one of the others has shown whether the units can be done at all."""
+        most = self.plan.bounds.failures
+        return worker.failed >= most and any(one.failed < most for one in self.members.by_name.values())
+
+    def _count_failure(self, worker: Worker, reason: str) -> None:
+        """A worker that fails unit after unit, while others manage theirs, would use up everybody's attempts."""
+        worker.rejected += 1
+        worker.failed += 1
+        others = [one for one in self.members.by_name.values() if one is not worker and one.accepted and not one.failed]
+        if worker.failed < self.plan.bounds.failures or not others:
+            return
+        self.members.quarantine(worker.name, self.now + self.plan.bounds.quarantine_s)
+        self.emit(
+            Note(
+                f"warning: {worker.name} failed {worker.failed} units in a row that others manage, and is kept out for "
+                f"{self.plan.bounds.quarantine_s:.0f} s: {reason}"
+            )
+        )
+        self._remove(worker, "is in quarantine", left=True)
 
     def _lose(self, name: str, why: str) -> None:
         if (worker := self.members.by_name.get(name)) is not None:
@@ -280,8 +351,11 @@ class Coordinator:
             return self._receipt(event.caller, worker, asked, "accepted", repeated=True)
         if asked.base > self.state.version or worker.name not in self.rounds.active:
             return self._refuse(event.caller, "impossible", "an update of weights that were never sent")
-        if asked.batches > self.most_batches or max(asked.epoch, asked.position) >= _MOST_DATA:
+        if asked.batches > self.claims.most_batches or max(asked.epoch, asked.position) >= _MOST_DATA:
             return self._refuse(event.caller, "impossible", "more data than the run has for one contribution")
+        if not self.claims.in_reach(asked, worker.seen_seq, worker.seen_place):
+            return self._refuse(event.caller, "misplaced", "a number, or a place at the data, that this worker cannot have come to")
+        worker.seen_seq, worker.seen_place = max(worker.seen_seq, asked.seq), max(worker.seen_place, (asked.epoch, asked.position))
         if (asked.unit >= 0) != (self.lender is not None and self.lender.leases is not None):
             return self._refuse(event.caller, "impossible", "not what this run's workers send")
         self.members.arrive(worker, self.now, self.plan.telemetry_alpha)
@@ -310,7 +384,7 @@ class Coordinator:
             worker.rejected += 1
             return self._refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
-        self.record(accepted(worker.name, worker.seat, asked, share, number, late), event.frames, decoded)
+        self.record(accepted(worker.name, worker.seat, self.claims.believed(asked), share, number, late), event.frames, decoded)
         self._close_what_is_due()  # the answer then brings the weights that this contribution moved
         return self._receipt(event.caller, worker, asked, "accepted")
 
@@ -322,11 +396,12 @@ class Coordinator:
         try:
             outcome = self.lender.submit(worker, asked, event.frames)
         except codecs.UpdateError as error:
-            worker.rejected += 1
-            return self._refuse(event.caller, "malformed", str(error))
+            self._refuse(event.caller, "malformed", str(error))
+            return self._count_failure(worker, "what it sent cannot be used")
         if outcome != "accepted":
             return self._turn_away(event.caller, asked, worker, outcome)
         worker.accepted += 1
+        worker.failed = 0
         self._close_what_is_due()
         return self._receipt(event.caller, worker, asked, "accepted")
 
@@ -447,6 +522,7 @@ class Coordinator:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.book.load_state_dict(dict(saved))
         self.members.known = self.state.seats
+        self.door.recall(self.state, self.now)
         self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers)
 
     def go_on_from(self, version: int, earlier: Mapping[str, Any]) -> None:

@@ -28,6 +28,15 @@ class Worker:
     seen_at: float
     about: Mapping[str, str] = field(default_factory=dict)
     instance: str = ""
+    challenge: int = 0
+    """Which of the coordinator's challenges it answered when it joined."""
+    guest: str = ""
+    """Whose invitation let it in; empty: the run's own token."""
+    seen_seq: int = -1
+    seen_place: tuple[int, int] = (0, 0)
+    """The last number, and epoch and batch, that it was seen to send, whatever became of it."""
+    failed: int = 0
+    """Units in a row that it could not do."""
     state: str = "joining"
     numbers: dict[bool, int] = field(default_factory=lambda: {False: -1, True: -1})
     """The last message number, of heartbeats and of all else: a message that was seen before is not taken again."""
@@ -120,6 +129,8 @@ class Membership:
         self.rates = Rates()
         self.replaced: dict[str, deque[str]] = {}
         """By name: the last processes whose place another one took."""
+        self.quarantined: OrderedDict[str, float] = OrderedDict()
+        """Names that failed what others manage, and until when they are kept out."""
         self._named = 0
 
     def add(self, name: str, session: str, about: Mapping[str, str], now: float, instance: str = "") -> Worker:
@@ -138,6 +149,12 @@ class Membership:
     def replace(self, worker: Worker) -> None:
         """Another process has taken a worker's name. If both came back whenever the other did, neither would get anything done."""
         self.replaced.setdefault(worker.name, deque(maxlen=_MOST_REPLACED)).append(worker.instance)
+
+    def quarantine(self, name: str, until: float) -> None:
+        self.quarantined.pop(name, None)
+        self.quarantined[name] = until
+        if len(self.quarantined) > MOST_SESSIONS:
+            self.quarantined.popitem(last=False)
 
     def has_room_for(self, name: str) -> bool:
         if name in self.by_name:

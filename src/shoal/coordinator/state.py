@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -32,6 +32,21 @@ class Learner(Protocol):
     def apply(self, update: Tensor, buffers: Tensor, step: float, share: float) -> Mapping[str, float]:
         """Move the weights by a share of the update, as at this step of the schedule. It is for reading: it may lie in a frame."""
         ...
+
+
+class Bounds(NamedTuple):
+    """What workers may ask of the coordinator."""
+
+    joins_per_minute: int = 600
+    """Workers that may come for the first time."""
+    failures: int = 5
+    """Units in a row that a worker may fail while others manage theirs."""
+    quarantine_s: float = 600.0
+    """How long it is then kept out."""
+    devices: int = 64
+    """Devices that a worker may be made of. Each takes batches of its own, and counts."""
+    guests: Mapping[str, int] = MappingProxyType({})
+    """Workers that may be here at a time on the invitation of each person."""
 
 
 class Plan(NamedTuple):
@@ -64,6 +79,14 @@ class Plan(NamedTuple):
     """The parts of the weights that rounds take in turn; none: every round moves all of them."""
     receipt_key: bytes = b""
     """What receipts are sealed with (`seals.py`); empty: they are not."""
+    samples_per_batch: int | None = None
+    """None: what workers say of their samples is not checked."""
+    samples_per_epoch: int | None = None
+    weight_per_sample: float = 1.0
+    """What a sample can count at most: its tokens, or 1."""
+    batches_per_shard: int | None = None
+    """None: the data is a stream."""
+    bounds: Bounds = Bounds()
 
     def span(self, number: int) -> Span | None:
         """The part of the weights that a round moves; None: all of them."""
@@ -78,7 +101,9 @@ class Called(NamedTuple):
     asked: Asked
     frames: Frames = ()
     session: str = ""
-    """For a worker that joins: the session to give it."""
+    """A word that nobody can guess: for a worker that joins, what it has to sign, and then its session."""
+    guest: str = ""
+    """Whose invitation let the worker in; empty: the run's own token."""
 
 
 class LeaseResult(NamedTuple):
@@ -149,6 +174,8 @@ class State:
     positions: dict[str, list[int]] = field(default_factory=dict)
     """Epoch and batch at which each seat goes on."""
     seats: dict[str, int] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    """The key that each name belongs to. A name of a run from before there were keys belongs to the first that brings it."""
     made: dict[str, list[int]] = field(default_factory=dict)
     """Versions that a worker's own contributions went into since the weights it last pulled, where it steps its own weights."""
     contributions: dict[str, int] = field(default_factory=dict)
@@ -195,12 +222,12 @@ def delivered(asked: Delivered, unit: int, share: float, number: int) -> dict[st
         "round": number,
         "position": asked.start + asked.batches,
         **{name: getattr(asked, name) for name in ("worker", "seq", "base", "weight", "samples", "epoch", "batches")},
-        "metrics": _finite(asked.metrics),
+        "metrics": dict(asked.metrics),
     }
 
 
 def accepted(worker: str, seat: int, asked: Contribute, share: float, number: int, late: bool = False) -> dict[str, Any]:
-    """The record of a contribution. A figure that is not finite is nobody's to average, so it is left out."""
+    """The record of a contribution."""
     return {
         "kind": "accepted",
         "worker": worker,
@@ -209,12 +236,8 @@ def accepted(worker: str, seat: int, asked: Contribute, share: float, number: in
         "round": number,
         **({"late": True} if late else {}),
         **{name: getattr(asked, name) for name in ("seq", "base", "weight", "samples", "epoch", "position", "batches")},
-        "metrics": _finite(asked.metrics),
+        "metrics": dict(asked.metrics),
     }
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def ledger_line(record: dict[str, Any]) -> list[Any]:

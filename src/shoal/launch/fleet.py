@@ -90,7 +90,7 @@ class Fleet:
         if self.machines > 1:
             address = address._replace(host=self.here.address)
         self.meeting.say(f"begun {self.number}", str(folder.absolute()))
-        answer = json.dumps([self.start, str(address), *invitation[1:], str(folder.absolute())])
+        answer = json.dumps([self.start, str(address), *invitation[1:3], str(folder.absolute())])
         threading.Thread(target=self._answer, args=(answer,), name="fleet", daemon=True).start()
         return self._worker(invitation, folder)
 

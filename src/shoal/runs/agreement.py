@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
+
 from shoal import data
 from shoal.config import Run
 from shoal.config.derive import quorum
@@ -26,3 +30,12 @@ def ranks_of(run: Run) -> int:
 def extent_of(run: Run, samples: data.Data, expected: int) -> Extent:
     """How much there is to learn from, by so many workers."""
     return Extent(expected, ranks_of(run), lambda shards: feed_of(run, samples, 0, shards).batches_per_epoch)
+
+
+def weight_per_sample(run: Run, samples: object) -> float:
+    """What one sample can weigh at most: its tokens, where those count, or 1. Of a program's own stream nobody knows."""
+    if not isinstance(samples, data.Samples):
+        return run.data.sequence_length or math.inf
+    one = samples.batch([0]).values() if len(samples) else ()
+    tokens = [value[0].numel() for value in one if value.dtype in (torch.int64, torch.int32)]
+    return max(1, run.data.sequence_length or 1, *tokens)

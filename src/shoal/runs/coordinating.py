@@ -15,11 +15,11 @@ from shoal.config.load import Loaded
 from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import Plan
+from shoal.coordinator.state import Bounds, Plan
 from shoal.engines import choose_device
 from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError
-from shoal.runs.agreement import extent_of, needed
+from shoal.runs.agreement import extent_of, needed, ranks_of, weight_per_sample
 from shoal.runs.assembly import Parts, Progress, assemble, expect_same_data, tell_changes, warner, write_info
 from shoal.runs.checkpoint import find, load_weights
 from shoal.runs.cluster_loop import Agreed, ClusterLoop
@@ -34,6 +34,9 @@ from shoal.strategies import Length
 from shoal.transports import Message
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs
+
+_MOST_DEVICES = 8
+"""Devices of a worker, where the settings say nothing: as many as one machine has."""
 
 
 class Coordinating(NamedTuple):
@@ -109,7 +112,7 @@ def _agree(run: Run, expected: int, directory: RunDirectory | None, progress: Pr
 
 
 def _plan(run: Run, agreed: Agreed) -> Plan:
-    feed, length = agreed.policies.feed, agreed.length
+    feed, length, samples = agreed.policies.feed, agreed.length, agreed.parts.data.train
     return Plan(
         updates=run.updates,
         seed=run.seed,
@@ -125,6 +128,15 @@ def _plan(run: Run, agreed: Agreed) -> Plan:
         attempts=feed.attempts,
         worker_steps=length.worker_steps,
         spans=agreed.spans,
+        samples_per_batch=run.training.batch_size,
+        samples_per_epoch=len(samples) if isinstance(samples, data.Samples) else None,
+        weight_per_sample=weight_per_sample(run, samples),
+        batches_per_shard=None if feed.leased else length.batches_per_shard,
+        bounds=Bounds(
+            joins_per_minute=run.coordinator.joins_per_minute,
+            failures=run.coordinator.failures_per_worker,
+            devices=run.coordinator.devices_per_worker or max(_MOST_DEVICES, ranks_of(run)),
+        ),
     )
 
 

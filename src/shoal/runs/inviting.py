@@ -20,6 +20,8 @@ class Invitation(NamedTuple):
     address: str
     token: str
     key: str | None
+    identity: str | None = None
+    """The worker's own secret key, where whoever started it has made it: the processes of an island are one worker."""
 
 
 class Secrets(NamedTuple):

@@ -24,10 +24,13 @@ from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
 from shoal.runs.assembly import Parts, Progress, feed_of
 from shoal.runs.given import NOTHING, Given
+from shoal.runs.inviting import Invitation
 from shoal.runs.keepsake import Keepsakes
 from shoal.runs.lines import BoardLine, Caller, ClientLine, lines_to
+from shoal.runs.own_key import KeyFile
 from shoal.runs.welcome import configuration, parts_for
 from shoal.strategies import Policies
+from shoal.updates.identities import Identity
 from shoal.updates.messages import PROTOCOL, Gone, header_of
 from shoal.worker.courier import Courier, Lost, Pulse
 from shoal.worker.protocol import Frames, Left, Protocol
@@ -48,28 +51,41 @@ class Way(NamedTuple):
     address: str
     token: str
     key: str | None
+    identity: str | None = None
+    """The worker's own secret key; None: the one that is kept for its name, or a new one."""
     name: str | None = None
     overrides: Sequence[Override] = ()
     receipts: Path | None = None
     slowdown: float = 1.0
     patience_s: float = 600.0
     state: Path | None = None
-    """Where the worker keeps what it needs to go on after a break; None: nowhere."""
+    """Where the worker keeps what it needs to go on after a break; None: nowhere but its key, which is kept in the user's own folder."""
+
+    def key_file(self, name: str) -> KeyFile:
+        return KeyFile(self.state, Invitation(self.address, self.token, self.key), name)
+
+    def own_key(self) -> Identity:
+        """Who this worker is."""
+        if self.identity is not None:
+            return Identity(self.identity)
+        return (self.key_file(self.name).read() if self.name else None) or Identity.new()
 
 
 class Joined:
     """A worker that takes part, from its joining to its end."""
 
     def __init__(self, way: Way, tell: Callable[[str], None]) -> None:
-        self.way = way
+        self.way, identity = way, way.own_key()
         caller = Caller(way.name, way.state or state_folder(), way.patience_s, tell)
         self.lines = lines_to(way.address, way.token, way.key, caller)
-        self.protocol = Protocol(way.name, about_here(), PROTOCOL, secrets.token_hex(8), way.patience_s)
+        self.protocol = Protocol(way.name, about_here(), PROTOCOL, secrets.token_hex(8), way.patience_s, identity)
         self.courier = Courier(self.lines[0], self.protocol, tell)
         self.worker: Worker | None = None
         self.island: Island | None = None
         self._stopping, self._closed = threading.Event(), threading.Event()
         try:
+            if way.name:
+                self._keep_key(way.name)
             self.welcome = self._join()
             self.run = configuration(self.welcome.header, way.overrides)
         except BaseException as problem:
@@ -100,7 +116,20 @@ class Joined:
     def _join(self) -> Welcome:
         self.courier.converse()
         self.lines[0].allow(4 * self.protocol.welcome["size"] + (1 << 20))
+        if self.way.name is None:
+            self._keep_key(self.name)
+        elif self.name != self.way.name:
+            self.courier.tell(f"another worker of this run is called {self.way.name}, so this one is {self.name}")
         return Welcome(self.protocol.welcome, self.protocol.welcome_frames)
+
+    def _keep_key(self, name: str) -> None:
+        """Once kept, the key makes this worker known again when it comes back under this name."""
+        if self.way.identity is not None:
+            return
+        try:
+            self.way.key_file(name).write(self.protocol.identity)
+        except OSError as error:
+            self.courier.tell(f"warning: this worker's key cannot be kept ({error}): if it is started again, it gets another name")
 
     @property
     def name(self) -> str:
@@ -358,9 +387,12 @@ def _follow(meeting: Meeting, way: Way) -> World:
 def say_gone(way: Way) -> None:
     """For a worker whose processes have ended: nobody need wait for it. Where this does not arrive, its silence tells."""
     with contextlib.suppress(ShoalError, Lost):
+        identity, name = way.own_key(), way.name or ""
         line = ClientLine(way.address, way.token, way.key)
         try:
-            line.call(header_of(Gone(way.name or "")), (), _GONE_S)
+            gone = Gone(name, identity.key)
+            nonce = line.call(header_of(gone), (), _GONE_S).header.get("nonce", "")
+            line.call(header_of(gone._replace(nonce=nonce, proof=identity.prove("gone", name, nonce))), (), _GONE_S)
         finally:
             line.close()
 

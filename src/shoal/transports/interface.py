@@ -44,8 +44,8 @@ class Traffic:
         self.messages = 0
         """Messages received, refused ones among them."""
         self.refused: dict[str, int] = {}
-        """By reason: oversized, malformed, unauthorised, handshake (broken off), too-fast, late (an answer nobody waits for any more),
-        gone (nobody left to answer)."""
+        """By reason: oversized, malformed, unauthorised, handshake (broken off), too-fast, crowded (too many connections),
+        late (an answer nobody waits for any more), gone (nobody left to answer)."""
         self._lock = threading.Lock()
 
     def receive(self, size: int) -> None:

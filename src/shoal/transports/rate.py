@@ -28,11 +28,12 @@ class RateLimit:
     def why(self) -> str:
         return f"more than {self.rate.per_second:g} messages per second"
 
-    def admits(self, peer: bytes, now: float) -> bool:
+    def admits(self, peer: bytes, now: float, cost: float = 1.0) -> bool:
+        """`cost`: how many messages this one counts for. A bucket may be overdrawn once."""
         permits, since = self._buckets.pop(peer, (self.rate.burst, now))
         permits = min(self.rate.burst, permits + (now - since) * self.rate.per_second)
         admitted = permits >= 1.0
-        self._buckets[peer] = (permits - 1.0 if admitted else permits, now)
+        self._buckets[peer] = (permits - cost if admitted else permits, now)
         if len(self._buckets) > _MOST_PEERS:
             self._buckets.popitem(last=False)
         return admitted

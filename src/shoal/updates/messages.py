@@ -5,7 +5,6 @@ A message is a header of plain values and raw frames. A worker asks, the coordin
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,11 +12,13 @@ from typing import Any, NamedTuple, Union
 
 from shoal.errors import ShoalError
 
-PROTOCOL = 2
+PROTOCOL = 3
 _MOST = 2**53
 LONGEST_REASON = 500
 EMPTY: Mapping[str, float] = MappingProxyType({})
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+LONGEST_NAME = 64
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
+_HEXADECIMAL = re.compile(r"[0-9a-f]*")
 
 
 Frame = Union[bytes, memoryview]
@@ -39,6 +40,8 @@ class Request(NamedTuple):
     number: int
     """Which call of that peer's this is: an answer carries it back, so that a late one is recognised."""
     message: Message
+    guest: str = ""
+    """Whose invitation let this peer in; empty: the run's own token."""
 
 
 class BadMessage(ShoalError):
@@ -46,13 +49,18 @@ class BadMessage(ShoalError):
 
 
 class Join(NamedTuple):
-    """May I take part? Answered with the configuration, a seat at the data, and a session."""
+    """May I take part? Answered with a challenge, and once that is signed with the configuration, a seat at the data and a session."""
 
     name: str | None
     protocol: int
     about: Mapping[str, str]
     instance: str = ""
     """Tells this process from every other one, also from those of the same name."""
+    key: str = ""
+    """The public half of the worker's own key (`identities.py`): its name belongs to this key."""
+    nonce: str = ""
+    """What the coordinator asked to have signed; empty: it has not asked yet."""
+    proof: str = ""
 
 
 class Leave(NamedTuple):
@@ -65,9 +73,12 @@ class Leave(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """Said for a worker whose processes have ended: it does not take part until they are started again."""
+    """Said for a worker whose processes have ended, by whoever has its key: it does not take part until they are started again."""
 
     name: str
+    key: str = ""
+    nonce: str = ""
+    proof: str = ""
 
 
 class Heartbeat(NamedTuple):
@@ -170,7 +181,7 @@ def _integer(least: int, most: int = _MOST) -> Callable[[Any], bool]:
 
 
 def _number(least: float, most: float) -> Callable[[Any], bool]:
-    return lambda value: type(value) in (int, float) and math.isfinite(value) and least <= value <= most
+    return lambda value: type(value) in (int, float) and least <= value <= most
 
 
 def _text(longest: int) -> Callable[[Any], bool]:
@@ -187,11 +198,16 @@ def _is_name(value: Any) -> bool:
     return value is None or (type(value) is str and _NAME.fullmatch(value) is not None)
 
 
+def _is_hexadecimal(*lengths: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is str and len(value) in lengths and _HEXADECIMAL.fullmatch(value) is not None
+
+
+_IDENTITY = {"key": _is_hexadecimal(64), "nonce": _text(64), "proof": _is_hexadecimal(0, 128)}
 _SESSION = {"session": _text(64), "number": _integer(0)}
 _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
-    "join": (Join, {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16), "instance": _text(64)}),
+    "join": (Join, {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16), "instance": _text(64)} | _IDENTITY),
     "leave": (Leave, _SESSION | {"reason": _text(LONGEST_REASON)}),
-    "gone": (Gone, {"name": lambda value: value is not None and _is_name(value)}),
+    "gone": (Gone, {"name": lambda value: value is not None and _is_name(value)} | _IDENTITY),
     "heartbeat": (Heartbeat, _SESSION | {"state": _text(40), "figures": _mapping(lambda value: type(value) in (int, float), 16)}),
     "pull": (Pull, _SESSION | {"have": _integer(-1)}),
     "contribute": (

@@ -17,7 +17,10 @@ from typing import Protocol as Interface
 
 from shoal.errors import ShoalError
 from shoal.updates.messages import header_of
-from shoal.worker.protocol import ANSWER_S, FIRST_PAUSE_S, Event, Frames, Left, Protocol, Question
+from shoal.worker.protocol import ANSWER_S, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, Protocol, Question
+
+_JOINING_PAUSE_S = 2.0
+"""Between two attempts to join, where too many do at once."""
 
 
 class Answer(NamedTuple):
@@ -137,8 +140,8 @@ class Courier:
             if self.protocol.forgotten:
                 self.tell(self.protocol.forgotten)
                 self.protocol.forgotten = ""
-            if answer.header["kind"] == "refused" and self.protocol.session:
-                self._closing.wait(FIRST_PAUSE_S)
+            if answer.header["kind"] == "refused" and (self.protocol.session or answer.header.get("reason") == TOO_FAST):
+                self._closing.wait((FIRST_PAUSE_S if self.protocol.session else _JOINING_PAUSE_S) * self._random.uniform(0.7, 1.3))
             else:
                 self.round_trip_s = self.clock() - started
         return events

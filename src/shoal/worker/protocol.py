@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
+from shoal.updates.identities import Identity
 from shoal.updates.messages import LONGEST_REASON, Asked, Claim, Contribute, Fail, GiveBack, Heartbeat, Join, Leave, Pull
 
 Frames = Sequence[bytes | memoryview]
@@ -30,8 +31,9 @@ _STOPPING_S = 5.0
 """A worker that was asked to stop waits no longer for an answer."""
 COMPUTING, STUCK = "computing", "stuck"
 """What a worker says it does. A lease is not renewed for one that is stuck: its signs of life come from another thread."""
-_ASK_AGAIN = ("too-fast", "replayed", "asked-again")
-"""Refusals of this one message, not of what it asks: it was doubled on its way, or there were too many."""
+TOO_FAST = "too-fast"
+_ASK_AGAIN = (TOO_FAST, "replayed", "asked-again", "unknown-nonce")
+"""Refusals of this one message, not of what it asks: it was doubled on its way, came too late, or there were too many."""
 
 
 class Left(ShoalError):
@@ -107,8 +109,18 @@ class _Pending:
 class Protocol:
     """The conversation of one worker, from its joining to its leaving."""
 
-    def __init__(self, name: str | None, about: Mapping[str, str], protocol: int, instance: str, patience_s: float = 600.0) -> None:
-        self.joining = Join(name, protocol, about, instance)
+    def __init__(
+        self,
+        name: str | None,
+        about: Mapping[str, str],
+        protocol: int,
+        instance: str,
+        patience_s: float = 600.0,
+        identity: Identity | None = None,
+    ) -> None:
+        """`identity`: the worker's own key; null: a new one."""
+        self.identity = identity or Identity.new()
+        self.joining = Join(name, protocol, about, instance, self.identity.key)
         self.patience_s = patience_s
         self.welcome: dict[str, Any] = {}
         self.welcome_frames: Frames = ()
@@ -231,6 +243,8 @@ class Protocol:
 
     def lost(self, now: float, why: str) -> Retry:
         """No answer came. Raises ShoalError where patience is at its end."""
+        if isinstance(self._asking, Join):
+            self._join_anew()
         if self.left or isinstance(self._asking, Leave):
             self.left = True  # a coordinator that is gone need not know
             return Retry(0.0, "")
@@ -252,7 +266,7 @@ class Protocol:
         self.newest = max(self.newest, header.get("version", -1))
         match asked:
             case Join():
-                return self._welcomed(dict(header), frames)
+                return self._prove(header["nonce"]) if header["kind"] == "challenge" else self._welcomed(dict(header), frames)
             case Pull():
                 self.round = header["version"]
                 return [self._news(header, frames)]
@@ -266,13 +280,25 @@ class Protocol:
                 self.left = True
         return []
 
+    def _prove(self, nonce: str) -> list[Event]:
+        """The coordinator wants to know that this is the worker whose key it is."""
+        self.joining = self.joining._replace(nonce=nonce, proof=self.identity.prove("join", self.name, nonce))
+        return []
+
+    def _join_anew(self) -> None:
+        """Each proof is good for one time: another needs another challenge."""
+        self.joining = self.joining._replace(nonce="", proof="")
+
     def _refused(self, asked: Asked, header: Mapping[str, Any]) -> list[Event]:
         reason = header.get("reason")
+        self._join_anew()
         if isinstance(asked, Leave):
             self.left = True
         elif reason == "unknown-session":
             self.session = ""
             self._returns.clear()  # the coordinator that lent the units has forgotten them
+        elif reason == "misplaced":
+            self.session, self.pending, self.seat, self.seq = "", None, -1, 0  # the welcome says where to go on, and with which number
         elif reason not in _ASK_AGAIN:
             raise Left(f"the coordinator refused: {header.get('detail') or reason}")
         return []
@@ -281,7 +307,7 @@ class Protocol:
         """Take the place at the data that was given: the one the worker has, unless another took it while it was gone. What the coordinator
         had not taken is sent again, unless others learned from that data."""
         self.welcome, self.welcome_frames, self.session = header, frames, header["session"]
-        self.joining = self.joining._replace(name=header["name"])
+        self.joining = self.joining._replace(name=header["name"], nonce="", proof="")
         if header["last_seq"] < self.confirmed:
             self.forgotten = (
                 f"warning: the coordinator confirmed contribution {self.confirmed} of {self.name}, and has come back without it: records "

@@ -36,6 +36,10 @@ class Zmq(Transport, built_by="shoal.transports.zeromq"):
     """Address the coordinator listens on; null: all this machine has, or this machine alone where `shoal train` starts the workers."""
     port: Port = 65432
     """0 lets the system choose."""
+    connections: PositiveInt = 4096
+    """Connections that the coordinator takes in all; a worker has two. Fewer where the system allows fewer open files."""
+    connections_per_address: PositiveInt = 2048
+    """Connections from one address; a school behind one router has one address. Never more than three quarters of all."""
 
 
 class XmlRpc(Transport, built_by="shoal.transports.xmlrpc"):
@@ -118,6 +122,12 @@ class Coordinator(Section):
     """Seconds between a worker's signs of life; one that misses three is taken for dead."""
     telemetry_alpha: PositiveShare = 0.2
     """Weight of the newest measurement in a worker's smoothed speed."""
+    joins_per_minute: PositiveInt = 600
+    """Workers that may join for the first time within a minute; those that come back are not counted."""
+    failures_per_worker: PositiveInt = 5
+    """Units of work in a row that a worker may fail while others manage theirs; then it is kept out for ten minutes."""
+    devices_per_worker: PositiveInt | None = None
+    """Devices that a worker's contributions may count for; null: 8, or as many as launch.devices_per_node × launch.nodes."""
     state_path: str | None = None
     """Where its state is kept; null: in the run's folder."""
     checkpoint_path: str | None = None

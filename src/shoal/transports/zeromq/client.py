@@ -16,7 +16,7 @@ from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
 from shoal.transports.bell import Bell
 from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
-from shoal.transports.zeromq.sockets import LEAST_PATIENCE_S, USER, Socket, most_patience_s, receive, send, tune
+from shoal.transports.zeromq.sockets import LEAST_PATIENCE_S, USER, Received, Socket, most_patience_s, receive, send, tune
 
 BROKEN_S = 2.0
 """Handshakes that break for so long are no accident, such as a coordinator that is starting behind a tunnel."""
@@ -174,15 +174,17 @@ class ZmqClient:
         while True:
             self._wait(line, deadline, writing=False)
             with contextlib.suppress(zmq.Again):
-                parts = [part.buffer for part in receive(line.socket, self._limits.frames + 1)]
+                received = receive(line.socket, self._limits, addressed=False)
                 line.unanswered_since, self._patience_s = None, LEAST_PATIENCE_S
-                self.traffic.receive(wire.size_of(parts))
-                if found := self._matching(parts):
+                self.traffic.receive(wire.size_of(received.parts))
+                if found := self._matching(received):
                     return found
 
-    def _matching(self, parts: list[memoryview]) -> Message | None:
+    def _matching(self, received: Received) -> Message | None:
         try:
-            number, message = wire.decode(parts, self._limits)
+            if received.problem is not None:
+                raise received.problem
+            number, message = wire.decode(received.parts, self._limits)
         except wire.Malformed as problem:
             self.traffic.refuse(problem.reason)
             return None

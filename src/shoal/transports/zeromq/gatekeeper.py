@@ -16,6 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from shoal.transports.bell import Bell
 from shoal.transports.interface import Traffic
+from shoal.transports.zeromq.crowding import Crowd
 from shoal.transports.zeromq.hoarding import LOOK_EVERY_S, Hoarding
 from shoal.transports.zeromq.sockets import Socket
 
@@ -34,8 +35,11 @@ Admits = Callable[[bytes, list[bytes]], bool]
 class Gatekeeper:
     """Answers for one server's socket, from before it is bound, and counts the handshakes that fail."""
 
-    def __init__(self, context: zmq.Context[Socket], server: Socket, admits: Admits, traffic: Traffic, hoarding: Hoarding) -> None:
+    def __init__(
+        self, context: zmq.Context[Socket], server: Socket, admits: Admits, traffic: Traffic, hoarding: Hoarding, crowd: Crowd
+    ) -> None:
         self._admits = admits
+        self._crowd = crowd
         self._traffic = traffic
         self._hoarding = hoarding
         self._bell = Bell()
@@ -63,7 +67,7 @@ class Gatekeeper:
             ready = dict(poller.poll(int(1000 * LOOK_EVERY_S) if len(self._hoarding) else None))
             if self._asked in ready:
                 self._answer(self._asked.recv_multipart())
-            if self._events in ready:
+            while self._events in ready and self._events.poll(0):  # all there are: connections may come faster than they are looked at
                 self._note(recv_monitor_message(self._events))
             if self._bell.fileno() in ready:
                 return
@@ -75,8 +79,11 @@ class Gatekeeper:
     def _note(self, message: Mapping[str, Any]) -> None:
         if message["event"] == zmq.EVENT_ACCEPTED:
             self._hoarding.accepted(message["value"])
+            if self._crowd.accepted(message["value"]):
+                self._traffic.refuse("crowded")
         elif message["event"] == zmq.EVENT_DISCONNECTED:
             self._hoarding.ended(message["value"])
+            self._crowd.ended(message["value"])
         else:
             self._traffic.refuse(FAILED[message["event"]])
 

@@ -7,12 +7,13 @@ may be. Only Linux counts these (`tcp_info.tcpi_bytes_received`); elsewhere this
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
 import sys
 
 import zmq
+
+from shoal.transports.zeromq.crowding import borrowed
 
 LOOK_EVERY_S = 0.2
 _BYTES_RECEIVED = struct.Struct("=128xQ")
@@ -49,7 +50,7 @@ class Hoarding:
         finished = descriptor in self._heard
         self._heard.discard(descriptor)
         try:
-            with contextlib.closing(socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM)) as line:
+            with borrowed(descriptor) as line:
                 received = bytes_received(line)
                 if finished:
                     self._finished_at[descriptor] = received

@@ -15,14 +15,19 @@ from shoal.transports import addresses, keys, wire
 from shoal.transports.bell import Bell
 from shoal.transports.interface import Message, Request, Traffic
 from shoal.transports.rate import Rate, RateLimit
+from shoal.transports.zeromq.crowding import Crowd
 from shoal.transports.zeromq.gatekeeper import DOMAIN, Admits, Gatekeeper
 from shoal.transports.zeromq.hoarding import Hoarding
-from shoal.transports.zeromq.sockets import USER, Socket, receive, send, tune
+from shoal.transports.zeromq.sockets import USER, Received, Socket, receive, send, tune
 
 BATCH, BATCH_BYTES = 64, 256 << 20
 """What one poll brings at most."""
 HOARDED_BYTES = 8 << 20
 """What may be under way beside one message of the largest size."""
+QUESTION_BYTES = 64 << 10
+"""The longest header of a question: only answers carry a configuration."""
+_BYTES_PER_PERMIT = 1024
+"""To look at a long header takes longer, so it counts as several messages."""
 
 
 class ZmqServer:
@@ -39,6 +44,8 @@ class ZmqServer:
         further_ports: Sequence[int] = (),
         max_header_bytes: int = wire.HEADER_BYTES,
         rate: Rate = Rate(),  # noqa: B008 - a tuple
+        connections: int = 4096,
+        connections_per_address: int = 2048,
         io_threads: int = 2,
         linger_s: float = 2.0,
     ) -> None:
@@ -48,6 +55,7 @@ class ZmqServer:
         own = keys.keys_from_secret(secret_key) if secret_key is not None else None
         self.traffic = Traffic()
         self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
+        self._asked = self._limits._replace(header_bytes=min(max_header_bytes, QUESTION_BYTES))
         self._rates = RateLimit(rate)
         self._bell = Bell()
         self._context: zmq.Context[Socket] = zmq.Context(io_threads)
@@ -56,7 +64,8 @@ class ZmqServer:
         self._socket.router_mandatory = True
         self._socket.linger = int(linger_s * 1000)
         self._hoarding = Hoarding(HOARDED_BYTES + self._limits.header_bytes + self._limits.frames * self._limits.frame_bytes)
-        self._gatekeeper = Gatekeeper(self._context, self._socket, _guard(self._socket, token, own), self.traffic, self._hoarding)
+        crowd = Crowd(connections, connections_per_address)
+        self._gatekeeper = Gatekeeper(self._context, self._socket, _guard(self._socket, token, own), self.traffic, self._hoarding, crowd)
         self._poller = zmq.Poller()
         for source in (self._socket, self._bell):
             self._poller.register(source, zmq.POLLIN)
@@ -76,24 +85,29 @@ class ZmqServer:
         enough = self.traffic.received_bytes + BATCH_BYTES
         with contextlib.suppress(zmq.Again):
             for _ in range(BATCH):
-                requests += self._decoded(receive(self._socket, self._limits.frames + 2))
+                requests += self._decoded(receive(self._socket, self._asked, addressed=True))
                 if self.traffic.received_bytes > enough:
                     break
         return requests
 
-    def _decoded(self, parts: list[zmq.Frame]) -> list[Request]:
-        """The request in a message's parts, or none. Nonsense is not answered; a message that is too large is refused."""
-        peer, content = parts[0].bytes, [part.buffer for part in parts[1:]]
-        self._hoarding.heard(parts[-1])
-        self.traffic.receive(wire.size_of(content))
+    def _decoded(self, received: Received) -> list[Request]:
+        """The request in a message, or none. Nonsense is not answered, and counts like any message; one that is too large is refused."""
+        peer, parts = received.peer, received.parts
+        self._hoarding.heard(received.last)
+        self.traffic.receive(wire.size_of(parts))
+        admitted = self._rates.admits(peer, time.monotonic(), 1 + (len(parts[0]) if parts else 0) / _BYTES_PER_PERMIT)
         try:
-            number, message = wire.decode(content, self._limits)
+            if received.problem is not None:
+                raise received.problem
+            if not admitted and len(parts[0]) > _BYTES_PER_PERMIT:
+                raise wire.Malformed("too long to be looked at, from one who sends too much", "too-fast")
+            number, message = wire.decode(parts, self._asked)
         except wire.Malformed as problem:
             self.traffic.refuse(problem.reason)
-            if isinstance(problem, wire.Oversized):
+            if isinstance(problem, wire.Oversized) and admitted:
                 self._answer(peer, problem.number, wire.refusal(problem.reason, str(problem)))
             return []
-        if not self._rates.admits(peer, time.monotonic()):
+        if not admitted:
             self.traffic.refuse("too-fast")
             self._answer(peer, number, wire.refusal("too-fast", self._rates.why))
             return []
@@ -105,7 +119,7 @@ class ZmqServer:
     def _answer(self, peer: bytes, number: int, message: Message) -> None:
         parts = wire.encode(message, number, self._limits)
         try:
-            send(self._socket, [peer, *parts])
+            send(self._socket, parts, peer)
         except zmq.ZMQError as problem:
             if problem.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise

@@ -1,15 +1,16 @@
-"""What both sides' sockets have in common: limits, signs of life, and frames that are not copied."""
+"""What both sides' sockets have in common: limits, signs of life, and messages in pieces that are not copied on their way out."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import zmq
 
 from shoal.transports.interface import Frame
 from shoal.transports.rate import SLOWEST_BYTES_PER_S
-from shoal.transports.wire import Limits
+from shoal.transports.wire import Limits, Malformed, Oversized, decode
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
@@ -19,8 +20,11 @@ ZERO_COPY_BYTES = 1 << 20
 """Below this, handing over a reference costs more than copying."""
 QUEUED = 4
 """Messages waiting per connection and direction: a client has one call in flight, and perhaps a few it gave up."""
-SLACK_BYTES = 64 << 10
-"""A frame slightly too large is still taken in, and refused by name; beyond that ZeroMQ hangs up."""
+PIECE_BYTES = 1 << 20
+"""The longest piece that travels: what a stranger can make this process hold before the handshake has failed. Longer parts are cut."""
+SLACK_BYTES = 4 << 10
+"""What encryption adds to a piece."""
+_LONGEST_SIZES = 8 << 10
 LEAST_PATIENCE_S = 30.0
 
 
@@ -31,7 +35,7 @@ def most_patience_s(frame_bytes: int) -> float:
 
 def tune(socket: Socket, limits: Limits, hosts: Sequence[str]) -> None:
     """Bounded queues, and dead connections noticed: by TCP while idle, by heartbeats in any case."""
-    socket.maxmsgsize = max(limits.frame_bytes, limits.header_bytes) + SLACK_BYTES
+    socket.maxmsgsize = PIECE_BYTES + SLACK_BYTES
     socket.rcvhwm = socket.sndhwm = QUEUED
     socket.heartbeat_ivl = 10_000
     socket.heartbeat_timeout = int(1000 * most_patience_s(limits.frame_bytes))
@@ -41,28 +45,114 @@ def tune(socket: Socket, limits: Limits, hosts: Sequence[str]) -> None:
     socket.ipv6 = any(":" in host for host in hosts)
 
 
-def send(socket: Socket, parts: Sequence[Frame]) -> None:
+def in_pieces(parts: Sequence[Frame]) -> list[Frame]:
+    """A message as it travels: the sizes of its parts, and the parts, of which long ones are cut. ZeroMQ takes a frame of the largest size
+    in before it knows who sends it, so that size must be small; and it is the same for everybody."""
+    pieces: list[Frame] = [struct.pack(f">{len(parts)}Q", *map(len, parts))]
+    for part in parts:
+        if len(part) <= PIECE_BYTES:
+            pieces.append(part)
+        else:
+            view = memoryview(part)
+            pieces += [view[start : start + PIECE_BYTES] for start in range(0, len(part), PIECE_BYTES)]
+    return pieces
+
+
+def send(socket: Socket, parts: Sequence[Frame], peer: bytes | None = None) -> None:
     """Hand a message over without waiting; zmq.Again where there is no room."""
+    pieces = in_pieces(parts) if peer is None else [peer, *in_pieces(parts)]
     try:
-        _hand_over(socket, parts)
+        _hand_over(socket, pieces)
     except zmq.Again:
         socket.getsockopt(zmq.EVENTS)  # ZeroMQ learns only now and then what has left its queues: this makes it look
-        _hand_over(socket, parts)
+        _hand_over(socket, pieces)
 
 
-def _hand_over(socket: Socket, parts: Sequence[Frame]) -> None:
-    last = len(parts) - 1
-    for index, part in enumerate(parts):
+def _hand_over(socket: Socket, pieces: Sequence[Frame]) -> None:
+    last = len(pieces) - 1
+    for index, piece in enumerate(pieces):
         more = zmq.SNDMORE if index < last else 0
-        socket.send(part, zmq.NOBLOCK | more, copy=len(part) < ZERO_COPY_BYTES)
+        socket.send(piece, zmq.NOBLOCK | more, copy=len(piece) < ZERO_COPY_BYTES)
 
 
-def receive(socket: Socket, most: int) -> list[zmq.Frame]:
-    """The message that waits, not copied. Of one with more parts than allowed, all but one of the excess are let go as they come."""
-    parts: list[zmq.Frame] = []
-    while True:
-        part: zmq.Frame = socket.recv(zmq.NOBLOCK, copy=False)
-        if len(parts) <= most:
-            parts.append(part)
-        if not part.more:
-            return parts
+class Received(NamedTuple):
+    """A message that came, or what is wrong with it."""
+
+    peer: bytes
+    parts: list[memoryview]
+    last: zmq.Frame
+    problem: Malformed | None = None
+
+
+def receive(socket: Socket, limits: Limits, *, addressed: bool) -> Received:
+    """The message that waits; `addressed`: it begins with the name of its peer. Short parts are not copied; long ones are put together."""
+    pieces = _Pieces(socket)
+    peer = pieces.next().bytes if addressed else b""
+    try:
+        parts = _put_together(pieces, limits)
+    except Malformed as problem:
+        return Received(peer, [], pieces.drain(), problem)
+    return Received(peer, parts, pieces.drain())
+
+
+def _put_together(pieces: _Pieces, limits: Limits) -> list[memoryview]:
+    sizes = _sizes(pieces.next().buffer)
+    header, largest = pieces.part(sizes[0]) if sizes[0] <= limits.header_bytes else None, max(sizes[1:], default=0)
+    if header is None or len(sizes) - 1 > limits.frames or largest > limits.frame_bytes:
+        number = decode([header], limits)[0] if header is not None else 0
+        raise Oversized(
+            f"a message of {len(sizes) - 1} frames of up to {largest:,} bytes with a header of {sizes[0]:,}; "
+            f"at most {limits.frames} frames of {limits.frame_bytes:,} bytes with a header of {limits.header_bytes:,} are allowed",
+            number,
+        )
+    parts = [header, *(pieces.part(size) for size in sizes[1:])]
+    if pieces.more:
+        raise Malformed("more parts than the message says it has")
+    return parts
+
+
+def _sizes(announced: memoryview) -> tuple[int, ...]:
+    if not 8 <= len(announced) <= _LONGEST_SIZES or len(announced) % 8:
+        raise Malformed("a message that does not say how long its parts are")
+    return struct.unpack(f">{len(announced) // 8}Q", announced)
+
+
+class _Pieces:
+    """What is left of the message that waits."""
+
+    def __init__(self, socket: Socket) -> None:
+        self._socket = socket
+        self._last: zmq.Frame | None = None
+
+    @property
+    def more(self) -> bool:
+        return self._last is None or bool(self._last.more)
+
+    def next(self) -> zmq.Frame:
+        if not self.more:
+            raise Malformed("a message that ends too early")
+        self._last = self._socket.recv(zmq.NOBLOCK, copy=False)
+        return self._last
+
+    def part(self, size: int) -> memoryview:
+        if size <= PIECE_BYTES:
+            return self._of(size)
+        import numpy as np  # memory that is not filled with zeros first
+
+        whole: memoryview = np.empty(size, np.uint8).data
+        for start in range(0, size, PIECE_BYTES):
+            whole[start : start + PIECE_BYTES] = self._of(min(PIECE_BYTES, size - start))
+        return whole
+
+    def _of(self, size: int) -> memoryview:
+        piece: memoryview = self.next().buffer
+        if len(piece) != size:
+            raise Malformed("a part that is not as long as the message says")
+        return piece
+
+    def drain(self) -> zmq.Frame:
+        """Let go of what is left. Return the last piece, which knows the connection that it came over."""
+        while self.more:
+            self.next()
+        assert self._last is not None
+        return self._last

@@ -1,0 +1,90 @@
+"""What a worker says it did, held against what it was given to do.
+
+Batches and samples follow from the unit or the plan. What counts in them (tokens that are not padding) only the worker knows, so its word
+is taken up to what they can hold. Figures are for people: one that is not finite, or absurdly large, is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from shoal.coordinator.state import Plan
+from shoal.coordinator.units import Unit
+from shoal.updates.messages import Contribute, Delivered
+
+LARGEST_FIGURE = 1e12
+_MOST_FIGURES = 256
+"""Names of figures in a run: whoever makes up ever new ones fills no memory."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.,:/ -]{1,128}")
+_MOST_SKIPPED = 64
+"""Contributions that a worker may have made without sending them: they were not finite, or a crash forgot that they were turned away."""
+
+
+class Claims:
+    """The bounds of a plan."""
+
+    def __init__(self, plan: Plan, most_batches: int) -> None:
+        self.plan, self.most_batches = plan, most_batches
+        self.dropped = 0
+        """Figures that were left out."""
+        self._names: set[str] = set()
+
+    # --- what a contribution was made of ---------------------------------------------------------------
+
+    def believed(self, asked: Contribute) -> Contribute:
+        """A contribution from a worker's own seat, with what can be true of it."""
+        samples = asked.samples if self.plan.samples_per_batch is None else min(asked.samples, asked.batches * self.plan.samples_per_batch)
+        return asked._replace(samples=samples, weight=self._weight(asked.weight, samples), metrics=self.figures(asked.metrics))
+
+    def delivered(self, asked: Delivered) -> Delivered:
+        """What was learned from a unit: the unit says of how many samples."""
+        samples = self.samples_of(Unit(asked.epoch, asked.start, asked.batches))
+        samples = asked.samples if samples is None else samples
+        return asked._replace(samples=samples, weight=self._weight(asked.weight, samples), metrics=self.figures(asked.metrics))
+
+    def samples_of(self, unit: Unit) -> int | None:
+        """Samples in a unit; None: nobody said how large batches are."""
+        each, whole = self.plan.samples_per_batch, self.plan.samples_per_epoch
+        if each is None or whole is None:
+            return None
+        return max(1, min(whole, (unit.start + unit.batches) * each) - unit.start * each)
+
+    def _weight(self, claimed: float, samples: int) -> float:
+        return claimed if self.plan.samples_per_batch is None else min(claimed, samples * self.plan.weight_per_sample)
+
+    # --- where it stands --------------------------------------------------------------------------------
+
+    def in_reach(self, asked: Contribute, seq: int, place: tuple[int, int]) -> bool:
+        """Whether a worker can have come so far that was last seen to send this number, from this place at the data."""
+        if asked.seq > seq + _MOST_SKIPPED:
+            return False
+        if asked.unit >= 0:
+            return True
+        (epoch, position), far = place, (_MOST_SKIPPED + 1) * asked.batches
+        shard = self.plan.batches_per_shard
+        if shard is not None and asked.position > shard + asked.batches:
+            return False
+        if asked.epoch <= epoch:
+            return asked.position <= position + far
+        if shard is None:
+            return asked.epoch - epoch <= far and asked.position <= far
+        return (asked.epoch - epoch) * shard + asked.position - position <= far
+
+    # --- figures ----------------------------------------------------------------------------------------
+
+    def figures(self, told: Mapping[str, float]) -> dict[str, float]:
+        """Those that people can be shown."""
+        kept = {name: value for name, value in told.items() if self._is_sane(name, value)}
+        self.dropped += len(told) - len(kept)
+        return kept
+
+    def _is_sane(self, name: str, value: float) -> bool:
+        if not abs(value) <= LARGEST_FIGURE:  # neither is what is not a number
+            return False
+        if name in self._names:
+            return True
+        if len(self._names) >= _MOST_FIGURES or not _PLAIN_NAME.fullmatch(name):
+            return False
+        self._names.add(name)
+        return True

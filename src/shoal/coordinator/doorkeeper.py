@@ -1,0 +1,131 @@
+"""Who may join, and under which name: a name belongs to the key that brought it.
+
+Whoever asks is first given a word to sign, which is good for one time and for a minute, so that a recorded or late answer opens nothing.
+Newcomers come at a bounded rate, and so do proofs, since to check one takes milliseconds: a crowd at the door costs those who are in
+nothing, and leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from shoal.coordinator.membership import Membership, Worker
+from shoal.coordinator.state import Bounds, State
+from shoal.updates.identities import is_proved
+from shoal.updates.messages import LONGEST_NAME, Gone, Join
+
+_NONCE_S = 60.0
+_MOST_NONCES = 4096
+_PROOFS_PER_S, _PROOFS_AT_ONCE = 50.0, 500.0
+UNUSED_S = 600.0
+"""A name under which nothing was ever accepted is forgotten so long after its worker went."""
+
+
+class Refusal(NamedTuple):
+    """Why somebody is not let in. An empty reason: nothing speaks against it."""
+
+    reason: str = ""
+    detail: str = ""
+
+
+class Bucket:
+    """So many a second, and so many at once after a pause."""
+
+    def __init__(self, per_second: float, at_once: float) -> None:
+        self.per_second, self.at_once = per_second, at_once
+        self._left, self._since = at_once, 0.0
+
+    def take(self, now: float) -> bool:
+        self._left = min(self.at_once, self._left + (now - self._since) * self.per_second)
+        self._since = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+class Doorkeeper:
+    """Asks who is there. It looks at the state and never changes it."""
+
+    def __init__(self, members: Membership, bounds: Bounds) -> None:
+        self.members, self.bounds = members, bounds
+        self.is_proved = is_proved
+        self._nonces: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        """What was given out to be signed: which challenge it was, and when; the oldest first."""
+        self._challenges = 0
+        self._newcomers = Bucket(bounds.joins_per_minute / 60, bounds.joins_per_minute)
+        self._proofs = Bucket(_PROOFS_PER_S, _PROOFS_AT_ONCE)
+        self._gone: OrderedDict[str, float] = OrderedDict()
+        """Names without a contribution whose workers are gone, and since when."""
+
+    # --- proofs --------------------------------------------------------------------------------------
+
+    def challenge(self, nonce: str, now: float) -> dict[str, str]:
+        """Ask for a signature of this word, which nobody could guess."""
+        self._challenges += 1
+        self._nonces[nonce] = self._challenges, now
+        if len(self._nonces) > _MOST_NONCES:
+            self._nonces.popitem(last=False)
+        return {"kind": "challenge", "nonce": nonce}
+
+    def check(self, asked: Join | Gone, purpose: str, before: Worker | None, now: float) -> tuple[int, Refusal]:
+        """Which challenge was answered, and what speaks against the answer. `before`: the worker that has the name now; an answer to an
+        older challenge than its own comes from a process that it has replaced."""
+        number, given_at = self._nonces.pop(asked.nonce, (0, 0.0))
+        if not number or now - given_at > _NONCE_S or (before is not None and number < before.challenge):
+            return 0, Refusal("unknown-nonce", "this answers no question of the coordinator's, or came too late")
+        if not self._proofs.take(now):
+            return 0, Refusal("too-fast", "too many workers come at once; trying again")
+        if not self.is_proved(asked.key, purpose, asked.name or "", asked.nonce, asked.proof):
+            return 0, Refusal("unproved", "the signature does not fit the worker's key")
+        return number, Refusal()
+
+    # --- names ---------------------------------------------------------------------------------------
+
+    def name_for(self, asked: Join, state: State) -> str:
+        """The name that was asked for, or the next one like it where that belongs to somebody else."""
+        wanted, number = asked.name or self.members.free_name(), 1
+        name = wanted
+        while state.keys.get(name, asked.key) != asked.key:
+            number += 1
+            ending = f"-{number}"
+            name = wanted[: LONGEST_NAME - len(ending)] + ending
+        return name
+
+    def admit(self, name: str, guest: str, state: State, now: float) -> Refusal:
+        """What speaks against letting one more worker of this name in."""
+        if name in self.members.by_name:
+            return Refusal()
+        if (until := self.members.quarantined.get(name, now)) > now:
+            return Refusal("quarantined", f"{name} failed what others manage, and may come back in {until - now:.0f} s")
+        if not self.members.has_room_for(name):
+            return Refusal("full", "the coordinator has as many workers as it can take")
+        most = self.bounds.guests.get(guest) if guest else None
+        if most is not None and sum(worker.guest == guest for worker in self.members.by_name.values()) >= most:
+            return Refusal("full", f"the invitation of {guest} is for {most} workers at a time, and they are here")
+        if name not in state.sequences and not self._newcomers.take(now):
+            return Refusal("too-fast", f"more than {self.bounds.joins_per_minute} workers a minute come for the first time; trying again")
+        return Refusal()
+
+    # --- names that are not used ---------------------------------------------------------------------
+
+    def recall(self, state: State, now: float) -> None:
+        """Of a state that was read: whoever does not come back is forgotten after a while."""
+        self._gone = OrderedDict((name, now) for name in state.seats if name not in state.sequences)
+
+    def leave(self, name: str, state: State, now: float) -> None:
+        if name not in state.sequences:
+            self._gone.pop(name, None)
+            self._gone[name] = now
+
+    def forgettable(self, state: State, now: float) -> str | None:
+        """A name that nobody uses: its worker went long ago, and nothing of it was ever accepted."""
+        while self._gone:
+            name, since = next(iter(self._gone.items()))
+            if now - since < UNUSED_S:
+                return None
+            del self._gone[name]
+            if name in state.seats and name not in state.sequences and name not in self.members.by_name:
+                return name
+        return None
