@@ -128,9 +128,8 @@ class Protocol:
         self.seq = self.round = 0
         self.have = -1
         """The version of the weights that the worker has; -1: none."""
-        self.seat = -1
-        self.confirmed = -1
-        """The last contribution that the coordinator confirmed with its seal."""
+        self.seat = self.confirmed = -1
+        """The place at the data; and the last contribution that the coordinator confirmed with its seal."""
         self.forgotten = ""
         """A word to people where the coordinator has come back without what it confirmed."""
         self.place = (0, 0)
@@ -142,8 +141,7 @@ class Protocol:
         self.done = self.stopping = self.left = False
         self.pending: _Pending | None = None
         self._claims = self._leaves = False
-        self._reason = ""
-        """Why the worker leaves before its time."""
+        self._reason = ""  # why the worker leaves before its time
         self._returns: list[GiveBack | Fail] = []
         self._number = self._beats = 0
         self._asking: Asked | None = None

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -66,13 +67,9 @@ class ZmqServer:
         self._hoarding = Hoarding(HOARDED_BYTES + self._limits.header_bytes + self._limits.frames * self._limits.frame_bytes)
         crowd = Crowd(connections, connections_per_address)
         self._gatekeeper = Gatekeeper(self._context, self._socket, _guard(self._socket, token, own), self.traffic, self._hoarding, crowd)
-        self._poller = zmq.Poller()
-        for source in (self._socket, self._bell):
-            self._poller.register(source, zmq.POLLIN)
+        self._poller = _poller_of(self._socket, self._bell)
         try:
-            self.addresses = _bind(self._socket, hosts, port) + tuple(
-                address for further in further_ports for address in _bind(self._socket, hosts, further)
-            )
+            self.addresses = tuple(address for each in (port, *further_ports) for address in _bind(self._socket, hosts, each))
         except BaseException:
             self.close()
             raise
@@ -160,6 +157,13 @@ def _guard(socket: Socket, token: str, own: keys.Keys | None) -> Admits:
         return used == mechanism and len(credentials) == len(expected) and all(map(keys.same, credentials, expected))
 
     return admits
+
+
+def _poller_of(*sources: Any) -> zmq.Poller:
+    poller = zmq.Poller()
+    for source in sources:
+        poller.register(source, zmq.POLLIN)
+    return poller
 
 
 def _bind(socket: Socket, hosts: Sequence[str], port: int) -> tuple[str, ...]:
