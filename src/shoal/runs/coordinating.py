@@ -74,7 +74,12 @@ def prepare(
     coordinator = Coordinator(plan, agreed.policies, learner)
     around = Home(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
-    _go_on(loop, run, resume, warn)
+    try:
+        _go_on(loop, run, resume, warn)
+    except BaseException:
+        loop.driver.close()  # another may try with the folder, in this process too
+        opened.server.close()
+        raise
     return Coordinating(loop, opened.invitation)
 
 
