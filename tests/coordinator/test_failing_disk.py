@@ -145,7 +145,7 @@ def test_wherever_the_disk_fails_what_was_confirmed_comes_back(
     reference, states, whole = live(tmp_path / "healthy")
     reference.close()
     assert whole
-    for room in range(1, healthy.written, healthy.written // POSITIONS):
+    for room in range(1, healthy.written, max(1, healthy.written // POSITIONS)):
         inserted(Disk(room, problem))
         cluster, confirmed, whole = live(tmp_path / str(room))
         assert not whole

@@ -15,8 +15,11 @@ import torch
 
 from shoal.cli.main import main
 from shoal.config.load import File, Loaded, resolve
+from shoal.coordinator.journal import journals, path_of
+from shoal.coordinator.records import Reading, head_of
 from shoal.runs import alone
 from shoal.runs.coordinating import prepare
+from shoal.runs.recorder import Reporter
 
 ARCHIVE = Path(__file__).parent / "old_runs.tar.gz"
 
@@ -45,6 +48,46 @@ def test_a_coordinator_comes_back_with_the_weights_that_it_had(old: Path, kind: 
     finally:
         made.loop.driver.close()
         made.loop.server.close()
+
+
+def test_its_journal_is_called_unchecked_and_followed_by_one_that_is_not(old: Path) -> None:
+    told: list[str] = []
+
+    class Listening(Reporter):
+        def message(self, text: str) -> None:
+            told.append(text)
+
+    settings = loaded(old / "async")
+    near = settings.run.transport.replace(host=None, port=0)
+    made = prepare(settings, run_dir=str(old / "async"), resume=True, reporters=[Listening()], hosts=("127.0.0.1",), transport=near)
+    try:
+        assert any("written by an earlier version of Shoal: only headers are checked" in text for text in told)
+        made.loop.driver.open()
+    finally:
+        made.loop.driver.close()
+        made.loop.server.close()
+    folder = old / "async" / "coordinator"
+    head = head_of(path_of(folder, max(journals(folder))))
+    assert head is not None
+    assert head.checked
+
+
+def test_its_journal_may_be_damaged_and_repaired(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = old / "async" / "coordinator"
+    path = path_of(folder, max(journals(folder)))
+    reading = Reading(path)
+    ends = [reading.end.length for _ in reading]
+    content = bytearray(path.read_bytes())
+    content[ends[len(ends) // 2] + 20] ^= 1  # in a header: there are checksums of those
+    path.write_bytes(content)
+    assert main(["audit", str(old / "async")]) == 1
+    assert main(["repair", str(old / "async")]) == 0
+    assert f"{path.name} is damaged after {len(ends) // 2 + 1} records" in capsys.readouterr().out
+    settings = loaded(old / "async")
+    near = settings.run.transport.replace(host=None, port=0)
+    made = prepare(settings, run_dir=str(old / "async"), resume=True, reporters=[], hosts=("127.0.0.1",), transport=near)
+    made.loop.driver.close()
+    made.loop.server.close()
 
 
 @pytest.mark.parametrize("kind", ["async", "syncps", "diloco"])

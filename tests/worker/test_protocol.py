@@ -53,7 +53,7 @@ def test_a_contribution_is_numbered_and_its_answer_settles_it() -> None:
     assert question.frames == (b"x",)
     first, second = protocol.hear(receipt("accepted", version=4, round=4))
     assert isinstance(first, Receipt)
-    assert first[1:4] == ("accepted", 4, 7)
+    assert first[1:] == ("accepted", 4, 7, "", "")
     assert isinstance(second, News)
     assert not second.afresh
     assert (protocol.round, protocol.have, asked(protocol)) == (4, 4, None)
@@ -133,6 +133,23 @@ def test_what_it_had_taken_is_asked_for_without_being_sent_again() -> None:
     assert question is not None
     assert isinstance(question.asked, Contribute)
     assert question.frames == ()
+
+
+def test_a_coordinator_that_comes_back_without_what_its_seal_confirmed_is_told_of() -> None:
+    protocol = joined()
+    protocol.contribute(MADE, (b"x",), pulls=True)
+    asked(protocol)
+    first, _ = protocol.hear(receipt("accepted", round=4, digest="d", seal="s"))
+    assert isinstance(first, Receipt)
+    assert (first.digest, first.seal) == ("d", "s")
+    protocol.session = ""
+    asked(protocol)
+    protocol.hear(WELCOME | {"session": "t", "last_seq": 7})
+    assert protocol.forgotten == ""
+    protocol.session = ""
+    asked(protocol)
+    protocol.hear(WELCOME | {"session": "u", "last_seq": 6})
+    assert "confirmed contribution 7 of w, and has come back without it" in protocol.forgotten
 
 
 @pytest.mark.parametrize("welcome", [{"seat": 5}, {"position": 5}])

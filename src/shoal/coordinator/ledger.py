@@ -130,10 +130,13 @@ class Ledger:
         damaged = [str(line.number) for line in again.before if not line.sound]
         if damaged:
             self.remarks.append(f"{self.path} was damaged in line {', '.join(damaged[:8])}; it is written again from the journal")
-        if self.path.exists():
-            os.truncate(self.path, again.length)
-        if again.lines:
-            self._write(again.lines)
+        try:
+            if self.path.exists():
+                os.truncate(self.path, again.length)
+            if again.lines:
+                self._write(again.lines)
+        except OSError as error:
+            raise ShoalError(f"cannot write {self.path}: {error.strerror or error}") from None
 
     def close(self) -> None:
         if self._file is not None:

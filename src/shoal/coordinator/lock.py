@@ -24,7 +24,10 @@ class Lock:
     def take(self) -> None:
         """Hold it until `release`. Raises ShoalError where another has it."""
         if self._file is None:
-            file = self._path.open("ab")
+            try:
+                file = self._path.open("ab")
+            except OSError as error:
+                raise ShoalError(f"cannot write in the coordinator's folder {self._path.parent}: {error.strerror or error}") from None
             if not _try(file):
                 file.close()
                 raise ShoalError(f"another coordinator is at work in {self._path.parent}: end it first, or choose another --run-dir")

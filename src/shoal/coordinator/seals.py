@@ -14,6 +14,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from shoal.errors import ShoalError
+
 KEY_FILE = "receipts.key"
 
 
@@ -26,7 +28,10 @@ def key_in(folder: Path) -> bytes:
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(secrets.token_hex(32))
         os.replace(partial, path)
-    return bytes.fromhex(path.read_text(encoding="ascii"))
+    try:
+        return bytes.fromhex(path.read_text(encoding="ascii"))
+    except ValueError:
+        raise ShoalError(f"{path} is damaged: put it back; or delete it, and an audit will not know the receipts of before") from None
 
 
 def digest_of(line: list[Any]) -> str:

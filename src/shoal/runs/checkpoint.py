@@ -15,6 +15,7 @@ difference.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -191,6 +192,9 @@ def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems know of no such thing
+            raise
     finally:
         os.close(descriptor)
 

@@ -92,7 +92,12 @@ def _coordinating(
     coordinator = Coordinator(plan, agreed.policies, learner)
     around = Place(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
-    _go_on(loop, run, resume, warn)
+    try:
+        _go_on(loop, run, resume, warn)
+    except BaseException:
+        loop.driver.close()  # another may try with the folder, in this process too
+        opened.server.close()
+        raise
     if run.updates.privacy.enabled:
         loop.warn_of_epsilon(loaded.settings.spelling("updates.privacy.noise_multiplier"))
     return Coordinating(loop, opened.invitation)

@@ -305,8 +305,8 @@ class Protocol:
         """Take the place at the data that was given: the one the worker has, unless another took it while it was gone. What the coordinator
         had not taken is sent again, unless others learned from that data."""
         self.welcome, self.welcome_frames, self.session = header, frames, header["session"]
-        self.joining = self.joining._replace(name=header["name"], nonce="", proof="")
-        if header["last_seq"] < self.confirmed:
+        same, self.joining = header["name"] == self.name, self.joining._replace(name=header["name"], nonce="", proof="")
+        if same and header["last_seq"] < self.confirmed:
             self.forgotten = (
                 f"warning: the coordinator confirmed contribution {self.confirmed} of {self.name}, and has come back without it: records "
                 "of its journal are gone. `shoal audit --receipts` proves that with what this worker wrote down, if it did"

@@ -180,7 +180,7 @@ class Training(Section):
     global_batch_size: PositiveInt | None = None
     """Samples per step over all devices; checked against batch_size × accumulation × devices. null: that product."""
     epochs: PositiveInt | None = None
-    """Passes over the data; null: 30 for WikiText, 20 for SNLI, else 1, unless max_steps is set."""
+    """Passes over the data; null: 30 for WikiText, 20 for SNLI, else 1, unless max_steps is set. A stream needs max_steps as well."""
     max_steps: PositiveInt | None = None
     """End after so many steps; null: when the epochs are done."""
     optimizer: Optimizer = Optimizer()
