@@ -64,10 +64,11 @@ def test_without_rounds_the_quality_is_the_same(cluster: Callable[..., Any], alo
 @pytest.mark.parametrize("strategy", [SYNCPS, EDP, ASYNC], ids=["syncps", "edp", "async"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_workers_on_a_gpu_learn(cluster: Callable[..., Any], strategy: Any, precision: str) -> None:
+    """At a learning rate that gradients which lag bear in any precision: at 0.003 edp ends at 6 to 8 in one run of four, in fp32, too."""
     together = cluster(
         GPT,
         strategy,
-        {"training": {"device": "cuda", "precision": {"kind": precision}, "optimizer": {"name": "AdamW", "learning_rate": 0.003}}},
+        {"training": {"device": "cuda", "precision": {"kind": precision}, "optimizer": {"name": "AdamW", "learning_rate": 0.001}}},
     )
     assert together.loss < 4.5
     assert sum(worker.worker.counts["accepted"] for worker in together.workers) >= 60

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from scripted import WELCOME, Engine, Feed, Line, MeanEngine, Numbered, weights, worker_of
 
-from shoal.config.schema.updates import Int8Codec
+from shoal.config.schema.updates import Int8Codec, Updates
 from shoal.errors import ShoalError
 from shoal.updates import codecs
 from shoal.updates.frames import frame_of
-from shoal.worker.contributions import Gradients
+from shoal.worker.contributions import GradientProducer, Gradients
 from shoal.worker.courier import Answer
+from shoal.worker.outgoing import Outgoing
 from shoal.worker.policies import Pulling
 from shoal.worker.protocol import Frames
 
@@ -227,6 +229,31 @@ def test_a_worker_that_makes_no_progress_says_that_it_is_stuck() -> None:
     worker.work()
     assert said == ["computing", "computing", "stuck"]
     assert worker.doing == "leaving"
+
+
+def test_a_gradient_that_is_not_finite_never_overwrites_one_that_is_under_way() -> None:
+    """With half precision gradients overflow now and then, while the one before them is still being sent."""
+    engine = Engine()
+    engine.apply_own = lambda step: None  # type: ignore[method-assign]
+    surroundings: Any = SimpleNamespace(
+        engine=engine,
+        feed=Feed(0, 0, 0),
+        accumulation=1,
+        ranks=1,
+        server_step=0.0,
+        weights=SimpleNamespace(version=0),
+        outgoing=Outgoing(engine, Updates()),  # type: ignore[arg-type]
+    )
+    producer = GradientProducer(surroundings, own_steps=True)
+    first = producer.make()
+    assert first is not None
+    engine.gradient.fill_(float("inf"))
+    assert producer.make() is None
+    engine.gradient.fill_(2.0)
+    second = producer.make()
+    assert second is not None
+    assert first.vector.tolist() == [1.0] * 3
+    assert second.vector.tolist() == [2.0] * 3
 
 
 def test_what_came_too_late_is_counted_and_not_as_its_own() -> None:

@@ -109,11 +109,11 @@ class GradientProducer:
     def make(self) -> Made | None:
         worker, feed = self.worker, self.worker.feed
         result = worker.outgoing.gradients([next(feed) for _ in range(worker.accumulation)])
-        self._vectors.reverse()
-        vector = self._vectors[0]
+        vector = self._vectors[-1]
         vector.copy_(worker.engine.gradient)
         if not worker.outgoing.limit(vector):
-            return None
+            return None  # the other vector may still be under way: the next gradient goes into this one again
+        self._vectors.reverse()
         if self.own_steps:
             worker.engine.apply_own(worker.server_step)
         batches = worker.accumulation * worker.ranks
