@@ -201,9 +201,7 @@ def wandb_is_missing(settings: Settings) -> None:
     paths = ("logging.project", "logging.track_gradients")
     asked = [path for path in paths if settings.get(path) and _is_of(settings, path, "smolcluster")]
     if asked and not settings.given("logging.sinks") and find_spec("wandb") is None:
-        message = (
-            f"`{settings.spelling(asked[0])}` is meant for W&B, which is not installed: the run's metrics.jsonl has the figures"
-        )
+        message = f"`{settings.spelling(asked[0])}` is meant for W&B, which is not installed: the run's metrics.jsonl has the figures"
         settings.report("wandb", message, asked[0], severity="warning", help="pip install 'shoal[wandb]'")
 
 
