@@ -18,13 +18,13 @@ from run import Row
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 WORKERS = 3
-MNIST = [f"data.source.path={DATA / 'mnist'}", "logging.track_gradients=false"]
+MNIST = [f"data.source.path={DATA / 'mnist'}", "logging.track_gradients=false", "logging.sinks=[]", "training.schedule.kind=cosine"]
 GPT = [f"data.source.path={DATA / 'text' / 'tinyshakespeare.txt'}", "data.source.kind=text", "data.tokenizer=characters"]
 GPT += ["model.hidden_size=64", "model.intermediate_size=256", "model.num_layers=2", "model.dropout=0.0", "model.max_seq_len=32"]
-GPT += ["data.sequence_length=32", "training.epochs=2", "evaluation.batches=200"]
+GPT += ["data.sequence_length=32", "training.epochs=2", "evaluation.batches=200", "logging.sinks=[]"]
 STRATEGIES = {
     "syncps": ["strategy.kind=syncps", "strategy.round_timeout_s=60"],
-    "edp, every step": ["strategy.kind=edp", "strategy.pull_every_steps=1"],
+    "edp, every step": ["strategy.kind=edp", "strategy.pull_every_steps=1", "strategy.look_ahead=true"],
     "edp, every 10": ["strategy.kind=edp", "strategy.pull_every_steps=10"],
     "async": ["strategy.kind=async"],
 }

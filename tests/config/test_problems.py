@@ -178,3 +178,22 @@ def test_no_view_tells_a_secret(tmp_path: Path) -> None:
         assert "hunter" not in view
     assert "********" in views[0]
     assert loaded.run.transport.password.reveal() == "hunter4"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "help"),
+    [
+        ("classroom", "data: {latent_dim: 3}", "it belongs under `model`"),
+        ("ava", "data: {learning_rate: 3}", "it belongs under `training`"),
+        ("dist-llm-train", "controller: {seq_length: 3}", "it belongs under `training`"),
+        ("smolcluster", "training: {polyak_alpha: 0.5}", "it belongs at the top level"),
+        ("shoal", "data: {latent_dim: 3}", "it belongs under `model`"),
+        ("shoal", "training: {padding_side: left}", "it belongs under `data`"),
+    ],
+)
+def test_a_key_in_the_wrong_place_is_told_the_right_one(tmp_path: Path, dialect: str, text: str, help: str) -> None:
+    (tmp_path / "file.yaml").write_text(f"{text}\n")
+    (problem,) = [
+        one for one in resolve([File(str(tmp_path / "file.yaml"))], dialect=dialect, environ={}).problems if one.code == "unknown-key"
+    ]
+    assert help in problem.help

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from shoal.config.derive import quorum, tolerated
+from shoal.config.dialects import native_paths
 from shoal.config.load import File, Loaded, parse_override, resolve
-from shoal.config.problems import render
-from shoal.config.rules import RULES
+from shoal.config.problems import masked, render
+from shoal.config.rules import NO_EFFECT, RULES
 
 HOSTS = "cluster: {server: s, workers: [a, b], hosts: {s: {}, a: {}, b: {}}}\n"
 
@@ -176,6 +177,11 @@ WARNED = [
     "strategy: {kind: diloco, grace_s: 5.0}\n",
     "strategy: {kind: diloco, overlap_blend: 0.3}\n",
     "strategy: {kind: diloco, quorum: 1, late: weigh}\n",
+    "data: {loader: {prefetch_factor: 4}}\n",
+    "strategy: {kind: diloco, inner_steps: 100}\ncheckpoint: {every_steps: 30}\n",
+    "evaluation: {strategy: never, batch_size: 7}\n",
+    "training: {schedule: {end_learning_rate: 1e-5}}\n",
+    "engine: {kind: deepspeed, stage3_max_live_parameters: 7}\n",
     "strategy: {kind: syncps}\ncluster: {num_workers: 2}\nupdates: {aggregation: {kind: trimmed-mean}}\n",
     "strategy: {kind: async, contributions_per_update: 2}\nupdates: {aggregation: {kind: median}}\n",
 ]
@@ -376,3 +382,24 @@ def test_privacy_without_a_limit_names_the_key_of_the_user_s_own_file(tmp_path: 
 )
 def test_a_dist_llm_train_file_has_two_workers_unless_it_says_otherwise(tmp_path: Path, text: str, workers: int) -> None:
     assert volunteers(tmp_path, text).run.cluster.num_workers == workers
+
+
+def test_every_setting_that_may_have_no_effect_and_what_decides_it_are_settings() -> None:
+    known = set(native_paths())
+    for path, other, _, why in NO_EFFECT:
+        assert path in known
+        assert other in known or any(name.startswith(f"{other}.") for name in known), other
+        assert why
+
+
+@pytest.mark.parametrize("line", ["num_experts_per_token: 8", "per_token: 2"])
+def test_how_many_experts_a_token_goes_to_is_no_secret(line: str) -> None:
+    assert masked(line) == line
+    assert masked("hub_token: hf_abc") == masked("token: hf_abc").replace("token", "hub_token", 1) == "hub_token: ********"
+
+
+def test_an_ava_file_that_says_how_texts_are_padded_and_cut_has_them_padded_and_cut(tmp_path: Path) -> None:
+    file = tmp_path / "ava.yaml"
+    for text, batching in (("padding_side: left", "dynamic"), ("truncation: false", "dynamic"), ("max_length: 64", "packed")):
+        file.write_text(f"model: {{num_experts: 2}}\ndata: {{{text}}}\n")
+        assert resolve([File(str(file))], dialect="ava", environ={}).run.data.batching == batching

@@ -13,7 +13,8 @@ Severity = Literal["error", "warning"]
 Style = Literal["text", "json", "github"]
 
 # A key that ends like this may hold a secret even where no schema knows it (a misspelt key, a syntax error).
-_SECRET_IN_LINE = r"""(\b(?:\w*_)?(?:pas+w\w*|secrets?|tok+e?n)["']?\s*[:=]\s*)(?!\$\{)(\S.*)$"""
+# How many experts a token goes to is none.
+_SECRET_IN_LINE = r"""(\b(?:\w*_)?(?<!per_)(?:pas+w\w*|secrets?|tok+e?n)["']?\s*[:=]\s*)(?!\$\{)(\S.*)$"""
 
 
 class Label(NamedTuple):

@@ -27,6 +27,8 @@ def _imply(seen: Seen) -> Implied:
     implied: Implied = {"model.kind": ("moe", "ava files train mixture-of-experts models")}
     if "data.data_dir" in seen:
         implied["data.source.kind"] = ("text", "`data_dir` is a folder of texts")
+    if "data.padding_side" in seen or "data.truncation" in seen:
+        implied["data.batching"] = ("dynamic", "`padding_side` and `truncation` say how a text becomes a sample of its own")
     if seen.any_below("deepspeed") and "deepspeed.enabled" not in seen:
         implied["engine.kind"] = ("deepspeed", "there is a `deepspeed` section")
     switch, precision = seen.nodes.get("deepspeed.fp8_enabled"), seen.nodes.get("deepspeed.precision")

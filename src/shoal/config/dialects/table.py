@@ -84,6 +84,13 @@ Implied = dict[str, tuple[Any, str]]
 """Native path → value, and why."""
 
 
+def belongs(name: str, paths: Iterable[str]) -> str:
+    """Where a key of this name belongs, among the paths of settings; empty: nowhere."""
+    homes = dict.fromkeys(path.rpartition(".")[0].replace("[]", "") for path in paths if path.rpartition(".")[2] == name)
+    places = [f"under `{home}`" if home else "at the top level" for home in list(homes)[:2]]
+    return f"it belongs {' or '.join(places)}" if places else ""
+
+
 class Dialect:
     """The table of one document, ready to look paths up in."""
 
@@ -113,12 +120,10 @@ class Dialect:
     def unknown(self, name: str, entry: Entry, path: Key, siblings: Iterable[str]) -> Problem:
         where = ".".join(path)
         spelled = [known for known, _ in self.paths()]
-        homes = [known.rpartition(".")[0] for known in spelled if known.rpartition(".")[2] == name]
+        help = belongs(name, spelled)
         if close := did_you_mean(name, siblings):
-            help = close
-        elif homes:
-            help = "it belongs " + (f"under `{homes[0].replace('[]', '')}`" if homes[0] else "at the top level")
-        else:
+            help = f"{close[:-1]}, or {help}?" if help else close
+        elif not help:
             help = did_you_mean(name, [known.rpartition(".")[2] for known in spelled])
             help = help or f"this file was read as {self.name}; a line `dialect: NAME` at its top says otherwise"
         message = f"unknown key `{name}`" + (f" in `{where}`" if where else "")
