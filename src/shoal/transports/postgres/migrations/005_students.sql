@@ -294,8 +294,8 @@ DECLARE
     longest double precision;
 BEGIN
     PERFORM set_config('synchronous_commit', 'off', true);
-    IF octet_length(p_state) > 80 OR octet_length(p_figures) > 8192 THEN
-        RAISE EXCEPTION 'a sign of life that is too long' USING ERRCODE = 'SH002';
+    IF p_state !~ '^[ -~]{0,80}$' OR octet_length(p_figures) > 8192 THEN  -- people see it: nothing in it may steer a terminal
+        RAISE EXCEPTION 'a sign of life that is too long, or not plain text' USING ERRCODE = 'SH002';
     END IF;
     SELECT * INTO present FROM iterations i ORDER BY i.iteration DESC LIMIT 1;
     IF p_state IN ('computing', 'sending') THEN
