@@ -175,6 +175,23 @@ def test_a_student_of_a_runs_own_server_reaches_no_other_database(database: Data
     assert others == [(database.name,)]
 
 
+def test_an_owner_who_is_no_superuser_is_told_what_is_missing_and_still_has_a_watchdog(postgres: PostgresProcess, tmp_path: Path) -> None:
+    with postgres.connect("postgres") as admin:
+        admin.execute("CREATE ROLE teacher LOGIN CREATEROLE PASSWORD 'correct-horse'")
+        admin.execute("CREATE DATABASE school OWNER teacher")
+    with psycopg.connect(postgres.conninfo("teacher", "school"), autocommit=True) as teacher:
+        schema.init(teacher)
+        missing = " ".join(schema.missing_protections(teacher))
+        assert "only a superuser can bound temporary files" in missing
+        assert "students can also connect to" in missing
+        schema.grant(teacher, "room", "correct-horse", "class")
+        mia = own_access(parse(postgres.conninfo("room", "school")), "mia", tmp_path, 5.0)
+        with connected(mia) as student:
+            teacher.execute("SELECT shoal.watch(ARRAY[%s::int])", (student.info.backend_pid,))
+            with pytest.raises(psycopg.OperationalError):
+                student.execute("SELECT 1")
+
+
 # --- work that is taken and not done -------------------------------------------------------------------------
 
 

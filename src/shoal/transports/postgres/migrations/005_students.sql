@@ -80,6 +80,8 @@ BEGIN
     EXECUTE format('ALTER ROLE %I SET statement_timeout = ''10min''', p_role);
     IF (SELECT rolsuper FROM pg_roles WHERE rolname = current_user) THEN
         EXECUTE format('ALTER ROLE %I SET temp_file_limit = ''256MB''', p_role);
+    ELSE
+        EXECUTE format('GRANT %I TO CURRENT_USER', p_role);  -- so that the watchdog sees connections of the role, and may end them
     END IF;
 END $$;
 
