@@ -61,7 +61,9 @@ def measure(codec: str = "none") -> Seen:
     with tempfile.TemporaryDirectory() as folder, EmbeddedPostgres(Path(folder)) as server:
         with connect(server.access) as connection:
             schema.init(connection)
-            schema.grant(connection, "pupil", "secret", "student")
+            schema.grant(
+                connection, "pupil", "secret", "coordinator"
+            )  # all of them in one role, which a student's connections would not do for
         where = {name: value for name, value in server.access._asdict().items() if name != "options"}
         helpers = [Helper(__file__, "coordinate", 1, folder=folder, codec=codec, **where)]
         try:

@@ -141,7 +141,7 @@ def in_class(seed: int, folder: Path, server: Access) -> float:
     create_database(access)
     with connect(access) as connection:
         schema.init(connection)
-        schema.grant(connection, "pupil", "secret", "student")
+        schema.grant(connection, "pupil", "secret", "class")
     tree = settings(seed, BATCH) | {"transport": {"kind": "postgres", "host": access.host, "port": access.port}}
     tree["strategy"] = {"kind": "workunits", "batches_per_unit": 1, "units_per_update": WORKERS}
     where = {name: value for name, value in access._asdict().items() if name != "options"} | {"password": Secret(access.password or "")}

@@ -98,7 +98,8 @@ def test_one_command_starts_a_whole_class_here(processes: Processes, tmp_path: P
     assert code == 0, output
     assert "completed after" in output
     assert not (tmp_path / "run" / "postgres" / "postmaster.pid").exists()
-    assert list((tmp_path / "run" / "samples").glob("*.png"))
+    assert (tmp_path / "run" / "samples" / "step-00000000.png").exists(), "pictures come from the beginning"
+    assert "How to use it" in (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
     processes.here("generate", "run", "--grid", "grid.png")
     assert (tmp_path / "grid.png").stat().st_size > 100
 

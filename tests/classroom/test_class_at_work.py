@@ -19,6 +19,7 @@ from shoal.config.load import resolve_data
 from shoal.coordinator.audit import audit
 from shoal.coordinator.evidence import gather_from, gather_receipts
 from shoal.errors import ShoalError
+from shoal.runs import joining
 from shoal.runs.coordinating import Coordinating
 from shoal.runs.joining import Joined
 from shoal.runs.lines import BoardLine
@@ -399,3 +400,17 @@ def test_a_student_without_the_images_gets_them_from_the_class(school: School, t
     school.finish()
     assert not Path("pictures").exists()
     assert set(covered(school).values()) == {1}
+
+
+def test_a_students_plain_log_says_how_it_goes(school: School, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_TELL_EVERY_S", 0.0)
+    coordinating, told = school.coordinate(workers=1), list[str]()
+
+    def listen(worker: Joined) -> None:
+        worker.courier.tell = told.append
+        worker.pulse.interval_s = 0.02
+
+    school.worker("ann", listen)
+    train(coordinating)
+    school.finish()
+    assert [line for line in told if "units of work taken" in line and "at version" in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import secrets
 import sys
 import uuid
@@ -11,11 +12,16 @@ from pathlib import Path
 import psycopg
 import pytest
 from psycopg import errors
+from rich.console import Console
 
-from shoal.transports import Refused
+from shoal.cli.status import _drawn
+from shoal.coordinator.bulletin_board import BulletinBoard
+from shoal.transports import Message, Refused
 from shoal.transports.databases import Access, parse
 from shoal.transports.postgres import PostgresServer, UnitDesk, schema
+from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
+from shoal.transports.postgres.view import look
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "transports"))
 
@@ -167,6 +173,23 @@ def test_a_student_of_a_runs_own_server_reaches_no_other_database(database: Data
             "SELECT datname FROM pg_database WHERE datallowconn AND has_database_privilege(%s, oid, 'CONNECT')", (mia.user,)
         ).fetchall()
     assert others == [(database.name,)]
+
+
+def test_an_owner_who_is_no_superuser_is_told_what_is_missing_and_still_has_a_watchdog(postgres: PostgresProcess, tmp_path: Path) -> None:
+    with postgres.connect("postgres") as admin:
+        admin.execute("CREATE ROLE teacher LOGIN CREATEROLE PASSWORD 'correct-horse'")
+        admin.execute("CREATE DATABASE school OWNER teacher")
+    with psycopg.connect(postgres.conninfo("teacher", "school"), autocommit=True) as teacher:
+        schema.init(teacher)
+        missing = " ".join(schema.missing_protections(teacher))
+        assert "only a superuser can bound temporary files" in missing
+        assert "students can also connect to" in missing
+        schema.grant(teacher, "room", "correct-horse", "class")
+        mia = own_access(parse(postgres.conninfo("room", "school")), "mia", tmp_path, 5.0)
+        with connected(mia) as student:
+            teacher.execute("SELECT shoal.watch(ARRAY[%s::int])", (student.info.backend_pid,))
+            with pytest.raises(psycopg.OperationalError):
+                student.execute("SELECT 1")
 
 
 # --- work that is taken and not done -------------------------------------------------------------------------
@@ -381,3 +404,27 @@ def test_a_lease_is_a_secret(server: PostgresServer, mia: Access, eve: Access) -
     assert honest.submit(unit, {}, [b"x"]) == "accepted"
     for desk in (honest, hostile):
         desk.close()
+
+
+# --- what people see ----------------------------------------------------------------------------------------
+
+
+def test_what_a_student_says_of_itself_steers_no_terminal(database: Database, server: PostgresServer, eve: Access) -> None:
+    issue(server, 6)
+    hostile = desk_of(eve, "eve")
+    with pytest.raises(Refused, match="not plain text"):
+        hostile.beat("\x1b[2Jcomputing", {})
+    hostile.beat("[/] [red]computing", {})
+    for unit in hostile.claim(5, 0.0):
+        hostile.fail(unit, "\x1b]0;owned\x07")
+    hostile.close()
+    told = BulletinBoard.__new__(BulletinBoard)
+    told.board, told._notes_at = server, 0.0
+    assert told.notes(1.0) == ["warning: 5 units in a row failed at student-eve (?]0;owned?): it gets no more for 5 s"]
+    with connect(parse(database.conninfo("admin"))) as owner:
+        server.open_run(Message({}), resume=False)
+        view = look(owner)
+    assert view is not None
+    console = Console(file=io.StringIO(), force_terminal=False, width=200)
+    console.print(_drawn(view))
+    assert "[/] [red]computing" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -59,6 +59,7 @@ def run(argv: list[str]) -> int:
 def _drawn(view: View) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     from shoal.watch import classroom
 
@@ -68,7 +69,7 @@ def _drawn(view: View) -> RenderableType:
     columns, *rows = classroom.table(view)
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) for cell in row))  # what a worker says of itself is no markup
     return Group(head, "", table)
 
 

@@ -158,7 +158,7 @@ def replicas_meet_at_the_end_of_a_round(settings: Settings, engine: str, strateg
 
 @rule("data.source.serve", "transport.kind", "strategy.kind")
 def images_are_served_by_a_database(settings: Settings, serve: bool, transport: str, strategy: str) -> None:
-    if serve and (transport != "postgres" or strategy != "workunits"):
+    if serve and _changed(settings, "data.source.serve") and (transport != "postgres" or strategy != "workunits"):
         settings.report(
             "cannot-serve",
             "images are served to workers that lack them by a class's database only (transport postgres, strategy workunits)",

@@ -25,6 +25,7 @@ from shoal.runs.recorder import INTERRUPTED, Members, Recorder, Reporter
 from shoal.runs.run_directory import RunDirectory
 from shoal.runs.totals import Totals
 from shoal.strategies import Length, Policies
+from shoal.tasks import Draws
 from shoal.updates import privacy
 from shoal.updates.fragments import Span
 from shoal.updates.messages import Message
@@ -160,6 +161,7 @@ class ClusterLoop:
     def _coordinate(self) -> None:
         coordinator, recorder = self.coordinator, self.recorder
         self.driver.open()
+        self._draw_untrained()
         while not (coordinator.finished or recorder.stopping):
             if self.driver.step():
                 self._hear_verdicts()
@@ -213,6 +215,12 @@ class ClusterLoop:
         self.judge.begin(self.step, {name: value.detach().clone() for name, value in self.engine.weights().items()})
         return {}
 
+    def _draw_untrained(self) -> None:
+        """A class sees pictures from the beginning."""
+        if self.judge is not None and self.board is not None and self.step == 0 and isinstance(self.engine.task, Draws):
+            weights = {name: value.detach().clone() for name, value in self.engine.weights().items()}
+            self.judge.begin(0, weights, only_draw=True)
+
     def _hear_verdicts(self) -> None:
         while self.judge is not None and not self.judge.verdicts.empty():
             step, metrics, problem = self.judge.verdicts.get()
@@ -220,6 +228,9 @@ class ClusterLoop:
                 self.message(problem)
             if metrics:
                 self.recorder.judged(metrics, step)
+            else:
+                for reporter in self.recorder.reporters:
+                    reporter.drawn()
 
     def _finish_evaluation(self) -> None:
         """The final weights are always judged."""

@@ -29,7 +29,7 @@ class Judge:
         self.task = copy.deepcopy(parts.engine.task)
         self.verdicts: queue.Queue[tuple[int, dict[str, float], str]] = queue.Queue()
         self._engine: SingleEngine | None = None
-        self._waiting: deque[tuple[int, dict[str, Tensor]]] = deque()
+        self._waiting: deque[tuple[int, dict[str, Tensor], bool]] = deque()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -39,9 +39,10 @@ class Judge:
         with self._lock:
             return len(self._waiting) + (self._thread is not None)
 
-    def begin(self, step: int, weights: dict[str, Tensor]) -> None:
+    def begin(self, step: int, weights: dict[str, Tensor], *, only_draw: bool = False) -> None:
+        """`only_draw`: show what the model does, without judging it."""
         with self._lock:
-            self._waiting.append((step, weights))
+            self._waiting.append((step, weights, only_draw))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="judge", daemon=True)
                 self._thread.start()
@@ -52,13 +53,14 @@ class Judge:
                 if not self._waiting:
                     self._thread = None
                     return
-                step, weights = self._waiting.popleft()
-            self._judge(step, weights)
+                step, weights, only_draw = self._waiting.popleft()
+            self._judge(step, weights, only_draw)
 
-    def _judge(self, step: int, weights: dict[str, Tensor]) -> None:
+    def _judge(self, step: int, weights: dict[str, Tensor], only_draw: bool) -> None:
         metrics, problem, full = dict[str, float](), "", False
         try:
-            metrics = self._engine_with(weights).evaluate(self.batches())
+            engine = self._engine_with(weights)
+            metrics = {} if only_draw else engine.evaluate(self.batches())
             self._draw(step)
         except (ShoalError, OSError, RuntimeError, ValueError) as error:
             full = self.device.type != "cpu" and out_of_memory(error)
@@ -66,7 +68,7 @@ class Judge:
         if full:
             self._leave_gpu()
             self.verdicts.put((step, {}, _NO_ROOM))
-            self._judge(step, weights)
+            self._judge(step, weights, only_draw)
             return
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # workers may need it

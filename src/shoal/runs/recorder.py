@@ -115,6 +115,9 @@ class Reporter:
     def record(self, record: dict[str, Any]) -> None:
         """Figures at a step: `step`, `split` (`train` or `eval`), `samples`, and the metrics by name."""
 
+    def drawn(self) -> None:
+        """A sample was drawn that belongs to no record: what the untrained model shows."""
+
     def message(self, text: str) -> None:
         """Something to tell people. A warning begins with `warning:`."""
 

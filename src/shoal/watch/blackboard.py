@@ -34,6 +34,12 @@ class Blackboard(Reporter):
         except ShoalError as error:
             self.recorder.message(f"warning: step {record['step']} is not on the blackboard: {error}")
 
+    def drawn(self) -> None:
+        try:
+            self._show_samples()
+        except ShoalError as error:
+            self.recorder.message(f"warning: the first picture is not on the blackboard: {error}")
+
     def _show_members(self) -> None:
         """Who takes part, where the database does not know it itself. At the end they have gone: those who were there last stay."""
         assert self.recorder.members is not None

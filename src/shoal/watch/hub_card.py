@@ -20,11 +20,13 @@ class Story(NamedTuple):
     wall_s: float
     size: int
     data: str
+    folder: str = ""
+    """Where the model lies on this machine, for a card that is not on the hub."""
 
 
 def write_card(story: Story, records: list[dict[str, Any]], sample: Path | None, config: str) -> str:
     """The text of README.md."""
-    parts = [_header(story.run), _introduction(story), _sample(sample), _training(story), _metrics(records), _loading(story.run)]
+    parts = [_header(story.run), _introduction(story), _sample(sample), _training(story), _metrics(records), _loading(story)]
     settings = f"## Settings\n\n<details>\n<summary>config.yaml</summary>\n\n````yaml\n{config}````\n\n</details>"
     return "\n\n".join([part for part in parts if part] + [settings]) + "\n"
 
@@ -42,7 +44,7 @@ def _introduction(story: Story) -> str:
     kind = f"{base}, fine-tuned" if base else f"a model of kind `{run.model.kind}`"
     does = f" that {run.chosen_task.does}" if run.chosen_task.does else ""
     state = "at the end of its training" if story.step >= story.total_steps else "while it is still being trained"
-    title = run.name or run.hub.repo_id.partition("/")[2]
+    title = run.name or run.hub.repo_id.partition("/")[2] or Path(story.folder).name
     return f"# {title}\n\nThis is {kind}{does}, with {story.size:,} parameters, trained with Shoal; here {state}."
 
 
@@ -87,10 +89,13 @@ def _figure(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, (int, float)) else "-"
 
 
-def _loading(run: Run) -> str:
+def _loading(story: Story) -> str:
+    run = story.run
     repo = run.hub.repo_id
-    name = repo.partition("/")[2]
+    name = story.folder or repo.partition("/")[2]
     use = {"images": f"shoal generate {name} --grid grid.png", "text": f'shoal generate {name} --prompt "Once"', "": f"shoal eval {name}"}
+    if story.folder:
+        return f"## How to use it\n\n```sh\n{use[run.chosen_task.shows]}\n```"
     command = f"hf download {repo} --local-dir {name}\n{use[run.chosen_task.shows]}"
     return f"""## How to load it
 

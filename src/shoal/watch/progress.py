@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
 from shoal.runs.recorder import Recorder, Reporter
 from shoal.watch import classroom
@@ -127,7 +128,7 @@ def table_of(recorder: Recorder) -> Table:
     columns, *rows = rows_of(recorder)
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) for cell in row))  # what a worker says of itself is no markup
     return table
 
 

@@ -12,6 +12,7 @@ from shoal.errors import ShoalError
 from shoal.runs.recorder import Recorder, Reporter
 from shoal.watch.blackboard import Blackboard
 from shoal.watch.hub import HubUploads
+from shoal.watch.local_card import LocalCard
 from shoal.watch.metrics import metrics_of
 from shoal.watch.plot import save_curves
 
@@ -99,6 +100,6 @@ def sinks_for(run: Run) -> list[Reporter]:
     """The sinks that a run asks for."""
     made: list[Reporter] = [LossCurve()]
     made += [sink.builder()(sink, run) for sink in run.logging.sinks]
-    made += [Blackboard()] if run.transport.kind == "postgres" and not run.alone else []
+    made += [Blackboard(), LocalCard()] if run.transport.kind == "postgres" and not run.alone else []
     made += [HubUploads(run)] if run.hub.enabled else []
     return made

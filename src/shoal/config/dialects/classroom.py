@@ -8,7 +8,9 @@ _DATABASE = "transport[postgres]"
 
 def _imply(seen: Seen) -> Implied:
     why = "classroom files train a GAN in work units through PostgreSQL"
-    return {
+    own = seen.value("database.host") in (None, "embedded")
+    served: Implied = {"data.source.serve": (True, "a class with a server of its own gives its images to students that lack them")}
+    return (served if own else {}) | {
         "strategy.kind": ("workunits", why),
         "transport.kind": ("postgres", why),
         "model.kind": ("dcgan", why),
@@ -49,7 +51,6 @@ CLASSROOM = Dialect(
         row("model.generator_features", "model[dcgan].generator_features"),
         row("model.discriminator_features", "model[dcgan].discriminator_features"),
         row("data.dataset_path", "data.source[images].path", default="data/celeba_torchvision/celeba/img_align_celeba"),
-        row("data.serve_images", "data.source[images].serve"),
         row("data.num_workers_dataloader", "data.loader.num_workers"),
         row("huggingface.enabled", "hub.enabled"),
         row("huggingface.repo_id", "hub.repo_id"),

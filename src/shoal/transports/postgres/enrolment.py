@@ -22,7 +22,7 @@ def own_access(access: Access, name: str | None, folder: Path, patience_s: float
     """How this student connects: as who was invited, or as the student that the class's token makes. `folder` keeps what it made."""
     file = folder / f"class-{_class_of(access, name)}.json"
     kept = _kept(file, access)
-    if kept is not None and _lets_in(kept):
+    if kept is not None and _lets_in(kept, patience_s):
         return kept
     line = Line(access.address)
     try:
@@ -50,11 +50,11 @@ def _kept(file: Path, access: Access) -> Access | None:
         return None  # there is none, or it was damaged: a new role is made
 
 
-def _lets_in(access: Access) -> bool:
+def _lets_in(access: Access, patience_s: float) -> bool:
     """Whether the role is still there. One that is shut out is not: quarantine is told, and no new role is made to get around it."""
     line = Line(access.address)
     try:
-        return line.run(_kind, 0.0) == "student"
+        return line.run(_kind, patience_s) == "student"
     except Refused as problem:
         if "not permitted to log in" in str(problem):
             raise ShoalError(

@@ -80,6 +80,8 @@ BEGIN
     EXECUTE format('ALTER ROLE %I SET statement_timeout = ''10min''', p_role);
     IF (SELECT rolsuper FROM pg_roles WHERE rolname = current_user) THEN
         EXECUTE format('ALTER ROLE %I SET temp_file_limit = ''256MB''', p_role);
+    ELSE
+        EXECUTE format('GRANT %I TO CURRENT_USER', p_role);  -- so that the watchdog sees connections of the role, and may end them
     END IF;
 END $$;
 
@@ -294,8 +296,8 @@ DECLARE
     longest double precision;
 BEGIN
     PERFORM set_config('synchronous_commit', 'off', true);
-    IF octet_length(p_state) > 80 OR octet_length(p_figures) > 8192 THEN
-        RAISE EXCEPTION 'a sign of life that is too long' USING ERRCODE = 'SH002';
+    IF p_state !~ '^[ -~]{0,80}$' OR octet_length(p_figures) > 8192 THEN  -- people see it: nothing in it may steer a terminal
+        RAISE EXCEPTION 'a sign of life that is too long, or not plain text' USING ERRCODE = 'SH002';
     END IF;
     SELECT * INTO present FROM iterations i ORDER BY i.iteration DESC LIMIT 1;
     IF p_state IN ('computing', 'sending') THEN

