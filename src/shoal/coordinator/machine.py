@@ -110,6 +110,7 @@ class Coordinator:
             case Exited():
                 self._lose(event.name, "is gone")
             case Opened():
+                self.door.recall(self.state, self.now)
                 if self.lender is not None:
                     self.lender.offer()
             case Interrupted():
@@ -506,7 +507,6 @@ class Coordinator:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.book.load_state_dict(dict(saved))
         self.members.known = self.state.seats
-        self.door.recall(self.state, self.now)
         self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers)
 
     def go_on_from(self, version: int, earlier: Mapping[str, Any]) -> None:

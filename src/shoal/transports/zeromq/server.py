@@ -95,7 +95,7 @@ class ZmqServer:
         peer, parts = received.peer, received.parts
         self._hoarding.heard(received.last)
         self.traffic.receive(wire.size_of(parts))
-        admitted = self._rates.admits(peer, time.monotonic(), 1 + (len(parts[0]) if parts else 0) / _BYTES_PER_PERMIT)
+        admitted = self._rates.admits(peer, time.monotonic(), 1 + (len(parts[0]) if parts else 0) // _BYTES_PER_PERMIT)
         try:
             if received.problem is not None:
                 raise received.problem
