@@ -15,7 +15,11 @@ from transport_harness import KEYS, eventually, resident_bytes
 
 from shoal.coordinator.claims import LARGEST_FIGURE
 from shoal.coordinator.state import Bounds
+from shoal.errors import ShoalError
+from shoal.runs.inviting import Guests
+from shoal.runs.joining import Way
 from shoal.transports import Message, addresses
+from shoal.transports.keys import Keys
 from shoal.transports.rate import Rate
 from shoal.transports.zeromq.crowding import RESERVED_DESCRIPTORS, Crowd
 from shoal.updates.identities import Identity
@@ -163,6 +167,39 @@ def test_absurd_figures_are_dropped_and_counted(live: Live) -> None:
 
 
 # --- crowds --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "curve"])
+def test_a_person_has_a_token_of_their_own_and_no_more_workers_than_it_is_for(
+    tmp_path: Path, living: Callable[..., Live], keys: Keys | None
+) -> None:
+    folder = tmp_path / "invited"
+    folder.mkdir()
+    guests = Guests(folder)
+    live = living(Bounds(guests=guests), guests=guests.all, secret_key=keys.secret if keys else None)
+    door = {"server_key": keys.public if keys else None}
+    guest = Guests(folder).invite("eve", 2)  # while the coordinator is running
+    first, _ = (Honest(live, f"laptop-{number}", token=guest.token, **door) for number in range(2))
+    with pytest.raises(ShoalError, match="the invitation of eve is for 2 workers at a time"):
+        Honest(live, "laptop-3", token=guest.token, **door)
+    assert Honest(live, "ada", **door).step() == "accepted"
+    first.leave()
+    assert Honest(live, "laptop-3", token=guest.token, **door).step() == "accepted"
+    assert Guests(folder).invite("eve", 5).token == guest.token
+    with pytest.raises(ShoalError):
+        Honest(live, "mallory", token="guessed", **door)
+
+
+def test_a_key_is_kept_for_its_user_alone_and_found_again(tmp_path: Path) -> None:
+    way = Way("tcp://127.0.0.1:1", "token", None, name="ada", state=tmp_path / "state")
+    made = way.own_key()
+    way.key_file("ada").write(made)
+    assert way.own_key() == made
+    assert way._replace(token="another run").own_key() != made
+    assert way.key_file("ada").path.stat().st_mode & 0o777 == 0o600
+    way.key_file("ada").path.write_text("half a k")
+    with pytest.raises(ShoalError, match="is damaged: delete the file"):
+        way.own_key()
 
 
 def test_a_flood_of_workers_leaves_neither_log_nor_memory_and_those_who_were_here_go_on(living: Callable[..., Live]) -> None:

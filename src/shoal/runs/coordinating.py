@@ -70,7 +70,9 @@ def prepare(
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
-    coordinator = Coordinator(_plan(run, agreed)._replace(leased_elsewhere=board is not None), agreed.policies, learner)
+    plan = _plan(run, agreed)
+    plan = plan._replace(leased_elsewhere=board is not None, bounds=plan.bounds._replace(guests=opened.guests))
+    coordinator = Coordinator(plan, agreed.policies, learner)
     around = Home(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
     _go_on(loop, run, resume, warn)

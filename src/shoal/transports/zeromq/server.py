@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 from zmq.utils import z85
@@ -13,7 +14,7 @@ from zmq.utils import z85
 from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
 from shoal.transports.bell import Bell
-from shoal.transports.interface import Message, Request, Traffic
+from shoal.transports.interface import Guest, Message, Request, Traffic
 from shoal.transports.rate import Rate, RateLimit
 from shoal.transports.zeromq.crowding import Crowd
 from shoal.transports.zeromq.gatekeeper import DOMAIN, Admits, Gatekeeper
@@ -44,6 +45,7 @@ class ZmqServer:
         further_ports: Sequence[int] = (),
         max_header_bytes: int = wire.HEADER_BYTES,
         rate: Rate = Rate(),  # noqa: B008 - a tuple
+        guests: Callable[[], Sequence[Guest]] = tuple,
         connections: int = 4096,
         connections_per_address: int = 2048,
         io_threads: int = 2,
@@ -65,7 +67,8 @@ class ZmqServer:
         self._socket.linger = int(linger_s * 1000)
         self._hoarding = Hoarding(HOARDED_BYTES + self._limits.header_bytes + self._limits.frames * self._limits.frame_bytes)
         crowd = Crowd(connections, connections_per_address)
-        self._gatekeeper = Gatekeeper(self._context, self._socket, _guard(self._socket, token, own), self.traffic, self._hoarding, crowd)
+        admits = _guard(self._socket, token, own, guests)
+        self._gatekeeper = Gatekeeper(self._context, self._socket, admits, self.traffic, self._hoarding, crowd)
         self._poller = zmq.Poller()
         for source in (self._socket, self._bell):
             self._poller.register(source, zmq.POLLIN)
@@ -111,7 +114,7 @@ class ZmqServer:
             self.traffic.refuse("too-fast")
             self._answer(peer, number, wire.refusal("too-fast", self._rates.why))
             return []
-        return [Request(peer, number, message)]
+        return [Request(peer, number, message, _guest(received.last))]
 
     def reply(self, request: Request, message: Message) -> None:
         self._answer(request.peer, request.number, message)
@@ -145,19 +148,37 @@ def _only_here_without_a_key(hosts: Sequence[str], secret_key: object) -> None:
         raise ShoalError(f"{exposed[0]} is reachable from other machines, so what travels must be encrypted: give the server a key pair")
 
 
-def _guard(socket: Socket, token: str, own: keys.Keys | None) -> Admits:
+def _guest(part: zmq.Frame) -> str:
+    """Whose invitation let a message's sender in, as the gatekeeper said in the handshake."""
+    try:
+        return str(part.get("User-Id"))
+    except zmq.ZMQError:  # nobody's own: the run's token
+        return ""
+
+
+def _guard(socket: Socket, token: str, own: keys.Keys | None, guests: Callable[[], Sequence[Guest]]) -> Admits:
     """Set up the server's side of the handshake; the answer says who is let in."""
     socket.zap_domain = DOMAIN
     if own is None:
         socket.plain_server = True
-        expected, mechanism = [USER, token.encode()], b"PLAIN"
     else:
         socket.curve_server = True
         socket.curve_secretkey = own.secret.encode()
-        expected, mechanism = [z85.decode(keys.keys_from_token(token).public)], b"CURVE"
+    mechanism = b"PLAIN" if own is None else b"CURVE"
 
-    def admits(used: bytes, credentials: list[bytes]) -> bool:
-        return used == mechanism and len(credentials) == len(expected) and all(map(keys.same, credentials, expected))
+    @functools.cache
+    def expected(known: str) -> list[bytes]:
+        return [USER, known.encode()] if own is None else [z85.decode(keys.keys_from_token(known).public)]
+
+    def fits(known: str, credentials: list[bytes]) -> bool:
+        return len(credentials) == len(expected(known)) and all(map(keys.same, credentials, expected(known)))
+
+    def admits(used: bytes, credentials: list[bytes]) -> str | None:
+        if used != mechanism:
+            return None
+        if fits(token, credentials):
+            return ""
+        return next((guest.name for guest in guests() if fits(guest.token, credentials)), None)
 
     return admits
 
