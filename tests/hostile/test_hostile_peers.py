@@ -163,7 +163,7 @@ def test_absurd_figures_are_dropped_and_counted(live: Live) -> None:
     assert enemy.claim(metrics=figures)["status"] == "accepted"
     eventually(lambda: bool(live.published_ones))
     assert live.published_ones[-1].metrics == {"loss": 2.0}
-    assert live.coordinator.claims.dropped == 4
+    assert live.coordinator.refused["figures"] == 4
 
 
 # --- crowds --------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class Coordinator:
         self.refused: dict[str, int] = {}
         self.now = 0.0
         """Time as the coordinator sees it: it never goes back."""
-        self.claims = Claims(plan, plan.bounds.devices * max(1, plan.batches_per_step // max(1, contributions)))
+        self.claims = Claims(plan, plan.bounds.devices * max(1, plan.batches_per_step // max(1, contributions)), self.refused)
         self.door = Doorkeeper(self.members, plan.bounds)
         self._notes, self._untold = Bucket(_NOTES_PER_S, _NOTES_AT_ONCE), 0
         self._clock: float | None = None

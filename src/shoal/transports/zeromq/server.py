@@ -25,6 +25,7 @@ BATCH, BATCH_BYTES = 64, 256 << 20
 """What one poll brings at most."""
 HOARDED_BYTES = 8 << 20
 """What may be under way beside one message of the largest size."""
+_IO_THREADS, _LINGER_MS = 2, 2000
 QUESTION_BYTES = 64 << 10
 """The longest header of a question: only answers carry a configuration."""
 _BYTES_PER_PERMIT = 1024
@@ -48,8 +49,6 @@ class ZmqServer:
         guests: Callable[[], Sequence[Guest]] = tuple,
         connections: int = 4096,
         connections_per_address: int = 2048,
-        io_threads: int = 2,
-        linger_s: float = 2.0,
     ) -> None:
         hosts = [addresses.resolve(each) for each in ([host] if isinstance(host, str) else host)]
         _only_here_without_a_key(hosts, secret_key)
@@ -60,22 +59,18 @@ class ZmqServer:
         self._asked = self._limits._replace(header_bytes=min(max_header_bytes, QUESTION_BYTES))
         self._rates = RateLimit(rate)
         self._bell = Bell()
-        self._context: zmq.Context[Socket] = zmq.Context(io_threads)
+        self._context: zmq.Context[Socket] = zmq.Context(_IO_THREADS)
         self._socket: Socket = self._context.socket(zmq.ROUTER)
         tune(self._socket, self._limits, hosts)
         self._socket.router_mandatory = True
-        self._socket.linger = int(linger_s * 1000)
+        self._socket.linger = _LINGER_MS
         self._hoarding = Hoarding(HOARDED_BYTES + self._limits.header_bytes + self._limits.frames * self._limits.frame_bytes)
         crowd = Crowd(connections, connections_per_address)
         admits = _guard(self._socket, token, own, guests)
         self._gatekeeper = Gatekeeper(self._context, self._socket, admits, self.traffic, self._hoarding, crowd)
-        self._poller = zmq.Poller()
-        for source in (self._socket, self._bell):
-            self._poller.register(source, zmq.POLLIN)
+        self._poller = _poller_of(self._socket, self._bell)
         try:
-            self.addresses = _bind(self._socket, hosts, port) + tuple(
-                address for further in further_ports for address in _bind(self._socket, hosts, further)
-            )
+            self.addresses = tuple(address for each in (port, *further_ports) for address in _bind(self._socket, hosts, each))
         except BaseException:
             self.close()
             raise
@@ -140,6 +135,13 @@ class ZmqServer:
         self._socket.close()
         self._context.term()
         self._bell.close()
+
+
+def _poller_of(*sources: Socket | Bell) -> zmq.Poller:
+    poller = zmq.Poller()
+    for source in sources:
+        poller.register(source, zmq.POLLIN)
+    return poller
 
 
 def _only_here_without_a_key(hosts: Sequence[str], secret_key: object) -> None:
