@@ -123,8 +123,8 @@ class Cluster:
         self.protocols = [Protocol(f"w{seat}", {}, PROTOCOL, f"instance {seat}") for seat in range(WORKERS)]
         for seat, protocol in enumerate(self.protocols):
             protocol.ready = True
-            self._ask(seat)  # it joins
-            self._ask(seat)  # it pulls
+            for _ in ("it joins", "it proves who it is", "it pulls"):
+                self._ask(seat)
 
     def train(self) -> float:
         """The accuracy at the end; 0 when gradients are not finite any more: the coordinator takes none of them, and the run is lost."""

@@ -24,10 +24,9 @@ _MOST_SKIPPED = 64
 class Claims:
     """The bounds of a plan."""
 
-    def __init__(self, plan: Plan, most_batches: int) -> None:
-        self.plan, self.most_batches = plan, most_batches
-        self.dropped = 0
-        """Figures that were left out."""
+    def __init__(self, plan: Plan, most_batches: int, refused: dict[str, int]) -> None:
+        """`refused`: where figures that are left out are counted."""
+        self.plan, self.most_batches, self.refused = plan, most_batches, refused
         self._names: set[str] = set()
 
     # --- what a contribution was made of ---------------------------------------------------------------
@@ -76,7 +75,8 @@ class Claims:
     def figures(self, told: Mapping[str, float]) -> dict[str, float]:
         """Those that people can be shown."""
         kept = {name: value for name, value in told.items() if self._is_sane(name, value)}
-        self.dropped += len(told) - len(kept)
+        if len(kept) < len(told):
+            self.refused["figures"] = self.refused.get("figures", 0) + len(told) - len(kept)
         return kept
 
     def _is_sane(self, name: str, value: float) -> bool:

@@ -73,7 +73,7 @@ class Coordinator:
         self.refused: dict[str, int] = {}
         self.now = 0.0
         """Time as the coordinator sees it: it never goes back."""
-        self.claims = Claims(plan, plan.bounds.devices * max(1, plan.batches_per_step // max(1, contributions)))
+        self.claims = Claims(plan, plan.bounds.devices * max(1, plan.batches_per_step // max(1, contributions)), self.refused)
         self.door = Doorkeeper(self.members, plan.bounds)
         self._notes, self._untold = Bucket(_NOTES_PER_S, _NOTES_AT_ONCE), 0
         self._clock: float | None = None
@@ -111,6 +111,7 @@ class Coordinator:
             case Exited():
                 self._lose(event.name, "is gone")
             case Opened():
+                self.door.recall(self.state, self.now)
                 if self.lender is not None:
                     self.lender.offer()
             case Interrupted():
@@ -522,7 +523,6 @@ class Coordinator:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.book.load_state_dict(dict(saved))
         self.members.known = self.state.seats
-        self.door.recall(self.state, self.now)
         self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers)
 
     def go_on_from(self, version: int, earlier: Mapping[str, Any]) -> None:

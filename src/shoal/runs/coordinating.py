@@ -88,7 +88,9 @@ def _coordinating(
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
-    plan = _plan(run, agreed)._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key)
+    plan = _plan(run, agreed)
+    bounds = plan.bounds._replace(guests=opened.guests)
+    plan = plan._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key, bounds=bounds)
     coordinator = Coordinator(plan, agreed.policies, learner)
     around = Place(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))

@@ -5,7 +5,9 @@ In a folder of its own, with a port that workers reach; or in a database that ev
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shoal.config import Run
@@ -15,7 +17,7 @@ from shoal.data.images.serving import cut, images_to_serve, offered
 from shoal.errors import ShoalError
 from shoal.runs.assembly import continued
 from shoal.runs.going_on import forbidden, listed
-from shoal.runs.inviting import Invitation, Secrets, listen
+from shoal.runs.inviting import Guests, Invitation, Secrets, listen
 from shoal.runs.keeping import Files
 from shoal.runs.run_directory import RunDirectory
 from shoal.runs.welcome import configuration, unpack
@@ -34,6 +36,8 @@ class Opened(NamedTuple):
     invitation: Invitation
     board: Board | None = None
     """The server, where it also keeps leases of units."""
+    guests: Mapping[str, int] = MappingProxyType({})
+    """People with an invitation of their own, and how many workers each may have."""
 
 
 class Home(Protocol):
@@ -68,7 +72,7 @@ class InFolder:
                 f"{folder} holds the state of another run: add --resume to go on with it, or choose another coordinator.state_path"
             )
         server, invitation = listen(self.run, self.transport, self.hosts, folder, largest, expected)
-        return Opened(server, Files(folder), invitation)
+        return Opened(server, Files(folder), invitation, guests=Guests(folder))
 
 
 class InDatabase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,11 @@ from shoal.config import Run
 from shoal.config.schema.cluster import Transport
 from shoal.transports import Server
 from shoal.transports.connect import needs_keys, serve
+from shoal.transports.interface import Guest
 from shoal.transports.keys import Keys, keys_from_secret, new_keys, new_token
+
+_LATER = ("expected", "address", "encrypted")
+"""What older runs do not have in their file."""
 
 
 class Invitation(NamedTuple):
@@ -32,21 +37,67 @@ class Secrets(NamedTuple):
     port: int = 0
     expected: int = 0
     """Workers the run was begun for: the data is cut into so many shards, whoever takes part later."""
+    address: str = ""
+    encrypted: bool = False
+    """Where the coordinator listened last, and whether a worker needs its key."""
 
     @classmethod
     def of(cls, folder: Path) -> Secrets:
         path = folder / "secrets.json"
         if path.exists():
             saved = json.loads(path.read_text(encoding="utf-8"))
-            return cls(saved["token"], keys_from_secret(saved["secret"]), saved["port"], saved.get("expected", 0))
+            return cls(saved["token"], keys_from_secret(saved["secret"]), saved["port"], *(saved[name] for name in _LATER if name in saved))
         return cls(new_token(), new_keys())
 
     def save(self, folder: Path) -> None:
         partial = folder / ".secrets.json"  # never half a file: a run that has lost its secrets has lost its workers
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"token": self.token, "secret": self.keys.secret, "port": self.port, "expected": self.expected}, file)
+            later = {name: getattr(self, name) for name in _LATER}
+            json.dump({"token": self.token, "secret": self.keys.secret, "port": self.port, **later}, file)
         os.replace(partial, folder / "secrets.json")
+
+
+class Guests(Mapping[str, int]):
+    """People with an invitation of their own, and how many workers each may have here at a time. `shoal invite` writes the file, and a
+    coordinator that is running reads it again when it has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "guests.json"
+        self._read_at, self._guests = -1, dict[str, Guest]()
+
+    def all(self) -> list[Guest]:
+        return [*self._known().values()]
+
+    def _known(self) -> dict[str, Guest]:
+        try:
+            changed_at = self.path.stat().st_mtime_ns
+            if changed_at != self._read_at:
+                saved = json.loads(self.path.read_text(encoding="utf-8"))
+                self._guests = {name: Guest(name, token, workers) for name, (token, workers) in saved.items()}
+                self._read_at = changed_at
+        except FileNotFoundError:
+            self._guests = {}
+        return self._guests
+
+    def __getitem__(self, name: str) -> int:
+        return self._known()[name].workers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known())
+
+    def __len__(self) -> int:
+        return len(self._known())
+
+    def invite(self, name: str, workers: int) -> Guest:
+        """Let somebody in; whoever has an invitation keeps its token."""
+        known = dict(self._known())
+        guest = known[name] = Guest(name, known[name].token if name in known else new_token(), workers)
+        partial = self.path.with_name(".guests.json")
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            json.dump({one.name: [one.token, one.workers] for one in known.values()}, file)
+        os.replace(partial, self.path)
+        return guest
 
 
 def listen(run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path, largest: int, expected: int) -> tuple[Server, Invitation]:
@@ -57,7 +108,16 @@ def listen(run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path,
     keys = known.keys if needs_keys(transport, hosts) else None
     here = getattr(transport, "port", 0)
     further = sorted({host.server_port for host in run.cluster.hosts.values() if host.server_port} - {here}) if here else []
-    server = serve(transport, token=known.token, keys=keys, max_frame_bytes=largest, hosts=hosts, further_ports=further, insecure=True)
+    server = serve(
+        transport,
+        token=known.token,
+        keys=keys,
+        max_frame_bytes=largest,
+        hosts=hosts,
+        further_ports=further,
+        insecure=True,
+        guests=Guests(folder).all,
+    )
     port = int(server.address.rpartition(":")[2]) if server.address.rpartition(":")[2].isdigit() else 0
-    known._replace(port=port, expected=expected).save(folder)
+    known._replace(port=port, expected=expected, address=server.address, encrypted=keys is not None).save(folder)
     return server, Invitation(server.address, known.token, keys.public if keys else None)

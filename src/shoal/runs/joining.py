@@ -124,7 +124,7 @@ class Joined:
 
     def _keep_key(self, name: str) -> None:
         """Once kept, the key makes this worker known again when it comes back under this name."""
-        if self.way.identity is not None:
+        if self.way.identity is not None or not isinstance(self.lines[0], ClientLine):  # a database knows its users
             return
         try:
             self.way.key_file(name).write(self.protocol.identity)

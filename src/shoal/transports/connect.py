@@ -5,12 +5,12 @@ Each is imported when it is chosen: nobody waits for ZeroMQ who does not use it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.config.schema.cluster import Transport
 from shoal.errors import ShoalError
 from shoal.transports import addresses
-from shoal.transports.interface import Call, Client, Place, Server
+from shoal.transports.interface import Call, Client, Guest, Place, Server
 from shoal.transports.keys import Keys
 
 
@@ -34,9 +34,10 @@ def serve(
     hosts: Sequence[str] = (),
     further_ports: Sequence[int] = (),
     insecure: bool = False,
+    guests: Callable[[], Sequence[Guest]] = tuple,
 ) -> Server:
     """A server as configured. With `keys` everything is encrypted; `insecure` lets XML-RPC, which cannot be, leave this machine."""
-    place = Place(listening_hosts(settings, hosts), token, keys, max_frame_bytes, further_ports, insecure)
+    place = Place(listening_hosts(settings, hosts), token, keys, max_frame_bytes, further_ports, insecure, guests)
     server: Server = settings.builder().serve(settings, place)
     return server
 

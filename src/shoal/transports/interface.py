@@ -13,7 +13,7 @@ and not written to. Whoever receives a frame may keep it as long as it likes and
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from shoal.errors import ShoalError
@@ -62,6 +62,15 @@ class Traffic:
             self.refused[reason] = self.refused.get(reason, 0) + 1
 
 
+class Guest(NamedTuple):
+    """Somebody with an invitation of their own."""
+
+    name: str
+    token: str
+    workers: int
+    """How many workers may be here on it at a time."""
+
+
 class Place(NamedTuple):
     """Where a transport's `serve(settings, place)` is to make a server, and for whom."""
 
@@ -75,6 +84,8 @@ class Place(NamedTuple):
     further_ports: Sequence[int] = ()
     insecure: bool = False
     """Whether a transport that cannot encrypt may leave this machine."""
+    guests: Callable[[], Sequence[Guest]] = tuple
+    """Who else may come in, besides those who know the run's token. It is asked whenever somebody unknown is at the door."""
 
 
 class Call(NamedTuple):

@@ -20,6 +20,7 @@ def serve(settings: Zmq, place: Place) -> ZmqServer:
         secret_key=place.keys.secret if place.keys else None,
         max_frame_bytes=place.max_frame_bytes,
         further_ports=place.further_ports,
+        guests=place.guests,
         connections=settings.connections,
         connections_per_address=settings.connections_per_address,
     )

@@ -28,8 +28,8 @@ FAILED = {
 }
 WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | sum(FAILED)
 
-Admits = Callable[[bytes, list[bytes]], bool]
-"""Whether a mechanism with these credentials is let in."""
+Admits = Callable[[bytes, list[bytes]], str | None]
+"""On whose invitation a mechanism with these credentials is let in; None: on nobody's."""
 
 
 class Gatekeeper:
@@ -89,6 +89,6 @@ class Gatekeeper:
 
     def _answer(self, asked: list[bytes]) -> None:
         version, number, domain, _address, _identity, mechanism, *credentials = asked
-        welcome = version == b"1.0" and domain == DOMAIN and self._admits(mechanism, credentials)
-        status, text = (b"200", b"welcome") if welcome else (b"400", b"this join token is not known here")
-        self._asked.send_multipart([b"1.0", number, status, text, b"", b""])
+        guest = self._admits(mechanism, credentials) if version == b"1.0" and domain == DOMAIN else None
+        status, text = (b"200", b"welcome") if guest is not None else (b"400", b"this join token is not known here")
+        self._asked.send_multipart([b"1.0", number, status, text, (guest or "").encode(), b""])

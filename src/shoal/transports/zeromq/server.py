@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -14,7 +15,7 @@ from zmq.utils import z85
 from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
 from shoal.transports.bell import Bell
-from shoal.transports.interface import Message, Request, Traffic
+from shoal.transports.interface import Guest, Message, Request, Traffic
 from shoal.transports.rate import Rate, RateLimit
 from shoal.transports.zeromq.crowding import Crowd
 from shoal.transports.zeromq.gatekeeper import DOMAIN, Admits, Gatekeeper
@@ -25,6 +26,7 @@ BATCH, BATCH_BYTES = 64, 256 << 20
 """What one poll brings at most."""
 HOARDED_BYTES = 8 << 20
 """What may be under way beside one message of the largest size."""
+_IO_THREADS, _LINGER_MS = 2, 2000
 QUESTION_BYTES = 64 << 10
 """The longest header of a question: only answers carry a configuration."""
 _BYTES_PER_PERMIT = 1024
@@ -45,10 +47,9 @@ class ZmqServer:
         further_ports: Sequence[int] = (),
         max_header_bytes: int = wire.HEADER_BYTES,
         rate: Rate = Rate(),  # noqa: B008 - a tuple
+        guests: Callable[[], Sequence[Guest]] = tuple,
         connections: int = 4096,
         connections_per_address: int = 2048,
-        io_threads: int = 2,
-        linger_s: float = 2.0,
     ) -> None:
         hosts = [addresses.resolve(each) for each in ([host] if isinstance(host, str) else host)]
         _only_here_without_a_key(hosts, secret_key)
@@ -59,14 +60,15 @@ class ZmqServer:
         self._asked = self._limits._replace(header_bytes=min(max_header_bytes, QUESTION_BYTES))
         self._rates = RateLimit(rate)
         self._bell = Bell()
-        self._context: zmq.Context[Socket] = zmq.Context(io_threads)
+        self._context: zmq.Context[Socket] = zmq.Context(_IO_THREADS)
         self._socket: Socket = self._context.socket(zmq.ROUTER)
         tune(self._socket, self._limits, hosts)
         self._socket.router_mandatory = True
-        self._socket.linger = int(linger_s * 1000)
+        self._socket.linger = _LINGER_MS
         self._hoarding = Hoarding(HOARDED_BYTES + self._limits.header_bytes + self._limits.frames * self._limits.frame_bytes)
         crowd = Crowd(connections, connections_per_address)
-        self._gatekeeper = Gatekeeper(self._context, self._socket, _guard(self._socket, token, own), self.traffic, self._hoarding, crowd)
+        admits = _guard(self._socket, token, own, guests)
+        self._gatekeeper = Gatekeeper(self._context, self._socket, admits, self.traffic, self._hoarding, crowd)
         self._poller = _poller_of(self._socket, self._bell)
         try:
             self.addresses = tuple(address for each in (port, *further_ports) for address in _bind(self._socket, hosts, each))
@@ -92,7 +94,7 @@ class ZmqServer:
         peer, parts = received.peer, received.parts
         self._hoarding.heard(received.last)
         self.traffic.receive(wire.size_of(parts))
-        admitted = self._rates.admits(peer, time.monotonic(), 1 + (len(parts[0]) if parts else 0) / _BYTES_PER_PERMIT)
+        admitted = self._rates.admits(peer, time.monotonic(), 1 + (len(parts[0]) if parts else 0) // _BYTES_PER_PERMIT)
         try:
             if received.problem is not None:
                 raise received.problem
@@ -108,7 +110,7 @@ class ZmqServer:
             self.traffic.refuse("too-fast")
             self._answer(peer, number, wire.refusal("too-fast", self._rates.why))
             return []
-        return [Request(peer, number, message)]
+        return [Request(peer, number, message, _guest(received.last))]
 
     def reply(self, request: Request, message: Message) -> None:
         self._answer(request.peer, request.number, message)
@@ -136,25 +138,50 @@ class ZmqServer:
         self._bell.close()
 
 
+def _poller_of(*sources: Socket | Bell) -> zmq.Poller:
+    poller = zmq.Poller()
+    for source in sources:
+        poller.register(source, zmq.POLLIN)
+    return poller
+
+
 def _only_here_without_a_key(hosts: Sequence[str], secret_key: object) -> None:
     exposed = [host for host in hosts if not addresses.is_loopback(host)]
     if exposed and secret_key is None:
         raise ShoalError(f"{exposed[0]} is reachable from other machines, so what travels must be encrypted: give the server a key pair")
 
 
-def _guard(socket: Socket, token: str, own: keys.Keys | None) -> Admits:
+def _guest(part: zmq.Frame) -> str:
+    """Whose invitation let a message's sender in, as the gatekeeper said in the handshake."""
+    try:
+        return str(part.get("User-Id"))
+    except zmq.ZMQError:  # nobody's own: the run's token
+        return ""
+
+
+def _guard(socket: Socket, token: str, own: keys.Keys | None, guests: Callable[[], Sequence[Guest]]) -> Admits:
     """Set up the server's side of the handshake; the answer says who is let in."""
     socket.zap_domain = DOMAIN
     if own is None:
         socket.plain_server = True
-        expected, mechanism = [USER, token.encode()], b"PLAIN"
     else:
         socket.curve_server = True
         socket.curve_secretkey = own.secret.encode()
-        expected, mechanism = [z85.decode(keys.keys_from_token(token).public)], b"CURVE"
+    mechanism = b"PLAIN" if own is None else b"CURVE"
 
-    def admits(used: bytes, credentials: list[bytes]) -> bool:
-        return used == mechanism and len(credentials) == len(expected) and all(map(keys.same, credentials, expected))
+    @functools.cache
+    def expected(known: str) -> list[bytes]:
+        return [USER, known.encode()] if own is None else [z85.decode(keys.keys_from_token(known).public)]
+
+    def fits(known: str, credentials: list[bytes]) -> bool:
+        return len(credentials) == len(expected(known)) and all(map(keys.same, credentials, expected(known)))
+
+    def admits(used: bytes, credentials: list[bytes]) -> str | None:
+        if used != mechanism:
+            return None
+        if fits(token, credentials):
+            return ""
+        return next((guest.name for guest in guests() if fits(guest.token, credentials)), None)
 
     return admits
 

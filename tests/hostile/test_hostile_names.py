@@ -1,0 +1,65 @@
+"""Names that nobody uses are free again, and a process that was replaced does not come back through a message that was late."""
+
+from __future__ import annotations
+
+from tiny_cluster import Cluster, FakeWorker, strategy_of
+
+from shoal.config.schema.strategy import Async
+from shoal.updates.messages import PROTOCOL, Join
+
+ASYNC = strategy_of(Async(max_staleness=50))
+
+
+def test_a_name_under_which_nothing_was_accepted_is_forgotten_and_one_that_was_used_is_not() -> None:
+    cluster = Cluster(ASYNC)
+    ada, eve = cluster.join("ada"), cluster.join("eve")
+    cluster.step(ada)
+    cluster.leave(ada)
+    cluster.leave(eve)
+    cluster.pass_time(599.0)
+    assert set(cluster.coordinator.state.keys) == {"ada", "eve"}
+    cluster.pass_time(2.0)
+    state = cluster.coordinator.state
+    assert set(state.keys) == set(state.seats) == {"ada"}
+    assert cluster.recovered().coordinator.state == state, "and it stays forgotten"
+    other = cluster.answers[cluster.ask_in(Join("eve", PROTOCOL, {}, "", "cd" * 32))]
+    assert other["name"] == "eve"
+    assert cluster.answers[cluster.ask_in(Join("ada", PROTOCOL, {}, "", "cd" * 32))]["name"] == "ada-2"
+
+
+def test_a_late_joining_of_a_dead_predecessor_does_not_evict_its_successor() -> None:
+    cluster = Cluster(ASYNC)
+    dead, alive = FakeWorker("ada", "first"), FakeWorker("ada", "second")
+    cluster.hear(dead, cluster.say(dead))  # it signs, and dies; its answer is on its way
+    for _ in range(2):
+        cluster.hear(alive, cluster.say(alive))
+    assert cluster.status(cluster.say(dead)) == "unknown-nonce"
+    assert cluster.coordinator.members.by_name["ada"].session == alive.session
+
+
+def test_a_challenge_does_not_wait_for_ever() -> None:
+    cluster = Cluster(ASYNC)
+    ada = FakeWorker("ada")
+    cluster.hear(ada, cluster.say(ada))
+    cluster.pass_time(61.0)
+    assert cluster.hear(ada, cluster.say(ada))["reason"] == "unknown-nonce"
+    assert [cluster.hear(ada, cluster.say(ada))["kind"] for _ in range(2)] == ["challenge", "welcome"]
+
+
+def test_long_names_stay_names() -> None:
+    cluster = Cluster(ASYNC)
+    for number in range(3):
+        answer = cluster.answers[cluster.ask_in(Join("a" * 64, PROTOCOL, {}, "", f"{number:064x}"))]
+        assert len(answer["name"]) == 64
+    assert answer["name"].endswith("a-3")
+
+
+def test_a_crowd_does_not_fill_the_screen() -> None:
+    cluster = Cluster(ASYNC)
+    for number in range(400):
+        cluster.leave(cluster.join(f"w{number}", pull=False))
+        cluster.now += 0.01
+    assert len(cluster.notes) < 300
+    cluster.pass_time(10.0)
+    cluster.join("ada")
+    assert any("more workers came or went" in note for note in cluster.notes)

@@ -1,0 +1,216 @@
+"""What peers with the token, and peers without it, cannot do to a coordinator that is alive, or to those who work for it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_coordinator import SAMPLES, TOKENS, Honest, Live, ask, proved
+from transport_harness import KEYS, eventually, resident_bytes
+
+from shoal.coordinator.claims import LARGEST_FIGURE
+from shoal.coordinator.state import Bounds
+from shoal.errors import ShoalError
+from shoal.runs.inviting import Guests
+from shoal.runs.joining import Way
+from shoal.transports import Message, addresses
+from shoal.transports.keys import Keys
+from shoal.transports.rate import Rate
+from shoal.transports.zeromq.crowding import RESERVED_DESCRIPTORS, Crowd
+from shoal.updates.identities import Identity
+from shoal.updates.messages import PROTOCOL, Gone, Join
+
+
+@pytest.fixture
+def living(tmp_path: Path) -> Iterator[Callable[..., Live]]:
+    """Makes coordinators, and ends them."""
+    with contextlib.ExitStack() as ending:
+
+        def make(*bounds: Bounds, **server: Any) -> Live:
+            made = Live(tmp_path, *bounds, **server)
+            ending.callback(made.end)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def live(living: Callable[..., Live]) -> Live:
+    return living()
+
+
+# --- before anybody is let in -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "CURVE"])
+def test_a_frame_that_is_announced_before_the_handshake_fills_no_memory(living: Callable[..., Live], mechanism: str) -> None:
+    live = living(max_frame_bytes=200 << 20, secret_key=KEYS.secret if mechanism == "CURVE" else None)
+    place = addresses.parse(live.server.address)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.encode().ljust(20, b"\0") + b"\0" + bytes(31)
+    before, much = resident_bytes(), bytes(1 << 20)
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(4):
+            line = open_ones.enter_context(socket.create_connection((place.host, place.port), timeout=2))
+            with contextlib.suppress(OSError):
+                line.sendall(greeting + b"\x06" + struct.pack(">Q", 190 << 20))
+                for _ in range(40):
+                    line.sendall(much)
+        assert resident_bytes() - before < 30_000_000
+
+
+def test_idle_connections_leave_room_for_others_and_for_files(living: Callable[..., Live]) -> None:
+    live = living(connections=40, connections_per_address=1000)
+    place = addresses.parse(live.server.address)
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(60):
+            open_ones.enter_context(socket.create_connection((place.host, place.port), timeout=10, source_address=("127.0.0.1", 0)))
+        eventually(lambda: live.server.traffic.refused.get("crowded", 0) == 30)
+        assert Honest(live, "ada", local="127.0.0.2").step() == "accepted"
+    eventually(lambda: not live.server._gatekeeper._crowd._counts["127.0.0.1"])
+
+
+def test_connections_are_fewer_than_descriptors() -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    crowd = Crowd(10**9, 10**9)
+    now, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert now >= soft
+    assert crowd.most <= now - RESERVED_DESCRIPTORS
+    assert crowd.most_of_an_address < crowd.most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_nonsense_counts_against_the_rate_like_any_message(living: Callable[..., Live]) -> None:
+    live = living(rate=Rate(1.0, 20.0))
+    enemy = live.client()
+    for _ in range(30):
+        answer = enemy.call(Message({"kind": "join", "name": 7}), 10.0).header
+    assert answer["reason"] == "too-fast"
+    assert 20 <= live.server.traffic.refused["malformed"] < 30
+    assert Honest(live, "ada").step() == "accepted", "the others have their own rate"
+    enemy.close()
+
+
+# --- names ---------------------------------------------------------------------------------------------------
+
+
+def test_a_name_stays_with_the_key_that_brought_it_also_after_a_restart(live: Live) -> None:
+    ada = Honest(live, "ada")
+    assert ada.step() == "accepted"
+    other = Honest(live, "ada")
+    assert other.protocol.name == "ada-2"
+    assert ada.step() == other.step() == "accepted", "the first stays"
+    assert any("ada-2 joined: it asked for the name ada" in note for note in live.notes)
+    live.restart()
+    assert Honest(live, "ada").protocol.name == "ada-3"
+    assert Honest(live, "ada", other.protocol.identity).protocol.name == "ada-2"
+    back = Honest(live, "ada", ada.protocol.identity)
+    assert (back.protocol.name, back.protocol.seq) == ("ada", 2)
+
+
+def test_a_recorded_joining_opens_nothing(live: Live) -> None:
+    client, identity = live.client(), Identity.new()
+    recorded = proved(client, Join("ada", PROTOCOL, {}, "i"), identity)
+    assert ask(client, recorded)["kind"] == "welcome"
+    assert ask(client, recorded)["reason"] == "unknown-nonce"
+    forged = proved(client, Join("ada", PROTOCOL, {}, "i"), Identity.new())._replace(key=identity.key)
+    assert ask(client, forged)["reason"] == "unproved"
+    assert list(live.coordinator.members.by_name) == ["ada"]
+    client.close()
+
+
+def test_only_who_has_its_key_says_that_a_worker_is_gone(live: Live) -> None:
+    ada, enemy = Honest(live, "ada"), live.client()
+    for gone in (Gone("ada", Identity.new().key), proved(enemy, Gone("ada"), Identity.new())):
+        assert ask(enemy, gone)["kind"] in ("challenge", "refused")
+    assert ada.step() == "accepted"
+    assert ask(enemy, proved(enemy, Gone("ada"), ada.protocol.identity))["kind"] == "goodbye"
+    assert not live.coordinator.members.by_name
+    enemy.close()
+
+
+# --- claims --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("claim", [{"seq": 2**53}, {"epoch": 2**31 - 1, "position": 2**31 - 1}, {"position": 102}, {"epoch": 2}])
+def test_a_seat_cannot_be_poisoned_for_the_next_worker(live: Live, claim: dict[str, int]) -> None:
+    enemy = Honest(live, "eve")
+    assert enemy.step() == "accepted"
+    assert enemy.claim(**claim)["reason"] in ("misplaced", "impossible")
+    enemy.leave()
+    ada = Honest(live, "ada")
+    assert (ada.protocol.seat, ada.place) == (enemy.protocol.seat, (0, 1))
+    assert ada.step() == "accepted"
+
+
+def test_samples_and_weight_are_what_the_batches_can_hold(live: Live) -> None:
+    enemy = Honest(live, "eve")
+    assert enemy.claim(weight=1e12, samples=4_000_013_231)["status"] == "accepted"
+    eventually(lambda: bool(live.published_ones))
+    record = live.published_ones[-1]
+    assert (record.samples, record.weight) == (SAMPLES, SAMPLES * TOKENS)
+    assert live.coordinator.state.samples == SAMPLES
+
+
+def test_absurd_figures_are_dropped_and_counted(live: Live) -> None:
+    enemy = Honest(live, "eve")
+    figures = {"loss": 2.0, "huge": 1e308, "beyond": 2 * LARGEST_FIGURE, "nan": float("nan"), "\x1b[2J": 1.0}
+    assert enemy.claim(metrics=figures)["status"] == "accepted"
+    eventually(lambda: bool(live.published_ones))
+    assert live.published_ones[-1].metrics == {"loss": 2.0}
+    assert live.coordinator.refused["figures"] == 4
+
+
+# --- crowds --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "curve"])
+def test_a_person_has_a_token_of_their_own_and_no_more_workers_than_it_is_for(
+    tmp_path: Path, living: Callable[..., Live], keys: Keys | None
+) -> None:
+    folder = tmp_path / "invited"
+    folder.mkdir()
+    guests = Guests(folder)
+    live = living(Bounds(guests=guests), guests=guests.all, secret_key=keys.secret if keys else None)
+    door = {"server_key": keys.public if keys else None}
+    guest = Guests(folder).invite("eve", 2)  # while the coordinator is running
+    first, _ = (Honest(live, f"laptop-{number}", token=guest.token, **door) for number in range(2))
+    with pytest.raises(ShoalError, match="the invitation of eve is for 2 workers at a time"):
+        Honest(live, "laptop-3", token=guest.token, **door)
+    assert Honest(live, "ada", **door).step() == "accepted"
+    first.leave()
+    assert Honest(live, "laptop-3", token=guest.token, **door).step() == "accepted"
+    assert Guests(folder).invite("eve", 5).token == guest.token
+    with pytest.raises(ShoalError):
+        Honest(live, "mallory", token="guessed", **door)
+
+
+def test_a_key_is_kept_for_its_user_alone_and_found_again(tmp_path: Path) -> None:
+    way = Way("tcp://127.0.0.1:1", "token", None, name="ada", state=tmp_path / "state")
+    made = way.own_key()
+    way.key_file("ada").write(made)
+    assert way.own_key() == made
+    assert way._replace(token="another run").own_key() != made
+    assert way.key_file("ada").path.stat().st_mode & 0o777 == 0o600
+    way.key_file("ada").path.write_text("half a k")
+    with pytest.raises(ShoalError, match="is damaged: delete the file"):
+        way.own_key()
+
+
+def test_a_flood_of_workers_leaves_neither_log_nor_memory_and_those_who_were_here_go_on(living: Callable[..., Live]) -> None:
+    live = living(Bounds(joins_per_minute=20))
+    ada, enemy = Honest(live, "ada"), live.client()
+    assert ada.step() == "accepted"
+    reasons = set[str]()
+    for number in range(60):
+        reasons.add(ask(enemy, proved(enemy, Join(f"eve-{number}", PROTOCOL, {}, ""), Identity("01" * 32))).get("reason", ""))
+    assert reasons == {"", "too-fast"}
+    assert len(live.coordinator.state.seats) < 30
+    assert len(live.notes) < 30
+    assert Honest(live, "ada", ada.protocol.identity).step() == "accepted", "who is known may come back"
+    enemy.close()
