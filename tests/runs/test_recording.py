@@ -22,7 +22,7 @@ from shoal.runs.totals import added
 def recorder_in(folder: Path, *, total_steps: int = 10) -> Recorder:
     run = resolve_data({}, name="test", dialect="shoal", environ={}).run
     engine: Any = SimpleNamespace(step_count=0, total_steps=total_steps, task=SimpleNamespace(headline="loss", higher_is_better=False))
-    return Recorder(run, engine, SharedData(batches_per_epoch=4), RunDirectory(folder), [])
+    return Recorder(run, engine, SharedData(4, tuple), RunDirectory(folder), [])
 
 
 def take_step(recorder: Recorder) -> None:

@@ -7,7 +7,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -184,13 +183,6 @@ def _guard(socket: Socket, token: str, own: keys.Keys | None, guests: Callable[[
         return next((guest.name for guest in guests() if fits(guest.token, credentials)), None)
 
     return admits
-
-
-def _poller_of(*sources: Any) -> zmq.Poller:
-    poller = zmq.Poller()
-    for source in sources:
-        poller.register(source, zmq.POLLIN)
-    return poller
 
 
 def _bind(socket: Socket, hosts: Sequence[str], port: int) -> tuple[str, ...]:
