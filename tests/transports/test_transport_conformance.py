@@ -138,9 +138,9 @@ def test_answers_may_come_late_and_in_any_order(harness: Harness, server: Server
 
 
 def test_a_poll_is_bounded(harness: Harness, server: Server) -> None:
-    calls = [Calling(harness.connect(server.address), Message({})) for _ in range(70)]
+    calls = [Calling(harness.connect(server.address), Message({})) for _ in range(harness.at_once)]
     found: list[Request] = []
-    while len(found) < 70:
+    while len(found) < len(calls):
         polled = server.poll(PATIENCE_S)
         assert len(polled) <= 64
         found += polled

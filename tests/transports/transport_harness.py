@@ -35,6 +35,8 @@ class Harness:
         self._database = database
         self.short_s = 0.5 if kind == "weather" else 0.15
         """Long enough for a question to arrive, short enough to wait for in vain."""
+        self.at_once = 16 if kind == "postgres" else 70
+        """Questions that clients may ask at the same time: in a database all of them are one student."""
         self._stack = contextlib.ExitStack()
         self._proxies: dict[str, Proxy] = {}
 
