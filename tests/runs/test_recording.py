@@ -51,6 +51,7 @@ def test_a_run_that_ends_by_its_data_never_shows_more_than_all_of_it(tmp_path: P
     for _ in range(6):
         take_step(recorder)
     assert recorder.at(6) == "step 6 (75%)"
+    assert recorder.at(2) == "step 2 (25%)", "an evaluation that took its time tells where its weights were"
     assert recorder.completed == 3
 
 

@@ -180,7 +180,8 @@ class Recorder:
         """Where a step is in the run, for people. Where batches decide, rounds with few workers make more steps than were planned."""
         if self.total_batches is None:
             return f"{self.step_name} {step}/{self.engine.total_steps}"
-        return f"{self.step_name} {step} ({min(1.0, self.batches / max(1, self.total_batches)):.0%})"
+        done = self.batches / max(1, self.total_batches) * step / max(1, self.step)  # an evaluation is told when the run has gone on
+        return f"{self.step_name} {step} ({min(1.0, done):.0%})"
 
     @property
     def wall_s(self) -> float:
