@@ -378,3 +378,11 @@ def test_muon_steps_each_experts_matrix_and_its_state_is_saved_with_the_stack():
     engine.step([batch(2)])
     again.step([batch(2)])
     assert torch.equal(engine.vector, again.vector)
+
+
+def test_a_batch_that_only_fills_a_place_is_not_counted():
+    engine = engine_of(capacity_factor=None)
+    empty = {name: value[:0] for name, value in batch().items()}
+    engine.step([batch()])
+    engine.step([batch(), empty])
+    assert engine.task.players["model"].loads.load_LE.sum(1).tolist() == [72.0, 72.0]
