@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -129,7 +130,9 @@ def stopping_on_signals(loop: Loop | ClusterLoop) -> Iterator[None]:
             return
         if loop.interrupt():
             os._exit(130)
-        loop.message("stopping after this step and saving; once more to stop at once")
+        # By another thread: this one may be in the middle of writing to the very stream, and Python refuses to begin again within that
+        message = "stopping after this step and saving; once more to stop at once"
+        threading.Thread(target=loop.message, args=(message,), name="stopping", daemon=True).start()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
