@@ -93,6 +93,12 @@ class Doorkeeper:
             name = wanted[: LONGEST_NAME - len(ending)] + ending
         return name
 
+    def welcomes(self, guest: str) -> Refusal:
+        """What speaks against hearing somebody at all: a connection may be older than the word that its guest is welcome no longer."""
+        if not guest or guest in self.bounds.guests:
+            return Refusal()
+        return Refusal("withdrawn", f"the invitation of {guest} was withdrawn")
+
     def admit(self, name: str, guest: str, state: State, now: float) -> Refusal:
         """What speaks against letting one more worker of this name in."""
         if name in self.members.by_name:

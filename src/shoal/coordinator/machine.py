@@ -99,6 +99,7 @@ class Coordinator:
                 self._answer(event)
             case Tick():
                 self._evict_silent()
+                self._evict_uninvited()
                 self._forget_unused()
                 self._reassure()
             case LeaseResult():
@@ -152,6 +153,9 @@ class Coordinator:
 
     def _answer(self, event: Called) -> None:
         asked = event.asked
+        if (refusal := self.door.welcomes(event.guest)).reason:
+            self._show_out(event.guest)
+            return self._refuse(event.caller, *refusal)
         if isinstance(asked, Join):
             return self._join(event, asked)
         if isinstance(asked, Gone):
@@ -343,6 +347,20 @@ class Coordinator:
     def _evict_silent(self) -> None:
         while (worker := self.members.silent(self.now)) is not None:
             self._remove(worker, f"is taken for dead: silent for {self.now - worker.seen_at:.0f} s")
+
+    def _evict_uninvited(self) -> None:
+        for guest in {worker.guest for worker in self.members.by_name.values() if worker.guest}:
+            if self.door.welcomes(guest).reason:
+                self._show_out(guest)
+
+    def _show_out(self, guest: str) -> None:
+        """The invitation of a person was withdrawn: their workers take part no longer. What was accepted of them stays."""
+        theirs = [worker for worker in self.members.by_name.values() if worker.guest == guest]
+        if not theirs:
+            return
+        self.record({"kind": "withdrawn", "guest": guest, "workers": [worker.name for worker in theirs]})
+        for worker in theirs:
+            self._remove(worker, f"is shown out: the invitation of {guest} was withdrawn", left=True)
 
     # --- contributions -----------------------------------------------------------------------------
 
