@@ -41,10 +41,9 @@ class Lstm(Model, built_by="shoal.models.lstm:players"):
     """Share of activations dropped between layers while training."""
 
 
-class Gpt(Model, built_by="shoal.models.gpt:players"):
-    """A decoder-only transformer."""
+class Transformer(Model, shared=True):
+    """What the transformers have in common."""
 
-    kind: Literal["gpt"] = "gpt"
     learns = ("language-modelling", "ppo")
     vocab_size: PositiveInt | None = None
     """Number of tokens; null: as many as the tokenizer has."""
@@ -76,6 +75,12 @@ class Gpt(Model, built_by="shoal.models.gpt:players"):
     """Share of activations dropped while training."""
 
 
+class Gpt(Transformer, built_by="shoal.models.gpt:players"):
+    """A decoder-only transformer."""
+
+    kind: Literal["gpt"] = "gpt"
+
+
 class Experts(Section):
     """Mixture of experts in the feed-forward layers."""
 
@@ -83,12 +88,18 @@ class Experts(Section):
     """Experts per layer."""
     per_token: PositiveInt = 2
     """Experts that see each token."""
-    capacity_factor: PositiveFloat = 1.25
-    """Room in each expert, as a multiple of an even share; tokens beyond it are dropped and counted."""
-    router: Literal["switch", "gshard", "hash", "stochastic"] = "switch"
-    """How tokens find their experts."""
+    capacity_factor: PositiveFloat | None = 1.25
+    """Room in each expert while training, as a multiple of an even share; tokens beyond it are dropped and counted. Null: room for all."""
+    router: Literal["switch", "gshard", "hash", "stochastic", "sigmoid-bias", "expert-choice", "soft"] = "switch"
+    """How tokens find their experts: the most probable (switch), two of them, the second at random (gshard), by a fixed table of token ids
+    (hash), drawn by probability (stochastic), or by scores with biases that follow the loads (sigmoid-bias). expert-choice and soft look at
+    later tokens, and are refused for causal models."""
     aux_loss_weight: NonNegativeFloat = 0.01
-    """Weight of the loss that balances the experts' load."""
+    """Weight of the loss that balances the experts' load; a router that does not learn (hash) has none."""
+    z_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the loss that keeps a router's logits small: the mean square of their logsumexp."""
+    bias_step: PositiveFloat = 0.001
+    """How far the biases of the router sigmoid-bias move after each step."""
 
 
 class MixtureOfHeads(Section):
@@ -133,27 +144,20 @@ class EpisodicMemory(Section):
     """Episodes recalled for each input."""
 
 
-class Moe(Model):
+class Moe(Transformer, built_by="shoal.models.moe:players"):
     """A decoder-only transformer with mixture-of-experts layers."""
 
     kind: Literal["moe"] = "moe"
-    learns = ("language-modelling", "ppo")
-    vocab_size: PositiveInt | None = None
-    """Number of tokens; null: as many as the tokenizer has."""
     hidden_size: PositiveInt = 768
-    """Width of the residual stream."""
     num_layers: PositiveInt = 16
-    """Transformer blocks."""
     num_heads: PositiveInt = 12
-    """Attention heads; must divide hidden_size."""
     intermediate_size: PositiveInt | None = None
     """Width of each expert's feed-forward layer; null: 4 × hidden_size."""
     max_seq_len: PositiveInt = 2048
-    """Longest sequence, in tokens."""
-    norm_eps: PositiveFloat = 1e-5
-    """Added to the variance in every normalisation."""
-    dropout: Share = 0.0
-    """Share of hidden activations dropped while training."""
+    positions: Literal["learned", "rotary"] = "rotary"
+    feed_forward: Literal["gelu", "swiglu"] = "swiglu"
+    norm: Literal["layer", "rms"] = "rms"
+    bias: bool = False
     attention_dropout: Share = 0.0
     """Share of attention weights dropped while training."""
     initializer_range: PositiveFloat = 0.02
