@@ -81,6 +81,10 @@ class PassageFinder(Protocol):
     @property
     def index(self) -> Any: ...
 
+    @property
+    def chunk_size(self) -> int:
+        """Tokens after which a text finds something new."""
+
     def read_beside(self, batch: Batch, own: Sequence[Sequence[str]]) -> Batch:
         """The columns `passage_ids` and `passage_from` for a batch. `own`: the documents that each of its rows is of."""
         ...

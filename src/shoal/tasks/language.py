@@ -21,6 +21,10 @@ from shoal.errors import ShoalError
 from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
 
 IGNORED = -100
+READ_BESIDE = ("context_ids", "passage_ids", "passage_from")
+"""Columns of a batch with texts that a model reads beside its input."""
+_LEFT_OUT = {"loss_without_context": ("context_ids",), "loss_without_retrieval": ("passage_ids", "passage_from")}
+"""Losses that tell what reading is worth, and the columns that are left out for each."""
 _HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, except on Windows
 
 
@@ -82,7 +86,8 @@ class LanguageModelling:
         ids, beside = batch["input_ids"], None
         keywords: dict[str, Any] = {}
         if hasattr(model, "new_beside"):
-            keywords["beside"] = beside = model.new_beside(counted_BL=batch["labels"] != IGNORED)
+            columns = {name: batch[name] for name in READ_BESIDE if name in batch}
+            keywords["beside"] = beside = model.new_beside(counted_BL=batch["labels"] != IGNORED, **columns)
         if self.left_padding and "attention_mask" in batch:
             keywords["attention_mask"] = batch["attention_mask"]
         if ids.is_cuda and hasattr(model, "output_weight"):
@@ -126,12 +131,18 @@ class LanguageModelling:
         places: Tensor = index_L - (index_L * starts_BL).cummax(1).values
         return places
 
+    def _judge(self, batch: Batch) -> Tensor:
+        return cross_entropy(self.outputs(batch)[0][..., : self.vocab_size], batch["labels"])
+
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         mean = Mean()
         for batch in batches:
-            logits_BLV = self.outputs(batch)[0][..., : self.vocab_size]
-            mean.add({"loss": cross_entropy(logits_BLV, batch["labels"])}, self.count(batch))
+            losses = {"loss": self._judge(batch)}
+            for name, columns in _LEFT_OUT.items():
+                if columns[0] in batch:
+                    losses[name] = self._judge({column: value for column, value in batch.items() if column not in columns})
+            mean.add(losses, self.count(batch))
         result = mean.result()
         if "loss" in result:
             result["perplexity"] = math.exp(min(result["loss"], 700.0))

@@ -58,6 +58,10 @@ class Finder:
         return self._index
 
     @property
+    def chunk_size(self) -> int:
+        return self.reading.chunk_size
+
+    @property
     def passages_PM(self) -> torch.Tensor:
         """The tokens of every passage, and NOTHING at the end: there −1 finds it."""
         if self._passages_PM is None:

@@ -54,6 +54,12 @@ def finder_of(settings: Retrieval, index: Index, tokenizer: Tokenizer) -> Finder
     return Finder(index.folder, reading, tokenizer, index)
 
 
+def open_finder(run: Run, folder: Path, tokenizer: Tokenizer) -> Finder | None:
+    """The finder of a past run, whose index is in this folder; None where it retrieves nothing. Raises ShoalError."""
+    settings = retrieval_of(run)
+    return finder_of(settings, open_index(folder), tokenizer) if settings else None
+
+
 def _index(settings: Retrieval, run: Run, training_text: Callable[[], Iterable[Document]], progress: Progress | None) -> Index:
     """The index that is named; or one of the passages that are named, which is kept for the next run with the same passages."""
     if settings.index is not None:
