@@ -147,6 +147,44 @@ def flat_view(world: World, *engines: str) -> dict[str, Any]:
     return found
 
 
+MIXTURE = {
+    "kind": "moe",
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_seq_len": 12,
+    "intermediate_size": 8,
+    "experts": {
+        "count": 8,
+        "router": "sigmoid-bias",
+        "capacity_factor": None,
+        "aux_loss_weight": 0.5,
+        "z_loss_weight": 0.1,
+        "bias_step": 0.01,
+    },
+}
+IDLE = "blocks.0.feed_forward.router.bias_E"
+
+
+def mixture_of(world: World | None, engine: dict[str, Any], **training: Any) -> tuple[list[float], list[float]]:
+    """The gradient of the third step of a mixture in which one expert is never chosen, and the biases that the steps before left."""
+    run = run_of(engine, optimizer=PLAIN, **training)
+    run = run.replace(model=resolve_data({"model": MIXTURE}, name="test", dialect="shoal", environ={}).run.model)
+    players = build_models(run, Shapes())
+    players["model"].get_buffer(IDLE)[0] = -1.0
+    task, device = LanguageModelling(players), choose_device(DEVICE, world.rank if world else 0)
+    made = build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
+    for step in range(2):
+        made.step(batches(step, made.world.rank, made.world.size))
+    made.gradients(batches(2, made.world.rank, made.world.size))
+    return made.gradient.tolist(), made.buffers.tolist()
+
+
+def mixtures(world: World, *engines: str) -> dict[str, Any]:
+    """The mixture's gradient and biases under each engine, as every rank sees them."""
+    return {text: mixture_of(world, json.loads(text), gradient_checkpointing=True) for text in engines}
+
+
 def statistics(world: World) -> dict[str, Any]:
     """A GAN with BatchNorm after two steps."""
     model = {"kind": "dcgan", "generator_features": 4, "discriminator_features": 4, "latent_dim": 4}
