@@ -19,7 +19,7 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.relu, F.gelu, F.silu, F
 def blend(x_RI: Tensor, gates_R4: Tensor) -> Tensor:
     """Σ gate · activation, in the type of `x`. Only `x` and the gates are kept for the backward pass, where one activation after the other
     is computed again: four of them side by side would be the largest tensors of the model."""
-    blended: Tensor = _Blend.apply(x_RI, gates_R4.to(x_RI.dtype))
+    blended: Tensor = _Blend.apply(x_RI, gates_R4.to(x_RI.dtype))  # type: ignore[no-untyped-call]
     return blended
 
 
@@ -33,7 +33,7 @@ class _Blend(torch.autograd.Function):
         return y_RI
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, Tensor]:
         x_RI, gates_R4 = ctx.saved_tensors
         (above_RI,) = above

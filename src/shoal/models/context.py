@@ -8,7 +8,7 @@ Shapes: B batch, L tokens, D width, H heads, E head size, P texts beside a seque
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +40,8 @@ class ContextEncoder(nn.Module):
         plain = settings.replace(positions="rotary", num_kv_heads=None)
         self.longest = max(settings.max_seq_len, settings.retrieval.passage_tokens)
         self.rotary = Rotary(self.longest, settings.hidden_size // settings.num_heads)
-        self.blocks = nn.ModuleList(
-            Block(plain, Attention(plain, settings.attention_dropout), FeedForward(plain)) for _ in range(settings.cross_attention.encoder_layers)
-        )
+        layers = range(settings.cross_attention.encoder_layers)
+        self.blocks = nn.ModuleList(Block(plain, Attention(plain, settings.attention_dropout), FeedForward(plain)) for _ in layers)
         self.norm = norm(plain)
 
     def forward(self, x_NMD: Tensor, mask_NM: Tensor) -> Tensor:
@@ -67,9 +66,9 @@ class ContextEncoder(nn.Module):
             x_NMD = embedding(ids_NM.clamp(min=0))
             if torch.is_autocast_enabled(x_NMD.device.type):
                 x_NMD = x_NMD.to(torch.get_autocast_dtype(x_NMD.device.type))
-            states.append(self(x_NMD, mask_NM).unflatten(0, ids_BPM.shape[:2]).flatten(1, 2))
-            from_BPM = first_BP.unsqueeze(-1).expand(-1, -1, ids_NM.shape[1]).masked_fill(~mask_NM.unflatten(0, ids_BPM.shape[:2]), NEVER)
-            first.append(from_BPM.flatten(1))
+            states.append(self(x_NMD, mask_NM).view(len(ids_BPM), -1, x_NMD.shape[-1]))
+            from_BPM = first_BP.unsqueeze(-1).expand(-1, -1, mask_NM.shape[1])
+            first.append(from_BPM.flatten(1).masked_fill(~mask_NM.view(len(ids_BPM), -1), NEVER))
         return Context(torch.cat(states, dim=1), torch.cat(first, dim=1))
 
 
@@ -95,7 +94,7 @@ class CrossAttention(nn.Module):
         self.output = nn.Linear(width, width, bias=False)
 
     def forward(self, x_BLD: Tensor, context: Context, past: int, cache: LayerCache | None) -> Tensor:
-        query_BHLE = self.query(x_BLD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        query_BHLE = self._heads(self.query(x_BLD))
         key_BHCE, value_BHCE = self._keys_and_values(context, cache)
         position_L = torch.arange(past, past + x_BLD.shape[1], device=x_BLD.device)
         visible_BLC = F.pad(position_L[:, None] >= context.first_BC[:, None, :], (1, 0), value=True)
@@ -103,11 +102,14 @@ class CrossAttention(nn.Module):
         attended: Tensor = self.output(attended_BHLE.transpose(1, 2).flatten(2))
         return attended
 
+    def _heads(self, x_BLD: Tensor) -> Tensor:
+        return x_BLD.view(*x_BLD.shape[:2], -1, self.head_size).transpose(1, 2)
+
     def _keys_and_values(self, context: Context, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         if cache is not None and cache.context is not None and cache.context[0] is context:
             return cache.context[1]
         both_BCD = F.pad(self.key_value(context.states_BCD), (0, 0, 1, 0))
-        key, value = (one.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for one in both_BCD.chunk(2, dim=-1))
+        key, value = (self._heads(one) for one in both_BCD.chunk(2, dim=-1))
         if cache is not None:
             cache.context = (context, (key, value))
         return key, value
@@ -134,7 +136,7 @@ class WithCrossAttention(BlockPart):
         return [self.cross.output.weight]
 
 
-def reads(settings: Any) -> bool:
+def reads(settings: schema.Moe) -> bool:
     """Whether a model reads something beside its input."""
     return bool(settings.cross_attention.enabled or settings.retrieval.enabled or settings.episodic_memory.enabled)
 

@@ -36,7 +36,7 @@ class MixtureOfHeads(Attention):
 
     def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, sight: Sight) -> tuple[Tensor, Told]:
         with torch.autocast(x_BLD.device.type, enabled=False):
-            probability_BLR = (x_BLD.float() @ self.router.weight.float().t()).softmax(-1)
+            probability_BLR = self.router(x_BLD.to(self.router.weight.dtype)).float().softmax(-1)
         top = probability_BLR.topk(self.chosen, dim=-1)
         chosen = top.values / top.values.sum(-1, keepdim=True) * self.chosen
         gates_BLR = torch.zeros_like(probability_BLR).scatter(-1, top.indices, chosen)

@@ -158,7 +158,8 @@ class Trunk(nn.Module):
         x_BLD = self._embed(input_ids_BL, past, attention_mask)
         turns = self.rotary(past, length) if self.rotary is not None else None
         sight = _sight(input_ids_BL, turns, past, attention_mask)
-        sight = sight._replace(counted_BL=beside.counted_BL if beside else None, context=self._context(input_ids_BL, beside, cache), past=past)
+        context = self._context(input_ids_BL, beside, cache)
+        sight = sight._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past)
         told: list[Told] = []
         for i, block in enumerate(self.blocks):
             if self.checkpointing and cache is None and torch.is_grad_enabled():
@@ -178,7 +179,8 @@ class Trunk(nn.Module):
         if beside is not None and beside.columns:
             context: Context = self.reader.read(beside.columns, self.token_embedding)
         elif cache is not None:
-            return cache.context
+            kept: Context | None = cache.context
+            return kept
         elif self.training:
             context = self.reader.read_nothing(input_ids_BL, self.token_embedding)
         else:
