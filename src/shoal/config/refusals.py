@@ -32,7 +32,6 @@ _UNBUILT = {
     "serving.request_timeout_s": "serving over several machines",
     "rlhf": "reinforcement learning from feedback",
     "training.allow_emulation": "emulated precision",
-    "model.episodic_memory.": "episodic memory",
 }
 """Settings that ask for a part which does not exist yet. None of them may be ignored."""
 _OF_MACHINES = ("memory_gb", "flops", "bandwidth_mbps", "host", "port")

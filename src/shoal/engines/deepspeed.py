@@ -27,7 +27,7 @@ from shoal.errors import ShoalError
 from shoal.tasks import Task
 from shoal.updates.layout import Layout
 
-_OPEN = ("vocab_size", "new_beside")
+_OPEN = ("vocab_size", "new_beside", "memory")
 """What may be asked of a network whose parameters are sharded."""
 
 

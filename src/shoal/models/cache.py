@@ -40,6 +40,8 @@ class KeyValueCache:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self.context: Any = None
         """What there is to read beside the tokens."""
+        self.memory: Any = None
+        """What was recalled so far."""
 
     @property
     def length(self) -> int:

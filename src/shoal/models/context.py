@@ -18,9 +18,7 @@ from shoal.config.schema import model as schema
 from shoal.models.cache import LayerCache
 from shoal.models.gpt import Attention, FeedForward
 from shoal.models.rotary import Rotary
-from shoal.models.trunk import Block, BlockPart, Context, Sight, Told, norm
-
-NEVER = 2**62
+from shoal.models.trunk import NEVER, Block, BlockPart, Context, Sight, Told, norm
 
 
 class Texts(NamedTuple):

@@ -65,8 +65,8 @@ class EpisodicMemory(Kept):
         memory, width, longest = settings.episodic_memory, settings.hidden_size, settings.max_seq_len
         if memory.chunk_size >= longest:
             raise ShoalError(
-                f"model.episodic_memory.chunk_size: what a chunk of {memory.chunk_size} tokens recalls is read by the tokens after it, and a "
-                f"sequence has {longest} (model.max_seq_len): set it lower"
+                f"model.episodic_memory.chunk_size: what a chunk of {memory.chunk_size} tokens recalls is read by the tokens after it, "
+                f"and a sequence has {longest} (model.max_seq_len): set it lower"
             )
         self.top_k, self.chunk_size, self.replay_rate = min(memory.top_k, memory.capacity), memory.chunk_size, memory.replay_rate
         self.layer = settings.num_layers // 2 - 1 if settings.num_layers > 1 else -1
@@ -89,6 +89,7 @@ class EpisodicMemory(Kept):
 
     # --- recall --------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def recall(self, x_BLD: Tensor, sight: Sight, cache: KeyValueCache | None) -> Context | None:
         """What there is to read from here on: the context, and what the chunks that are complete now recall."""
@@ -113,7 +114,8 @@ class EpisodicMemory(Kept):
         return merged[2]
 
     def _begin(self, x_BLD: Tensor) -> Thread:
-        return Thread(torch.zeros_like(x_BLD[:, 0], dtype=torch.float32), torch.zeros(len(x_BLD), dtype=torch.int64, device=x_BLD.device), None)
+        nothing_B = torch.zeros(len(x_BLD), dtype=torch.int64, device=x_BLD.device)
+        return Thread(torch.zeros_like(x_BLD[:, 0], dtype=torch.float32), nothing_B, None)
 
     def _sums(self, x_BLD: Tensor, past: int) -> Tensor:
         """The sums [B, U, D] of the hidden states of each chunk, of the first one as far as it is not in the cache."""
@@ -138,11 +140,12 @@ class EpisodicMemory(Kept):
 
     # --- writing down --------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch(self, x_BLD: Tensor) -> None:
         """Called while learning with the hidden states at the memory's layer: their means, and the norms of their gradients to come."""
         norms: list[Tensor] = []
         if self.counting and x_BLD.requires_grad:
-            x_BLD.register_hook(lambda slope_BLD: norms.append(torch.linalg.vector_norm(slope_BLD.float(), dim=(1, 2))))
+            x_BLD.register_hook(lambda slope_BLD: norms.append(_norms(slope_BLD)))  # type: ignore[no-untyped-call]
             pooled = F.adaptive_avg_pool1d(x_BLD.detach().float().transpose(1, 2), self.vectors_NVD.shape[1]).transpose(1, 2)
             self._seen.append(Seen(F.rms_norm(pooled, (pooled.shape[2],)), norms, []))
 
@@ -169,7 +172,7 @@ class EpisodicMemory(Kept):
 
     def _place(self, importance: float, slot: int, ids_T: Tensor) -> int | None:
         """Where an episode goes: where it was, else in the place of the least important one, if it is more important."""
-        if importance <= _EMPTY:
+        if importance <= 0:
             return None
         same = (self.ids_NT == ids_T.int()).all(1) & (self.importance_N > _EMPTY)
         if bool(same.any()):
@@ -248,6 +251,11 @@ def _joined(first: Context | None, second: Context | None) -> Context | None:
     if first is None or second is None:
         return first or second
     return Context(*(torch.cat(both, dim=1) for both in zip(first, second, strict=True)))
+
+
+def _norms(slope_BLD: Tensor) -> Tensor:
+    norms_B: Tensor = torch.linalg.vector_norm(slope_BLD.float(), dim=(1, 2))
+    return norms_B
 
 
 def _powers(length: int) -> Tensor:

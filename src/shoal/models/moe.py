@@ -18,6 +18,7 @@ from shoal.models.experts import Experts
 from shoal.models.gpt import Attention
 from shoal.models.heads import MixtureOfHeads
 from shoal.models.kept import Kept
+from shoal.models.memory import EpisodicMemory
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
 from shoal.models.shapes import Shapes, vocab_size_for
 from shoal.models.trunk import Auxiliary, Beside, BlockPart, Told, Trunk
@@ -30,6 +31,7 @@ class Moe(Trunk):
         reader = ContextEncoder(settings) if reads(settings) else None
         parts = partial(block_parts, settings, vocab_size)
         super().__init__(settings, vocab_size, parts, settings.initializer_range, reader)
+        self.memory = EpisodicMemory(settings) if settings.episodic_memory.enabled else None
         if settings.mixture_of_heads.enabled and settings.mixture_of_heads.balance_weight:
             self.loss_weights["head_balance"] = settings.mixture_of_heads.balance_weight
         experts = settings.experts

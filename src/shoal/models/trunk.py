@@ -24,6 +24,8 @@ from shoal.models.cache import KeyValueCache, LayerCache
 from shoal.models.rotary import Rotary
 
 INITIAL_STD = 0.02
+NEVER = 2**62
+"""A place that no token of a sequence has."""
 Told = dict[str, Tensor]
 """What a part gives beside the stream, by name: auxiliary losses, and figures to record."""
 
@@ -118,6 +120,8 @@ class Trunk(nn.Module):
         """`reader` encodes texts beside the input, where layers attend to them: see `context.py`."""
         super().__init__()
         self.reader = reader
+        self.memory: Any = None
+        """Episodes that the layers above `memory.layer` attend to: see `memory.py`."""
         width = settings.hidden_size
         self.vocab_size, self.max_seq_len, self.dropout = vocab_size, settings.max_seq_len, settings.dropout
         self.checkpointing = False
@@ -161,16 +165,26 @@ class Trunk(nn.Module):
         context = self._context(input_ids_BL, beside, cache)
         sight = sight._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past)
         told: list[Told] = []
+        sight = self._remember(-1, x_BLD, sight, cache)
         for i, block in enumerate(self.blocks):
             if self.checkpointing and cache is None and torch.is_grad_enabled():
                 x_BLD, own = checkpoint(block, x_BLD, sight, use_reentrant=False)
             else:
                 x_BLD, own = block(x_BLD, sight, cache.layers[i] if cache else None)
             told.append(own)
+            sight = self._remember(i, x_BLD, sight, cache)
         if beside is not None:
             self.tell(told, beside)
         hidden_BLD: Tensor = self.norm(x_BLD)
         return hidden_BLD
+
+    def _remember(self, layer: int, x_BLD: Tensor, sight: Sight, cache: KeyValueCache | None) -> Sight:
+        """At the memory's layer, what the layers above may read of it; and while learning, what it may write down."""
+        if self.memory is None or layer != self.memory.layer:
+            return sight
+        if self.training and cache is None and torch.is_grad_enabled():
+            self.memory.watch(x_BLD)
+        return sight._replace(context=self.memory.recall(x_BLD, sight, cache))
 
     def _context(self, input_ids_BL: Tensor, beside: Beside | None, cache: KeyValueCache | None) -> Context | None:
         """What there is to read beside the tokens; where they are written one by one, what was there to read before, unless it is new."""

@@ -89,7 +89,7 @@ def _pack(documents: Sequence[Document], encoding: Encoding) -> PackedText:
     separator = encoding.tokenizer.separator
     ends = [separator] * (len(documents) - 1) + [()]
     refuse_contexts(documents)
-    encoded = encode(documents, encoding.tokenizer, ends)
+    encoded = encode(documents, encoding.tokenizer, ends) if documents else []
     tokens = join(encoded) if documents else _nothing()
     length = encoding.sequence_length
     count = max(0, -(-(len(tokens) - 1) // length))
