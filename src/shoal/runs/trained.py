@@ -12,9 +12,12 @@ from torch import nn
 
 from shoal import data, models, tasks
 from shoal.config import Run
+from shoal.config.schema.model import Moe
 from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
+from shoal.models.mixtral import as_mixtral
+from shoal.models.trunk import Trunk
 from shoal.runs import plugins
 from shoal.runs.assembly import read_beside, write_text
 from shoal.runs.checkpoint import Checkpoint, find, read_weights, save_weights
@@ -74,15 +77,25 @@ def _passages(root: Path, raw: dict[str, Any]) -> Path | None:
     return Path(raw["passages"]) if "passages" in raw else None
 
 
-def export(path: str, folder: Path, warn: Callable[[str], None], adapters: bool = False) -> None:
+def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bool = False, mixtral: bool = False) -> None:
     """A run's networks in a folder of their own, which appears whole or not at all. Raises ShoalError.
 
     A model of Hugging Face as transformers loads it, or with `adapters` LoRA's matrices alone, as peft loads them; one of Shoal's own as
-    `shoal generate` does.
+    `shoal generate` does, or with `mixtral` a mixture of experts as transformers loads it.
     """
     _refuse_full(folder)
     trained = open_run(path, warn)
-    _appear(folder, lambda partial: _write_adapters(trained, partial) if adapters else _write(trained, partial))
+    write = _write_adapters if adapters else _write_mixtral if mixtral else _write
+    _appear(folder, lambda partial: write(trained, partial))
+
+
+def _write_mixtral(trained: Trained, folder: Path) -> None:
+    settings, model = trained.run.model, trained.task.players["model"]
+    if not isinstance(settings, Moe) or not isinstance(model, Trunk):
+        raise ShoalError(f"a model of kind {settings.kind} is no mixture of experts: export it without --mixtral")
+    as_mixtral(model, settings).save_pretrained(str(folder))
+    if trained.tokenizer is not None:
+        trained.tokenizer.save(folder)
 
 
 def _write_adapters(trained: Trained, folder: Path) -> None:
