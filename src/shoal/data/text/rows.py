@@ -46,7 +46,7 @@ def to_document(row: Mapping[str, Any], field: str | None, where: str, context: 
         document = Document(_text(row, PAIR[1], where), prompt=_text(row, PAIR[0], where), context=beside)
     else:
         document = Document(_text(row, field, where), context=beside)
-    return document._replace(origin=origin_of(document.text))
+    return document._replace(origin=origin_of(document.prompt + document.text))
 
 
 def fields_of(row: Mapping[str, Any], where: str, wanted: Fields) -> tuple[str | None, str | None]:
