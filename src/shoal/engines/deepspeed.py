@@ -27,6 +27,9 @@ from shoal.errors import ShoalError
 from shoal.tasks import Task
 from shoal.updates.layout import Layout
 
+_OPEN = ("vocab_size", "new_beside")
+"""What may be asked of a network whose parameters are sharded."""
+
 
 class DeepSpeedEngine(Engine):
     """The task calls DeepSpeed's engine where it would call the network."""
@@ -263,6 +266,6 @@ class Front(nn.Module):
         return parameters
 
     def __getattr__(self, name: str) -> Any:
-        if self.__dict__["whole"] or name == "vocab_size":
+        if self.__dict__["whole"] or name in _OPEN:
             return getattr(self.__dict__["model"], name)
         raise AttributeError(f"{name}: its parameters are sharded")

@@ -49,12 +49,17 @@ class LanguageModelling:
         return int((batch["labels"] != IGNORED).sum())
 
     def compile(self) -> None:
-        self.padded_logits = torch.compile(self.padded_logits)  # type: ignore[method-assign]
+        self.outputs = torch.compile(self.outputs)  # type: ignore[method-assign]
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
-        logits_BLV = self.padded_logits(batch)
+        logits_BLV, beside = self.outputs(batch)
         fused = logits_BLV.is_cuda and _HAS_TRITON
         total, metrics = self._fused(logits_BLV, batch) if fused else self._plain(logits_BLV[..., : self.vocab_size], batch)
+        if beside is not None:
+            for name, weight, value in beside.losses:
+                metrics[name] = value
+                total = total + weight * value
+            metrics |= beside.figures
         yield Loss("model", total, metrics)
 
     def _plain(self, logits_BLV: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -86,18 +91,22 @@ class LanguageModelling:
         early_BL = self.places(batch) < self.penalties.min_sequence_length
         return penalties.marks(batch["input_ids"], labels_BL, labels_BL != IGNORED, batch.get("attention_mask"), early_BL)
 
-    def padded_logits(self, batch: Batch) -> Tensor:
-        """Logits; on a GPU with columns added up to a multiple of 64, since its matrix units are a good deal slower on odd sizes.
+    def outputs(self, batch: Batch) -> tuple[Tensor, Any]:
+        """Logits, and what the model gives beside them (None: nothing).
 
+        On a GPU the logits have columns added up to a multiple of 64, since its matrix units are a good deal slower on odd sizes.
         Padding on the right needs no mask: a causal model never looks there, and the fast attention takes none.
         """
-        mask = batch.get("attention_mask") if self.left_padding else None
         model: Any = self.players["model"]
-        ids = batch["input_ids"]
+        ids, beside = batch["input_ids"], None
+        keywords: dict[str, Any] = {}
+        if hasattr(model, "new_beside"):
+            keywords["beside"] = beside = model.new_beside(counted_BL=batch["labels"] != IGNORED)
+        if self.left_padding and "attention_mask" in batch:
+            keywords["attention_mask"] = batch["attention_mask"]
         if ids.is_cuda and hasattr(model, "output_weight"):
-            return F.linear(model.hidden(ids, attention_mask=mask), F.pad(model.output_weight, (0, 0, 0, -self.vocab_size % 64)))
-        logits: Tensor = model(ids) if mask is None else model(ids, attention_mask=mask)
-        return logits
+            return F.linear(model.hidden(ids, **keywords), F.pad(model.output_weight, (0, 0, 0, -self.vocab_size % 64))), beside
+        return model(ids, **keywords), beside
 
     @property
     def vocab_size(self) -> int:
@@ -122,7 +131,7 @@ class LanguageModelling:
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         mean = Mean()
         for batch in batches:
-            logits_BLV = self.padded_logits(batch)[..., : self.vocab_size]
+            logits_BLV = self.outputs(batch)[0][..., : self.vocab_size]
             mean.add({"loss": cross_entropy(logits_BLV, batch["labels"])}, self.count(batch))
         result = mean.result()
         if "loss" in result:

@@ -41,10 +41,9 @@ class Lstm(Model, built_by="shoal.models.lstm:players"):
     """Share of activations dropped between layers while training."""
 
 
-class Gpt(Model, built_by="shoal.models.gpt:players"):
-    """A decoder-only transformer."""
+class Transformer(Model, shared=True):
+    """What the transformers have in common."""
 
-    kind: Literal["gpt"] = "gpt"
     learns = ("language-modelling", "ppo")
     vocab_size: PositiveInt | None = None
     """Number of tokens; null: as many as the tokenizer has."""
@@ -74,6 +73,12 @@ class Gpt(Model, built_by="shoal.models.gpt:players"):
     """Use the embedding matrix as output matrix too."""
     dropout: Share = 0.0
     """Share of activations dropped while training."""
+
+
+class Gpt(Transformer, built_by="shoal.models.gpt:players"):
+    """A decoder-only transformer."""
+
+    kind: Literal["gpt"] = "gpt"
 
 
 class Experts(Section):
@@ -133,27 +138,20 @@ class EpisodicMemory(Section):
     """Episodes recalled for each input."""
 
 
-class Moe(Model):
+class Moe(Transformer):
     """A decoder-only transformer with mixture-of-experts layers."""
 
     kind: Literal["moe"] = "moe"
-    learns = ("language-modelling", "ppo")
-    vocab_size: PositiveInt | None = None
-    """Number of tokens; null: as many as the tokenizer has."""
     hidden_size: PositiveInt = 768
-    """Width of the residual stream."""
     num_layers: PositiveInt = 16
-    """Transformer blocks."""
     num_heads: PositiveInt = 12
-    """Attention heads; must divide hidden_size."""
     intermediate_size: PositiveInt | None = None
     """Width of each expert's feed-forward layer; null: 4 × hidden_size."""
     max_seq_len: PositiveInt = 2048
-    """Longest sequence, in tokens."""
-    norm_eps: PositiveFloat = 1e-5
-    """Added to the variance in every normalisation."""
-    dropout: Share = 0.0
-    """Share of hidden activations dropped while training."""
+    positions: Literal["learned", "rotary"] = "rotary"
+    feed_forward: Literal["gelu", "swiglu"] = "swiglu"
+    norm: Literal["layer", "rms"] = "rms"
+    bias: bool = False
     attention_dropout: Share = 0.0
     """Share of attention weights dropped while training."""
     initializer_range: PositiveFloat = 0.02
