@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema.training import Training
 from shoal.engines import optimizers
+from shoal.engines.emulation import emulate
 from shoal.engines.health import MOST_SKIPPED, HealthMonitor
 from shoal.engines.schedule import learning_rate
 from shoal.engines.weighing import Weighing, length
@@ -49,6 +50,7 @@ class Engine(ABC):
         self.world = world
         self.step_count = 0
         _prepare(run, task)
+        self.scales = emulate(task.players, run.training)
         unknown = set(run.training.players) - set(task.players)
         if unknown:
             raise ShoalError(f"training.players: there is no network `{unknown.pop()}`; there are {', '.join(task.players)}")
@@ -158,6 +160,8 @@ class Engine(ABC):
         Whoever steps a network before asking for the next lets the next see the new weights, as GANs are trained best.
         """
         self._forget()
+        if self.scales is not None:
+            self.scales.begin_step()
         losses = [self.task.losses(self.on_device(self._filled(batch))) for batch in batches]
         while player := self._backward_next(losses, weighing, metrics):
             self._gather(player)
@@ -193,7 +197,7 @@ class Engine(ABC):
         kind = self.settings.precision.kind
         if kind == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16 if kind == "bf16" else torch.float16)
+        return torch.autocast(self.device.type, dtype=torch.float16 if kind == "fp16" else torch.bfloat16)
 
     def on_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
@@ -344,7 +348,7 @@ class Engine(ABC):
             "optimizers": {name: self._moments(name) for name in self.layouts},
             "scaler": self.scaler.state_dict(),
             "health": self.health.state_dict() if self.health else {},
-        }
+        } | ({"scales": self.scales.state_dict()} if self.scales else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step_count = state["step"]
@@ -356,6 +360,8 @@ class Engine(ABC):
             self.scaler.load_state_dict(state["scaler"])
         if self.health:
             self.health.load_state_dict(state["health"])
+        if self.scales is not None and "scales" in state:
+            self.scales.load_state_dict(state["scales"], self.device)
 
     def _kinds(self) -> dict[str, str]:
         return {name: settings.name for name, settings in self.chosen.items()} | {"scaler": str(self.settings.precision.kind == "fp16")}
@@ -378,9 +384,6 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _prepare(run: Run, task: Task) -> None:
-    kind = run.training.precision.kind
-    if kind in ("fp8", "nvfp4"):
-        raise ShoalError(f"the precision {kind} is not built yet; bf16 and fp16 are")
     if not run.training.gradient_checkpointing:
         return
     for name, player in task.players.items():
