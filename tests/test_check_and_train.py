@@ -94,7 +94,7 @@ def test_everything_is_said_at_once_and_at_its_place(capsys: pytest.CaptureFixtu
     assert main(["config", "check", "hardware/h100_80gb", "--set", "scheduler.kind=priority", "--set", "serving.api_port=1"]) == 2
     told = capsys.readouterr().err
     assert len(said(told)) == 4
-    assert "the precision fp8 is not built yet" in told
+    assert "the precision fp8 is not built yet for real hardware" in told
     assert "scheduling is not built yet: `scheduler.kind`" in told
     assert "command line" in told
 

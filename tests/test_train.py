@@ -259,7 +259,6 @@ def test_a_full_disk_is_told_and_training_goes_on(
 
 
 UNBUILT = {
-    "gpu/tiny": "moe",
     "dist-llm-train/lan": "scheduling",
 }
 

@@ -32,6 +32,11 @@ _UNBUILT = {
     "serving.page_port": "the web interface",
     "serving.request_timeout_s": "serving over several machines",
     "rlhf": "reinforcement learning from feedback",
+    "model.mixture_of_heads.": "a mixture of heads",
+    "model.mixture_of_activations.": "a mixture of activations",
+    "model.cross_attention.": "cross-attention",
+    "model.retrieval.": "retrieval",
+    "model.episodic_memory.": "episodic memory",
 }
 """Settings that ask for a part which does not exist yet. None of them may be ignored."""
 _OF_MACHINES = ("memory_gb", "flops", "bandwidth_mbps", "host", "port")

@@ -72,6 +72,24 @@ def enough_experts(settings: Settings, count: int, per_token: int) -> None:
         settings.report("experts", message, "model.experts.per_token", "model.experts.count")
 
 
+@rule("model.experts.router", "model.experts.per_token")
+def router_is_causal(settings: Settings, router: str, per_token: int) -> None:
+    if router in ("expert-choice", "soft"):
+        message = f"the router {router} looks at later tokens of a sequence, and a causal model must not; switch and the others do not"
+        settings.report("router", message, "model.experts.router")
+    if router == "gshard" and per_token != 2:
+        settings.report(
+            "router", f"the router gshard chooses 2 experts per token, not {per_token}", "model.experts.per_token", "model.experts.router"
+        )
+
+
+@rule("model.experts.router", "updates.privacy.enabled")
+def loads_are_private(settings: Settings, router: str, private: bool) -> None:
+    if private and router == "sigmoid-bias":
+        message = "the router sigmoid-bias reports the experts' loads without noise, which updates.privacy does not account for"
+        settings.report("router", message, "model.experts.router", "updates.privacy.enabled")
+
+
 @rule("data.sequence_length", "model.max_seq_len")
 def sequence_fits_model(settings: Settings, length: int | None, longest: int) -> None:
     if length is not None and length > longest:

@@ -135,6 +135,8 @@ class _RoundedProduct(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def rounded_product(x_NI: Tensor, weight_OI: Tensor, rounding: Format, name: str) -> Tensor:
+    if not len(x_NI):  # an expert that nobody visits
+        return x_NI.new_zeros(0, len(weight_OI))
     product: Tensor = _RoundedProduct.apply(x_NI, weight_OI, rounding, name)  # type: ignore[no-untyped-call]
     return product
 
@@ -151,7 +153,8 @@ class EmulatedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        product = rounded_product(x.flatten(0, -2), self.weight, self.rounding, self.name).view(*x.shape[:-1], self.out_features)
+        flat: Tensor = rounded_product(x.flatten(0, -2), self.weight, self.rounding, self.name)
+        product = flat.view(*x.shape[:-1], self.out_features)
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
@@ -159,19 +162,20 @@ def grouped(rounding: Format, name: str) -> GroupedProduct:
     """The products of experts, each of which is a layer of its own."""
 
     def product(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: Tensor | None = None) -> Tensor:
-        rows, places = torch.split(x_RD, sizes_E.tolist()), f"{name}.{weight_END.shape[1]}x{weight_END.shape[2]}"
-        own = [rounded_product(x, weight, rounding, f"{places}.{i}") for i, (x, weight) in enumerate(zip(rows, weight_END, strict=True))]
-        together = torch.cat(own)
-        return together if bias_EN is None else together + bias_EN.to(together.dtype).repeat_interleave(sizes_E, dim=0)
+        rows = torch.split(x_RD, sizes_E.tolist())
+        own = [rounded_product(x, weight, rounding, f"{name}.{i}") for i, (x, weight) in enumerate(zip(rows, weight_END, strict=True))]
+        together: Tensor = torch.cat(own)
+        if bias_EN is not None:
+            together = together + bias_EN.to(together.dtype).repeat_interleave(sizes_E, dim=0)
+        return together
 
     return product
 
 
 def emulate(players: dict[str, nn.Module], settings: Training) -> Scaled | None:
-    """Let the networks compute as `training.precision` asks, where that is fp8 or nvfp4. Returns what has a state: the scales of fp8."""
+    """Let the networks compute in fp8 or nvfp4. Returns what has a state: the scales of fp8."""
     precision = settings.precision
-    if not isinstance(precision, Fp8 | Nvfp4):
-        return None
+    assert isinstance(precision, Fp8 | Nvfp4)
     if not settings.allow_emulation:
         raise ShoalError(
             f"training.precision.kind: real {precision.kind} products are not built yet; training.allow_emulation: true rounds as they do, "
@@ -194,9 +198,9 @@ def _exchange(name: str, player: nn.Module, rounding: Format, kind: str) -> None
         raise ShoalError(f"training.precision.kind {kind}: the network `{name}` would have no product in {kind}, since {why}")
     for number, (parent, attribute, layer) in enumerate(found):
         setattr(parent, attribute, EmulatedLinear(layer, rounding, f"{name}.{number}"))
-    experts = [module for block in rounded for module in block.modules() if hasattr(module, "grouped_product")]
-    for number, layer_of_experts in enumerate(experts):
-        layer_of_experts.grouped_product = grouped(rounding, f"{name}.experts.{number}")
+    experts = [own for block in rounded for module in block.modules() if (own := getattr(module, "grouped_products", None))]
+    for number, products in enumerate(experts):
+        products.update({key: grouped(rounding, f"{name}.experts.{number}.{key}") for key in products})
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:

@@ -1,10 +1,11 @@
-"""Four-bit floating point (e2m1) with a scale in e4m3 for each block of 16 numbers and one for all of them, rounded as torchao's reference does.
+"""Four-bit floating point (e2m1) with a scale in e4m3 for each block of 16 numbers and one for all of them.
 
-The numbers stay in 32-bit floats, with the values that four bits can hold.
+Numbers are rounded as torchao's reference rounds them, to the bit. They stay in 32-bit floats, with the values that four bits can hold.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -40,9 +41,9 @@ def rounded(x: Tensor, *, square: bool = False, stochastic: bool = False) -> Ten
 
 def quantise(x: Tensor, *, square: bool = False, stochastic: bool = False) -> Rounded:
     """Of a float32 matrix whose rows (and, for square blocks, columns) are whole blocks."""
-    blocks = x.abs().unflatten(1, (-1, BLOCK)).amax(2)
+    blocks = x.abs().view(len(x), -1, BLOCK).amax(2)
     if square:
-        blocks = blocks.unflatten(0, (-1, BLOCK)).amax(1)
+        blocks = blocks.view(-1, BLOCK, blocks.shape[1]).amax(1)
     largest = blocks.max() if blocks.numel() else blocks.new_zeros(())
     whole = torch.where(largest > 0, largest / (_LARGEST_SCALE * _LARGEST), 1.0)
     scales = (blocks / _LARGEST / whole).clamp(_SMALLEST_SCALE, _LARGEST_SCALE).to(torch.float8_e4m3fn)
@@ -71,7 +72,7 @@ def turned(x: Tensor) -> Tensor:
     turned(x).T @ turned(y) is x.T @ y.
     """
     padded = F.pad(x.float(), (0, 0, 0, -len(x) % BLOCK))
-    mixed: Tensor = torch.matmul(_hadamard().to(x.device), padded.unflatten(0, (-1, BLOCK)))
+    mixed: Tensor = torch.matmul(_hadamard().to(x.device), padded.view(-1, BLOCK, padded.shape[1]))
     return mixed.flatten(0, 1)
 
 
@@ -81,4 +82,4 @@ def _hadamard() -> Tensor:
     while len(matrix) < BLOCK:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     signs = torch.tensor([1.0 - 2.0 * (_SIGNS >> i & 1) for i in range(BLOCK)])
-    return matrix * signs / BLOCK**0.5
+    return matrix * signs / math.sqrt(BLOCK)

@@ -88,12 +88,18 @@ class Experts(Section):
     """Experts per layer."""
     per_token: PositiveInt = 2
     """Experts that see each token."""
-    capacity_factor: PositiveFloat = 1.25
-    """Room in each expert, as a multiple of an even share; tokens beyond it are dropped and counted."""
-    router: Literal["switch", "gshard", "hash", "stochastic"] = "switch"
-    """How tokens find their experts."""
+    capacity_factor: PositiveFloat | None = 1.25
+    """Room in each expert while training, as a multiple of an even share; tokens beyond it are dropped and counted. Null: room for all."""
+    router: Literal["switch", "gshard", "hash", "stochastic", "sigmoid-bias", "expert-choice", "soft"] = "switch"
+    """How tokens find their experts: the most probable (switch), two of them, the second at random (gshard), by a fixed table of token ids
+    (hash), drawn by probability (stochastic), or by scores with biases that follow the loads (sigmoid-bias). expert-choice and soft look at
+    later tokens, and are refused for causal models."""
     aux_loss_weight: NonNegativeFloat = 0.01
-    """Weight of the loss that balances the experts' load."""
+    """Weight of the loss that balances the experts' load; a router that does not learn (hash) has none."""
+    z_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the loss that keeps a router's logits small: the mean square of their logsumexp."""
+    bias_step: PositiveFloat = 0.001
+    """How far the biases of the router sigmoid-bias move after each step."""
 
 
 class MixtureOfHeads(Section):
@@ -138,7 +144,7 @@ class EpisodicMemory(Section):
     """Episodes recalled for each input."""
 
 
-class Moe(Transformer):
+class Moe(Transformer, built_by="shoal.models.moe:players"):
     """A decoder-only transformer with mixture-of-experts layers."""
 
     kind: Literal["moe"] = "moe"
