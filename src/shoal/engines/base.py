@@ -153,7 +153,7 @@ class Engine(ABC):
         weighing, metrics = self._weigh(batches), dict[str, Tensor]()
         for player in self._in_turn(batches, weighing, metrics):
             self._lead(player)
-        self._end_step()
+        self._end_step(metrics)
         return StepResult(metrics, weighing.total, weighing.samples)
 
     def _lead(self, player: str) -> None:
@@ -226,7 +226,7 @@ class Engine(ABC):
             self._step_network(name, self.step_count, metrics, self.scaler.is_enabled())
         self.scaler.update()
         self.step_count += 1
-        self._end_step()
+        self._end_step(metrics)
         self._move_state()
         return StepResult(metrics, weighing.total, weighing.samples)
 
@@ -243,9 +243,11 @@ class Engine(ABC):
         self._move_state()
         return metrics
 
-    def _end_step(self) -> None:
+    def _end_step(self, metrics: dict[str, Tensor]) -> None:
+        """All processes know these figures, so each adds its part of them to the sum."""
         for one in self.kept:
             one.end_step()
+            metrics |= {name: value / self.world.size for name, value in one.figures().items()}
 
     def _move_state(self) -> None:
         """Move what is neither trained nor averaged as the last gradients' batches decided."""
@@ -322,6 +324,7 @@ class Engine(ABC):
         figures = self.learning_rates()
         if self.health:
             figures |= self.health.metrics()
+        figures |= {name: float(value) for one in self.kept for name, value in one.details().items()}
         return figures | (self.layer_norms() if self.track_gradients else {})
 
     @property
@@ -333,13 +336,16 @@ class Engine(ABC):
         return sum(layout.size for layout in self.layouts.values())
 
     def layer_norms(self) -> dict[str, float]:
-        """The gradient norm of every parameter, by name."""
-        several = len(self.layouts) > 1
-        return {
-            f"gradients/{f'{player}.' if several else ''}{name}": float(torch.linalg.vector_norm(slope))
-            for player in self.layouts
-            for name, slope in self._slopes(player)
-        }
+        """The gradient norm of every parameter, by name; of a stack of experts' matrices also that of each."""
+        several, norms = len(self.layouts) > 1, dict[str, float]()
+        for player in self.layouts:
+            stacks = optimizers.stack_names(self.task.players[player])
+            for name, slope in self._slopes(player):
+                full = f"gradients/{f'{player}.' if several else ''}{name}"
+                norms[full] = float(torch.linalg.vector_norm(slope))
+                if slope.ndim == 3 and name.rsplit(".", 1)[-1] in stacks:
+                    norms |= {f"{full}/{i}": norm for i, norm in enumerate(torch.linalg.vector_norm(slope, dim=(1, 2)).tolist())}
+        return norms
 
     def learning_rates(self) -> dict[str, float]:
         rates = {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in self.optimizers.items()}

@@ -113,6 +113,7 @@ class Experts(BlockPart):
         told = {"load_E": torch.bincount(chosen, minlength=self.count).float(), "dropped": visits.dropped / (K * tokens)}
         if routes.probabilities_TE is not None:
             told["probability_E"] = (routes.probabilities_TE * counted_T[:, None]).sum(0) / tokens
+            told["gate_entropy"] = _entropy(routes.probabilities_TE.detach(), counted_T) / tokens
         if routes.logits_TE is not None:
             logsumexp_T = routes.logits_TE.logsumexp(1) * counted_T
             told["logsumexp"] = logsumexp_T.detach().sum() / tokens
@@ -134,6 +135,13 @@ class Experts(BlockPart):
             else:
                 inner_RI = F.gelu(inner_RI, approximate="tanh")
             return self.grouped_products["down"](inner_RI, self.down.to(dtype), sizes_E, self.down_bias)
+
+
+def _entropy(scores_TE: Tensor, counted_T: Tensor) -> Tensor:
+    """How undecided the router is about each token that counts, summed: 1 if all experts suit equally, 0 if one alone does."""
+    share_TE = scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=1e-20)
+    entropy: Tensor = (torch.special.entr(share_TE).sum(1) * counted_T).sum() / math.log(max(2, scores_TE.shape[1]))
+    return entropy
 
 
 def grouped_linear(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: Tensor | None = None) -> Tensor:
