@@ -16,6 +16,7 @@ from shoal.config.load import Loaded
 from shoal.config.parts import Part
 from shoal.config.problems import Label, Problem, Severity
 from shoal.config.schema import Run
+from shoal.config.schema.training import EMULATED
 from shoal.config.text import data_of
 
 NOT_BUILT = "not-built"
@@ -31,13 +32,11 @@ _UNBUILT = {
     "serving.page_port": "the web interface",
     "serving.request_timeout_s": "serving over several machines",
     "rlhf": "reinforcement learning from feedback",
-    "training.allow_emulation": "emulated precision",
 }
 """Settings that ask for a part which does not exist yet. None of them may be ignored."""
 _OF_MACHINES = ("memory_gb", "flops", "bandwidth_mbps", "host", "port")
 _UNBUILT_CHOICES = {
     "engine.kind": ({"pipeline"}, "the engine {} is not built yet; choose single, ddp, fsdp, deepspeed or collectives"),
-    "training.precision.kind": ({"fp8", "nvfp4"}, "the precision {} is not built yet; bf16 and fp16 are"),
     "data.source.kind": ({"preferences"}, "learning from {} is not built yet"),
 }
 
@@ -95,7 +94,8 @@ _PACKAGES = (
 
 def refusals(loaded: Loaded, *, packages: Severity = "error") -> list[Problem]:
     """Everything that a run with these settings is refused for. `packages`: how bad it is that one is not installed."""
-    return [*_unbuilt_parts(loaded), *_unbuilt_choices(loaded), *_unbuilt_settings(loaded), *_missing_packages(loaded, packages)]
+    unbuilt = [*_unbuilt_parts(loaded), *_unbuilt_choices(loaded), *_unbuilt_precisions(loaded), *_unbuilt_settings(loaded)]
+    return [*unbuilt, *_missing_packages(loaded, packages)]
 
 
 def _unbuilt_parts(loaded: Loaded) -> Iterator[Problem]:
@@ -114,6 +114,15 @@ def _unbuilt_choices(loaded: Loaded) -> Iterator[Problem]:
         chosen = settings.get(path)
         if chosen in kinds:
             yield Problem(NOT_BUILT, message.format(chosen), settings.labels(path), settings.spelling(path))
+
+
+def _unbuilt_precisions(loaded: Loaded) -> Iterator[Problem]:
+    settings, training = loaded.settings, loaded.run.training
+    if training.precision.kind in EMULATED and not training.allow_emulation:
+        path = "training.precision.kind"
+        message = f"the precision {training.precision.kind} is not built yet for real hardware, and nobody allowed its emulation"
+        help = "training.allow_emulation: true rounds as the format asks and computes in fp32, slower than bf16"
+        yield Problem(NOT_BUILT, message, settings.labels(path), settings.spelling(path), help=help)
 
 
 def _unbuilt_settings(loaded: Loaded) -> Iterator[Problem]:

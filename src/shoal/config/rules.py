@@ -16,6 +16,7 @@ from shoal.config.layers import Settings, UnavailableError, default_at
 from shoal.config.problems import Severity
 from shoal.config.schema.model import Model
 from shoal.config.schema.task import TEXT, Task
+from shoal.config.schema.training import EMULATED
 from shoal.config.schema.updates import Aggregation
 
 
@@ -389,6 +390,7 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("training.schedule.warmup", "training.schedule.warmup_steps", lambda steps: not steps, "there is no warm-up"),
     ("training.clipping.max_norm", "training.clipping.enabled", lambda clips: not clips, "gradients are not clipped"),
     ("training.early_stopping.threshold", "training.early_stopping.patience", lambda patience: patience is None, "nothing stops early"),
+    ("training.allow_emulation", "training.precision.kind", lambda kind: kind not in EMULATED, "no precision is emulated"),
     ("training.penalties.min_sequence_length", "training.penalties.eos_weight", lambda weight: not weight, "an early end costs nothing"),
     ("training.gradient_health.initial_clip_value", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
     ("training.gradient_health.final_clip_value", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
@@ -429,6 +431,13 @@ def what_does_nothing_here(settings: Settings) -> None:
                 settings.report("no-effect", message, path, other, severity="warning", help=f"`{settings.spelling(other)}` decides that")
         except UnavailableError:
             continue
+
+
+@rule("training.precision.kind", "training.allow_emulation")
+def emulation_is_labelled(settings: Settings, kind: str, allowed: bool) -> None:
+    if kind in EMULATED and allowed:
+        message = f"{kind} is emulated: what is learned is as with real {kind}, how long it takes is not"
+        settings.report("emulated", message, "training.precision.kind", severity="warning")
 
 
 @rule("strategy.kind")

@@ -104,7 +104,7 @@ def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
 def _stacks(network: FlatNetwork) -> dict[int, list[nn.Parameter]]:
     """The parameters that are stacks of matrices, one for each expert, and those matrices. They share the stack's memory, and that of its
     gradient."""
-    names = [name for module in network.network.modules() for name in getattr(module, "stacks", ())]
+    names = stack_names(network.network)
     found: dict[int, list[nn.Parameter]] = {}
     for slot, slope, parameter in zip(network.layout.slots, network.slopes, network.parameters, strict=True):
         if parameter.ndim == 3 and slot.name.rsplit(".", 1)[-1] in names:
@@ -112,6 +112,11 @@ def _stacks(network: FlatNetwork) -> dict[int, list[nn.Parameter]]:
             for matrix, own in zip(found[id(parameter)], slope, strict=True):
                 matrix.grad = own
     return found
+
+
+def stack_names(network: nn.Module) -> set[str]:
+    """What parameters are called that hold a matrix for each expert."""
+    return {name for module in network.modules() for name in getattr(module, "stacks", ())}
 
 
 def matrices_of(stack: Any, made: list[nn.Parameter] | None = None) -> list[nn.Parameter]:

@@ -32,6 +32,14 @@ class Kept(nn.Module):
     def move(self) -> None:
         """Move the state as far as the step decided, once."""
 
+    def figures(self) -> dict[str, Tensor]:
+        """Single numbers to record of the step that has ended, the same in all processes."""
+        return {}
+
+    def details(self) -> dict[str, Tensor]:
+        """Further numbers of that step, too many to travel between machines."""
+        return {}
+
     def state(self) -> list[Tensor]:
         """The state itself, which the coordinator hands out."""
         return []

@@ -5,6 +5,7 @@ Shapes: L layers, E experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -48,9 +49,11 @@ class Moe(Trunk):
             return
         load_LE = torch.stack([own["load_E"] for own in routed])
         shares_LE = self.loads.shares(load_LE, self.training)
-        if self.balance_weight and all("probability_E" in own for own in routed):
+        if all("probability_E" in own for own in routed):
             probability_LE = torch.stack([own["probability_E"] for own in routed])
             balance_L = shares_LE.shape[1] * (shares_LE * probability_LE).sum(1)
+            beside.figures |= {f"layers/{layer}/balance": one for layer, one in enumerate(balance_L.detach())}
+        if self.balance_weight and all("probability_E" in own for own in routed):
             beside.losses.append(Auxiliary("balance", self.balance_weight, balance_L.mean()))
 
 
@@ -85,6 +88,27 @@ class Loads(Kept):
         self._decided = [router.movement(load_E) for router, load_E in zip(self.routers, self.load_LE, strict=False)]
         moved = self._moved or [torch.zeros_like(one) for one in self._decided]
         self._moved = [before + now for before, now in zip(moved, self._decided, strict=True)]
+
+    def figures(self) -> dict[str, Tensor]:
+        """How uneven the loads of the step were. The entropy is a share of that of even loads: 1 is even, 0 is one expert for all."""
+        experts = self.load_LE.shape[1]
+        share_LE = self._shares()
+        entropy_L = torch.special.entr(share_LE).sum(1) / math.log(max(2, experts))
+        by_name = {
+            "load_excess": experts * share_LE.amax(1) - 1,
+            "dead_experts": (share_LE == 0).sum(1).float(),
+            "load_entropy": entropy_L,
+        }
+        return {f"layers/{layer}/{name}": values_L[layer] for name, values_L in by_name.items() for layer in range(len(share_LE))}
+
+    def details(self) -> dict[str, Tensor]:
+        """Each expert's share in the choices of the step."""
+        return {f"layers/{layer}/load/{i}": one for layer, share_E in enumerate(self._shares()) for i, one in enumerate(share_E)}
+
+    def _shares(self) -> Tensor:
+        """Without layers where nothing was seen: a coordinator computes no step."""
+        load_LE = self.load_LE.float()
+        return load_LE / load_LE.sum(1, keepdim=True) if load_LE.sum() else load_LE[:0]
 
     def move(self) -> None:
         for router, movement_E in zip(self.routers, self._decided, strict=False):
