@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from forking import Cradle, Forked
+
 from shoal.runs.joining import ClientLine
 from shoal.transports.keys import key_from_text
 from shoal.worker.courier import Lost
@@ -44,9 +46,15 @@ def _die_with_parent() -> None:
 class Child:
     """One process of the run, and its log."""
 
-    def __init__(self, arguments: list[str], log: Path, given: str = "") -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    def __init__(self, arguments: list[str], log: Path, given: str = "", cradle: Cradle | None = None) -> None:
+        """`cradle`: it is to be a fork of a process that has loaded everything already."""
         self.path, self.from_byte = log, log.stat().st_size if log.exists() else 0
+        self.process: subprocess.Popen[bytes] | Forked
+        if cradle is not None:
+            self.log: IO[bytes] | None = None
+            self.process = cradle.start(arguments, log, f"{given}\n" if given else "")
+            return
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.log = log.open("ab")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shoal", *arguments],
@@ -71,7 +79,8 @@ class Child:
         if self.process.stdin:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
-        self.log.close()
+        if self.log is not None:
+            self.log.close()
         return code
 
     @property
@@ -87,8 +96,8 @@ class Child:
 class Victims:
     """A run whose processes may be killed at any moment."""
 
-    def __init__(self, folder: Path, strategy: str, steps: int, workers: int = 3, more: str = "") -> None:
-        self.folder, self.run = folder, folder / "run"
+    def __init__(self, folder: Path, strategy: str, steps: int, workers: int = 3, more: str = "", cradle: Cradle | None = None) -> None:
+        self.folder, self.run, self.cradle = folder, folder / "run", cradle
         folder.mkdir(parents=True, exist_ok=True)
         self.config = folder / "digits.yaml"
         self.config.write_text(CONFIG.format(steps=steps, workers=workers, strategy=strategy) + more)
@@ -103,7 +112,7 @@ class Victims:
 
     def _coordinate(self, how: list[str]) -> Child:
         arguments = ["coordinate", *how, "--run-dir", str(self.run), "--host", "127.0.0.1"]
-        return Child(arguments, self.folder / "coordinator.log")
+        return Child(arguments, self.folder / "coordinator.log", cradle=self.cradle)
 
     def _invitation(self) -> dict[str, Any] | None:
         words = (self.folder / "coordinator.log").read_text(errors="replace").split()
@@ -121,7 +130,7 @@ class Victims:
         self.receipts_before[name] = self.receipts(name)
         path = str(self.run / "workers" / f"{name}.jsonl")
         arguments = ["join", "--stdin", "--name", name, "--receipts", path, "--patience", "60"]
-        self.workers[name] = Child(arguments, self.folder / f"{name}.log", json.dumps(self.invitation))
+        self.workers[name] = Child(arguments, self.folder / f"{name}.log", json.dumps(self.invitation), self.cradle)
 
     def receipts(self, name: str) -> int:
         path = self.run / "workers" / f"{name}.jsonl"

@@ -1,4 +1,4 @@
-"""A coordinator that may open no more than 1,024 files, and a thousand connections that say nothing: the run finishes, and keeps its state."""
+"""A coordinator that may open 1,024 files, and a thousand connections that say nothing: the run finishes, and keeps its state."""
 
 from __future__ import annotations
 
