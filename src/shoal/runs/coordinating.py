@@ -142,6 +142,7 @@ def _plan(run: Run, agreed: Agreed) -> Plan:
         bounds=Bounds(
             joins_per_minute=run.coordinator.joins_per_minute,
             failures=run.coordinator.failures_per_worker,
+            sessions=run.coordinator.workers_at_once,
             devices=run.coordinator.devices_per_worker or max(_MOST_DEVICES, ranks_of(run)),
         ),
     )

@@ -124,6 +124,8 @@ class Coordinator(Section):
     """Weight of the newest measurement in a worker's smoothed speed."""
     joins_per_minute: PositiveInt = 600
     """Workers that may join for the first time within a minute; those that come back are not counted."""
+    workers_at_once: PositiveInt = 10_000
+    """Workers that may take part at a time; whoever comes beyond them is told that the run is full."""
     failures_per_worker: PositiveInt = 5
     """Units of work in a row that a worker may fail while others manage theirs; then it is kept out for ten minutes."""
     devices_per_worker: PositiveInt | None = None
