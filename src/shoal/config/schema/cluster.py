@@ -169,7 +169,7 @@ class Scheduler(Section):
 
 
 class Simulation(Section):
-    """A run in virtual time."""
+    """A run in virtual time: what `shoal simulate` does where it is not told for how many hours."""
 
     heartbeats: PositiveInt = 5
     """Rounds of heartbeats to simulate."""
