@@ -36,7 +36,9 @@ class Report:
     sent_bytes: float = 0.0
     heartbeats: int = 0
     coordinator_s: float = 0.0
-    """Processor time of the coordinator, since the time began that counts."""
+    """Processor time that messages cost the coordinator, since the time began that counts."""
+    ticks_s: float = 0.0
+    """Processor time for what it does as time passes, whether anybody speaks or not."""
     handled: int = 0
     """Contributions that it handled meanwhile."""
     wall_s: float = 0.0

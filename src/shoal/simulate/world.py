@@ -112,7 +112,8 @@ class World:
         return self.report
 
     def _count_from_here(self) -> None:
-        self.report.coordinator_s, self.report.handled = 0.0, 0
+        self.report.coordinator_s = self.report.ticks_s = 0.0
+        self.report.handled = 0
 
     def _all_know(self) -> bool:
         return all(worker.finished for worker in self.here.values())
@@ -135,7 +136,7 @@ class World:
         if not self.coordinator.finished or not self._all_know():
             began = time.thread_time()
             self.driver.step(0.0)
-            self.report.coordinator_s += time.thread_time() - began
+            self.report.ticks_s += time.thread_time() - began
             self.timeline.after(TICK_S, self._tick)
 
     def _again(self, interval_s: float, what: Callable[[World], None]) -> None:
