@@ -26,7 +26,6 @@ _MOST_PLACES = 6
 
 _UNBUILT = {
     "scheduler.": "scheduling",
-    "simulation.": "simulation",
     "serving.num_nodes": "serving over several machines",
     "serving.api_port": "the web interface",
     "serving.page_port": "the web interface",
