@@ -254,13 +254,18 @@ class ClusterLoop:
         spent = self._accountant()
         length = self.length
         contributions = length.steps * length.batches_per_step / length.batches_per_contribution
-        spent.record("whole run", max(1, round(contributions / (1 if self.policies.feed.leased else self.coordinator.plan.expected))))
+        spent.record("whole run", max(1, round(contributions / (1 if self._shares_data else self.coordinator.plan.expected))))
         settings = self.run.updates.privacy
         if not settings.protects(spent.spent()):
             self.message(
                 f"warning: at its end this run will have spent ε ≈ {spent.spent():.4g} at δ = {spent.delta:g}, which protects nobody "
                 f"(ε up to {settings.protects_up_to:g} does): raise {setting}, or train for fewer steps"
             )
+
+    @property
+    def _shares_data(self) -> bool:
+        """Whether contributions of all workers are of the same data, and not each of a shard of its own."""
+        return self.policies.feed.leased or self.coordinator.tasks is not None
 
     def _accountant(self) -> privacy.Accountant:
         settings = self.run.updates.privacy
@@ -274,6 +279,8 @@ class ClusterLoop:
         if self.policies.feed.leased:  # all units are of the same data
             late = sum(one["late"] + one["cancelled"] for one in self.board.workers()) if self.board is not None else 0
             accountant.record("units", sum(state.contributions.values()) + late)
+        elif self._shares_data:
+            accountant.record("tasks", sum(last + 1 for last in state.sequences.values()))
         else:
             for name, seat in state.seats.items():
                 accountant.record(f"seat {seat}", state.sequences.get(name, -1) + 1)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Union
 
 from shoal.errors import ShoalError
 
-PROTOCOL = 3
+PROTOCOL = 4
 _MOST = 2**53
 LONGEST_REASON = 500
 EMPTY: Mapping[str, float] = MappingProxyType({})

@@ -193,7 +193,9 @@ class Worker:
 
     def _may_overlap(self) -> bool:
         """May the next step begin before this one is answered? Only where that does not make it too late, and where it pays."""
-        policies = self.policies
+        policies, until = self.policies, self.protocol.until
+        if until is not None and self.feed.state_dict()["position"] >= until:
+            return False  # what comes next is for the coordinator to say
         if policies.contribution.alone or policies.feed.leased:
             return self.producer.overlap > 0
         if policies.window:
