@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds"]
-DEFAULT += ["same-answer", "rejection", "byzantine", "private", "engines", "classroom"]
+DEFAULT += ["same-answer", "rejection", "byzantine", "private", "engines", "classroom", "makespan"]
 # By name only: stragglers, diloco and slow-link (half an hour each), goodput, gpu-dense, gpu-diloco, classroom-quality
 
 

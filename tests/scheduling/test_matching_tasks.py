@@ -57,6 +57,8 @@ def job_prefers(job: Job, one: Machine, other: Machine | None) -> bool:
 def machine_prefers(one: Job, other: Job) -> bool:
     if one.priority != other.priority:
         return one.priority > other.priority
+    if one.memory_gb != other.memory_gb:
+        return one.memory_gb > other.memory_gb
     return one.work > other.work if one.work != other.work else one.id < other.id
 
 

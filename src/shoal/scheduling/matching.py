@@ -65,6 +65,19 @@ def lacking(job: Job, machines: Sequence[Machine]) -> str:
     return f"needs {job.memory_gb:.3g} GB of memory, and {largest.name}, which has the most, has {largest.memory_gb or 0.0:.3g}"
 
 
+Rank = tuple[float, float, float, str]
+
+
+def rank_of(job: Job) -> Rank:
+    """What machines go by when they choose between jobs, smallest first: the more urgent one, the one that needs more memory, the larger
+    one, and then the name.
+
+    A task that needs much memory fits few machines, which should not spend their time on what others could do; and a large task that is
+    begun last keeps everybody waiting.
+    """
+    return (-job.priority, -job.memory_gb, -job.work, job.id)
+
+
 # --- priority ---------------------------------------------------------------------------------------------
 
 
@@ -91,11 +104,11 @@ def score(job: Job, machine: Machine, fastest: float, widest: float) -> float:
 
 
 def capability(jobs: Sequence[Job], machines: Sequence[Machine]) -> Match:
-    """The most urgent and then the largest task takes the worker with the best score for it."""
+    """The most urgent task takes the worker with the best score for it, then the one that needs the most memory, then the largest one."""
     fastest = max((machine.speed for machine in machines), default=0.0)
     widest = max((machine.bandwidth_mbps or 0.0 for machine in machines), default=0.0)
     room, match = {machine.name: machine.capacity for machine in machines}, Match()
-    for job in sorted(jobs, key=lambda job: (-job.priority, -job.work)):
+    for job in sorted(jobs, key=rank_of):
         free = [machine for machine in machines if room[machine.name] and fits(job, machine)]
         if free:
             best = max(free, key=lambda machine: score(job, machine, fastest, widest))
@@ -115,14 +128,6 @@ def liked_by_job(job: Job, machines: Sequence[Machine]) -> list[int]:
     return sorted(suited, key=lambda index: (seconds(job, machines[index]), -(machines[index].memory_gb or 0.0), machines[index].name))
 
 
-def rank_by_machine(job: Job, machine: Machine) -> tuple[float, float, str]:
-    """What a machine goes by when it chooses between jobs, smallest first: the more urgent one, then the larger one, then the name.
-
-    The larger one, because a large task that is begun last keeps everybody waiting.
-    """
-    return (-job.priority, -job.work, job.id)
-
-
 def gale_shapley(jobs: Sequence[Job], machines: Sequence[Machine]) -> Match:
     """A stable matching: no task and no worker would both rather have each other than what they got.
 
@@ -137,7 +142,7 @@ def gale_shapley(jobs: Sequence[Job], machines: Sequence[Machine]) -> Match:
         index = next(chances[job], None)
         if index is None:
             continue  # every machine that it fits has better ones
-        heapq.heappush(kept[index], (_Worst(rank_by_machine(jobs[job], machines[index])), job))
+        heapq.heappush(kept[index], (_Worst(rank_of(jobs[job])), job))
         if len(kept[index]) > machines[index].capacity:
             proposing.append(heapq.heappop(kept[index])[1])
     return {
@@ -148,7 +153,7 @@ def gale_shapley(jobs: Sequence[Job], machines: Sequence[Machine]) -> Match:
 class _Worst(NamedTuple):
     """A job's rank in a heap whose first element is the worst one."""
 
-    rank: tuple[float, float, str]
+    rank: Rank
 
     def __lt__(self, other: tuple[Any, ...]) -> bool:
         return bool(self.rank > other[0])
