@@ -393,6 +393,13 @@ def volunteers(tmp_path: Path, text: str) -> Loaded:
     return resolve([File(str(tmp_path / "volunteers.yaml"))], dialect="dist-llm-train", environ={})
 
 
+def test_a_memory_and_privacy_exclude_each_other(tmp_path: Path) -> None:
+    private = "strategy: {kind: syncps}\nupdates: {privacy: {enabled: true}, clip_norm: 1.0}\n"
+    text = f"model: {{kind: moe, episodic_memory: {{enabled: true}}}}\n{private}"
+    (problem,) = [problem for problem in load(tmp_path, text).problems if problem.code == "memory"]
+    assert "replays whole sequences" in problem.message
+
+
 def test_privacy_without_a_limit_names_the_key_of_the_user_s_own_file(tmp_path: Path) -> None:
     text = "controller: {enable_differential_privacy: true, gradient_clip_norm: 0}\n"
     (problem,) = [problem for problem in volunteers(tmp_path, text).problems if problem.code == "privacy"]

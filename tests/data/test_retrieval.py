@@ -214,3 +214,16 @@ def test_cross_attention_to_nothing_is_refused(make_run: Make, tmp_path: Path) -
     source = {"kind": "text", "path": str(tmp_path / "a.txt")}
     with pytest.raises(ShoalError, match="nothing to attend to"):
         load(make_run(model__kind="moe", data__source=source, data__sequence_length=32, model__cross_attention={"enabled": True}))
+
+
+def test_the_premise_of_snli_stands_beside_the_hypothesis(make_run: Make, tmp_path: Path) -> None:
+    rows = [f"a man number {number} sleeps\ta man rests {number}\t{number % 3}\n" for number in range(40)]
+    (tmp_path / "snli_train.tsv").write_text("".join(rows))
+    (tmp_path / "snli_dev.tsv").write_text("".join(rows[:3]))
+    settings = {"data__source": {"kind": "snli", "path": str(tmp_path)}, "data__sequence_length": 64, "data__batching": "dynamic"}
+    beside = load(make_run(model__kind="moe", model__cross_attention={"enabled": True}, **settings)).train.batch([7])  # type: ignore[union-attr]
+    plain = load(make_run(model__kind="moe", **settings)).train.batch([7])  # type: ignore[union-attr]
+    text = bytes(byte for byte in beside["input_ids"][0].tolist() if byte < 256).decode()
+    assert text.startswith("Hypothesis: a man rests 7\nLabel:")
+    assert bytes(beside["context_ids"].flatten().tolist()) == b"a man number 7 sleeps"
+    assert bytes(plain["input_ids"][0, :9].tolist()) == b"Premise: "

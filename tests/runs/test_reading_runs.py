@@ -37,7 +37,7 @@ checkpoint: {{strategy: steps, every_steps: 4}}
 logging: {{every_steps: 1}}
 output_dir: out
 """
-RETRIEVAL = "retrieval: {{enabled: true, encoder: words, passages: {passages}, top_k: 1, chunk_size: 16, passage_tokens: 24}}"
+RETRIEVAL = "retrieval: {{enabled: true, encoder: words, passages: {passages}, top_k: 1, chunk_size: 16, passage_tokens: 4}}"
 MEMORY = "episodic_memory: {enabled: true, capacity: 16, chunk_size: 8, replay_rate: 0.5}"
 
 
@@ -59,23 +59,22 @@ def secrets(seed: int, count: int) -> list[tuple[str, str]]:
     return [("".join(drawn.choices("abcdefghijklmnop", k=15)) + ".", drawn.choice("QRST")) for _ in range(count)]
 
 
-def test_a_planted_fact_helps_only_while_it_is_indexed(folder: Path) -> None:
+def test_a_planted_fact_helps_only_while_it_is_indexed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each text names something, and then says what it means, which no other text tells: only a passage does."""
     facts = secrets(1, 400)
     rows = [json.dumps({"prompt": f"{name}=", "completion": meaning}) for name, meaning in facts]
     (folder / "texts" / "rows.jsonl").write_text("\n".join(rows))
     (folder / "facts.txt").write_text("\n".join(meaning * 4 + " " + name for name, meaning in facts))
-    (folder / "other.txt").write_text("\n".join(meaning * 4 + " " + name for name, meaning in secrets(2, 400)))
-    judged = {}
-    for passages in ("facts.txt", "other.txt"):
-        features = RETRIEVAL.replace("{{", "{").replace("}}", "}").replace("{passages}", passages)
-        text = SETTINGS.format(length=32, features=features, steps=60).replace("max_eval_samples", "batching: dynamic, max_eval_samples")
-        (folder / "run.yaml").write_text(text)
-        assert main(["train", "run.yaml", "--run-dir", passages[:5]]) == 0
-        judged[passages] = records(folder / passages[:5], "eval")[-1]
-    helped, not_helped = judged["facts.txt"], judged["other.txt"]
-    assert helped["loss"] < helped["loss_without_retrieval"] - 0.1
-    assert helped["loss"] < not_helped["loss"] - 0.1
+    features = RETRIEVAL.replace("{{", "{").replace("}}", "}").replace("{passages}", "facts.txt")
+    text = SETTINGS.format(length=32, features=features, steps=80).replace("max_eval_samples", "batching: dynamic, max_eval_samples")
+    (folder / "run.yaml").write_text(text.replace("batch_size: 8", "batch_size: 32").replace("every_steps: 1}", "every_steps: 40}"))
+    assert main(["train", "run.yaml", "--run-dir", "facts"]) == 0
+    judged = records(folder / "facts", "eval")[-1]
+    assert judged["loss"] < judged["loss_without_retrieval"] - 0.1
+    (folder / "facts.txt").write_text("\n".join(meaning * 4 + " " + name for name, meaning in secrets(2, 400)))
+    capsys.readouterr()
+    assert main(["eval", "facts", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["loss"] > judged["loss"] + 0.1, "other facts help nobody"
     assert main(["generate", "facts", "--prompt", facts[0][0] + "=", "--max-new-tokens", "4"]) == 0
     assert main(["export", "facts", "written"]) == 0
     assert (folder / "written" / "passages" / "manifest.json").exists()

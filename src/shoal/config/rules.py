@@ -136,6 +136,13 @@ def _first_host(settings: Settings) -> tuple[str, ...]:
     return next(((".".join(path),) for path in settings.history if path[:2] == ("cluster", "hosts")), ())
 
 
+@rule("model.episodic_memory.enabled", "updates.privacy.enabled")
+def a_memory_keeps_no_secrets(settings: Settings, remembers: bool, private: bool) -> None:
+    if remembers and private:
+        message = "an episodic memory keeps and replays whole sequences, which updates.privacy does not account for"
+        settings.report("memory", message, "model.episodic_memory.enabled", "updates.privacy.enabled")
+
+
 @rule("updates.privacy.enabled", "updates.clip_norm")
 def privacy_needs_clipping(settings: Settings, private: bool, clip: float | None) -> None:
     if private and clip is None:

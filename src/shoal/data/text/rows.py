@@ -55,6 +55,8 @@ def fields_of(row: Mapping[str, Any], where: str, wanted: Fields) -> tuple[str |
     if context is None and wanted.reads_context and wanted.text != CONTEXT and isinstance(row.get(CONTEXT, 0), str | None):
         context = CONTEXT
     rest = {name: value for name, value in row.items() if name != context}
+    if wanted.context is None and not any(isinstance(value, str) for value in rest.values()):
+        return text_field(row, where, wanted.text), None  # a context alone is the text
     return text_field(rest, where, wanted.text), context
 
 
