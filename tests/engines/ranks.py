@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ from shoal.config.load import resolve_data
 from shoal.config.ranks import Place, environment_of, place
 from shoal.config.schema.serving import Decoding
 from shoal.engines import Engine, SingleEngine, World, build, choose_device, enter
+from shoal.launch import nursery
 from shoal.models import build as build_models
 from shoal.models.generate import generate
 from shoal.tasks import Batch
@@ -51,15 +51,16 @@ def together(name: str, count: int, *arguments: str, device: str = "cpu") -> lis
         for rank in range(count):
             here = Place(rank, count, rank, count, file=f"{folder}/meeting")
             environ = os.environ | environment_of(here) | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device, "SHOAL_TEST_DEVICE": device}
-            command = [sys.executable, __file__, str(results[rank]), name, *arguments]
+            command = [__file__, str(results[rank]), name, *arguments]
             with logs[rank].open("wb") as log:
-                processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
+                processes.append(nursery.start(command, env=environ, stdout=log, stderr=log))
         try:
             codes = [process.wait(600) for process in processes]
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
+                process.stdin.close()
         assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
         return [json.loads(result.read_text()) for result in results]
 

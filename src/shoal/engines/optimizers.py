@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.config.schema.training import Optimizer, PlayerOptimizer
+from shoal.config.schema.training import WHOLE_MATRICES, Optimizer, PlayerOptimizer
 from shoal.errors import ShoalError
 from shoal.updates.layout import FlatNetwork
 
 # These look at the shape of a parameter, so they get the parameters one by one.
-SHAPED = ("Muon", "Adafactor")
+SHAPED = WHOLE_MATRICES
 
 # torch hides these from its compiler, and imports the compiler for that at the first call: seconds, for what no optimizer here needs.
 for _method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict):
@@ -68,8 +68,6 @@ def arguments(settings: Optimizer) -> dict[str, Any]:
     """The keywords for the optimizer; a setting it does not take is refused."""
     accepted = inspect.signature(getattr(torch.optim, settings.name)).parameters
     keywords: dict[str, Any] = {"lr": settings.learning_rate}
-    if "lr" in settings.kwargs:
-        raise ShoalError("training.optimizer.kwargs: `lr` has a setting of its own: training.optimizer.learning_rate")
     given = {name: getattr(settings, name) for name in ("weight_decay", "eps", "momentum") if getattr(settings, name) is not None}
     if settings.beta1 is not None or settings.beta2 is not None:
         first, second = accepted["betas"].default if "betas" in accepted else (0.9, 0.999)

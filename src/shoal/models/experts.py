@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
+from shoal.models.activations import ACTIVATIONS, blend
 from shoal.models.cache import LayerCache
 from shoal.models.routers import Routes, router
 from shoal.models.trunk import INITIAL_STD, BlockPart, Sight, Told
@@ -51,6 +52,7 @@ class Experts(BlockPart):
         self.down = nn.Parameter(torch.empty(self.count, width, inner))
         self.up_bias = nn.Parameter(torch.zeros(self.count, self.up.shape[1])) if settings.bias else None
         self.down_bias = nn.Parameter(torch.zeros(self.count, width)) if settings.bias else None
+        self.activation_gate = nn.Linear(width, len(ACTIVATIONS)) if settings.mixture_of_activations.enabled else None
         self.grouped_products: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]]
         self.grouped_products = {"up": grouped_linear, "down": grouped_linear}
         """Who computes the experts' products: an engine may put emulated ones here."""
@@ -131,10 +133,17 @@ class Experts(BlockPart):
             inner_RI = self.grouped_products["up"](x_RD.to(dtype), self.up.to(dtype), sizes_E, self.up_bias)
             if self.gated:
                 gate_RI, content_RI = inner_RI.chunk(2, dim=-1)
-                inner_RI = F.silu(gate_RI) * content_RI
+                inner_RI = self._activate(gate_RI, x_RD) * content_RI
             else:
-                inner_RI = F.gelu(inner_RI, approximate="tanh")
+                inner_RI = self._activate(inner_RI, x_RD)
             return self.grouped_products["down"](inner_RI, self.down.to(dtype), sizes_E, self.down_bias)
+
+    def _activate(self, inner_RI: Tensor, x_RD: Tensor) -> Tensor:
+        """The one activation, or a blend of several by a gate that sees the token."""
+        if self.activation_gate is not None:
+            gates_R4 = self.activation_gate(x_RD.to(self.activation_gate.weight.dtype)).float().softmax(-1)
+            return blend(inner_RI, gates_R4)
+        return F.silu(inner_RI) if self.gated else F.gelu(inner_RI, approximate="tanh")
 
 
 def _entropy(scores_TE: Tensor, counted_T: Tensor) -> Tensor:

@@ -17,6 +17,9 @@ class Kept(nn.Module):
 
     total: Callable[[Tensor], Tensor] = staticmethod(lambda values: values)
     """Adds a tensor up over all processes; the engine sets it."""
+    rank: int = 0
+    ranks: int = 1
+    """The number of this process, and how many there are; the engine sets them."""
     counting: bool = True
     """Whether the batch that comes counts: a process without a share of a small batch computes one that does not."""
 

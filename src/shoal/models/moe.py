@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.config.schema import model as schema
+from shoal.models.context import ContextEncoder, WithCrossAttention, crosses, reads
 from shoal.models.experts import Experts
 from shoal.models.gpt import Attention
+from shoal.models.heads import MixtureOfHeads
 from shoal.models.kept import Kept
+from shoal.models.memory import EpisodicMemory
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
 from shoal.models.shapes import Shapes, vocab_size_for
 from shoal.models.trunk import Auxiliary, Beside, BlockPart, Told, Trunk
@@ -25,7 +29,12 @@ class Moe(Trunk):
     """Its own losses: balance of the experts' loads, and z-loss."""
 
     def __init__(self, settings: schema.Moe, vocab_size: int) -> None:
-        super().__init__(settings, vocab_size, lambda layer: block_parts(settings, vocab_size), settings.initializer_range)
+        reader = ContextEncoder(settings) if reads(settings) else None
+        parts = partial(block_parts, settings, vocab_size)
+        super().__init__(settings, vocab_size, parts, settings.initializer_range, reader)
+        self.memory = EpisodicMemory(settings) if settings.episodic_memory.enabled else None
+        if settings.mixture_of_heads.enabled and settings.mixture_of_heads.balance_weight:
+            self.loss_weights["head_balance"] = settings.mixture_of_heads.balance_weight
         experts = settings.experts
         self.balance_weight = experts.aux_loss_weight
         if experts.z_loss_weight:
@@ -121,9 +130,13 @@ class Loads(Kept):
             router.shift(movement_E)
 
 
-def block_parts(settings: schema.Moe, vocab_size: int) -> tuple[BlockPart, BlockPart]:
+def block_parts(settings: schema.Moe, vocab_size: int, layer: int) -> tuple[BlockPart, BlockPart]:
     """The attention and the feed-forward of a layer."""
-    return Attention(settings, settings.attention_dropout), Experts(settings, vocab_size)
+    heads = settings.mixture_of_heads.enabled
+    attention: BlockPart = MixtureOfHeads(settings) if heads else Attention(settings, settings.attention_dropout)
+    if crosses(settings, layer):
+        attention = WithCrossAttention(attention, settings)
+    return attention, Experts(settings, vocab_size)
 
 
 def players(model: schema.Moe, run: Run, shapes: Shapes) -> dict[str, nn.Module]:

@@ -22,6 +22,10 @@ from shoal.tasks import penalties
 from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
 
 IGNORED = -100
+READ_BESIDE = ("context_ids", "passage_ids", "passage_from")
+"""Columns of a batch with texts that a model reads beside its input."""
+_LEFT_OUT = {"loss_without_context": ("context_ids",), "loss_without_retrieval": ("passage_ids", "passage_from")}
+"""Losses that tell what reading is worth, and the columns that are left out for each."""
 _HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA, except on Windows
 
 
@@ -44,6 +48,8 @@ class LanguageModelling:
         self.left_padding = left_padding
         if self.penalties.eos_weight and eos_id is None:
             raise ShoalError("training.penalties.eos_weight needs a tokenizer with an end-of-text token")
+        if self.memory is not None and left_padding:
+            raise ShoalError("model.episodic_memory keeps sequences from their first column on: set data.padding_side to right")
 
     def count(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())
@@ -51,16 +57,37 @@ class LanguageModelling:
     def compile(self) -> None:
         self.outputs = torch.compile(self.outputs)  # type: ignore[method-assign]
 
+    @property
+    def memory(self) -> Any:
+        """The model's episodic memory, where it has one."""
+        return getattr(self.players["model"], "memory", None)
+
     def losses(self, batch: Batch) -> Iterator[Loss]:
+        fresh, slots_B = len(batch["input_ids"]), None
+        if self.memory is not None:
+            batch, slots_B = self.memory.mixed(batch)
         logits_BLV, beside = self.outputs(batch)
+        replay = {} if slots_B is None else self._score(logits_BLV, batch, slots_B, fresh)  # first: a fused loss uses the logits up
         fused = logits_BLV.is_cuda and _HAS_TRITON
         total, metrics = self._fused(logits_BLV, batch) if fused else self._plain(logits_BLV[..., : self.vocab_size], batch)
+        metrics |= replay
         if beside is not None:
             for name, weight, value in beside.losses:
                 metrics[name] = value
                 total = total + weight * value
             metrics |= beside.figures
         yield Loss("model", total, metrics)
+
+    @torch.no_grad()
+    def _score(self, logits_BLV: Tensor, batch: Batch, slots_B: Tensor, fresh: int) -> dict[str, Tensor]:
+        """Tell the memory the loss of each sequence. Return the loss of the batch's own sequences, and of those that were replayed."""
+        labels_BL = batch["labels"]
+        flat = F.cross_entropy(logits_BLV[..., : self.vocab_size].flatten(0, 1).float(), labels_BL.flatten(), reduction="none")
+        sums_B, counts_B = flat.view_as(labels_BL).sum(1), (labels_BL != IGNORED).sum(1)
+        self.memory.score(batch["input_ids"], labels_BL, sums_B / counts_B.clamp(min=1), slots_B)
+        parts = {"loss": slice(fresh), "replay_loss": slice(fresh, None)}
+        told = {name: sums_B[part].sum() / counts_B[part].sum().clamp(min=1) for name, part in parts.items()}
+        return told | {"replayed": torch.full_like(told["loss"], len(slots_B) - fresh)}
 
     def _plain(self, logits_BLV: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         total = cross_entropy(logits_BLV, batch["labels"])
@@ -101,7 +128,8 @@ class LanguageModelling:
         ids, beside = batch["input_ids"], None
         keywords: dict[str, Any] = {}
         if hasattr(model, "new_beside"):
-            keywords["beside"] = beside = model.new_beside(counted_BL=batch["labels"] != IGNORED)
+            columns = {name: batch[name] for name in READ_BESIDE if name in batch}
+            keywords["beside"] = beside = model.new_beside(counted_BL=batch["labels"] != IGNORED, **columns)
         if self.left_padding and "attention_mask" in batch:
             keywords["attention_mask"] = batch["attention_mask"]
         if ids.is_cuda and hasattr(model, "output_weight"):
@@ -127,12 +155,22 @@ class LanguageModelling:
         places: Tensor = index_L - (index_L * starts_BL).cummax(1).values
         return places
 
+    def _judge(self, batch: Batch) -> Tensor:
+        return cross_entropy(self.outputs(batch)[0][..., : self.vocab_size], batch["labels"])
+
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
         mean = Mean()
         for batch in batches:
-            logits_BLV = self.outputs(batch)[0][..., : self.vocab_size]
-            mean.add({"loss": cross_entropy(logits_BLV, batch["labels"])}, self.count(batch))
+            losses = {"loss": self._judge(batch)}
+            for name, columns in _LEFT_OUT.items():
+                if columns[0] in batch:
+                    losses[name] = self._judge({column: value for column, value in batch.items() if column not in columns})
+            if self.memory is not None:
+                self.memory.reading = False
+                losses["loss_without_memory"] = self._judge(batch)
+                self.memory.reading = True
+            mean.add(losses, self.count(batch))
         result = mean.result()
         if "loss" in result:
             result["perplexity"] = math.exp(min(result["loss"], 700.0))

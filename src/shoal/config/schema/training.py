@@ -32,6 +32,10 @@ OptimizerName = Literal[
 ]
 
 
+WHOLE_MATRICES = ("Muon", "Adafactor")
+"""Optimizers that look at the shape of a parameter, and so cannot step parts of one."""
+
+
 class Optimizer(Section):
     """An optimizer of torch.optim. A setting that the optimizer does not take is refused when it is given."""
 
