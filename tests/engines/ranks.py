@@ -24,6 +24,7 @@ from shoal.engines import Engine, SingleEngine, World, build, choose_device, ent
 from shoal.launch import nursery
 from shoal.models import build as build_models
 from shoal.models.generate import generate
+from shoal.models.routers.base import LearnedRouter
 from shoal.tasks import Batch
 from shoal.tasks.gan import Gan
 from shoal.tasks.language import LanguageModelling
@@ -201,6 +202,19 @@ def writing(world: World) -> dict[str, Any]:
             found[text].append([int(one) for one in generate(model, prompt, max_new_tokens=5, decoding=way)])
             made.task.players["model"].train()
             made.step(batches(0, made.world.rank, made.world.size))
+    return found
+
+
+def half_mixtures(world: World, *engines: str) -> dict[str, Any]:
+    """The losses of a few steps in bfloat16, and whether the routers' weights are rounded for them."""
+    found: dict[str, Any] = {}
+    for text in engines:
+        made, types = mixture_engine(world, json.loads(text), precision={"kind": "bf16"}), set()
+        for module in made.task.players["model"].modules():
+            if isinstance(module, LearnedRouter):
+                module.register_forward_pre_hook(lambda module, _, types=types: types.add(str(module.weight.dtype)))
+        losses = losses_of(made, 0, 5)
+        found[text] = {"losses": losses, "types": sorted(types)}
     return found
 
 

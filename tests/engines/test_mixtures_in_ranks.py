@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 import ranks
 import torch
 from ranks import DDP, FSDP, ZERO, needs_deepspeed
@@ -23,7 +24,13 @@ def check(found: list[dict[str, Any]]) -> None:
 
 
 def test_ddp_and_fsdp_take_a_mixtures_gradient_as_one_process_does() -> None:
-    check(ranks.together("mixtures", 2, DDP, FSDP))
+    found = ranks.together("several", 2, json.dumps(["mixtures", DDP, FSDP]), json.dumps(["half_mixtures", DDP, FSDP]))
+    check([seen["mixtures"] for seen in found])
+    single = ranks.losses_of(ranks.mixture_engine(None, {"kind": "single"}, precision={"kind": "bf16"}), 0, 5)
+    for seen in found:
+        for name, half in seen["half_mixtures"].items():
+            assert half["losses"] == pytest.approx(single, rel=0.02), name
+            assert half["types"] == ["torch.float32"], "routers are not rounded"
 
 
 @needs_deepspeed

@@ -175,6 +175,9 @@ def _shard(model: nn.Module, run: Run, mesh: Any) -> None:
         "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if run.engine.cpu_offload else OffloadPolicy(),
     }
+    for module in model.modules() if half else ():
+        if getattr(module, "full_precision", False):  # its weights are not rounded either
+            fully_shard(module, **settings | {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
     for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=run.engine.reshard_after_forward, **settings)
     fully_shard(model, reshard_after_forward=False, **settings)  # what is outside the blocks is used all the time
