@@ -28,6 +28,7 @@ HERE = {
     "training.epochs": "1",
     "training.batch_size": "4",
     "training.gradient_accumulation_steps": "1",
+    "training.global_batch_size": "null",
 }
 """What any machine has, in the place of what presets expect on theirs: data sets, models of the hub, GPUs, a database."""
 SMALL_GPT = {"model.kind": "gpt", "model.num_layers": "1", "model.hidden_size": "16", "model.num_heads": "2"}

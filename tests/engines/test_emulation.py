@@ -104,6 +104,20 @@ def test_an_fp8_scale_holds_for_its_interval_and_survives() -> None:
     assert seen == [1.0, 1.0, 1.0, 100.0]
 
 
+def test_emulation_must_be_allowed_and_is_labelled() -> None:
+    from shoal.config.load import File, Override, resolve
+    from shoal.config.refusals import refusals
+
+    for allowed in (False, True):
+        files = [File("gpu/tiny"), File("research/quantization_nvfp4")]
+        word = str(allowed).lower()
+        loaded = resolve(files, [Override("training.allow_emulation", word, f"--set training.allow_emulation={word}")], environ={})
+        assert loaded.ok
+        refused = [problem.message for problem in refusals(loaded) if "nvfp4" in problem.message]
+        assert bool(refused) != allowed
+        assert any(problem.code == "emulated" for problem in loaded.problems) == allowed
+
+
 def tiny(kind: str, *more: str) -> SingleEngine:
     sizes = ["hidden_size=32", "num_layers=3", "num_heads=2", "max_seq_len=16", "vocab_size=20"]
     run = load(
