@@ -52,6 +52,7 @@ class Child:
         self.process: subprocess.Popen[bytes] | Forked
         if cradle is not None:
             self.log: IO[bytes] | None = None
+            log.touch()  # others read it, and the fork may not have begun
             self.process = cradle.start(arguments, log, f"{given}\n" if given else "")
             return
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
