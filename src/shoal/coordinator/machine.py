@@ -60,7 +60,7 @@ class Coordinator:
         self.book = Book(plan, policies, learner)
         self.rounds = self.book.rounds
         self.closing = Closing(plan, policies, self.book)
-        self.members = Membership(plan.heartbeat_interval_s)
+        self.members = Membership(plan.heartbeat_interval_s, plan.bounds.sessions)
         self.members.known = self.state.seats
         self.publisher = Publisher(plan.updates.codec)
         self.publisher.publish(0, learner.vector, learner.buffers)
@@ -259,8 +259,8 @@ class Coordinator:
     def _seat(self, event: Called, asked: Join, name: str, challenge: int) -> Worker:
         """Give a worker its place. Its name and its key belong together from now on."""
         about = {key: printable(value) for key, value in asked.about.items()}
-        worker = self.members.add(name, event.session, about, self.now, asked.instance)
-        worker.challenge, worker.guest = challenge, event.guest
+        worker = self.members.add(name, event.session, about, self.now, asked.instance, event.guest)
+        worker.challenge = challenge
         worker.seen_seq = self.state.sequences.get(name, -1)
         epoch, position = self.state.positions.get(str(worker.seat), (0, 0))
         worker.seen_place = epoch, position

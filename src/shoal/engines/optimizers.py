@@ -88,13 +88,41 @@ def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
 
     Muon's steps are made as large as AdamW's, so that one learning rate suits both, unless `kwargs` says otherwise.
     """
-    tables = _tables(network.network)
+    tables, stacks = _tables(network.network), _stacks(network)
     matrices = [parameter for parameter in network.parameters if parameter.ndim == 2 and id(parameter) not in tables]
-    others = [parameter for parameter in network.parameters if parameter.ndim != 2 or id(parameter) in tables]
+    known = {id(one) for one in matrices} | stacks.keys()
+    others = [parameter for parameter in network.parameters if id(parameter) not in known]
+    matrices += [matrix for stack in stacks.values() for matrix in stack]
     keywords = {"adjust_lr_fn": "match_rms_adamw"} | arguments(settings)
     rest = {"lr": settings.learning_rate} | ({} if settings.weight_decay is None else {"weight_decay": settings.weight_decay})
     made = [_make(name, own, list(part)) for name, own, part in (("Muon", keywords, matrices), ("AdamW", rest, others)) if part]
     return Together(*made) if len(made) > 1 else made[0]
+
+
+def _stacks(network: FlatNetwork) -> dict[int, list[nn.Parameter]]:
+    """The parameters that are stacks of matrices, one for each expert, and those matrices. They share the stack's memory, and that of its
+    gradient."""
+    names = stack_names(network.network)
+    found: dict[int, list[nn.Parameter]] = {}
+    for slot, slope, parameter in zip(network.layout.slots, network.slopes, network.parameters, strict=True):
+        if parameter.ndim == 3 and slot.name.rsplit(".", 1)[-1] in names:
+            found[id(parameter)] = matrices_of(parameter, [nn.Parameter(matrix) for matrix in parameter.data])
+            for matrix, own in zip(found[id(parameter)], slope, strict=True):
+                matrix.grad = own
+    return found
+
+
+def stack_names(network: nn.Module) -> set[str]:
+    """What parameters are called that hold a matrix for each expert."""
+    return {name for module in network.modules() for name in getattr(module, "stacks", ())}
+
+
+def matrices_of(stack: Any, made: list[nn.Parameter] | None = None) -> list[nn.Parameter]:
+    """The matrices that an optimizer steps in a stack's place; none: it steps the stack itself. `made`: from now on these."""
+    if made is not None:
+        stack.matrices = made
+    found: list[nn.Parameter] = getattr(stack, "matrices", [])
+    return found
 
 
 def _tables(network: nn.Module) -> set[int]:

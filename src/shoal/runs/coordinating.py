@@ -62,7 +62,7 @@ def prepare(
     run = loaded.run
     place = transport or run.transport
     home = home_of(run, run_dir, resume, place, hosts)
-    agreed = _agree(run, home.expected or workers or run.cluster.num_workers or max(1, needed(run)), home.directory, progress, given)
+    agreed = agree(run, home.expected or workers or run.cluster.num_workers or max(1, needed(run)), home.directory, progress, given)
     directory = home.directory or RunDirectory.create(run, run_dir)
     if home.directory is not None:
         expect_same_data(directory, agreed.parts.data)
@@ -88,7 +88,7 @@ def _coordinating(
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
-    plan = _plan(run, agreed)
+    plan = plan_of(run, agreed)
     bounds = plan.bounds._replace(guests=opened.guests)
     plan = plan._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key, bounds=bounds)
     coordinator = Coordinator(plan, agreed.policies, learner)
@@ -105,7 +105,7 @@ def _coordinating(
     return Coordinating(loop, opened.invitation)
 
 
-def _agree(run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, given: Given) -> Agreed:
+def agree(run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, given: Given) -> Agreed:
     """What the run is made of, and what its workers must agree on."""
     policies, lengths = strategies.of(run, expected), list[Length]()
 
@@ -118,7 +118,7 @@ def _agree(run: Run, expected: int, directory: RunDirectory | None, progress: Pr
     return Agreed(parts, policies, lengths[0], policies.spans(parts.single.layouts), expected)
 
 
-def _plan(run: Run, agreed: Agreed) -> Plan:
+def plan_of(run: Run, agreed: Agreed) -> Plan:
     feed, length, samples = agreed.policies.feed, agreed.length, agreed.parts.data.train
     return Plan(
         updates=run.updates,
@@ -142,6 +142,7 @@ def _plan(run: Run, agreed: Agreed) -> Plan:
         bounds=Bounds(
             joins_per_minute=run.coordinator.joins_per_minute,
             failures=run.coordinator.failures_per_worker,
+            sessions=run.coordinator.workers_at_once,
             devices=run.coordinator.devices_per_worker or max(_MOST_DEVICES, ranks_of(run)),
         ),
     )
