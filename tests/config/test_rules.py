@@ -125,7 +125,10 @@ BROKEN = [
     ("nodes", "serving: {num_nodes: 4}\nmodel: {kind: gpt, num_layers: 3}\n", ["serving.num_nodes", "model.num_layers"]),
     ("early-stopping", "training: {early_stopping: {patience: 2}}\nevaluation: {strategy: never}\n", None),
     ("no-effect", "model: {kind: gpt}\ntraining: {penalties: {eos_weight: 1.0}}\n", ["training.penalties.eos_weight"]),
-    ("tasks", "scheduler: {tasks: [{id: a}, {id: a}]}\n", ["scheduler.tasks"]),
+    ("tasks", "strategy: {kind: async}\nscheduler: {tasks: [{id: a}, {id: a}]}\n", ["scheduler.tasks"]),
+    ("tasks", "strategy: {kind: async}\nscheduler: {kind: none, tasks: [{id: a}]}\n", ["scheduler.tasks", "scheduler.kind"]),
+    ("tasks", "strategy: {kind: edp}\nscheduler: {tasks: [{id: a, data_share: 0.7}, {id: b, data_share: 0.7}]}\n", ["scheduler.tasks"]),
+    ("scheduler", "strategy: {kind: diloco}\nscheduler: {kind: priority}\n", ["scheduler.kind", "strategy.kind"]),
     ("task", "task: gan\nmodel: {kind: mlp}\n", ["task", "model.kind"]),
     ("no-effect", "model: {kind: mlp}\ntraining: {penalties: {repetition_weight: 1.0}}\n", ["training.penalties.repetition_weight"]),
     ("mixture", "model: {kind: gpt}\ndata: {source: {kind: mixture, parts: []}}\n", ["data.source.parts"]),
@@ -187,7 +190,7 @@ def test_the_same_files_mended_load(tmp_path: Path) -> None:
         "training: {batch_size: 4, global_batch_size: 16}\nlaunch: {devices_per_node: 4}\n",
         "engine: {kind: deepspeed, zero_stage: 3, nvme_offload: true}\n",
         "serving: {num_nodes: 3}\n" + HOSTS,
-        "scheduler: {tasks: [{id: a}, {id: b}]}\n",
+        "scheduler: {tasks: [{id: a}, {id: b}]}\nstrategy: {kind: async}\n",
     ):
         assert load(tmp_path, text).ok, text
 

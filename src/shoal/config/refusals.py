@@ -25,7 +25,6 @@ _MOST_PLACES = 6
 """Places of one part that are shown; the rest are counted."""
 
 _UNBUILT = {
-    "scheduler.": "scheduling",
     "serving.num_nodes": "serving over several machines",
     "serving.api_port": "the web interface",
     "serving.page_port": "the web interface",
@@ -33,7 +32,6 @@ _UNBUILT = {
     "rlhf": "reinforcement learning from feedback",
 }
 """Settings that ask for a part which does not exist yet. None of them may be ignored."""
-_OF_MACHINES = ("memory_gb", "flops", "bandwidth_mbps", "host", "port")
 _UNBUILT_CHOICES = {
     "engine.kind": ({"pipeline"}, "the engine {} is not built yet; choose single, ddp, fsdp, deepspeed or collectives"),
     "data.source.kind": ({"preferences"}, "learning from {} is not built yet"),
@@ -141,8 +139,6 @@ def _unbuilt_settings(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _part_at(path: Key) -> str:
-    if path[:2] == ("cluster", "hosts") and path[-1] in _OF_MACHINES:
-        return "matching tasks to machines"
     return next((name for prefix, name in _UNBUILT.items() if ".".join(path).startswith(prefix)), "")
 
 

@@ -15,6 +15,7 @@ from shoal.config.fields import Secret
 from shoal.config.layers import Settings, UnavailableError, default_at
 from shoal.config.problems import Severity
 from shoal.config.schema.model import Model
+from shoal.config.schema.strategy import Strategy
 from shoal.config.schema.task import TEXT, Task
 from shoal.config.schema.training import EMULATED, WHOLE_MATRICES
 from shoal.config.schema.updates import Aggregation
@@ -503,6 +504,44 @@ def tasks_named_once(settings: Settings, tasks: tuple[Any, ...]) -> None:
     ids = [task.id for task in tasks]
     for name in sorted({name for name in ids if ids.count(name) > 1}):
         settings.report("tasks", f"task `{name}` stands twice", "scheduler.tasks")
+
+
+@rule("scheduler.tasks", "scheduler.kind")
+def tasks_are_given_out(settings: Settings, tasks: tuple[Any, ...], kind: str) -> None:
+    if tasks and kind == "none":
+        message = "tasks are listed, and no scheduler gives them out"
+        settings.report("tasks", message, "scheduler.tasks", "scheduler.kind", help="set it to priority, capability or gale-shapley")
+
+
+@rule("scheduler.tasks")
+def tasks_share_the_data(settings: Settings, tasks: tuple[Any, ...]) -> None:
+    given = [task.data_share for task in tasks if task.data_share is not None]
+    open_ones, whole = len(tasks) - len(given), sum(given)
+    if whole > 1 + 1e-9 or (open_ones and whole > 1 - 1e-9):
+        more = f", and {open_ones} without a share want some, too" if open_ones else ""
+        settings.report(
+            "tasks", f"the tasks ask for {whole:.0%} of the data{more}", "scheduler.tasks", help="together they may have all of it"
+        )
+
+
+@rule("scheduler.kind", "strategy.kind")
+def strategy_takes_tasks(settings: Settings, kind: str, strategy: str) -> None:
+    if kind == "none" or Strategy.kinds[strategy].takes_tasks:
+        return
+    able = ", ".join(name for name, found in Strategy.kinds.items() if found.takes_tasks)
+    message = f"workers of the strategy {strategy} cannot be given tasks one after the other; those of {able} can"
+    settings.report("scheduler", message, "scheduler.kind", "strategy.kind", help="set scheduler.kind to none")
+
+
+@rule("scheduler.kind", "cluster.hosts")
+def claims_are_for_a_scheduler(settings: Settings, kind: str, hosts: dict[str, Any]) -> None:
+    for name, host in hosts.items() if kind == "none" else ():
+        given = [claim for claim in ("memory_gb", "flops", "bandwidth_mbps") if getattr(host, claim) is not None]
+        if given:
+            path = f"cluster.hosts.{name}.{given[0]}"
+            message = f"`{settings.spelling(path)}` is for a scheduler, and there is none"
+            settings.report("no-effect", message, path, severity="warning", help="set scheduler.kind")
+            return
 
 
 @rule("task", "model")

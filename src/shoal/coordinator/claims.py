@@ -54,11 +54,12 @@ class Claims:
 
     # --- where it stands --------------------------------------------------------------------------------
 
-    def in_reach(self, asked: Contribute, seq: int, place: tuple[int, int]) -> bool:
-        """Whether a worker can have come so far that was last seen to send this number, from this place at the data."""
+    def in_reach(self, asked: Contribute, seq: int, place: tuple[int, int] | None) -> bool:
+        """Whether a worker can have come so far that was last seen to send this number, from this place at the data. None: it goes from
+        place to place as it is told, and is held to that elsewhere."""
         if asked.seq > seq + _MOST_SKIPPED:
             return False
-        if asked.unit >= 0:
+        if asked.unit >= 0 or place is None:
             return True
         (epoch, position), far = place, (_MOST_SKIPPED + 1) * asked.batches
         shard = self.plan.batches_per_shard

@@ -139,8 +139,12 @@ class Membership:
         """Names that failed what others manage, and until when they are kept out."""
         self._named = 0
 
-    def add(self, name: str, session: str, about: Mapping[str, str], now: float, instance: str = "", guest: str = "") -> Worker:
-        worker = Worker(name, session, self.seats.take(self.known.get(name)), now, about, instance, guest=guest)
+    def add(
+        self, name: str, session: str, about: Mapping[str, str], now: float, instance: str = "", guest: str = "", seat: int | None = None
+    ) -> Worker:
+        """`seat`: where somebody else gives out the seats; None: the one that it had, or the first free one."""
+        seat = self.seats.take(self.known.get(name)) if seat is None else seat
+        worker = Worker(name, session, seat, now, about, instance, guest=guest)
         self.guests[guest] += 1
         self.by_session[session] = self.by_name[name] = worker
         return worker

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Union
 
 from shoal.errors import ShoalError
 
-PROTOCOL = 3
+PROTOCOL = 4
 _MOST = 2**53
 _MOST_FIGURES = 1024
 """Of one contribution: a mixture of experts has eight for each layer."""
