@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 8
 """Workers that a round of scheduling shows."""
+_LAST_NOTES = 5
+"""What the coordinator told people last is shown, as it would be on its screen."""
 
 
 def run(argv: list[str]) -> int:
@@ -86,6 +88,8 @@ def _print(report: Report, arguments: argparse.Namespace) -> None:
         return
     for name, text in report.rows(arguments.loss):
         print(f"{name:<14} {text}")
+    for note in report.notes[-_LAST_NOTES:]:
+        print(f"coordinator:{note}")
     for violation in report.violations[:20]:
         print(f"broken promise: {violation}; the same seed shows it again")
 

@@ -62,7 +62,7 @@ class World:
         self._sessions = 0
         self._busy_until = 0.0
         self._losses: tuple[float, float] = (0.0, 0.0)
-        self._samples_before = 0
+        self._samples_before = self._handled_before = 0
         self.coordinator = Coordinator(scenario.plan, policies, scenario.learner)
         self.coordinator.door.is_proved = lambda *claimed: True  # a proof takes time, and who a worker is was never in doubt here
         self.driver = self._driver()
@@ -113,7 +113,11 @@ class World:
 
     def _count_from_here(self) -> None:
         self.report.coordinator_s = self.report.ticks_s = 0.0
-        self.report.handled = 0
+        self._handled_before = self._judged()
+
+    def _judged(self) -> int:
+        """Contributions that the coordinator has taken or turned away; one that was asked about again is one."""
+        return sum(self.coordinator.state.contributions.values())
 
     def _all_know(self) -> bool:
         return all(worker.finished for worker in self.here.values())
@@ -126,6 +130,7 @@ class World:
         if coordinator.finished:
             self.driver.happen(Concluded())
         report.hours, report.finished = ended / 3600, coordinator.finished
+        report.handled = self._judged() - self._handled_before
         report.versions, report.samples = coordinator.state.version, coordinator.state.samples
         report.digest, report.violations = self.store.ledger.digest, list(self.store.ledger.violations)
         known = self.store.ledger.applied + Counter(record["worker"] for record, _ in coordinator.pending())
@@ -220,7 +225,6 @@ class World:
         self._busy_until = max(now, self._busy_until) + SERVICE_S + self._size(frames) / SERVICE_BYTES_PER_S
         self._handle(Called(self._replier(worker, answered), asked, frames, self._new_session()))
         if isinstance(asked, Contribute):
-            self.report.handled += 1
             member = self.coordinator.members.by_session.get(asked.session)
             if member is not None:
                 self.report.lags[member.lag] += 1
