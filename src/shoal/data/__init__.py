@@ -6,7 +6,7 @@ from shoal.data.interfaces import IGNORED, Batch, Data, Info, Progress, Samples,
 from shoal.data.load import load
 from shoal.data.pieces import PieceFeed, Pieces
 from shoal.data.text.preferences import PreferencePairs, read_preferences, read_prompts
-from shoal.data.text.tokenizers import Tokenizer, load_tokenizer
+from shoal.data.text.tokenizers import StreamedText, Tokenizer, load_tokenizer
 
 __all__ = [
     "IGNORED",
@@ -21,6 +21,7 @@ __all__ = [
     "Samples",
     "State",
     "Stream",
+    "StreamedText",
     "Tokenizer",
     "fingerprint",
     "kept_fingerprint",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
-from shoal.models.decoding import choose
+from shoal.models.decoding import Penalties, choose, draws_of_rows, penalised, warp_of
 
 
 def generate(
@@ -24,13 +24,14 @@ def generate(
     *,
     max_new_tokens: int,
     decoding: Decoding,
-    generator: torch.Generator | None = None,
+    seed: int | None = None,
     eos_id: int | None = None,
 ) -> Iterator[Tensor]:
     """The next token ids [B] for prompts [B, L] of one length, step by step, as `decoding.active` says.
 
-    A row that gave `eos_id` goes on giving it; when all have, the end is reached. When the model's longest sequence is full, it goes on
-    from the last half of it. Prompts longer than that are seen from their end.
+    With a seed, what follows a prompt does not depend on the rows beside it. A row that gave `eos_id` goes on giving it; when all have,
+    the end is reached. When the model's longest sequence is full, it goes on from the last half of it. Prompts longer than that are seen
+    from their end.
     """
     if not hasattr(model, "next_logits"):
         raise ShoalError(f"a {type(model).__name__} does not write text; generation needs model.kind lstm, gpt or huggingface")
@@ -38,7 +39,7 @@ def generate(
         raise ShoalError("the prompt is empty; give at least one token")
     _check_vocabulary(model, input_ids)
     input_ids = input_ids.to(next(model.parameters()).device)
-    return _tokens(model, input_ids, max_new_tokens, decoding, generator, eos_id)
+    return _tokens(model, input_ids, max_new_tokens, decoding, seed, eos_id)
 
 
 def _check_vocabulary(model: Any, input_ids: Tensor) -> None:
@@ -52,14 +53,15 @@ def _check_vocabulary(model: Any, input_ids: Tensor) -> None:
 
 @torch.no_grad()
 def _tokens(
-    model: nn.Module, prompt_BL: Tensor, max_new_tokens: int, decoding: Decoding, generator: torch.Generator | None, eos_id: int | None
+    model: nn.Module, prompt_BL: Tensor, max_new_tokens: int, decoding: Decoding, seed: int | None, eos_id: int | None
 ) -> Iterator[Tensor]:
+    chooser = _Chooser(decoding, seed, prompt_BL.tolist())
     context = Context(model, prompt_BL, max_new_tokens)
     ended_B = torch.zeros(len(prompt_BL), dtype=torch.bool, device=prompt_BL.device)
     for step in range(max_new_tokens):
         with _evaluating(model):
             logits_BV = context.next_logits()
-        next_B = choose(logits_BV, decoding, generator)
+        next_B = chooser.next(logits_BV)
         if eos_id is not None:
             next_B = next_B.masked_fill(ended_B, eos_id)
             ended_B |= next_B == eos_id
@@ -68,6 +70,28 @@ def _tokens(
             return
         if step + 1 < max_new_tokens:
             context.append(next_B)
+
+
+class _Chooser:
+    """Chooses the rows' tokens, and remembers them where a repetition costs something."""
+
+    def __init__(self, decoding: Decoding, seed: int | None, prompts: list[list[int]]) -> None:
+        self.warps = [warp_of(decoding)] * len(prompts)
+        self.draws = draws_of_rows(seed, prompts)
+        self.penalties = Penalties(repetition=decoding.repetition_penalty)
+        self.seen = prompts
+        self.position = 0
+
+    def next(self, logits_BV: Tensor) -> Tensor:
+        if self.penalties.repetition != 1:
+            rows = zip(logits_BV, self.seen, strict=True)
+            logits_BV = torch.stack([penalised(logits_V, self.penalties, seen, ()) for logits_V, seen in rows])
+        next_B = choose(logits_BV, self.warps, [draws.at(self.position) for draws in self.draws])
+        self.position += 1
+        if self.penalties.repetition != 1:
+            for seen, token in zip(self.seen, next_B.tolist(), strict=True):
+                seen.append(token)
+        return next_B
 
 
 class Context:

@@ -176,22 +176,15 @@ def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:
 
 
 def write_text(model: nn.Module, tokenizer: data.Tokenizer, prompt: str, count: int, seed: int, decoding: Any) -> Iterator[str]:
-    device = next(model.parameters()).device
+    """The text that follows a prompt, piece by piece."""
     start = tokenizer.encode(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
-    generator = torch.Generator(device).manual_seed(seed)
-    ids, said = list(start), ""
-    stream = models.generate(
-        model, torch.tensor([start], device=device), max_new_tokens=count, decoding=decoding, generator=generator, eos_id=tokenizer.eos_id
-    )
-    before = tokenizer.decode(start)
+    text = data.StreamedText(tokenizer, start)
+    stream = models.generate(model, torch.tensor([start]), max_new_tokens=count, decoding=decoding, seed=seed, eos_id=tokenizer.eos_id)
     for token in stream:
         if tokenizer.eos_id is not None and int(token) == tokenizer.eos_id:
             return
-        ids.append(int(token))
-        text = tokenizer.decode(ids)[len(before) :]
-        if not text.endswith("�"):  # half of a character: wait for the rest
-            yield text[len(said) :]
-            said = text
+        yield text.add(int(token))
+    yield text.finish()
 
 
 def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
