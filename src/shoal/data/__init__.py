@@ -7,7 +7,7 @@ from shoal.data.load import load
 from shoal.data.pieces import PieceFeed, Pieces
 from shoal.data.retrieval.load import open_finder
 from shoal.data.text.preferences import PreferencePairs, read_preferences, read_prompts
-from shoal.data.text.tokenizers import Tokenizer, load_tokenizer
+from shoal.data.text.tokenizers import StreamedText, Tokenizer, load_tokenizer
 
 __all__ = [
     "IGNORED",
@@ -23,6 +23,7 @@ __all__ = [
     "Samples",
     "State",
     "Stream",
+    "StreamedText",
     "Tokenizer",
     "fingerprint",
     "kept_fingerprint",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
-from shoal.models.decoding import choose
+from shoal.models.decoding import Penalties, choose, draws_of_rows, penalised, warp_of
 
 
 def generate(
@@ -24,14 +24,15 @@ def generate(
     *,
     max_new_tokens: int,
     decoding: Decoding,
-    generator: torch.Generator | None = None,
+    seed: int | None = None,
     eos_id: int | None = None,
     beside: ReadBeside | None = None,
 ) -> Iterator[Tensor]:
     """The next token ids [B] for prompts [B, L] of one length, step by step, as `decoding.active` says. `beside`: what the model reads.
 
-    A row that gave `eos_id` goes on giving it; when all have, the end is reached. When the model's longest sequence is full, it goes on
-    from the last half of it. Prompts longer than that are seen from their end.
+    With a seed, what follows a prompt does not depend on the rows beside it. A row that gave `eos_id` goes on giving it; when all have,
+    the end is reached. When the model's longest sequence is full, it goes on from the last half of it. Prompts longer than that are seen
+    from their end.
     """
     if not hasattr(model, "next_logits"):
         raise ShoalError(f"a {type(model).__name__} does not write text; generation needs model.kind lstm, gpt or huggingface")
@@ -39,7 +40,8 @@ def generate(
         raise ShoalError("the prompt is empty; give at least one token")
     _check_vocabulary(model, input_ids)
     input_ids = input_ids.to(next(model.parameters()).device)
-    return _tokens(model, Context(model, input_ids, max_new_tokens, beside), max_new_tokens, decoding, generator, eos_id)
+    chooser = _Chooser(decoding, seed, input_ids.tolist())
+    return _tokens(model, Context(model, input_ids, max_new_tokens, beside), max_new_tokens, chooser, eos_id)
 
 
 def _check_vocabulary(model: Any, input_ids: Tensor) -> None:
@@ -52,14 +54,12 @@ def _check_vocabulary(model: Any, input_ids: Tensor) -> None:
 
 
 @torch.no_grad()
-def _tokens(
-    model: nn.Module, context: Context, max_new_tokens: int, decoding: Decoding, generator: torch.Generator | None, eos_id: int | None
-) -> Iterator[Tensor]:
+def _tokens(model: nn.Module, context: Context, max_new_tokens: int, chooser: _Chooser, eos_id: int | None) -> Iterator[Tensor]:
     ended_B = torch.zeros(len(context.unseen_BL), dtype=torch.bool, device=context.unseen_BL.device)
     for step in range(max_new_tokens):
         with _evaluating(model):
             logits_BV = context.next_logits()
-        next_B = choose(logits_BV, decoding, generator)
+        next_B = chooser.next(logits_BV)
         if eos_id is not None:
             next_B = next_B.masked_fill(ended_B, eos_id)
             ended_B |= next_B == eos_id
@@ -77,6 +77,28 @@ class ReadBeside(NamedTuple):
     """What there is to read beside tokens [B, L], as a batch has it."""
     every: int | None
     """Tokens after which there may be something new; None: it stays the same."""
+
+
+class _Chooser:
+    """Chooses the rows' tokens, and remembers them where a repetition costs something."""
+
+    def __init__(self, decoding: Decoding, seed: int | None, prompts: list[list[int]]) -> None:
+        self.warps = [warp_of(decoding)] * len(prompts)
+        self.draws = draws_of_rows(seed, prompts)
+        self.penalties = Penalties(repetition=decoding.repetition_penalty)
+        self.seen = prompts
+        self.position = 0
+
+    def next(self, logits_BV: Tensor) -> Tensor:
+        if self.penalties.repetition != 1:
+            rows = zip(logits_BV, self.seen, strict=True)
+            logits_BV = torch.stack([penalised(logits_V, self.penalties, seen, ()) for logits_V, seen in rows])
+        next_B = choose(logits_BV, self.warps, [draws.at(self.position) for draws in self.draws])
+        self.position += 1
+        if self.penalties.repetition != 1:
+            for seen, token in zip(self.seen, next_B.tolist(), strict=True):
+                seen.append(token)
+        return next_B
 
 
 class Context:

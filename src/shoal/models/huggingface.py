@@ -6,6 +6,7 @@ Shapes: B batch, L tokens, S tokens seen (L and those in the cache), V vocabular
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models import pretrained
+from shoal.models.cache import padded_rows
 from shoal.models.lora import with_lora
 from shoal.models.shapes import Shapes
 
@@ -25,8 +27,33 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 class HuggingFaceCache:
     """Whatever the model itself keeps of the tokens it has seen."""
 
-    def __init__(self) -> None:
-        self.past: Any = None
+    padded = True
+    """Joined rows are padded on the left: the model needs a mask."""
+
+    def __init__(self, past: Any = None) -> None:
+        self.past = past
+
+    def row(self, i: int, length: int) -> HuggingFaceCache:
+        """The last tokens of one row, as a cache of its own."""
+        return HuggingFaceCache(
+            _filled([(keys[i : i + 1, :, -length:], values[i : i + 1, :, -length:]) for keys, values in self._layers()])
+        )
+
+    @classmethod
+    def joined(cls, rows: Sequence[HuggingFaceCache]) -> HuggingFaceCache:
+        """The caches of several rows as one."""
+        layers = zip(*(row._layers() for row in rows), strict=True)
+        return cls(_filled([(padded_rows([pair[0] for pair in row]), padded_rows([pair[1] for pair in row])) for row in layers]))
+
+    def _layers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(layer.keys, layer.values) for layer in self.past.layers]
+
+
+def _filled(layers: list[tuple[Tensor, Tensor]]) -> Any:
+    """A cache of transformers that holds these keys and values."""
+    from transformers import DynamicCache
+
+    return DynamicCache(layers)
 
 
 class HuggingFace(nn.Module):
@@ -65,16 +92,27 @@ class HuggingFace(nn.Module):
         logits_BLV: Tensor = output.logits
         return logits_BLV
 
+    @property
+    def joins_rows(self) -> bool:
+        """Whether the model keeps keys and values of every token, and nothing else, so that rows of several requests can be joined."""
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
+        # A window of attention is told by the cache's class: such a layer forgets tokens that a padded row would still need
+        return self.cache_name == CACHE_NAMES[0] and all(
+            type(layer) is DynamicLayer for layer in DynamicCache(config=self.inner.config).layers
+        )
+
     def new_cache(self, capacity: int) -> HuggingFaceCache:
         """Grows as the model likes."""
         if self.cache_name is None:
             raise ShoalError(f"{type(self.inner).__name__} (model.pretrained) keeps no cache that Shoal knows, so it cannot generate")
         return HuggingFaceCache()
 
-    def next_logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache) -> Tensor:
+    def next_logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [B, V] of the token after these, which the cache then holds too."""
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in self.accepts else {}
-        return self._logits(input_ids_BL, cache, None, **last_only)[:, -1]
+        return self._logits(input_ids_BL, cache, attention_mask, **last_only)[:, -1]
 
     def gradient_checkpointing(self, enabled: bool) -> None:
         """Whether the backward pass computes activations again instead of keeping them."""

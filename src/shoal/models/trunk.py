@@ -160,7 +160,7 @@ class Trunk(nn.Module):
         if past + length > self.max_seq_len:
             raise ShoalError(f"a sequence of {past + length} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
         x_BLD = self._embed(input_ids_BL, past, attention_mask)
-        turns = self.rotary(past, length) if self.rotary is not None else None
+        turns = self._turns(past, length, attention_mask if cache else None)
         sight = _sight(input_ids_BL, turns, past, attention_mask)
         context = self._context(input_ids_BL, beside, cache)
         sight = sight._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past)
@@ -218,12 +218,17 @@ class Trunk(nn.Module):
             x_BLD = x_BLD + self.position_embedding.weight[past : past + input_ids_BL.shape[1]]
         elif self.position_embedding is not None and attention_mask is not None:
             # Counted from the first real token, so that padding on the left changes nothing
-            positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-            x_BLD = x_BLD + self.position_embedding(positions_BS[:, past:])
+            x_BLD = x_BLD + self.position_embedding(_positions(attention_mask)[:, past:])
         if torch.is_autocast_enabled(x_BLD.device.type):
             # The stream between the blocks is read and written more than anything else: half the bytes
             x_BLD = x_BLD.to(torch.get_autocast_dtype(x_BLD.device.type))
         return F.dropout(x_BLD, self.dropout, self.training)
+
+    def _turns(self, past: int, length: int, mask_BS: Tensor | None) -> Tensor | None:
+        """The turns of the new tokens. Rows in a cache that are padded differently stand at positions of their own."""
+        if self.rotary is None or mask_BS is None:
+            return self.rotary(past, length) if self.rotary is not None else None
+        return self.rotary.turns_SP2[_positions(mask_BS)[:, past:]]
 
     def new_beside(self, **given: Tensor) -> Beside:
         """What `forward` and `hidden` take as `beside`, with what goes in; what comes out is in it afterwards."""
@@ -241,9 +246,11 @@ class Trunk(nn.Module):
         """Room for the keys and values of so many tokens."""
         return KeyValueCache(len(self.blocks), capacity)
 
-    def next_logits(self, input_ids_BL: Tensor, cache: KeyValueCache, beside: Beside | None = None) -> Tensor:
+    def next_logits(
+        self, input_ids_BL: Tensor, cache: KeyValueCache, attention_mask: Tensor | None = None, beside: Beside | None = None
+    ) -> Tensor:
         """Logits [B, V] of the token after these, which the cache then holds too. `beside`: what there is to read from now on."""
-        return F.linear(self.hidden(input_ids_BL, cache=cache, beside=beside)[:, -1], self.output_weight)
+        return F.linear(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside)[:, -1], self.output_weight)
 
     def _initialise(self, std: float) -> None:
         """As GPT-2: what is added to the stream starts smaller, the more layers add to it."""
@@ -282,6 +289,11 @@ def _rotary_head_size(settings: schema.Transformer) -> int:
             f"model.num_heads {settings.num_heads}); choose sizes with an even quotient, or model.positions: learned"
         )
     return size
+
+
+def _positions(attention_mask: Tensor) -> Tensor:
+    """Positions [B, S], counted from the first real token."""
+    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
 
 
 def _sight(input_ids_BL: Tensor, turns: Tensor | None, past: int, attention_mask: Tensor | None) -> Sight:

@@ -197,28 +197,15 @@ def write_text(
     decoding: Any,
     beside: models.ReadBeside | None = None,
 ) -> Iterator[str]:
-    device = next(model.parameters()).device
+    """The text that follows a prompt, piece by piece. `beside`: what the model reads meanwhile."""
     start = tokenizer.encode(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
-    generator = torch.Generator(device).manual_seed(seed)
-    ids, said = list(start), ""
-    stream = models.generate(
-        model,
-        torch.tensor([start], device=device),
-        max_new_tokens=count,
-        decoding=decoding,
-        generator=generator,
-        eos_id=tokenizer.eos_id,
-        beside=beside,
-    )
-    before = tokenizer.decode(start)
+    text, prompts = data.StreamedText(tokenizer, start), torch.tensor([start])
+    stream = models.generate(model, prompts, max_new_tokens=count, decoding=decoding, seed=seed, eos_id=tokenizer.eos_id, beside=beside)
     for token in stream:
         if tokenizer.eos_id is not None and int(token) == tokenizer.eos_id:
             return
-        ids.append(int(token))
-        text = tokenizer.decode(ids)[len(before) :]
-        if not text.endswith("�"):  # half of a character: wait for the rest
-            yield text[len(said) :]
-            said = text
+        yield text.add(int(token))
+    yield text.finish()
 
 
 def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:

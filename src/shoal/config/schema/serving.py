@@ -53,6 +53,8 @@ class Decoding(Section):
 
     active: Literal["greedy", "sampling", "top_k", "top_p", "top_k_top_p"] = "top_k"
     """The way that is used unless a request names another."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Above 1, tokens that the prompt or the text has already become less likely; 1 changes nothing."""
     greedy: Greedy = Greedy()
     sampling: Sampling = Sampling()
     top_k: TopK = TopK()
