@@ -43,7 +43,6 @@ _OF_MACHINES = ("memory_gb", "flops", "bandwidth_mbps", "host", "port")
 _UNBUILT_CHOICES = {
     "engine.kind": ({"pipeline"}, "the engine {} is not built yet; choose single, ddp, fsdp, deepspeed or collectives"),
     "training.precision.kind": ({"fp8", "nvfp4"}, "the precision {} is not built yet; bf16 and fp16 are"),
-    "data.source.kind": ({"preferences"}, "learning from {} is not built yet"),
 }
 
 
