@@ -34,7 +34,6 @@ _UNBUILT = {
 """Settings that ask for a part which does not exist yet. None of them may be ignored."""
 _UNBUILT_CHOICES = {
     "engine.kind": ({"pipeline"}, "the engine {} is not built yet; choose single, ddp, fsdp, deepspeed or collectives"),
-    "data.source.kind": ({"preferences"}, "learning from {} is not built yet"),
 }
 
 

@@ -14,6 +14,7 @@ from shoal.config.derive import bucket_size, contributions, formula, quorum, tol
 from shoal.config.fields import Secret
 from shoal.config.layers import Settings, UnavailableError, default_at
 from shoal.config.problems import Severity
+from shoal.config.schema.data import DataSource
 from shoal.config.schema.model import Model
 from shoal.config.schema.strategy import Strategy
 from shoal.config.schema.task import TEXT, Task
@@ -560,12 +561,44 @@ def task_fits_model(settings: Settings, task: Task | None, model: Model) -> None
         settings.report("task", f"a model of kind {model.kind} does not learn {task.kind}", "task.kind", "model.kind")
 
 
+@rule("task", "data.source")
+def pairs_for_those_who_compare(settings: Settings, task: Task | None, source: DataSource | None) -> None:
+    if task is not None and task.needs == "pairs" and source is not None and not source.has_pairs:
+        message = f"the task {task.kind} learns from pairs of answers, and the data source {source.kind} has none"
+        settings.report("task", message, "task.kind", "data.source.kind", help="set data.source to {kind: preferences, path: …}")
+
+
+@rule("task", "engine.kind")
+def whole_networks_compare(settings: Settings, task: Task | None, engine: str) -> None:
+    if task is not None and task.needs in ("pairs", "prompts") and engine in ("fsdp", "deepspeed", "collectives"):
+        message = f"the task {task.kind} needs whole networks in each process, and the engine {engine} has none"
+        settings.report("engine", message, "engine.kind", "task.kind", help="choose single or ddp")
+
+
+@rule("task.label_smoothing")
+def smoothing_keeps_the_better_answer(settings: Settings, smoothing: float) -> None:
+    if smoothing >= 0.5:
+        settings.report(
+            "task", f"with a label smoothing of {smoothing:g} the rejected answer would be the better one", "task.label_smoothing"
+        )
+
+
+@rule("task", "model.dropout")
+def dropout_in_use(settings: Settings, task: Task | None, dropout: float) -> None:
+    if dropout and task is not None and not task.drops:
+        message = f"`{settings.spelling('model.dropout')}` has no effect: the task {task.kind} is learned without dropout"
+        settings.report("no-effect", message, "model.dropout", "task.kind", severity="warning")
+
+
 @rule("task", "training.penalties")
 def penalties_in_use(settings: Settings, task: Task | None, penalties: Any) -> None:
     given = [name for name in ("repetition_weight", "immediate_repetition_weight", "eos_weight") if getattr(penalties, name)]
     if given and task is not None and task.needs not in TEXT:
         message = f"penalties are for language models, this is {task.kind}"
         settings.report("no-effect", message, f"training.penalties.{given[0]}", "task.kind")
+    elif given and task is not None and task.needs != "tokens":
+        message = f"penalties have no effect: the task {task.kind} has a loss of its own"
+        settings.report("no-effect", message, f"training.penalties.{given[0]}", "task.kind", severity="warning")
 
 
 @rule("data.source.parts", "data.mixing.enabled")

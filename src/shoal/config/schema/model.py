@@ -30,7 +30,7 @@ class Lstm(Model, built_by="shoal.models.lstm:players"):
     """A recurrent language model."""
 
     kind: Literal["lstm"] = "lstm"
-    learns = ("language-modelling", "ppo")
+    learns = ("language-modelling", "reward", "dpo", "ppo")
     vocab_size: PositiveInt | None = None
     """Number of tokens; null: as many as the tokenizer has."""
     hidden_size: PositiveInt = 128
@@ -44,7 +44,7 @@ class Lstm(Model, built_by="shoal.models.lstm:players"):
 class Transformer(Model, shared=True):
     """What the transformers have in common."""
 
-    learns = ("language-modelling", "ppo")
+    learns = ("language-modelling", "reward", "dpo", "ppo")
     vocab_size: PositiveInt | None = None
     """Number of tokens; null: as many as the tokenizer has."""
     hidden_size: PositiveInt = 256
@@ -228,7 +228,7 @@ class HuggingFace(Model, built_by="shoal.models.huggingface:players"):
     """Any causal language model of the Hugging Face hub, or a local copy of one."""
 
     kind: Literal["huggingface"] = "huggingface"
-    learns = ("language-modelling", "ppo")
+    learns = ("language-modelling", "reward", "dpo", "ppo")
     pretrained: str
     """Name on the hub, or a folder: the architecture and the tokenizer."""
     weights: str | None = None

@@ -13,9 +13,9 @@ from shoal.config.schema.data import Preferences
 from shoal.data.hub.dataset import Request
 from shoal.data.interfaces import Data, Info, Samples
 from shoal.data.limits import counts, divided, share_out, some_of
-from shoal.data.text.documents import Document, TextPart, split
+from shoal.data.text.documents import Document, TextPart, Texts, split
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities
-from shoal.data.text.preferences import PreferencePairs, read_preferences
+from shoal.data.text.preferences import Pair, PreferencePairs, read_preferences
 from shoal.data.text.run_encoding import contents, find_encoding, joined_name, noun
 from shoal.data.text.samples import TextSamples, enough, joined, text_samples
 from shoal.data.text.sources import reads_context
@@ -87,8 +87,16 @@ def _mix(samples: Sequence[TextSamples], parts: Sequence[TextPart], run: Run) ->
     return MixedText(samples, probabilities(names, weights, [len(part) for part in samples], run.data.mixing.temperature))
 
 
-def load_preferences(source: Preferences, run: Run, request: Request) -> Data:
+def load_preferences(source: Preferences, run: Run, request: Request) -> Data | list[TextPart]:
+    """Pairs for a task that compares; for one that learns to write, the chosen answers, each after its prompt."""
     pairs, apart, left_out = read_preferences(source)
+    if run.chosen_task.needs == "tokens":
+        train, held = (Texts([Document(pair.chosen, prompt=pair.prompt) for pair in some]) for some in (pairs, apart))
+        return [TextPart(f"{Path(source.path).name}: chosen answers", train, held if apart else None)]
+    return _load_pairs(pairs, apart, left_out, source, run, request)
+
+
+def _load_pairs(pairs: list[Pair], apart: list[Pair], left_out: int, source: Preferences, run: Run, request: Request) -> Data:
     encoding = find_encoding(run, lambda: [text for pair in pairs for text in pair if text], request.folder, request.token)
     train, held_out = PreferencePairs(pairs, encoding), PreferencePairs(apart, encoding) if apart else None
     if held_out is None:
