@@ -1,6 +1,7 @@
 """`make bench`: ratios to peers, measured in one run. `make bench BENCH="config"` runs one.
 
-Each benchmark is a module here with `measure() -> list[Row]`; the table is printed and written to results/bench.json.
+Each benchmark is a module here with `measure() -> Iterable[Row]`; the table is printed and written to results/bench.json. A benchmark that
+yields its rows has each of them told as soon as it is measured, since some take minutes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds"]
-DEFAULT += ["same-answer", "rejection", "byzantine", "private", "engines", "classroom", "makespan"]
-# By name only: stragglers, diloco and slow-link (half an hour each), goodput, gpu-dense, gpu-diloco, classroom-quality
+DEFAULT += ["same-answer", "rejection", "byzantine", "private", "engines", "classroom"]
+# By name only: stragglers, diloco and slow-link (half an hour each), moe (a quarter), goodput, simulate, makespan, gpu-dense, gpu-diloco,
+# classroom-quality
 
 
 class Row(NamedTuple):
@@ -35,7 +37,9 @@ def main() -> None:
     rows: list[Row] = []
     for name in sys.argv[1:] or DEFAULT:
         print(f"measuring {name} …", file=sys.stderr)
-        rows += importlib.import_module(name.replace("-", "_")).measure()
+        for row in importlib.import_module(name.replace("-", "_")).measure():
+            print(f"  {row.name}: {row.ours:.4g} {row.unit}, {row.ratio:.3g} of {row.peer:.4g}", file=sys.stderr, flush=True)
+            rows.append(row)
     width = max((len(row.name) for row in rows), default=0)
     print(f"{'':<{width}}  {'ours':>10}  {'peer':>10}  {'ratio':>7}  target")
     for row in rows:

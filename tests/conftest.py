@@ -27,7 +27,7 @@ settings.load_profile("everywhere")
 # What `make quick` leaves to `make test`: folders whose tests train whole runs, and tests that can start processes, as their file, a
 # file of ours that it imports, or the file of a fixture that they take imports one of these.
 WHOLE_RUNS = ("chaos", "classroom", "hub", "launch", "strategies")
-STARTERS = {"subprocess", "multiprocessing", "torch.multiprocessing"}
+STARTERS = {"subprocess", "multiprocessing", "torch.multiprocessing", "shoal.launch.nursery"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

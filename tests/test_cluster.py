@@ -38,7 +38,7 @@ def workers_in(folder: Path) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if b"join" in (path / "cmdline").read_bytes().split(b"\0") and (path / "cwd").resolve() == folder.resolve():
+            if b"join" in (path / "cmdline").read_bytes().replace(b"\0", b" ").split() and (path / "cwd").resolve() == folder.resolve():
                 found.append(int(path.name))
         except OSError:
             continue

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commands import HANG_S
+from commands import HANG_S, Command
 from shoal.cli.main import main
+from shoal.cli.showing import stopping_on_signals
 from shoal.errors import ShoalError
 
 GPT = ["--set", "model.hidden_size=16", "--set", "model.num_layers=1", "--set", "model.num_heads=2", "--set", "model.max_seq_len=16"]
@@ -57,15 +57,14 @@ def shoal(*arguments: str) -> int:
     return main(["train", *arguments])
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "shoal", "train", *arguments]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(folder: Path, *arguments: str) -> Command:
+    return Command(["-m", "shoal", "train", *arguments], folder, errors=True)
 
 
-def end(process: subprocess.Popen[str]) -> int:
+def end(process: Command) -> int:
     """Wait for a process; its exit code."""
     process.communicate(timeout=HANG_S)
-    return process.returncode
+    return process.wait()
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -74,7 +73,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in ("wall_s", "samples_per_s")} for line in lines]
 
 
-def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+def wait_for_step(process: Command, run: Path, step: int) -> None:
     """Until the run has recorded the step; an end before that is a failure."""
     deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
@@ -258,18 +257,6 @@ def test_a_full_disk_is_told_and_training_goes_on(
     assert len(list((folder / "run" / "checkpoints").glob("step-*"))) == 3
 
 
-UNBUILT = {
-    "gpu/tiny": "moe",
-}
-
-
-@pytest.mark.parametrize(("preset", "word"), UNBUILT.items())
-def test_what_is_not_built_is_refused_by_name(folder: Path, capsys: pytest.CaptureFixture[str], preset: str, word: str) -> None:
-    assert shoal(preset, "--run-dir", "run") == 2
-    assert word in capsys.readouterr().err
-    assert not (folder / "run").exists()
-
-
 @pytest.mark.parametrize(
     "setting",
     [
@@ -328,3 +315,22 @@ def test_errors_are_shoal_errors() -> None:
 
     with pytest.raises(ShoalError, match="no run at"):
         open_run("nowhere", lambda text: None)
+
+
+def test_ctrl_c_while_something_is_being_written_writes_by_another_thread() -> None:
+    """Python refuses to begin a second write to a stream within the first one of the same thread."""
+    wrote: list[int] = []
+    told = threading.Event()
+
+    class Talking:
+        def interrupt(self) -> bool:
+            return False
+
+        def message(self, text: str) -> None:
+            wrote.append(threading.get_ident())
+            told.set()
+
+    with stopping_on_signals(Talking()):  # type: ignore[arg-type]
+        signal.raise_signal(signal.SIGINT)
+        assert told.wait(HANG_S)
+    assert wrote != [threading.get_ident()]

@@ -17,8 +17,34 @@ HOSTS = "cluster: {server: s, workers: [a, b], hosts: {s: {}, a: {}, b: {}}}\n"
 PART = "{source: {kind: builtin, name: python-source}"
 
 BROKEN = [
+    ("name", "name: a/b\n", ["name"]),
+    ("name", "name: ..\n", ["name"]),
+    ("name", 'name: "a\\\\b"\n', ["name"]),
+    ("name", "logging: {project: ../x}\n", ["logging.project"]),
+    ("name", "logging: {project: /x}\n", ["logging.project"]),
+    ("engine", "strategy: {kind: async}\ntransport: {kind: in-process}\nengine: {kind: ddp}\n", ["engine.kind", "transport.kind"]),
+    ("engine", "engine: {kind: deepspeed, zero_stage: 0}\n", ["engine.zero_stage"]),
+    ("engine", "engine: {kind: fsdp}\ntraining: {optimizer: {name: Muon}}\n", ["training.optimizer.name", "engine.kind"]),
+    ("engine", "engine: {kind: fsdp}\nmodel: {kind: dcgan}\ntask: gan\n", ["engine.kind"]),
+    (
+        "engine",
+        "engine: {kind: deepspeed, zero_stage: 3, nvme_offload: true, nvme_path: x}\nlogging: {track_gradients: true}\n",
+        ["logging.track_gradients", "engine.nvme_offload"],
+    ),
+    (
+        "privacy",
+        "strategy: {kind: async}\nengine: {kind: ddp}\nupdates: {clip_norm: 1.0, privacy: {enabled: true, unit: sample}}\n",
+        ["updates.privacy.unit", "engine.kind"],
+    ),
+    ("model", "model: {kind: huggingface, pretrained: x, from_scratch: true, weights: y}\n", ["model.from_scratch", "model.weights"]),
+    ("heads", "model: {kind: gpt, positions: rotary, hidden_size: 12, num_heads: 4}\n", ["model.num_heads", "model.hidden_size"]),
+    ("optimizer", "training: {optimizer: {kwargs: {lr: 0.1}}}\n", ["training.optimizer.kwargs.lr"]),
+    ("stream", "strategy: {kind: workunits}\ndata: {streaming: true}\n", ["data.streaming", "strategy.kind"]),
     ("heads", "model: {kind: gpt, hidden_size: 100, num_heads: 3}\n", ["model.num_heads", "model.hidden_size"]),
     ("heads", "model: {kind: gpt, num_heads: 4, num_kv_heads: 3}\n", ["model.num_kv_heads", "model.num_heads"]),
+    ("router", "model: {kind: moe, experts: {router: expert-choice}}\n", ["model.experts.router"]),
+    ("router", "model: {kind: moe, experts: {router: soft}}\n", ["model.experts.router"]),
+    ("router", "model: {kind: moe, experts: {router: gshard, per_token: 1}}\n", ["model.experts.per_token", "model.experts.router"]),
     ("experts", "model: {kind: moe, experts: {count: 2, per_token: 3}}\n", ["model.experts.per_token", "model.experts.count"]),
     (
         "sequence-length",

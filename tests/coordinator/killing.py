@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import random
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from commands import run_python
+from shoal.launch import nursery
 from shoal.runs.joining import ClientLine
 from shoal.transports.keys import key_from_text
 from shoal.worker.courier import Lost
@@ -36,31 +35,17 @@ strategy: {strategy}
 _START_S = 300.0
 
 
-def _die_with_parent() -> None:
-    """Whatever happens to the test, no process of it stays."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 class Child:
     """One process of the run, and its log."""
 
     def __init__(self, arguments: list[str], log: Path, given: str = "") -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.path, self.from_byte = log, log.stat().st_size if log.exists() else 0
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.log = log.open("ab")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=self.log,
-            stderr=self.log,
-            env=environment,
-            preexec_fn=_die_with_parent,
-        )
-        stdin: IO[bytes] | None = self.process.stdin
-        assert stdin is not None
+        self.process = nursery.start(["-m", "shoal", *arguments], stdout=self.log, stderr=self.log, env=environment)
         if given:
-            stdin.write(given.encode() + b"\n")
-            stdin.flush()
+            self.process.stdin.write(given.encode() + b"\n")
+            self.process.stdin.flush()
 
     def kill(self) -> None:
         self.process.kill()
@@ -68,9 +53,8 @@ class Child:
 
     def end(self, patience_s: float = 300.0) -> int:
         code = self.process.wait(patience_s)
-        if self.process.stdin:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
         self.log.close()
         return code
 
@@ -251,15 +235,13 @@ def _wait_for(found: Callable[[], Any], what: str, victims: Victims | None = Non
 
 def accuracy(run: Path) -> float:
     """Of the final weights, on the held-out data."""
-    told = subprocess.run(
-        [sys.executable, "-m", "shoal", "eval", str(run), "--format", "json"], capture_output=True, text=True, check=False, timeout=120
-    )
+    told = run_python(["-m", "shoal", "eval", str(run), "--format", "json"])
     assert told.returncode == 0, told.stderr
     value: float = json.loads(told.stdout)["metrics"]["accuracy"]
     return value
 
 
 def audit(run: Path) -> str:
-    told = subprocess.run([sys.executable, "-m", "shoal", "audit", str(run)], capture_output=True, text=True, check=False, timeout=120)
+    told = run_python(["-m", "shoal", "audit", str(run)])
     assert told.returncode == 0, told.stdout + told.stderr
     return told.stdout

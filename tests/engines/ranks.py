@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -20,8 +19,11 @@ import torch
 from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.config.ranks import Place, environment_of, place
+from shoal.config.schema.serving import Decoding
 from shoal.engines import Engine, SingleEngine, World, build, choose_device, enter
+from shoal.launch import nursery
 from shoal.models import build as build_models
+from shoal.models.generate import generate
 from shoal.tasks import Batch
 from shoal.tasks.gan import Gan
 from shoal.tasks.language import LanguageModelling
@@ -49,15 +51,16 @@ def together(name: str, count: int, *arguments: str, device: str = "cpu") -> lis
         for rank in range(count):
             here = Place(rank, count, rank, count, file=f"{folder}/meeting")
             environ = os.environ | environment_of(here) | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device, "SHOAL_TEST_DEVICE": device}
-            command = [sys.executable, __file__, str(results[rank]), name, *arguments]
+            command = [__file__, str(results[rank]), name, *arguments]
             with logs[rank].open("wb") as log:
-                processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
+                processes.append(nursery.start(command, env=environ, stdout=log, stderr=log))
         try:
             codes = [process.wait(600) for process in processes]
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
+                process.stdin.close()
         assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
         return [json.loads(result.read_text()) for result in results]
 
@@ -145,6 +148,65 @@ def flat_view(world: World, *engines: str) -> dict[str, Any]:
         engine.apply(gradient, 10)
         found[text] = {"gradient": gradient.tolist(), "vector": engine.vector.tolist()}
     return found
+
+
+MIXTURE = {
+    "kind": "moe",
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_seq_len": 12,
+    "intermediate_size": 8,
+    "experts": {
+        "count": 8,
+        "router": "sigmoid-bias",
+        "capacity_factor": None,
+        "aux_loss_weight": 0.5,
+        "z_loss_weight": 0.1,
+        "bias_step": 0.01,
+    },
+}
+IDLE = "blocks.0.feed_forward.router.bias_E"
+
+
+def mixture_engine(world: World | None, engine: dict[str, Any], **training: Any) -> Engine:
+    """An engine with a mixture in which one expert is never chosen."""
+    run = run_of(engine, optimizer=PLAIN, **training)
+    run = run.replace(model=resolve_data({"model": MIXTURE}, name="test", dialect="shoal", environ={}).run.model)
+    players = build_models(run, Shapes())
+    players["model"].get_buffer(IDLE)[0] = -1.0
+    task, device = LanguageModelling(players), choose_device(DEVICE, world.rank if world else 0)
+    return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
+
+
+def mixture_of(world: World | None, engine: dict[str, Any], **training: Any) -> tuple[list[float], list[float]]:
+    """The gradient of the third step of a mixture, and the biases that the steps before left."""
+    made = mixture_engine(world, engine, **training)
+    for step in range(2):
+        made.step(batches(step, made.world.rank, made.world.size))
+    made.gradients(batches(2, made.world.rank, made.world.size))
+    return made.gradient.tolist(), made.buffers.tolist()
+
+
+def writing(world: World) -> dict[str, Any]:
+    """What a mixture writes before and after a step, while its parameters are sharded."""
+    found = {}
+    for text in (FSDP, ZERO[2]):
+        made = mixture_engine(world, json.loads(text))
+        model = made.task.players["model"]
+        found[text] = []
+        for _ in range(2):
+            made.task.players["model"].eval()
+            prompt, way = torch.tensor([[1, 2, 3]]), Decoding(active="greedy")
+            found[text].append([int(one) for one in generate(model, prompt, max_new_tokens=5, decoding=way)])
+            made.task.players["model"].train()
+            made.step(batches(0, made.world.rank, made.world.size))
+    return found
+
+
+def mixtures(world: World, *engines: str) -> dict[str, Any]:
+    """The mixture's gradient and biases under each engine, as every rank sees them."""
+    return {text: mixture_of(world, json.loads(text), gradient_checkpointing=True) for text in engines}
 
 
 def statistics(world: World) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def test_who_expects_the_right_step_takes_the_gradients_of_a_process_alone() -> 
         worker.expect(alone.vector - coordinator.vector)
         worker.gradients(images(number))
         assert torch.equal(worker.vector, coordinator.vector)  # where it looked ahead to it does not stay
-        coordinator.load_buffers(worker.buffers)
+        coordinator.follow_report(worker.take_report())
         coordinator.apply(worker.gradient, number)
         assert torch.allclose(coordinator.vector, alone.vector, atol=1e-5)
         assert torch.allclose(coordinator.buffers, alone.buffers, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from commands import HANG_S
+from commands import HANG_S, Command, Done, run_python
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.config.ranks import Place, environment_of, place
@@ -49,11 +50,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(run: str, engine: str, count: int, *more: str) -> list[str]:
     settings = ["--set", f"engine.kind={engine}", "--set", f"launch.devices_per_node={count}"]
-    return [sys.executable, "-m", "shoal", "train", "config.yaml", "--run-dir", run, *settings, *more]
+    return ["-m", "shoal", "train", "config.yaml", "--run-dir", run, *settings, *more]
 
 
-def train(folder: Path, run: str, engine: str, count: int, *more: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(run, engine, count, *more), cwd=folder, capture_output=True, text=True, timeout=HANG_S)
+def train(folder: Path, run: str, engine: str, count: int, *more: str) -> Done:
+    done = run_python(command(run, engine, count, *more), folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -132,18 +133,15 @@ def test_a_damaged_shard_is_noticed(sharded: Path) -> None:
 
 
 @pytest.fixture
-def running(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def running(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Command, Path]]:
     """A run of two processes that is under way."""
     name = request.node.name
-    process = subprocess.Popen(
-        command(name, "ddp", 2, *FOR_EVER), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
-    )
+    process = Command(command(name, "ddp", 2, *FOR_EVER), folder, errors=True)
     try:
         wait_for(lambda: (folder / name / "checkpoints" / "latest").exists() or process.poll() is not None)
         yield process, folder / name
     finally:
-        process.kill()
-        process.communicate()
+        process.close()
 
 
 def wait_for(condition: Any, seconds: float = HANG_S) -> None:
@@ -153,8 +151,16 @@ def wait_for(condition: Any, seconds: float = HANG_S) -> None:
         time.sleep(0.05)
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def ranks_of(process: Command, run: Path) -> list[int]:
+    """The processes that a run's launcher has started, in their order: they were given the launcher's own arguments."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode().split()
+            started = (path / "stat").read_text().rpartition(")")[2].split()[19]
+            if run.name in words and int(path.name) != process.pid:
+                found[int(path.name)] = int(started), int(path.name)
+    return sorted(found, key=lambda pid: found[pid])
 
 
 def alive(pid: int) -> bool:
@@ -164,9 +170,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_rank_that_is_killed_ends_all_with_a_clear_error(running: tuple[subprocess.Popen[str], Path]) -> None:
-    process, _ = running
-    first, second = children(process.pid)
+def test_a_rank_that_is_killed_ends_all_with_a_clear_error(running: tuple[Command, Path]) -> None:
+    process, run = running
+    first, second = ranks_of(process, run)
     os.kill(second, signal.SIGKILL)
     _, error = process.communicate(timeout=HANG_S)
     assert process.returncode == 2
@@ -175,14 +181,15 @@ def test_a_rank_that_is_killed_ends_all_with_a_clear_error(running: tuple[subpro
     assert not alive(first)
 
 
-def test_no_rank_is_left_behind_by_a_launcher_that_is_killed(running: tuple[subprocess.Popen[str], Path]) -> None:
-    process, _ = running
-    ranks = children(process.pid)
+def test_no_rank_is_left_behind_by_a_launcher_that_is_killed(running: tuple[Command, Path]) -> None:
+    process, run = running
+    ranks = ranks_of(process, run)
+    assert len(ranks) == 2
     process.kill()
     wait_for(lambda: not any(alive(pid) for pid in ranks))
 
 
-def test_a_run_that_is_asked_to_stop_stops_after_a_step_and_can_go_on(running: tuple[subprocess.Popen[str], Path]) -> None:
+def test_a_run_that_is_asked_to_stop_stops_after_a_step_and_can_go_on(running: tuple[Command, Path]) -> None:
     process, run = running
     process.send_signal(signal.SIGINT)
     output, error = process.communicate(timeout=HANG_S)
@@ -207,7 +214,7 @@ def test_torchrun_starts_a_killed_island_again_from_its_last_checkpoint(folder: 
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d"]
     torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--monitor-interval=0.2", str(kill)]
-    arguments = command("elastic", "ddp", 2, "--set", "training.max_steps=150")[3:]
+    arguments = command("elastic", "ddp", 2, "--set", "training.max_steps=150")[2:]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*torchrun, *arguments], cwd=folder, capture_output=True, text=True, timeout=HANG_S, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import queue
 import secrets
 import sys
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psycopg
@@ -26,6 +29,7 @@ from shoal.transports.postgres.view import look
 sys.path.insert(0, str(Path(__file__).parent.parent / "transports"))
 
 from postgres_harness import Database, PostgresProcess, running
+from transport_harness import eventually
 
 Student = psycopg.Connection[tuple[object, ...]]
 
@@ -329,6 +333,64 @@ def test_who_holds_up_others_is_disconnected_and_the_fifth_time_shut_out(
     assert [note for note in server.notes() if "student-eve is in quarantine: 5 of its connections had to be ended" in note]
     for desk in (honest, hostile):
         desk.close()
+
+
+@pytest.mark.parametrize(
+    ("statement", "state", "times", "said"),
+    [
+        ("SELECT 1", "idle in transaction", "p_idle => 0", "it left a transaction open for 0 s"),
+        ("SELECT pg_sleep(600)", "active", "p_busy => 0", "it kept the server busy for 0 s"),
+        ("SELECT 1", "idle in transaction", "p_open => 0", "a transaction took 0 s"),
+    ],
+)
+def test_the_watchdog_ends_what_takes_longer_than_its_time_and_lets_it_be_before(
+    database: Database, server: PostgresServer, eve: Access, statement: str, state: str, times: str, said: str
+) -> None:
+    with contextlib.closing(connected(eve)) as student, database.connect() as owner:
+        pid = student.info.backend_pid
+        problems = in_a_thread(lambda: [student.execute(text.encode()) for text in ("BEGIN", statement)])
+        eventually(lambda: owner.execute("SELECT state FROM pg_stat_activity WHERE pid = %s", (pid,)).fetchone() == (state,))
+        owner.execute("SELECT shoal.watch()")
+        assert (server.notes(), problems.empty()) == ([], True), "all is well within the usual times"
+        owner.execute(f"SELECT shoal.watch({times})".encode())
+        assert server.notes() == [f"warning: a connection of {eve.user} was ended: {said}"]
+        eventually(lambda: not owner.execute("SELECT FROM pg_stat_activity WHERE pid = %s", (pid,)).fetchall())
+
+
+def test_the_watchdog_ends_who_holds_up_others_and_those_go_on(
+    database: Database, server: PostgresServer, mia: Access, eve: Access
+) -> None:
+    issue(server, 8, quorum=8)
+    honest, hostile = desk_of(mia, "mia"), desk_of(eve, "eve")
+    (unit,), (kept,) = honest.claim(1, 0.0), hostile.claim(1, 0.0)
+    with contextlib.closing(connected(eve)) as keeper, database.connect() as owner:
+        keeper.execute("BEGIN")
+        handed_in = (hostile._secret, kept.id, kept.lease, kept.iteration, b"x")
+        keeper.execute("SELECT shoal.submit(%b, %b::int8, %b, %b::int8, %b, '{}', '{}', false)", handed_in)
+        outcome = in_a_thread(lambda: honest.submit(unit, {}, [b"x"]))
+        eventually(lambda: bool(owner.execute("SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock'").fetchall()))
+        owner.execute("SELECT shoal.watch()")
+        assert server.notes() == []
+        owner.execute("SELECT shoal.watch(p_blocking => 0)")
+        assert outcome.get(timeout=60) == "accepted"
+        assert f"warning: a connection of {eve.user} was ended: it held up others" in server.notes()
+    for desk in (honest, hostile):
+        desk.close()
+
+
+def in_a_thread(work: Callable[[], object]) -> queue.SimpleQueue[object]:
+    """What came of it, once it has come."""
+    found: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            if (result := work()) is not None and not isinstance(result, list):
+                found.put(result)
+        except psycopg.Error as problem:
+            found.put(problem)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found
 
 
 def test_only_students_are_watched(database: Database, server: PostgresServer) -> None:

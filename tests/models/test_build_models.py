@@ -14,6 +14,7 @@ MODELS = [
     schema.Mlp(),
     schema.Lstm(hidden_size=16),
     schema.Gpt(hidden_size=16, num_layers=2),
+    schema.Moe(hidden_size=16, num_layers=2, num_heads=2, max_seq_len=12),
     schema.Dcgan(image_size=8, generator_features=4, discriminator_features=4),
 ]
 
@@ -48,11 +49,6 @@ def test_weights_are_made_on_the_cpu(anything, model):
     with torch.device("meta"):
         players = build(Run(model=model), anything)
     assert {tensor.device.type for player in players.values() for tensor in player.state_dict().values()} == {"cpu"}
-
-
-def test_moe_is_not_built_yet(anything):
-    with pytest.raises(ShoalError, match=r"the model `moe` is not built yet; choose another: mlp"):
-        build(Run(model=schema.Moe()), anything)
 
 
 # --- mlp --------------------------------------------------------------------------------------------------------------

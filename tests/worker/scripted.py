@@ -70,6 +70,9 @@ class Engine:
     def expect(self, moved: torch.Tensor) -> None:
         self.moves.append(moved.tolist())
 
+    def take_report(self) -> torch.Tensor:
+        return self.buffers
+
     def unscale(self) -> None: ...
     def changed(self) -> None: ...
     def apply_own(self, step: float) -> None: ...

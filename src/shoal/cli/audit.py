@@ -85,9 +85,10 @@ def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Pa
 
     with place_of(*parse(parser("audit", ""), [str(folder)])) as place, connected(place.access) as connection:
         from shoal.coordinator.evidence import gather_from, gather_receipts
-        from shoal.transports.postgres.view import look, trail
+        from shoal.transports.postgres.view import damage, look, trail
 
         seen = look(connection)
+        violations += damage(connection)
         silence_s = _SILENT_HEARTBEATS * float(_at(settings, "coordinator", "heartbeat_interval_s") or 5.0)
         last = seen.coordinator_seen_at if seen is not None else None
         running = seen is not None and last is not None and (seen.now - last).total_seconds() < silence_s

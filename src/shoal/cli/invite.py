@@ -1,12 +1,16 @@
-"""`shoal invite`: let one person's workers into a run, with a token of their own and a number of workers that it is good for."""
+"""`shoal invite`: let one person's workers into a run, with a token of their own and a number of workers that it is for; or no longer."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.runs.inviting import Secrets
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -19,23 +23,45 @@ def run(argv: list[str]) -> int:
     )
     made.add_argument("name", help="whom to invite")
     made.add_argument("--run", required=True, metavar="DIR", help="the run's folder, or its coordinator's (coordinator.state_path)")
+    made.add_argument("--withdraw", action="store_true", help="take the invitation back: their workers are told, and let in no longer")
     made.add_argument("--workers", type=int, default=4, metavar="N", help="workers that may be there at a time (default: 4)")
     arguments = made.parse_args(argv)
     if not _NAME.fullmatch(arguments.name):
         raise ShoalError(f"`{arguments.name}` is no name for a guest: letters, digits, `.`, `_` and `-`, 64 at most")
     if arguments.workers < 1:
         raise ShoalError("--workers: an invitation is for one worker at least")
-    print(f"{arguments.name} joins with:\n  {_line(Path(arguments.run), arguments.name, arguments.workers)}")
+    state, known = _door(Path(arguments.run))
+    if arguments.withdraw:
+        _withdraw(state, arguments.name)
+    else:
+        print(f"{arguments.name} joins with:\n  {_line(state, known, arguments.name, arguments.workers)}")
     return 0
 
 
-def _line(folder: Path, name: str, workers: int) -> str:
-    from shoal.runs.inviting import Guests, Secrets
-    from shoal.transports.keys import key_text
+def _door(folder: Path) -> tuple[Path, Secrets]:
+    """Where a run's coordinator keeps its guests, and how it is reached."""
+    from shoal.runs.inviting import Secrets
 
     state = next((each for each in (folder / "coordinator", folder) if (each / "secrets.json").exists()), None)
     known = Secrets.of(state) if state is not None else None
     if state is None or known is None or not known.address.startswith("tcp://"):
         raise ShoalError(f"{folder} is no run that workers join over ZeroMQ; into a database `shoal db grant` lets somebody in")
+    return state, known
+
+
+def _withdraw(state: Path, name: str) -> None:
+    from shoal.runs.inviting import Guests
+
+    guests = Guests(state)
+    if not guests.withdraw(name):
+        others = ", ".join(guests) or "nobody"
+        raise ShoalError(f"{name} has no invitation to this run; invited: {others}")
+    print(f"the invitation of {name} is withdrawn: their workers are shown out within a second, and let in no longer")
+
+
+def _line(state: Path, known: Secrets, name: str, workers: int) -> str:
+    from shoal.runs.inviting import Guests
+    from shoal.transports.keys import key_text
+
     guest = Guests(state).invite(name, workers)
     return f"shoal join {known.address} --token {guest.token}" + (f" --key {key_text(known.keys.public)}" if known.encrypted else "")

@@ -242,7 +242,8 @@ def _leave_when_asked(with_parent: bool, working: list[Leaver]) -> None:
         asked[0] += 1
         if asked[0] > 1 or not working:
             os._exit(130)
-        tell("leaving after this step; once more to leave at once")
+        # By another thread: this one may be in the middle of writing to the very stream, and Python refuses to begin again within that
+        threading.Thread(target=tell, args=("leaving after this step; once more to leave at once",), name="leaving", daemon=True).start()
         for one in working:
             one.stop()
 

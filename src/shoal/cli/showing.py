@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,10 +25,12 @@ def tell(text: str) -> None:
 
 
 def download(what: str, done: int, total: int | None) -> None:
-    """Progress of a download, on one line."""
-    size = f"{done >> 20} of {total >> 20} MiB" if total else f"{done >> 20} MiB"
-    end = "\n" if total and done >= total else "\r"
-    sys.stderr.write(f"downloading {what}: {size}{end}")
+    """Progress of a download, or of encoding passages, on one line."""
+    if what.startswith("passages"):
+        counted = f"encoding {what}: {done:,} of {total:,}"
+    else:
+        counted = f"downloading {what}: " + (f"{done >> 20} of {total >> 20} MiB" if total else f"{done >> 20} MiB")
+    sys.stderr.write(counted + ("\n" if total and done >= total else "\r"))
 
 
 def show_outcome(loop: Loop | ClusterLoop, outcome: Outcome) -> int:
@@ -129,7 +132,9 @@ def stopping_on_signals(loop: Loop | ClusterLoop) -> Iterator[None]:
             return
         if loop.interrupt():
             os._exit(130)
-        loop.message("stopping after this step and saving; once more to stop at once")
+        # By another thread: this one may be in the middle of writing to the very stream, and Python refuses to begin again within that
+        message = "stopping after this step and saving; once more to stop at once"
+        threading.Thread(target=loop.message, args=(message,), name="stopping", daemon=True).start()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

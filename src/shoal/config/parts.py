@@ -38,12 +38,15 @@ class Part(Section):
     made_by: ClassVar[Any] = None
     """What makes the part: `module:name`, `module`, or the function or class itself; None: it is not built yet."""
 
-    def __init_subclass__(cls, *, built_by: str | None = None, noun: str = "", word: bool = False) -> None:
-        """`noun` and `word` are a family's: what messages call it, and whether a word alone may stand for a kind."""
+    def __init_subclass__(cls, *, built_by: str | None = None, noun: str = "", word: bool = False, shared: bool = False) -> None:
+        """`noun` and `word` are a family's: what messages call it, and whether a word alone may stand for a kind. `shared`: this class is
+        no kind, but what several kinds below it have in common."""
         super().__init_subclass__()
         if Part in cls.__bases__:
             cls.kinds, cls.noun, cls._word = {}, noun, word
             FAMILIES[noun] = cls
+            return
+        if shared:
             return
         cls.made_by = built_by
         kind = kind_of(cls)

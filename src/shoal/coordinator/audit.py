@@ -76,6 +76,8 @@ class Tally:
     """Units nobody could do: epoch, first batch, batches, why."""
     lost: list[tuple[str, int, int]] = field(default_factory=list)
     """What a repair gave up, by name: worker, first and last number."""
+    shown_out: list[str] = field(default_factory=list)
+    """Whose invitations were withdrawn, in words."""
 
     def is_lost(self, key: Key) -> bool:
         return any(worker == key[0] and first <= key[1] <= last for worker, first, last in self.lost)
@@ -102,7 +104,7 @@ def audit(
         checked = UnitAudit(evidence, learned, tally.given_up)
         report.violations += checked.violations(complete)
         report.checked += checked.told()
-    report.checked += [f"note      {what}" for what in [*evidence.cut, *_claimed(evidence, tally, open_now)]]
+    report.checked += [f"note      {what}" for what in [*evidence.cut, *tally.shown_out, *_claimed(evidence, tally, open_now)]]
     return report
 
 
@@ -118,6 +120,8 @@ def _add_up(lines: list[Line], first: int | None, in_order: bool, violations: li
                 tally.given_up.append((epoch, start, batches, str(line["failed"][3])))
             elif "lost" in line:
                 tally.lost += [(str(worker), int(begin), int(end)) for worker, begin, end in line["lost"]]
+            elif "withdrawn" in line:
+                tally.shown_out.append(f"the invitation of {line['withdrawn']} was withdrawn: {', '.join(line['workers'])} went")
             elif "version" in line:
                 violations += [f"{place}: {what}" for what in _count(tally, line, first, in_order)]
             else:

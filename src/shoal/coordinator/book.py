@@ -12,6 +12,7 @@ the same code. It knows no clock and no member.
     passed     the rest of a piece is given up: nothing came of it
     forgotten  a name is free again: nothing was ever accepted under it
     failed     a unit of the data was given up
+    withdrawn  a person's invitation was withdrawn, and their workers were shown out
     repaired   what followed was lost, and is named; nobody uses those numbers again
 """
 
@@ -106,6 +107,8 @@ class Book:
             self.settled.add(record["unit"])
             self.settled.failed += 1
             return [Entry({"failed": [record[name] for name in ("epoch", "start", "batches", "reason")]})]
+        if kind == "withdrawn":
+            return [Entry({"withdrawn": record["guest"], "workers": record["workers"]})]
         if kind == "repaired":
             self.state.sequences |= {worker: last for worker, _, last in record["lost"]}
             return [Entry({name: record[name] for name in ("lost", "reason")})]

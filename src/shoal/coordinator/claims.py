@@ -14,7 +14,7 @@ from shoal.coordinator.units import Unit
 from shoal.updates.messages import Contribute, Delivered
 
 LARGEST_FIGURE = 1e12
-_MOST_FIGURES = 256
+_MOST_FIGURES = 1024
 """Names of figures in a run: whoever makes up ever new ones fills no memory."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.,:/ -]{1,128}")
 _MOST_SKIPPED = 64

@@ -62,7 +62,7 @@ class Coordinator:
         self.book = Book(plan, policies, learner)
         self.rounds = self.book.rounds
         self.closing = Closing(plan, policies, self.book)
-        self.members = Membership(plan.heartbeat_interval_s)
+        self.members = Membership(plan.heartbeat_interval_s, plan.bounds.sessions)
         self.members.known = self.state.seats
         self.publisher = Publisher(plan.updates.codec)
         self.publisher.publish(0, learner.vector, learner.buffers)
@@ -103,6 +103,7 @@ class Coordinator:
                 self._answer(event)
             case Tick():
                 self._evict_silent()
+                self._evict_uninvited()
                 self._forget_unused()
                 self._reassure()
                 if self.tasks is not None:
@@ -158,6 +159,9 @@ class Coordinator:
 
     def _answer(self, event: Called) -> None:
         asked = event.asked
+        if (refusal := self.door.welcomes(event.guest)).reason:
+            self._show_out(event.guest)
+            return self._refuse(event.caller, *refusal)
         if isinstance(asked, Join):
             return self._join(event, asked)
         if isinstance(asked, Gone):
@@ -269,8 +273,9 @@ class Coordinator:
         """Give a worker its place. Its name and its key belong together from now on."""
         about = {key: printable(value) for key, value in asked.about.items()}
         seat = None if self.tasks is None else self.tasks.seat_for(name)
-        worker = self.members.add(name, event.session, about, self.now, asked.instance, _UNSEATED if self.tasks and seat is None else seat)
-        worker.challenge, worker.guest = challenge, event.guest
+        seat = _UNSEATED if self.tasks is not None and seat is None else seat
+        worker = self.members.add(name, event.session, about, self.now, asked.instance, event.guest, seat)
+        worker.challenge = challenge
         worker.seen_seq = self.state.sequences.get(name, -1)
         epoch, position = self.state.positions.get(str(worker.seat), (0, 0))
         worker.seen_place = epoch, position
@@ -359,6 +364,20 @@ class Coordinator:
     def _evict_silent(self) -> None:
         while (worker := self.members.silent(self.now)) is not None:
             self._remove(worker, f"is taken for dead: silent for {self.now - worker.seen_at:.0f} s")
+
+    def _evict_uninvited(self) -> None:
+        for guest in {worker.guest for worker in self.members.by_name.values() if worker.guest}:
+            if self.door.welcomes(guest).reason:
+                self._show_out(guest)
+
+    def _show_out(self, guest: str) -> None:
+        """The invitation of a person was withdrawn: their workers take part no longer. What was accepted of them stays."""
+        theirs = [worker for worker in self.members.by_name.values() if worker.guest == guest]
+        if not theirs:
+            return
+        self.record({"kind": "withdrawn", "guest": guest, "workers": [worker.name for worker in theirs]})
+        for worker in theirs:
+            self._remove(worker, f"is shown out: the invitation of {guest} was withdrawn", left=True)
 
     # --- contributions -----------------------------------------------------------------------------
 

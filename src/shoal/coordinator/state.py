@@ -46,6 +46,8 @@ class Bounds(NamedTuple):
     """How long it is then kept out."""
     devices: int = 64
     """Devices that a worker may be made of. Each takes batches of its own, and counts."""
+    sessions: int = 10_000
+    """Workers that may be here at a time."""
     guests: Mapping[str, int] = MappingProxyType({})
     """Workers that may be here at a time on the invitation of each person."""
 

@@ -23,6 +23,7 @@ from shoal.config import Run
 from shoal.config.schema.engine import Fsdp
 from shoal.engines import moments, optimizers
 from shoal.engines.base import Engine, tensors_of
+from shoal.engines.blocks import blocks_of
 from shoal.engines.shards import as_shard, part_of
 from shoal.engines.single import statistics
 from shoal.engines.world import World
@@ -184,14 +185,6 @@ def _shard(model: nn.Module, run: Run, mesh: Any) -> None:
     for name in _ENTRANCES:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: what stands in lists, the outermost."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        found += list(child.children()) if isinstance(child, nn.ModuleList) else blocks_of(child)
-    return found
 
 
 def _sharded(tensor: Tensor) -> DTensor:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from shoal.engines.base import Engine, Source, StepResult
-from shoal.engines.single import SingleEngine
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.tasks import Batch
@@ -93,7 +92,6 @@ class Rank:
                 at += slot.size
 
     def load_buffers(self, values: Tensor) -> None:
-        assert isinstance(self.engine, SingleEngine)
         self.engine.load_buffers(self.crew.broadcast(values))
 
 
@@ -255,7 +253,10 @@ class Island(Rank):
 
     @property
     def buffers(self) -> Tensor:
-        return self.engine.buffers if isinstance(self.engine, SingleEngine) else torch.empty(0)
+        return self.engine.buffers
+
+    def take_report(self) -> Tensor:
+        return self.engine.take_report()
 
     def load_buffers(self, values: Tensor) -> None:
         self._say(Order.LOAD_BUFFERS, values.numel())

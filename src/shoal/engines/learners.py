@@ -74,7 +74,7 @@ class EngineLearner:
 
     def apply(self, update: Tensor, buffers: Tensor, step: float, share: float) -> Mapping[str, float]:
         if buffers.numel():
-            self.engine.load_buffers(buffers)
+            self.engine.follow_report(buffers)
         return self._step(update, step, share)
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,7 +146,8 @@ class OuterLearner(EngineLearner):
         at = 0
         for network in self.engine.networks.values():
             for slope, parameter in zip(network.slopes, network.parameters, strict=True):
-                parameter.grad = slope if start <= at < end else None
+                for one, own in [(parameter, slope), *zip(optimizers.matrices_of(parameter), slope, strict=False)]:
+                    one.grad = own if start <= at < end else None
                 at += slope.numel()
 
 

@@ -6,13 +6,13 @@ each name, `groups` the settings it was saved with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.engines.optimizers import Together
+from shoal.engines.optimizers import Together, matrices_of
 from shoal.updates.layout import FlatNetwork
 
 State = dict[str, Any]
@@ -48,15 +48,33 @@ def of_parameters(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor])
     """The state of an optimizer whose parameters have these names."""
     parts = optimizer.parts if isinstance(optimizer, Together) else (optimizer,)
     known = {parameter: state for part in parts for parameter, state in part.state.items()}
-    states = {name: known.get(parameter, {}) for name, parameter in named.items()}
+    states = {name: known.get(parameter) or _stacked(known, parameter) for name, parameter in named.items()}
     moments = {name: {key: value for key, value in state.items() if _is_long(value)} for name, state in states.items()}
     shared = {key: value for state in states.values() for key, value in state.items() if not _is_long(value)}
     return packed(shared, moments, optimizer)
 
 
 def load_parameters(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    states = {parameter: copied(saved["shared"]) | dict(saved["moments"][name]) for name, parameter in named.items()}
+    states = {
+        one: copied(saved["shared"]) | own for name, whole in named.items() for one, own in _spread(whole, dict(saved["moments"][name]))
+    }
     _load(optimizer, {parameter: state for parameter, state in states.items() if state})
+
+
+def _stacked(known: Mapping[Tensor, State], stack: Tensor) -> State:
+    """The state of a stack whose matrices are stepped one by one."""
+    states = [known[matrix] for matrix in matrices_of(stack) if matrix in known]
+    first = states[0] if states else {}
+    return {key: torch.stack([state[key] for state in states]) if _is_long(value) else value for key, value in first.items()}
+
+
+def _spread(parameter: Tensor, moments: State) -> Iterator[tuple[Tensor, State]]:
+    """What each tensor that an optimizer steps gets of a parameter's state."""
+    matrices = matrices_of(parameter)
+    if not matrices:
+        yield parameter, moments
+    for number, matrix in enumerate(matrices):
+        yield matrix, {key: value[number].clone() for key, value in moments.items()}
 
 
 def _load(optimizer: torch.optim.Optimizer, states: dict[Tensor, State]) -> None:

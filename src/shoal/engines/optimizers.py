@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.config.schema.training import Optimizer, PlayerOptimizer
+from shoal.config.schema.training import WHOLE_MATRICES, Optimizer, PlayerOptimizer
 from shoal.errors import ShoalError
 from shoal.updates.layout import FlatNetwork
 
 # These look at the shape of a parameter, so they get the parameters one by one.
-SHAPED = ("Muon", "Adafactor")
+SHAPED = WHOLE_MATRICES
 
 # torch hides these from its compiler, and imports the compiler for that at the first call: seconds, for what no optimizer here needs.
 for _method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict):
@@ -68,8 +68,6 @@ def arguments(settings: Optimizer) -> dict[str, Any]:
     """The keywords for the optimizer; a setting it does not take is refused."""
     accepted = inspect.signature(getattr(torch.optim, settings.name)).parameters
     keywords: dict[str, Any] = {"lr": settings.learning_rate}
-    if "lr" in settings.kwargs:
-        raise ShoalError("training.optimizer.kwargs: `lr` has a setting of its own: training.optimizer.learning_rate")
     given = {name: getattr(settings, name) for name in ("weight_decay", "eps", "momentum") if getattr(settings, name) is not None}
     if settings.beta1 is not None or settings.beta2 is not None:
         first, second = accepted["betas"].default if "betas" in accepted else (0.9, 0.999)
@@ -90,13 +88,41 @@ def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
 
     Muon's steps are made as large as AdamW's, so that one learning rate suits both, unless `kwargs` says otherwise.
     """
-    tables = _tables(network.network)
+    tables, stacks = _tables(network.network), _stacks(network)
     matrices = [parameter for parameter in network.parameters if parameter.ndim == 2 and id(parameter) not in tables]
-    others = [parameter for parameter in network.parameters if parameter.ndim != 2 or id(parameter) in tables]
+    known = {id(one) for one in matrices} | stacks.keys()
+    others = [parameter for parameter in network.parameters if id(parameter) not in known]
+    matrices += [matrix for stack in stacks.values() for matrix in stack]
     keywords = {"adjust_lr_fn": "match_rms_adamw"} | arguments(settings)
     rest = {"lr": settings.learning_rate} | ({} if settings.weight_decay is None else {"weight_decay": settings.weight_decay})
     made = [_make(name, own, list(part)) for name, own, part in (("Muon", keywords, matrices), ("AdamW", rest, others)) if part]
     return Together(*made) if len(made) > 1 else made[0]
+
+
+def _stacks(network: FlatNetwork) -> dict[int, list[nn.Parameter]]:
+    """The parameters that are stacks of matrices, one for each expert, and those matrices. They share the stack's memory, and that of its
+    gradient."""
+    names = stack_names(network.network)
+    found: dict[int, list[nn.Parameter]] = {}
+    for slot, slope, parameter in zip(network.layout.slots, network.slopes, network.parameters, strict=True):
+        if parameter.ndim == 3 and slot.name.rsplit(".", 1)[-1] in names:
+            found[id(parameter)] = matrices_of(parameter, [nn.Parameter(matrix) for matrix in parameter.data])
+            for matrix, own in zip(found[id(parameter)], slope, strict=True):
+                matrix.grad = own
+    return found
+
+
+def stack_names(network: nn.Module) -> set[str]:
+    """What parameters are called that hold a matrix for each expert."""
+    return {name for module in network.modules() for name in getattr(module, "stacks", ())}
+
+
+def matrices_of(stack: Any, made: list[nn.Parameter] | None = None) -> list[nn.Parameter]:
+    """The matrices that an optimizer steps in a stack's place; none: it steps the stack itself. `made`: from now on these."""
+    if made is not None:
+        stack.matrices = made
+    found: list[nn.Parameter] = getattr(stack, "matrices", [])
+    return found
 
 
 def _tables(network: nn.Module) -> set[int]:

@@ -51,6 +51,8 @@ class Replicas(SingleEngine):
         """The mean over all processes, weighed by what each has learned from since the last time. All must go through all of it; their
         own weights stay as they are."""
         self._agree_on_statistics()
+        for one in self.kept:
+            one.share_movement(lambda values: self.crew.add_up(values) / self.crew.size)
         (total,) = self.crew.begin_sum([self._weight]).wait()
         mean = self.vector * (self._weight / total if total else 1 / self.crew.size)
         self._weight = 0

@@ -16,6 +16,7 @@ from shoal.engines.base import Engine, StepResult, tensors_of
 from shoal.engines.weighing import length
 from shoal.engines.world import World
 from shoal.errors import ShoalError
+from shoal.models.kept import kept
 from shoal.tasks import Batch, Task
 from shoal.updates.layout import lay_out
 
@@ -132,25 +133,14 @@ class SingleEngine(Engine):
 
     # --- state -------------------------------------------------------------------------------------
 
-    @property
-    def buffers(self) -> Tensor:
-        """Statistics that travel beside the weights, end to end: a copy."""
-        there = [buffer.detach().float().flatten() for buffer in self.statistics]
-        return torch.cat(there).cpu() if there else torch.empty(0)
-
-    def load_buffers(self, values: Tensor) -> None:
-        offset = 0
-        for buffer in self.statistics:
-            buffer.copy_(values[offset : offset + buffer.numel()].view_as(buffer))
-            offset += buffer.numel()
-
     def _agree_on_statistics(self) -> None:
         """BatchNorm's running figures: the mean over the processes. Not before all backward passes are done, which still need them."""
         if not self.statistics:
             return
         flat = torch.cat([buffer.detach().float().flatten() for buffer in self.statistics])
         dist.all_reduce(flat)
-        self.load_buffers(flat / self.crew.size)
+        for buffer, value in zip(self.statistics, torch.split(flat, [one.numel() for one in self.statistics]), strict=True):
+            buffer.copy_((value / self.crew.size).view_as(buffer))
 
     def weights(self) -> dict[str, Tensor]:
         return {f"{player}.{name}": value for player, module in self.task.players.items() for name, value in tensors_of(module)}
@@ -166,8 +156,11 @@ class SingleEngine(Engine):
 
 
 def statistics(module: nn.Module) -> Iterator[Tensor]:
-    persistent = set(module.state_dict())
-    yield from (buffer for name, buffer in module.named_buffers() if name in persistent and buffer.is_floating_point())
+    """The buffers whose mean over processes and workers is taken."""
+    persistent, others = set(module.state_dict()), {id(value) for one in kept(module) for value in (*one.state(), *one.buffers(False))}
+    for name, buffer in module.named_buffers():
+        if name in persistent and buffer.is_floating_point() and id(buffer) not in others:
+            yield buffer
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:

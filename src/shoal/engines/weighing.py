@@ -29,6 +29,10 @@ class Weighing:
     def samples(self) -> int:
         return int(self._known()[1])
 
+    def counts(self, number: int) -> bool:
+        """Whether anything in one of this process's batches counts."""
+        return self._counts[number] > 0
+
     def share(self, number: int) -> float:
         """The share of one of this process's batches in all that counts."""
         return self._counts[number] / self.total

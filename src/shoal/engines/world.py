@@ -55,6 +55,13 @@ class World:
         dist.all_reduce(stacked)
         return dict(zip(names, stacked.float(), strict=True))
 
+    def add_up(self, values: Tensor) -> Tensor:
+        """The sum of all processes' tensors, on the device they compute on."""
+        if self.size > 1:
+            values = values.clone()
+            dist.all_reduce(values)
+        return values
+
     def any(self, flag: bool) -> bool:
         return self.begin_sum([float(flag)]).wait()[0] > 0 if self.size > 1 else flag
 

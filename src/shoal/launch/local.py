@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from shoal.config import Run
 from shoal.config.plugins import as_arguments
 from shoal.errors import ShoalError
+from shoal.launch import nursery
 
 MOST_FAILURES = 3
 """Failures in a row after which a worker is given up. A worker that was killed is always started again."""
@@ -73,7 +74,7 @@ class LocalWorker:
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name, self.arguments = name, list(arguments)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: nursery.Process | None = None
         self.failures = 0
         self.started_at = self.restart_at = 0.0
         self.failed = ""
@@ -105,17 +106,15 @@ class LocalWorkers:
 
     def _start(self, worker: LocalWorker) -> None:
         worker.started_at = time.monotonic()
-        command = [sys.executable, "-m", "shoal", "join", "--stdin", "--name", worker.name]
+        command = ["-m", "shoal", "join", "--stdin", "--name", worker.name]
         command += ["--receipts", str(self.folder / f"{worker.name}.jsonl"), "--state", str(self.folder / worker.name), *worker.arguments]
         command += as_arguments()  # the plugins that this process was told to use
         with self.log(worker).open("ab") as log:
             environ = dict(self.environ or os.environ) | self._threads() | self._devices(worker)
-            worker.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environ)
-        stdin: IO[bytes] | None = worker.process.stdin
-        assert stdin is not None
+            worker.process = nursery.start(command, stdout=log, stderr=log, env=environ)
         try:
-            stdin.write(json.dumps(self.invitation).encode() + b"\n")
-            stdin.flush()
+            worker.process.stdin.write(json.dumps(self.invitation).encode() + b"\n")
+            worker.process.stdin.flush()
         except OSError:  # the process has ended already, and `look_after` will notice
             pass
 
@@ -173,7 +172,7 @@ class LocalWorkers:
     def close(self, patience_s: float = 10.0) -> None:
         """Ask the workers to leave; those that do not leave in time are ended."""
         for worker in self.workers:
-            if worker.process is not None and worker.process.stdin is not None:
+            if worker.process is not None:
                 worker.process.stdin.close()
         until = time.monotonic() + patience_s
         for worker in self.workers:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from shoal.config import Run
 from shoal.config.load import Override
 from shoal.config.ranks import Place, environment_of, of_several, place
 from shoal.errors import ShoalError
+from shoal.launch import nursery
 from shoal.launch.local import MOST_FAILURES, fair_threads, last_line, pause_s
 
 LOST = 75
@@ -106,7 +105,7 @@ class LocalRanks:
     def __init__(self, crew: Crew, arguments: Sequence[str], secret: str = "") -> None:
         """`secret`: a line for the first process alone, on its standard input."""
         (self.count, self.on_cpu), self.arguments, self.secret = crew, list(arguments), secret
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[nursery.Process] = []
 
     def run(self) -> int:
         """Start them and wait for their end; the exit code of the first. Raises ShoalError when one fails without a message of its own."""
@@ -122,18 +121,17 @@ class LocalRanks:
             finally:
                 self._end()
 
-    def _start(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, folder: Path) -> nursery.Process:
         here = Place(rank, self.count, rank, self.count, file=str(folder / "meeting"))
         environ = dict(os.environ) | environment_of(here) | ({"DS_ACCELERATOR": "cpu"} if self.on_cpu else {})
         if "OMP_NUM_THREADS" not in environ:
             environ |= {"OMP_NUM_THREADS": str(fair_threads(self.count)), "OMP_WAIT_POLICY": "PASSIVE"}
-        command = [sys.executable, "-m", "shoal", *self.arguments]
+        command = ["-m", "shoal", *self.arguments]
         with (folder / f"{rank}.log").open("wb") as log:
             output = None if rank == 0 else log
             # Ctrl-C reaches this process alone, which passes it on
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environ, start_new_session=True)
+            process = nursery.start(command, stdout=output, stderr=output, env=environ, start_new_session=True)
         if rank == 0 and self.secret:
-            assert process.stdin is not None
             with contextlib.suppress(OSError):  # the process has ended already
                 process.stdin.write(self.secret.encode() + b"\n")
                 process.stdin.flush()
@@ -166,7 +164,6 @@ class LocalRanks:
 
     def _end(self) -> None:
         for process in self.processes:
-            assert process.stdin is not None
             process.stdin.close()
         self._wait(_PATIENCE_S)
         for process in self.processes:

@@ -22,6 +22,7 @@ from shoal.config.ranks import STRATEGY_FOR_WORKERS, Place, of_several, place
 from shoal.config.refusals import refusals
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
+from shoal.launch import nursery
 from shoal.launch.local import LocalWorkers, fair_threads, gpus_of, names_for, trusting, wait_quietly
 from shoal.launch.ranks import Crew, facts_of, place_in
 
@@ -243,6 +244,8 @@ def _put_together(
     assert plan.way is Way.COORDINATES, plan.way
     from shoal.launch.grounds import ground_for
 
+    if (plan.workers or not plan.asked.invite) and plan.run.transport.kind != "in-process":
+        nursery.prepare()  # it loads while this process does
     asked, hosts = plan.asked, _hosts(plan)
     with ground_for(plan.run, asked.run_dir, asked.resume, hosts, asked.invite) as ground:
         from shoal.runs.coordinating import prepare

@@ -93,11 +93,22 @@ class Guests(Mapping[str, int]):
         """Let somebody in; whoever has an invitation keeps its token."""
         known = dict(self._known())
         guest = known[name] = Guest(name, known[name].token if name in known else new_token(), workers)
+        self._save(known)
+        return guest
+
+    def withdraw(self, name: str) -> bool:
+        """Let somebody in no longer. Return whether they had an invitation; if they are invited again, it is with another token."""
+        known = dict(self._known())
+        if known.pop(name, None) is None:
+            return False
+        self._save(known)
+        return True
+
+    def _save(self, known: Mapping[str, Guest]) -> None:
         partial = self.path.with_name(".guests.json")
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             json.dump({one.name: [one.token, one.workers] for one in known.values()}, file)
         os.replace(partial, self.path)
-        return guest
 
 
 def listen(run: Run, transport: Transport, hosts: tuple[str, ...], folder: Path, largest: int, expected: int) -> tuple[Server, Invitation]:

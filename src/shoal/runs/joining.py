@@ -251,8 +251,10 @@ class Joined:
 
     def _is_answered(self) -> bool:
         """Whether the coordinator, or its database, gives a sign of life. It is asked over a new connection: others may be stuck."""
-        board = self.lines[0] is self.lines[1]
-        line = self.lines[1] if board else ClientLine(self.way.address, self.way.token, self.way.key)
+        board = self.lines[0]
+        if isinstance(board, BoardLine):
+            return board.desk.is_answered()
+        line = ClientLine(self.way.address, self.way.token, self.way.key)
         beat = self.protocol.heartbeat("leaving", self.worker.figures if self.worker else {})
         try:
             line.call(header_of(beat), (), _SIGN_S)
@@ -261,8 +263,7 @@ class Joined:
         except ShoalError:  # to be refused is to be answered
             return True
         finally:
-            if not board:
-                line.close()
+            line.close()
         return True
 
     def close(self) -> None:
@@ -331,10 +332,7 @@ class Share(NamedTuple):
         crew = self.parts.engine.crew
         if self.pieces is not None:
             return self.pieces.at(epoch, position)
-        if self.parts.run.scheduled:  # positions are those of the whole data
-            feed = feed_of(self.parts.run, self.parts.data, part=(crew.rank, crew.size))
-        else:
-            feed = feed_of(self.parts.run, self.parts.data, seat, self.shards, (crew.rank, crew.size))
+        feed = feed_of(self.parts.run, self.parts.data, seat, self.shards, (crew.rank, crew.size))
         _go_to(feed, epoch, -(-position // crew.size))
         return feed
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _WELCOME_BYTES = 64 << 20
 """The largest frame before the size of the model is known: a tokenizer's file."""
 _CLAIM_S = 60.0
-_STATE_BYTES = 80
-"""What a database takes for a worker's state."""
+_LONGEST_STATE = 80
+"""Letters that a database takes for a worker's state; it takes plain ones only."""
 _NOTICE_EVERY_S = 5.0
 
 
@@ -36,6 +36,11 @@ def _losing() -> Iterator[None]:
         yield
     except Unreachable as error:
         raise Lost(str(error)) from None
+
+
+def _plain(said: str) -> str:
+    """What the database takes for a worker's state: it refuses letters that could steer a terminal, and all it cannot tell from those."""
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in said)[:_LONGEST_STATE]
 
 
 class ClientLine:
@@ -219,8 +224,7 @@ class BoardLine:
 
     def _leave(self, header: dict[str, Any], frames: Frames) -> Answer:
         if header["reason"]:
-            said = f"left: {header['reason']}".encode()[:_STATE_BYTES].decode(errors="ignore")
-            self.desk.beat(said, self._figures)
+            self.desk.beat(_plain(f"left: {header['reason']}"), self._figures)
         self.desk.leave()
         return Answer({"kind": "goodbye"}, ())
 

@@ -124,6 +124,8 @@ class Coordinator(Section):
     """Weight of the newest measurement in a worker's smoothed speed."""
     joins_per_minute: PositiveInt = 600
     """Workers that may join for the first time within a minute; those that come back are not counted."""
+    workers_at_once: PositiveInt = 10_000
+    """Workers that may take part at a time; whoever comes beyond them is told that the run is full."""
     failures_per_worker: PositiveInt = 5
     """Units of work in a row that a worker may fail while others manage theirs; then it is kept out for ten minutes."""
     devices_per_worker: PositiveInt | None = None
@@ -169,7 +171,7 @@ class Scheduler(Section):
 
 
 class Simulation(Section):
-    """A run in virtual time."""
+    """A run in virtual time: what `shoal simulate` does where it is not told for how many hours."""
 
     heartbeats: PositiveInt = 5
     """Rounds of heartbeats to simulate."""

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from shoal.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare, Section, Share
+from shoal.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section, Share
 from shoal.config.parts import Part
 
 
@@ -41,10 +41,9 @@ class Lstm(Model, built_by="shoal.models.lstm:players"):
     """Share of activations dropped between layers while training."""
 
 
-class Gpt(Model, built_by="shoal.models.gpt:players"):
-    """A decoder-only transformer."""
+class Transformer(Model, shared=True):
+    """What the transformers have in common."""
 
-    kind: Literal["gpt"] = "gpt"
     learns = ("language-modelling", "ppo")
     vocab_size: PositiveInt | None = None
     """Number of tokens; null: as many as the tokenizer has."""
@@ -76,6 +75,12 @@ class Gpt(Model, built_by="shoal.models.gpt:players"):
     """Share of activations dropped while training."""
 
 
+class Gpt(Transformer, built_by="shoal.models.gpt:players"):
+    """A decoder-only transformer."""
+
+    kind: Literal["gpt"] = "gpt"
+
+
 class Experts(Section):
     """Mixture of experts in the feed-forward layers."""
 
@@ -83,12 +88,18 @@ class Experts(Section):
     """Experts per layer."""
     per_token: PositiveInt = 2
     """Experts that see each token."""
-    capacity_factor: PositiveFloat = 1.25
-    """Room in each expert, as a multiple of an even share; tokens beyond it are dropped and counted."""
-    router: Literal["switch", "gshard", "hash", "stochastic"] = "switch"
-    """How tokens find their experts."""
+    capacity_factor: PositiveFloat | None = 1.25
+    """Room in each expert while training, as a multiple of an even share; tokens beyond it are dropped and counted. Null: room for all."""
+    router: Literal["switch", "gshard", "hash", "stochastic", "sigmoid-bias", "expert-choice", "soft"] = "switch"
+    """How tokens find their experts: the most probable (switch), two of them, the second at random (gshard), by a fixed table of token ids
+    (hash), drawn by probability (stochastic), or by scores with biases that follow the loads (sigmoid-bias). expert-choice and soft look at
+    later tokens, and are refused for causal models."""
     aux_loss_weight: NonNegativeFloat = 0.01
-    """Weight of the loss that balances the experts' load."""
+    """Weight of the loss that balances the experts' load; a router that does not learn (hash) has none."""
+    z_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the loss that keeps a router's logits small: the mean square of their logsumexp."""
+    bias_step: PositiveFloat = 0.001
+    """How far the biases of the router sigmoid-bias move after each step."""
 
 
 class MixtureOfHeads(Section):
@@ -96,7 +107,11 @@ class MixtureOfHeads(Section):
 
     enabled: bool = False
     active_share: PositiveShare = 0.75
-    """Share of the heads that are active for a token."""
+    """Share of the heads that are active for a token, with those that are always active."""
+    shared_heads: NonNegativeInt | None = None
+    """Heads that are active for every token; null: a quarter of them, at least one."""
+    balance_weight: NonNegativeFloat = 0.01
+    """Weight of the loss that spreads the tokens over the routed heads."""
 
 
 class MixtureOfActivations(Section):
@@ -106,9 +121,13 @@ class MixtureOfActivations(Section):
 
 
 class CrossAttention(Section):
-    """Attention to encoded context given beside the input."""
+    """Attention to encoded context given beside the input: a text's own context, passages, episodes of a memory."""
 
     enabled: bool = False
+    every_layers: PositiveInt = 2
+    """Every how many layers one attends to the context, counted back from the last; also for retrieval and memory."""
+    encoder_layers: PositiveInt = 1
+    """Layers that read a context both ways before it is attended to."""
 
 
 class Retrieval(Section):
@@ -118,9 +137,19 @@ class Retrieval(Section):
     passages: str | None = None
     """File with one passage a line, or a folder of texts; null: the training text."""
     index: str | None = None
-    """FAISS index on disk; null: built when the run starts."""
+    """Folder of an index that `shoal index` built; null: built of the passages when the run starts, and kept in output_dir/retrieval."""
+    encoder: Literal["minilm", "words"] = "minilm"
+    """How passages are compared: `minilm` by meaning (needs shoal[rag]), `words` by their words. An index that is named has its own."""
     top_k: PositiveInt = 4
-    """Passages given to the model for each input."""
+    """Passages found for each chunk."""
+    chunk_size: PositiveInt = 64
+    """Tokens of a chunk. What is found for a chunk is read by the chunks after it."""
+    passage_words: PositiveInt = 64
+    """Words of a passage, where the run builds the index."""
+    passage_tokens: PositiveInt = 128
+    """Tokens of a passage that the model reads, from its beginning."""
+    max_passages: PositiveInt = 100_000
+    """Passages of an index that the run builds, from the beginning of the texts."""
 
 
 class EpisodicMemory(Section):
@@ -130,30 +159,29 @@ class EpisodicMemory(Section):
     capacity: PositiveInt = 1024
     """Episodes kept."""
     top_k: PositiveInt = 4
-    """Episodes recalled for each input."""
+    """Episodes recalled for each chunk."""
+    chunk_size: PositiveInt = 64
+    """Tokens of a chunk. What is recalled for a chunk is read by the chunks after it."""
+    vectors: PositiveInt = 4
+    """Vectors of an episode: the mean hidden states of so many stretches of a sequence."""
+    replay_rate: Share = 0.1
+    """Sequences replayed from the memory, as a share of those of a batch."""
 
 
-class Moe(Model):
+class Moe(Transformer, built_by="shoal.models.moe:players"):
     """A decoder-only transformer with mixture-of-experts layers."""
 
     kind: Literal["moe"] = "moe"
-    learns = ("language-modelling", "ppo")
-    vocab_size: PositiveInt | None = None
-    """Number of tokens; null: as many as the tokenizer has."""
     hidden_size: PositiveInt = 768
-    """Width of the residual stream."""
     num_layers: PositiveInt = 16
-    """Transformer blocks."""
     num_heads: PositiveInt = 12
-    """Attention heads; must divide hidden_size."""
     intermediate_size: PositiveInt | None = None
     """Width of each expert's feed-forward layer; null: 4 × hidden_size."""
     max_seq_len: PositiveInt = 2048
-    """Longest sequence, in tokens."""
-    norm_eps: PositiveFloat = 1e-5
-    """Added to the variance in every normalisation."""
-    dropout: Share = 0.0
-    """Share of hidden activations dropped while training."""
+    positions: Literal["learned", "rotary"] = "rotary"
+    feed_forward: Literal["gelu", "swiglu"] = "swiglu"
+    norm: Literal["layer", "rms"] = "rms"
+    bias: bool = False
     attention_dropout: Share = 0.0
     """Share of attention weights dropped while training."""
     initializer_range: PositiveFloat = 0.02

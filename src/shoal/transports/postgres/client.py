@@ -83,7 +83,7 @@ class PostgresClient:
         if self._line.hung_up.is_set():
             return
         self._line.hang_up()
-        with self._calling:
+        with self._line.alone(self._calling):
             self._line.farewell("SELECT shoal.hang_up(%b)", (self._peer,))
             self._line.close()
 

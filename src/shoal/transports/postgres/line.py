@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import selectors
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
@@ -48,11 +50,20 @@ _FOR_GOOD = (
 _OWN_CODES = {"SH001": "unknown-worker", "SH002": "malformed", "SH003": "quarantined"}
 """The error codes of our own functions, and what a client calls them."""
 _LONGEST_PAUSE_S = 2.0
+_FINISHING_S = 1.0
+"""Whoever asks the server something while the line is closed has so long to hear the answer."""
 _TELLING_S = 0.5
 """A pause after which it is no hiccup any more."""
 _jitter = random.Random()
 """Not Python's shared generator: whoever seeds that one would make all workers try again at the same moment."""
 Result = TypeVar("Result")
+
+
+class Lock(Protocol):
+    """What Python's locks have in common."""
+
+    def acquire(self, *, timeout: float = -1) -> bool: ...
+    def release(self) -> None: ...
 
 
 class Line:
@@ -166,6 +177,26 @@ class Line:
         """From any thread: whoever waits here stops waiting, and no connection is made any more."""
         self.hung_up.set()
         self._bell.ring()
+
+    def tear(self) -> None:
+        """From any thread: whoever waits for an answer of the server hears that the connection is lost. A server that hangs, or a cable
+        that was pulled, would else keep it waiting for as long as the system's own patience lasts."""
+        connection = self._connection
+        with contextlib.suppress(OSError, psycopg.Error):  # it may be closing at this moment
+            if connection is not None:
+                with socket.socket(fileno=os.dup(connection.fileno())) as wire:
+                    wire.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def alone(self, lock: Lock) -> Iterator[None]:
+        """Hold the lock of those who use this line, which was hung up. Whoever waits for the server in it for long is cut off."""
+        if not lock.acquire(timeout=_FINISHING_S):
+            self.tear()
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
 
     def farewell(self, query: str, values: Sequence[Any]) -> None:
         """One last statement after `hang_up`, where there is a connection to send it over."""

@@ -3,6 +3,8 @@
 Records and the ledger are written within the transaction of the event that they belong to, so they never disagree with each other or with
 the board. A record whose frames came out of the database refers to them; they are not written again. A snapshot is a transaction of its
 own, some time after the journal began that follows it; until then the one before it and both journals are what survives.
+
+Checksums cover what is written, and each record names that of the one before it, so that damage and what is missing are told by name.
 """
 
 from __future__ import annotations
@@ -26,6 +28,22 @@ from shoal.transports.postgres.server import PostgresServer
 from shoal.updates.packing import packed, unpacked
 
 Frames = Sequence[Frame]
+
+
+def checksum_of(journal: int, record: bytes, frames: Frames) -> int:
+    """The checksum of a record, with its place and all that belongs to it."""
+    checksum = zlib.crc32(record, zlib.crc32(f"{journal} {len(record)}".encode()))
+    for frame in frames:
+        checksum = zlib.crc32(frame, checksum)
+    return checksum
+
+
+def damaged(server: PostgresServer, what: str) -> ShoalError:
+    """What to say, and to do, about a journal that cannot be read to its end."""
+    return ShoalError(
+        f"the journal in {server.line.place} is damaged: {what}. Restore the database from a backup; or start a new run from the newest "
+        "checkpoint in the run's folder (checkpoint.resume_from)"
+    )
 
 
 class Journal:
@@ -52,8 +70,10 @@ class Journal:
         size = len(packed_record) + sum(blobs.sizes(frames))
         with self._server.transaction():
             self._server.fetch(
-                "INSERT INTO shoal.records (journal, record, frames, bytes) VALUES (%b::int8, %b, %b::uuid[], %b::int8) RETURNING 1",
-                (self._number, packed_record, self._server.keep(frames), size),
+                "INSERT INTO shoal.records (journal, record, frames, bytes, checksum, before)"
+                " SELECT %b::int8, %b, %b::uuid[], %b::int8, %b::int8, (SELECT r.checksum FROM shoal.records r ORDER BY r.id DESC LIMIT 1)"
+                " RETURNING 1",
+                (self._number, packed_record, self._server.keep(frames), size, checksum_of(self._number, packed_record, frames)),
             )
         self.records_since_snapshot += 1
         self.bytes_since_snapshot += size
@@ -64,11 +84,29 @@ class Journal:
         if numbers[:1] != [snapshot]:
             raise ShoalError(f"the journal that follows snapshot {snapshot} is missing in {self._server.line.place}: start a new run")
         rows = self._server.fetch("SELECT id, bytes FROM shoal.records WHERE journal >= %s ORDER BY journal, id", (snapshot,))
-        for number, _ in rows:
-            ((record, ids),) = self._server.fetch("SELECT record, frames FROM shoal.records WHERE id = %s", (number,))
-            yield msgpack.unpackb(record), self._server.read(ids)
+        last: int | None = None
+        for place, (number, _) in enumerate(rows, 1):
+            ((journal, record, ids, checksum, before),) = self._server.fetch(
+                "SELECT journal, record, frames, checksum, before FROM shoal.records WHERE id = %s", (number,)
+            )
+            frames = self._read(ids, place)
+            if checksum is not None and checksum != checksum_of(journal, record, frames):
+                raise self._damaged(f"record {number} of journal {journal} does not match its checksum", place - 1)
+            if last is not None and before != last:
+                raise self._damaged(f"record {number} of journal {journal} does not follow the one before it", place - 1)
+            last = checksum
+            yield msgpack.unpackb(record), frames
         self._number = numbers[-1]
         self.records_since_snapshot, self.bytes_since_snapshot = len(rows), sum(size for _, size in rows)
+
+    def _read(self, ids: list[Any], place: int) -> tuple[memoryview, ...]:
+        try:
+            return self._server.read(ids)
+        except (ShoalError, ValueError, IndexError) as error:
+            raise self._damaged(f"the frames of record {place} since the snapshot cannot be read ({error})", place - 1) from None
+
+    def _damaged(self, what: str, sound: int) -> ShoalError:
+        return damaged(self._server, f"{what}. The {sound} records before it, since the snapshot, are sound")
 
     def close(self) -> None:
         """There is nothing to close: each record was written when it was appended."""
@@ -81,10 +119,12 @@ class Ledger:
         self._server = server
 
     def append(self, line: dict[str, Any]) -> None:
+        entry = json.dumps(line, separators=(",", ":"))
         with self._server.transaction():
             self._server.fetch(
-                "INSERT INTO shoal.ledger SELECT coalesce(max(line), 0) + 1, %s FROM shoal.ledger RETURNING 1",
-                (json.dumps(line, separators=(",", ":")),),
+                "INSERT INTO shoal.ledger (line, entry, checksum, record) SELECT coalesce(max(l.line), 0) + 1, %s, %s,"
+                " (SELECT r.id FROM shoal.records r ORDER BY r.id DESC LIMIT 1) FROM shoal.ledger l RETURNING 1",
+                (entry, zlib.crc32(entry.encode())),
             )
 
     @property
@@ -98,8 +138,18 @@ class Ledger:
             raise ShoalError(
                 f"the ledger in {self._server.line.place} is shorter than when the snapshot was taken: restore it from a backup"
             )
+        self._refuse_lost_end(length)
         with self._server.transaction():
             self._server.fetch("DELETE FROM shoal.ledger WHERE line > %s RETURNING 1", (length,))
+
+    def _refuse_lost_end(self, length: int) -> None:
+        """Lines of the ledger know the newest record of their moment: a journal that has lost its end does not have it."""
+        query = (
+            "SELECT line, record FROM shoal.ledger WHERE line > %s AND record > (SELECT coalesce(max(id), 0) FROM shoal.records)"
+            " ORDER BY line LIMIT 1"
+        )
+        for line, record in self._server.fetch(query, (length,)):
+            raise damaged(self._server, f"line {line} of the ledger tells of record {record}, and the records end before it")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for (entry,) in self._server.fetch("SELECT entry FROM shoal.ledger ORDER BY line"):
@@ -144,7 +194,10 @@ class Snapshots:
         if connection.execute("SELECT 1 FROM shoal.snapshots WHERE number = %s", (step,)).fetchone():
             return 0
         ids = blobs.store(connection, files)
-        connection.execute("INSERT INTO shoal.snapshots (number, header, frames) VALUES (%s, %s, %s::uuid[])", (step, header, ids))
+        connection.execute(
+            "INSERT INTO shoal.snapshots (number, header, frames, checksum) VALUES (%s, %s, %s::uuid[], %s)",
+            (step, header, ids, zlib.crc32(header.encode())),
+        )
         gone = connection.execute(
             "DELETE FROM shoal.snapshots WHERE number NOT IN (SELECT number FROM shoal.snapshots ORDER BY number DESC LIMIT %s)"
             " RETURNING frames",
@@ -170,9 +223,11 @@ class Snapshots:
         return None
 
     def _read(self, path: PurePosixPath) -> Snapshot:
-        ((text, ids),) = self._server.fetch(
-            "SELECT header, frames FROM shoal.snapshots WHERE number = %s", (int(path.name.partition("-")[2]),)
+        ((text, ids, checksum),) = self._server.fetch(
+            "SELECT header, frames, checksum FROM shoal.snapshots WHERE number = %s", (int(path.name.partition("-")[2]),)
         )
+        if checksum is not None and zlib.crc32(text.encode()) != checksum:
+            raise ShoalError(f"snapshot {path} is damaged: its state does not match its checksum")
         try:
             header = json.loads(text)
             files = [bytes(file) for file in self._server.read(ids)]

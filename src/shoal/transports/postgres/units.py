@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
 from shoal.transports import wire
-from shoal.transports.interface import Frame, Message
+from shoal.transports.interface import Frame, Message, Unreachable
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.line import Connection, Line
@@ -89,6 +89,15 @@ class UnitDesk:
         finite = {key: value for key, value in figures.items() if math.isfinite(value)}
         with self._beating:
             self._pulse.once(lambda line: line.execute("SELECT shoal.beat(%b, %t, %t)", (self._secret, state, json.dumps(finite))))
+
+    def is_answered(self) -> bool:
+        """Whether the database gives a sign of life, over a connection that is made for it: the others may be stuck."""
+        self._pulse.tear()
+        try:
+            self.beat("leaving", {})
+        except Unreachable:
+            return False
+        return True
 
     def claim(self, count: int, timeout_s: float) -> list[Unit]:
         """Up to `count` units, as soon as there is one. None after the timeout, when woken, or when there is other news: look at
@@ -203,7 +212,7 @@ class UnitDesk:
             if line.hung_up.is_set():
                 continue
             line.hang_up()
-            with lock:
+            with line.alone(lock):
                 line.close()
 
 

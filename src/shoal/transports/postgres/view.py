@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -72,6 +73,20 @@ def trail(connection: Connection) -> Trail:
             return Trail(ledger, None, [])
         records = connection.execute("SELECT record FROM shoal.records WHERE journal >= %s ORDER BY journal, id", (newest[0],)).fetchall()
         return Trail(ledger, json.loads(newest[1]), [bytes(row[0]) for row in records])
+
+
+def damage(connection: Connection) -> list[str]:
+    """What does not match its checksum, and which records are missing, by name. Frames are not read: the coordinator checks them when it
+    comes back."""
+    lines = connection.execute("SELECT line, entry, checksum FROM shoal.ledger WHERE checksum IS NOT NULL ORDER BY line").fetchall()
+    found = [f"line {line} of the ledger does not match its checksum" for line, entry, own in lines if zlib.crc32(entry.encode()) != own]
+    saved = connection.execute("SELECT number, header, checksum FROM shoal.snapshots WHERE checksum IS NOT NULL ORDER BY number").fetchall()
+    found += [f"snapshot {number} does not match its checksum" for number, header, own in saved if zlib.crc32(header.encode()) != own]
+    query = (
+        "SELECT id FROM (SELECT id, before, lag(checksum) OVER (ORDER BY id) AS last FROM shoal.records) r"
+        " WHERE last IS NOT NULL AND before IS DISTINCT FROM last ORDER BY id"
+    )
+    return found + [f"record {number} does not follow the one before it" for (number,) in connection.execute(query).fetchall()]
 
 
 def workers_in(rows: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:

@@ -1,0 +1,143 @@
+"""A transformer whose feed-forward layers are mixtures of experts.
+
+Shapes: L layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shoal.config import Run
+from shoal.config.schema import model as schema
+from shoal.models.context import ContextEncoder, WithCrossAttention, crosses, reads
+from shoal.models.experts import Experts
+from shoal.models.gpt import Attention
+from shoal.models.heads import MixtureOfHeads
+from shoal.models.kept import Kept
+from shoal.models.memory import EpisodicMemory
+from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
+from shoal.models.shapes import Shapes, vocab_size_for
+from shoal.models.trunk import Auxiliary, Beside, BlockPart, Told, Trunk
+
+
+class Moe(Trunk):
+    """Its own losses: balance of the experts' loads, and z-loss."""
+
+    def __init__(self, settings: schema.Moe, vocab_size: int) -> None:
+        reader = ContextEncoder(settings) if reads(settings) else None
+        parts = partial(block_parts, settings, vocab_size)
+        super().__init__(settings, vocab_size, parts, settings.initializer_range, reader)
+        self.memory = EpisodicMemory(settings) if settings.episodic_memory.enabled else None
+        if settings.mixture_of_heads.enabled and settings.mixture_of_heads.balance_weight:
+            self.loss_weights["head_balance"] = settings.mixture_of_heads.balance_weight
+        experts = settings.experts
+        self.balance_weight = experts.aux_loss_weight
+        if experts.z_loss_weight:
+            self.loss_weights["z_loss"] = experts.z_loss_weight
+        routers = [router for router in self.modules() if isinstance(router, SigmoidBiasRouter)]
+        self.loads = Loads(settings.num_layers, experts.count, routers)
+
+    def tell(self, told: list[Told], beside: Beside) -> None:
+        super().tell(told, beside)
+        routed = [own for own in told if "load_E" in own]
+        if not routed:
+            return
+        load_LE = torch.stack([own["load_E"] for own in routed])
+        shares_LE = self.loads.shares(load_LE, self.training)
+        if all("probability_E" in own for own in routed):
+            probability_LE = torch.stack([own["probability_E"] for own in routed])
+            balance_L = shares_LE.shape[1] * (shares_LE * probability_LE).sum(1)
+            beside.figures |= {f"layers/{layer}/balance": one for layer, one in enumerate(balance_L.detach())}
+        if self.balance_weight and all("probability_E" in own for own in routed):
+            beside.losses.append(Auxiliary("balance", self.balance_weight, balance_L.mean()))
+
+
+class Loads(Kept):
+    """How many tokens each expert of each layer was chosen for in this step, over all processes and the batches so far; and what the
+    biases of routers make of it."""
+
+    def __init__(self, layers: int, experts: int, routers: list[SigmoidBiasRouter]) -> None:
+        super().__init__()
+        self.register_buffer("load_LE", torch.zeros(layers, experts), persistent=False)
+        # Not as submodules: they are the blocks' own
+        self.__dict__["routers"] = routers
+        self._decided: list[Tensor] = []
+        self._moved: list[Tensor] = []
+
+    load_LE: Tensor
+    routers: list[SigmoidBiasRouter]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def shares(self, load_LE: Tensor, training: bool) -> Tensor:
+        """Each expert's share in the choices of this step so far; when nothing is learned, in those of this batch."""
+        if training:
+            seen_LE = self.total(load_LE if self.counting else torch.zeros_like(load_LE))
+            self.load_LE = load_LE = self.load_LE.to(load_LE) + seen_LE
+        return load_LE / load_LE.sum(1, keepdim=True).clamp(min=1)
+
+    def begin_step(self) -> None:
+        self.load_LE = torch.zeros_like(self.load_LE, dtype=torch.float32)
+
+    def end_step(self) -> None:
+        self._decided = [router.movement(load_E) for router, load_E in zip(self.routers, self.load_LE, strict=False)]
+        moved = self._moved or [torch.zeros_like(one) for one in self._decided]
+        self._moved = [before + now for before, now in zip(moved, self._decided, strict=True)]
+
+    def figures(self) -> dict[str, Tensor]:
+        """How uneven the loads of the step were. The entropy is a share of that of even loads: 1 is even, 0 is one expert for all."""
+        experts = self.load_LE.shape[1]
+        share_LE = self._shares()
+        entropy_L = torch.special.entr(share_LE).sum(1) / math.log(max(2, experts))
+        by_name = {
+            "load_excess": experts * share_LE.amax(1) - 1,
+            "dead_experts": (share_LE == 0).sum(1).float(),
+            "load_entropy": entropy_L,
+        }
+        return {f"layers/{layer}/{name}": values_L[layer] for name, values_L in by_name.items() for layer in range(len(share_LE))}
+
+    def details(self) -> dict[str, Tensor]:
+        """Each expert's share in the choices of the step."""
+        return {f"layers/{layer}/load/{i}": one for layer, share_E in enumerate(self._shares()) for i, one in enumerate(share_E)}
+
+    def _shares(self) -> Tensor:
+        """Without layers where nothing was seen: a coordinator computes no step."""
+        load_LE = self.load_LE.float()
+        return load_LE / load_LE.sum(1, keepdim=True) if load_LE.sum() else load_LE[:0]
+
+    def move(self) -> None:
+        for router, movement_E in zip(self.routers, self._decided, strict=False):
+            router.shift(movement_E)
+        self._decided = []
+
+    def state(self) -> list[Tensor]:
+        return [router.bias_E for router in self.routers]
+
+    def take_movement(self) -> list[Tensor]:
+        moved, self._moved = self._moved or [torch.zeros_like(one) for one in self.state()], []
+        return moved
+
+    def share_movement(self, mean: Callable[[Tensor], Tensor]) -> None:
+        self._moved = [mean(one) for one in self.take_movement()]
+
+    def follow(self, movement: list[Tensor]) -> None:
+        for router, movement_E in zip(self.routers, movement, strict=True):
+            router.shift(movement_E)
+
+
+def block_parts(settings: schema.Moe, vocab_size: int, layer: int) -> tuple[BlockPart, BlockPart]:
+    """The attention and the feed-forward of a layer."""
+    heads = settings.mixture_of_heads.enabled
+    attention: BlockPart = MixtureOfHeads(settings) if heads else Attention(settings, settings.attention_dropout)
+    if crosses(settings, layer):
+        attention = WithCrossAttention(attention, settings)
+    return attention, Experts(settings, vocab_size)
+
+
+def players(model: schema.Moe, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+    return {"model": Moe(model, vocab_size_for(model.vocab_size, shapes))}

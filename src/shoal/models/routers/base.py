@@ -1,0 +1,66 @@
+"""What every router gives, and what those that learn share. All of it is computed in 32 bits at least.
+
+Shapes: T tokens, D width, E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.config.schema import model as schema
+from shoal.models.trunk import INITIAL_STD
+
+
+class Routes(NamedTuple):
+    """Where each token goes, and how much each of its experts counts."""
+
+    experts_TK: Tensor
+    gates_TK: Tensor
+    taken_TK: Tensor | None = None
+    """False where a route was chosen and is not taken; null: all are taken."""
+    probabilities_TE: Tensor | None = None
+    """What the balance loss looks at; null: the router does not learn."""
+    logits_TE: Tensor | None = None
+
+
+class Router(nn.Module):
+    """Chooses experts for tokens."""
+
+    def __init__(self, settings: schema.Experts) -> None:
+        super().__init__()
+        self.count, self.per_token = settings.count, settings.per_token
+
+    def forward(self, x_TD: Tensor, input_ids_T: Tensor) -> Routes:
+        raise NotImplementedError
+
+    def initialise(self, std: float) -> None:
+        """Draw the weights, where the router has some."""
+
+
+class LearnedRouter(Router):
+    """A row of weights for each expert."""
+
+    def __init__(self, settings: schema.Experts, width: int) -> None:
+        super().__init__(settings)
+        self.weight = nn.Parameter(torch.empty(settings.count, width))
+        self.initialise(INITIAL_STD)
+
+    def initialise(self, std: float) -> None:
+        nn.init.normal_(self.weight, std=std)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        with torch.autocast(x_TD.device.type, enabled=False):
+            wide = torch.promote_types(x_TD.dtype, torch.float32)
+            return F.linear(x_TD.to(wide), self.weight.to(wide))
+
+
+def gates_of(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """The scores of the chosen experts: one alone as it is, so that the router learns by it; several divided by their sum."""
+    chosen_TK = scores_TE.gather(1, experts_TK)
+    if chosen_TK.shape[1] == 1:
+        return chosen_TK
+    return chosen_TK / chosen_TK.sum(1, keepdim=True).clamp(min=1e-20)

@@ -1,0 +1,19 @@
+"""From settings to a router."""
+
+from __future__ import annotations
+
+from shoal.config.schema import model as schema
+from shoal.models.routers.base import Router
+from shoal.models.routers.gshard import GshardRouter
+from shoal.models.routers.hash import HashRouter
+from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
+from shoal.models.routers.stochastic import StochasticRouter
+from shoal.models.routers.switch import SwitchRouter
+
+_LEARNED = {"switch": SwitchRouter, "gshard": GshardRouter, "stochastic": StochasticRouter, "sigmoid-bias": SigmoidBiasRouter}
+
+
+def router(settings: schema.Experts, width: int, vocab_size: int) -> Router:
+    if settings.router == "hash":
+        return HashRouter(settings, vocab_size)
+    return _LEARNED[settings.router](settings, width)

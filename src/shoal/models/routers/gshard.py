@@ -1,0 +1,22 @@
+"""The two most probable experts. While training, the second is visited with twice the probability of its gate: a weak one seldom costs
+anything. The first one's gate is the same whether the second is visited or not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.models.routers.base import LearnedRouter, Routes, gates_of
+
+
+class GshardRouter(LearnedRouter):
+    def forward(self, x_TD: Tensor, input_ids_T: Tensor) -> Routes:
+        logits_TE = self.logits(x_TD)
+        probabilities_TE = logits_TE.softmax(1)
+        experts_TK = probabilities_TE.topk(2, dim=1).indices
+        gates_TK = gates_of(probabilities_TE, experts_TK)
+        taken_TK = None
+        if self.training:
+            second_T = torch.rand_like(gates_TK[:, 1]) < 2 * gates_TK[:, 1].detach()
+            taken_TK = torch.stack([torch.ones_like(second_T), second_T], dim=1)
+        return Routes(experts_TK, gates_TK, taken_TK, probabilities_TE, logits_TE)

@@ -1,0 +1,50 @@
+"""Each expert scores a token by itself; a bias for each expert, which no gradient moves, decides with the scores who is chosen. The gates
+are the scores alone. After each step the biases of experts that had too many tokens go down, those of the others up, by the same amount.
+
+Shapes: T tokens, E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from shoal.config.schema import model as schema
+from shoal.models.routers.base import LearnedRouter, Routes, gates_of
+
+BOUND = 1.0
+"""Scores lie between 0 and 1: biases further apart than this on either side of 0 would change nothing."""
+
+
+class SigmoidBiasRouter(LearnedRouter):
+    bias_E: Tensor
+
+    def __init__(self, settings: schema.Experts, width: int) -> None:
+        super().__init__(settings, width)
+        self.step = settings.bias_step
+        self.register_buffer("bias_E", torch.zeros(settings.count))
+
+    def forward(self, x_TD: Tensor, input_ids_T: Tensor) -> Routes:
+        logits_TE = self.logits(x_TD)
+        scores_TE = logits_TE.sigmoid()
+        experts_TK = (scores_TE.detach() + self.bias_E).topk(self.per_token, dim=1).indices
+        shares_TE = scores_TE / scores_TE.sum(1, keepdim=True)
+        return Routes(experts_TK, gates_of(scores_TE, experts_TK), None, shares_TE, logits_TE)
+
+    def movement(self, load_E: Tensor) -> Tensor:
+        """How far a step moves the biases in which the experts had so many tokens."""
+        return self.step * torch.sign(load_E.mean() - load_E).to(self.bias_E)
+
+    def shift(self, movement_E: Tensor) -> None:
+        self.bias_E.add_(movement_E.to(self.bias_E)).clamp_(-BOUND, BOUND)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # A conversion to half precision would round the biases, which move in small steps
+        before = self.bias_E
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.bias_E.dtype in (torch.float16, torch.bfloat16):
+            self.bias_E = before.to(self.bias_E.device)
+        return self

@@ -1,0 +1,21 @@
+"""Experts drawn without putting back, by their probabilities: the largest of the logits with Gumbel noise. The gates are those without
+noise, and so is the choice when nothing is learned."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.models.routers.base import LearnedRouter, Routes, gates_of
+
+
+class StochasticRouter(LearnedRouter):
+    def forward(self, x_TD: Tensor, input_ids_T: Tensor) -> Routes:
+        logits_TE = self.logits(x_TD)
+        probabilities_TE = logits_TE.softmax(1)
+        scores_TE = logits_TE.detach()
+        if self.training:
+            # −log of an exponential draw is a Gumbel draw
+            scores_TE = scores_TE - torch.empty_like(scores_TE).exponential_().log()
+        experts_TK = scores_TE.topk(self.per_token, dim=1).indices
+        return Routes(experts_TK, gates_of(probabilities_TE, experts_TK), None, probabilities_TE, logits_TE)

@@ -1,0 +1,15 @@
+"""Softmax over the experts, and the most probable of them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shoal.models.routers.base import LearnedRouter, Routes, gates_of
+
+
+class SwitchRouter(LearnedRouter):
+    def forward(self, x_TD: Tensor, input_ids_T: Tensor) -> Routes:
+        logits_TE = self.logits(x_TD)
+        probabilities_TE = logits_TE.softmax(1)
+        experts_TK = probabilities_TE.topk(self.per_token, dim=1).indices
+        return Routes(experts_TK, gates_of(probabilities_TE, experts_TK), None, probabilities_TE, logits_TE)

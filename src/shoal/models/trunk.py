@@ -1,0 +1,297 @@
+"""What all transformers of Shoal's own share: embeddings, blocks of two parts each, a last normalisation, the output matrix, the cache.
+
+A block adds two parts to the stream, an attention and a feed-forward; a model chooses them layer by layer. What a part needs beside the
+stream it finds in `Sight`; what it gives beside the stream it returns, so that a block whose activations are computed again tells nothing
+twice, and so that engines which gather parameters block by block see every tensor that leaves one.
+
+Shapes: B batch, L tokens, S tokens seen (L and those in the cache), D width, V vocabulary, C tokens of context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.config.schema import model as schema
+from shoal.errors import ShoalError
+from shoal.models.cache import KeyValueCache, LayerCache
+from shoal.models.rotary import Rotary
+
+INITIAL_STD = 0.02
+NEVER = 2**62
+"""A place that no token of a sequence has."""
+Told = dict[str, Tensor]
+"""What a part gives beside the stream, by name: auxiliary losses, and figures to record."""
+
+
+class Auxiliary(NamedTuple):
+    """A loss of the network itself, which the task adds to its own."""
+
+    name: str
+    weight: float
+    value: Tensor
+    """The mean over the tokens of this batch that count, as the task's own loss is."""
+
+
+class Beside:
+    """What goes into a model beside the tokens of a batch, and what comes out of it beside the logits."""
+
+    def __init__(self, counted_BL: Tensor | None = None, **columns: Tensor) -> None:
+        """`columns`: texts to read, as a batch has them."""
+        self.counted_BL = counted_BL
+        """True where a token counts in the loss."""
+        self.columns = columns
+        self.losses: list[Auxiliary] = []
+        self.figures: dict[str, Tensor] = {}
+        """Single numbers, means over the tokens that count; those of a layer are named `layers/3/dropped`."""
+
+
+class Context(NamedTuple):
+    """What layers with cross-attention attend to."""
+
+    states_BCD: Tensor
+    first_BC: Tensor
+    """The first token of the sequence that may attend to each."""
+
+
+class Sight(NamedTuple):
+    """What the parts of every layer may look at beside the stream."""
+
+    turns: Tensor | None
+    """Of rotary positions."""
+    mask: Tensor | None
+    """True where a token sees another, [L, S] or [B, 1, L, S]; null: what `causal` says."""
+    causal: bool
+    input_ids_BL: Tensor
+    counted_BL: Tensor | None = None
+    """True where a token counts in the loss; null: nobody asks for losses and figures."""
+    context: Context | None = None
+    past: int = 0
+    """Tokens in the cache."""
+
+
+class BlockPart(nn.Module):
+    """An attention or a feed-forward. What it returns is added to the stream."""
+
+    def forward(self, x_BLD: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Told]:
+        raise NotImplementedError
+
+    def initialise(self, std: float) -> None:
+        """Draw the weights that are not those of Linear and Embedding layers below."""
+
+    def last_weights(self) -> list[Tensor]:
+        """The matrices whose product is added to the stream: they start smaller, the more layers add to it."""
+        raise NotImplementedError
+
+
+Parts = Callable[[int], tuple[BlockPart, BlockPart]]
+"""The attention and the feed-forward of a layer, by its number."""
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each after a normalisation and added to the stream."""
+
+    def __init__(self, settings: schema.Transformer, attention: BlockPart, feed_forward: BlockPart) -> None:
+        super().__init__()
+        self.attention_norm = norm(settings)
+        self.attention = attention
+        self.feed_forward_norm = norm(settings)
+        self.feed_forward = feed_forward
+
+    def forward(self, x_BLD: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Told]:
+        attended_BLD, told = self.attention(self.attention_norm(x_BLD), sight, cache)
+        x_BLD = x_BLD + attended_BLD
+        fed_BLD, more = self.feed_forward(self.feed_forward_norm(x_BLD), sight, cache)
+        return x_BLD + fed_BLD, {**told, **more}
+
+
+class Trunk(nn.Module):
+    """The language model: embeddings, blocks, a last normalisation, the output matrix."""
+
+    def __init__(
+        self, settings: schema.Transformer, vocab_size: int, parts: Parts, initial_std: float = INITIAL_STD, reader: Any = None
+    ) -> None:
+        """`reader` encodes texts beside the input, where layers attend to them: see `context.py`."""
+        super().__init__()
+        self.reader = reader
+        self.memory: Any = None
+        """Episodes that the layers above `memory.layer` attend to: see `memory.py`."""
+        width = settings.hidden_size
+        self.vocab_size, self.max_seq_len, self.dropout = vocab_size, settings.max_seq_len, settings.dropout
+        self.checkpointing = False
+        self.loss_weights: dict[str, float] = {}
+        """What the parts tell that is a loss, and how much it weighs; everything else is a figure."""
+        self.token_embedding = nn.Embedding(vocab_size, width)
+        learned = settings.positions == "learned"
+        self.position_embedding = nn.Embedding(settings.max_seq_len, width) if learned else None
+        self.rotary = None if learned else Rotary(settings.max_seq_len, _rotary_head_size(settings))
+        self.blocks = nn.ModuleList(Block(settings, *parts(layer)) for layer in range(settings.num_layers))
+        self.norm = norm(settings)
+        self.output = None if settings.tied_embeddings else nn.Linear(width, vocab_size, bias=False)
+        self._initialise(initial_std)
+
+    def forward(
+        self,
+        input_ids_BL: Tensor,
+        *,
+        cache: KeyValueCache | None = None,
+        attention_mask: Tensor | None = None,
+        beside: Beside | None = None,
+    ) -> Tensor:
+        """Logits [B, L, V]. `attention_mask` [B, S] is 0 at padding, on either side, the tokens in the cache counted."""
+        return F.linear(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside), self.output_weight)
+
+    def hidden(
+        self,
+        input_ids_BL: Tensor,
+        *,
+        cache: KeyValueCache | None = None,
+        attention_mask: Tensor | None = None,
+        beside: Beside | None = None,
+    ) -> Tensor:
+        """What the output matrix reads: logits = hidden @ output_weight.T."""
+        past, length = cache.length if cache else 0, input_ids_BL.shape[1]
+        if past + length > self.max_seq_len:
+            raise ShoalError(f"a sequence of {past + length} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
+        x_BLD = self._embed(input_ids_BL, past, attention_mask)
+        turns = self.rotary(past, length) if self.rotary is not None else None
+        sight = _sight(input_ids_BL, turns, past, attention_mask)
+        context = self._context(input_ids_BL, beside, cache)
+        sight = sight._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past)
+        told: list[Told] = []
+        sight = self._remember(-1, x_BLD, sight, cache)
+        for i, block in enumerate(self.blocks):
+            if self.checkpointing and cache is None and torch.is_grad_enabled():
+                x_BLD, own = checkpoint(block, x_BLD, sight, use_reentrant=False)
+            else:
+                x_BLD, own = block(x_BLD, sight, cache.layers[i] if cache else None)
+            told.append(own)
+            sight = self._remember(i, x_BLD, sight, cache)
+        if beside is not None:
+            self.tell(told, beside)
+        hidden_BLD: Tensor = self.norm(x_BLD)
+        return hidden_BLD
+
+    def _remember(self, layer: int, x_BLD: Tensor, sight: Sight, cache: KeyValueCache | None) -> Sight:
+        """At the memory's layer, what the layers above may read of it; and while learning, what it may write down."""
+        if self.memory is None or layer != self.memory.layer:
+            return sight
+        if self.training and cache is None and torch.is_grad_enabled():
+            self.memory.watch(x_BLD)
+        return sight._replace(context=self.memory.recall(x_BLD, sight, cache))
+
+    def _context(self, input_ids_BL: Tensor, beside: Beside | None, cache: KeyValueCache | None) -> Context | None:
+        """What there is to read beside the tokens; where they are written one by one, what was there to read before, unless it is new."""
+        if self.reader is None:
+            return None
+        if beside is not None and beside.columns:
+            context: Context = self.reader.read(beside.columns, self.token_embedding)
+        elif cache is not None:
+            kept: Context | None = cache.context
+            return kept
+        elif self.training:
+            context = self.reader.read_nothing(input_ids_BL, self.token_embedding)
+        else:
+            return None
+        if cache is not None:
+            cache.context = context
+        return context
+
+    def tell(self, told: list[Told], beside: Beside) -> None:
+        """Put down what the layers gave: losses as their mean over the layers, single numbers as figures of their layer."""
+        for name, weight in self.loss_weights.items():
+            values = [own[name] for own in told if name in own]
+            if values:
+                beside.losses.append(Auxiliary(name, weight, torch.stack(values).mean()))
+        for layer, own in enumerate(told):
+            beside.figures |= {f"layers/{layer}/{name}": value.detach() for name, value in own.items() if not value.dim()}
+
+    def _embed(self, input_ids_BL: Tensor, past: int, attention_mask: Tensor | None) -> Tensor:
+        x_BLD: Tensor = self.token_embedding(input_ids_BL)
+        if self.position_embedding is not None and attention_mask is None:
+            x_BLD = x_BLD + self.position_embedding.weight[past : past + input_ids_BL.shape[1]]
+        elif self.position_embedding is not None and attention_mask is not None:
+            # Counted from the first real token, so that padding on the left changes nothing
+            positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+            x_BLD = x_BLD + self.position_embedding(positions_BS[:, past:])
+        if torch.is_autocast_enabled(x_BLD.device.type):
+            # The stream between the blocks is read and written more than anything else: half the bytes
+            x_BLD = x_BLD.to(torch.get_autocast_dtype(x_BLD.device.type))
+        return F.dropout(x_BLD, self.dropout, self.training)
+
+    def new_beside(self, **given: Tensor) -> Beside:
+        """What `forward` and `hidden` take as `beside`, with what goes in; what comes out is in it afterwards."""
+        return Beside(**given)
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.token_embedding.weight if self.output is None else self.output.weight
+
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        """Whether the backward pass computes each block's activations again instead of keeping them."""
+        self.checkpointing = enabled
+
+    def new_cache(self, capacity: int) -> KeyValueCache:
+        """Room for the keys and values of so many tokens."""
+        return KeyValueCache(len(self.blocks), capacity)
+
+    def next_logits(self, input_ids_BL: Tensor, cache: KeyValueCache, beside: Beside | None = None) -> Tensor:
+        """Logits [B, V] of the token after these, which the cache then holds too. `beside`: what there is to read from now on."""
+        return F.linear(self.hidden(input_ids_BL, cache=cache, beside=beside)[:, -1], self.output_weight)
+
+    def _initialise(self, std: float) -> None:
+        """As GPT-2: what is added to the stream starts smaller, the more layers add to it."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+            if isinstance(module, BlockPart):
+                module.initialise(std)
+        for part in self.modules():
+            if isinstance(part, BlockPart):
+                for weight in part.last_weights():
+                    nn.init.normal_(weight, std=std / math.sqrt(2 * len(self.blocks)))
+
+
+class RmsNorm(nn.RMSNorm):
+    """In half precision torch's fused kernel wants the weight in the type of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def norm(settings: schema.Transformer) -> nn.Module:
+    """RMSNorm has no bias to begin with."""
+    if settings.norm == "rms":
+        return RmsNorm(settings.hidden_size, eps=settings.norm_eps)
+    return nn.LayerNorm(settings.hidden_size, eps=settings.norm_eps, bias=settings.bias)
+
+
+def _rotary_head_size(settings: schema.Transformer) -> int:
+    size = settings.hidden_size // settings.num_heads
+    if size % 2:
+        raise ShoalError(
+            f"rotary positions turn pairs, but a head has {size} numbers (model.hidden_size {settings.hidden_size} / "
+            f"model.num_heads {settings.num_heads}); choose sizes with an even quotient, or model.positions: learned"
+        )
+    return size
+
+
+def _sight(input_ids_BL: Tensor, turns: Tensor | None, past: int, attention_mask: Tensor | None) -> Sight:
+    """No mask where the kernel's own causal one will do, nor where one token sees all before it."""
+    length = input_ids_BL.shape[1]
+    if attention_mask is None and (past == 0 or length == 1):
+        return Sight(turns, None, past == 0, input_ids_BL)
+    seen_LS = torch.ones(length, past + length, dtype=torch.bool, device=input_ids_BL.device).tril(past)
+    if attention_mask is None:
+        return Sight(turns, seen_LS, False, input_ids_BL)
+    # Padding sees itself: a row that sees nothing would give NaN
+    itself_LS = seen_LS.triu(past)
+    return Sight(turns, (seen_LS & attention_mask.bool()[:, None, None, :]) | itself_LS, False, input_ids_BL)

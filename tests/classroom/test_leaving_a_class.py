@@ -1,0 +1,101 @@
+"""How a student leaves a class: soon, also where the database does not answer any more; and the teacher's table says why."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from school import School
+
+from shoal.cli.main import main
+from shoal.errors import ShoalError
+from shoal.runs.coordinating import Coordinating
+from shoal.runs.joining import Joined, Way
+from shoal.transports.postgres import line
+from shoal.transports.postgres.access import connect
+from shoal.transports.postgres.view import look
+from shoal.transports.weather import Profile, Proxy
+from shoal.watch.classroom import rows
+
+FINE = Profile(round_trip_ms=0.0, jitter_ms=0.0, loss=0.0, mbit_per_s=1e6)
+PATIENCE_S = 60.0
+LONG = {"training": {"batch_size": 32, "epochs": 1000}}
+
+
+@contextmanager
+def teaching(school: School, *layers: dict[str, Any]) -> Iterator[Coordinating]:
+    """A coordinator at work, until the test is over."""
+    made = school.coordinate(LONG, *layers)
+
+    def train() -> None:
+        with suppress(ShoalError):
+            made.loop.train()
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    try:
+        yield made
+    finally:
+        made.loop.interrupt()
+        thread.join(PATIENCE_S)
+        made.loop.server.close()
+        assert not thread.is_alive()
+
+
+def wait_for(happened: Callable[[], Any], what: str) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < until, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "strategy", [{"strategy": {"kind": "workunits", "batches_per_unit": 2, "units_per_update": 1}}, {"strategy": {"kind": "async"}}]
+)
+@pytest.mark.parametrize("gone", ["cut off", "not there"])
+def test_a_student_whose_database_is_gone_leaves_when_it_is_first_asked_to(
+    school: School, monkeypatch: pytest.MonkeyPatch, strategy: dict[str, Any], gone: str
+) -> None:
+    monkeypatch.setitem(line._CONNECTING, "connect_timeout", 2)
+    monkeypatch.setattr("shoal.runs.joining._SIGN_S", 1.0)
+    told: list[str] = []
+    with teaching(school, strategy) as coordinating:
+        proxy = Proxy(f"tcp://{school.access.host}:{school.access.port}", FINE)
+        here = school.student._replace(host="127.0.0.1", port=int(proxy.address.rpartition(":")[2]))
+        worker = Joined(Way(here.address, "", None, name="ada", state=school.folder / "state"), told.append)
+        worker.prepare()
+        working = threading.Thread(target=worker.work, daemon=True)
+        working.start()
+        wait_for(lambda: coordinating.loop.step > 2, "the class is at work")
+        proxy.cut() if gone == "cut off" else proxy.close()
+        wait_for(lambda: worker.protocol.waits, "the student asks a database that does not answer")
+        asked_at = time.monotonic()
+        worker.stop()
+        working.join(PATIENCE_S)
+        assert not working.is_alive()
+        assert time.monotonic() - asked_at < 10.0, told
+        assert told[-1] == "nobody answers: leaving without saying goodbye"
+        if gone == "cut off":
+            proxy.close()
+
+
+def test_the_teachers_table_says_why_a_student_left(school: School, capsys: pytest.CaptureFixture[str]) -> None:
+    with teaching(school):
+        for name, why in (("ben", "cannot read \x1b[2J Jürgen's pictures"), ("eve", "")):
+            joined = Joined(Way(school.student.address, "", None, name=name, state=school.folder / name), lambda text: None)
+            if why:
+                joined.refuse(ShoalError(why))
+            else:
+                joined.leave()
+        with connect(school.access) as connection:
+            view = look(connection)
+        assert view is not None
+        states = {row[0]: row[1] for row in rows(view.workers)}
+        assert states == {"ben": "left: cannot read ?[2J J?rgen's pictures", "eve": "left"}
+        capsys.readouterr()
+        assert main(["status", school.access.address]) == 0
+        assert "left: cannot read" in capsys.readouterr().out

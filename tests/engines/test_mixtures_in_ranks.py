@@ -1,0 +1,40 @@
+"""A mixture of experts learns the same in several processes as in one, whichever engine they are."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import ranks
+import torch
+from ranks import DDP, FSDP, ZERO, needs_deepspeed
+
+from shoal.config.schema.serving import Decoding
+from shoal.models.generate import generate
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    gradient, biases = map(torch.tensor, ranks.mixture_of(None, {"kind": "single"}))
+    assert biases.unique().numel() > 2, "the biases have moved"
+    for seen in found:
+        for name, (own, state) in seen.items():
+            torch.testing.assert_close(torch.tensor(own), gradient, rtol=1e-4, atol=1e-7, msg=name)
+            torch.testing.assert_close(torch.tensor(state), biases, msg=name)
+
+
+def test_ddp_and_fsdp_take_a_mixtures_gradient_as_one_process_does() -> None:
+    check(ranks.together("mixtures", 2, DDP, FSDP))
+
+
+@needs_deepspeed
+def test_zero_takes_a_mixtures_gradient_as_one_process_does_also_with_idle_experts() -> None:
+    found = ranks.together("several", 2, json.dumps(["mixtures", *ZERO]), '["writing"]')
+    check([seen["mixtures"] for seen in found])
+    single = ranks.mixture_engine(None, {"kind": "single"})
+    way, wanted = Decoding(active="greedy"), []
+    for _ in range(2):
+        tokens = generate(single.task.players["model"], torch.tensor([[1, 2, 3]]), max_new_tokens=5, decoding=way)
+        wanted.append([int(one) for one in tokens])
+        single.step(ranks.batches(0))
+    for seen in found:
+        assert seen["writing"] == {FSDP: wanted, ZERO[2]: wanted}, "all ranks write what one process writes"

@@ -1,0 +1,102 @@
+"""Processes that are forked from one that has loaded the libraries already."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.launch import nursery
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each process is started afresh")
+ASKS_FOR_ANOTHER = """\
+import sys
+from shoal.launch import nursery
+child = nursery.start(["inner.py"], stdout=1, cwd=sys.argv[1])
+sys.exit(child.wait() + 1)
+"""
+TELLS = """\
+import os, sys, torch
+print(sys.argv, os.getcwd(), os.environ["COLOUR"], torch.get_num_threads(), "HOME" in os.environ, sys.path[0])
+sys.exit(int(sys.stdin.readline()))
+"""
+WAITS = "import sys\nprint('here', flush=True)\nsys.stdin.read()\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in {
+        "tells.py": TELLS,
+        "waits.py": WAITS,
+        "asks.py": ASKS_FOR_ANOTHER,
+        "inner.py": "print('inner')\nraise SystemExit(6)",
+    }.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def started(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> nursery.Process:
+    with (folder / "output").open("ab") as output:
+        return nursery.start(arguments, stdout=output, stderr=output, env=env, cwd=folder)
+
+
+def wait_for_output(folder: Path, text: str) -> None:
+    until = time.monotonic() + 300
+    while text not in (folder / "output").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_it_is_what_the_interpreter_would_have_started(folder: Path) -> None:
+    process = started(folder, "tells.py", "a", env={"COLOUR": "red", "OMP_NUM_THREADS": "3"})
+    process.stdin.write(b"7\n")
+    process.stdin.close()
+    assert process.wait(300) == process.returncode == 7
+    assert (folder / "output").read_text() == f"['tells.py', 'a'] {folder} red 3 False {folder}\n"
+
+
+def test_a_signal_reaches_it_and_its_end_is_told(folder: Path) -> None:
+    process = started(folder, "waits.py")
+    wait_for_output(folder, "here")
+    assert process.poll() is None
+    title = Path(f"/proc/{process.pid}/cmdline").read_text()
+    assert "waits.py" in title
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(300) == -signal.SIGTERM
+    process.kill()  # nothing happens: it has ended
+    process.stdin.close()
+
+
+def test_who_was_forked_asks_the_same_nursery(folder: Path) -> None:
+    process = started(folder, "asks.py", str(folder))
+    assert process.wait(300) == 7, (folder / "output").read_text()
+    assert (folder / "output").read_text() == "inner\n"
+    process.stdin.close()
+
+
+def test_what_it_started_goes_on_without_a_nursery_and_the_next_start_makes_another(folder: Path) -> None:
+    first = started(folder, "waits.py")
+    wait_for_output(folder, "here")
+    parent = int(Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGKILL)
+    second = started(folder, "waits.py")
+    wait_for_output(folder, "here\nhere")
+    assert first.poll() is None
+    first.stdin.close()
+    assert first.wait(300) == -signal.SIGKILL  # nobody is left who knows how it ended
+    second.stdin.close()
+    assert second.wait(300) == 0
+
+
+def test_a_nursery_has_no_threads_and_nothing_of_those_who_ask(folder: Path) -> None:
+    process = started(folder, "waits.py")
+    wait_for_output(folder, "here")
+    parent = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1]
+    assert len(os.listdir(f"/proc/{parent}/task")) == 1
+    assert str(folder / "output") not in [os.readlink(path) for path in Path(f"/proc/{parent}/fd").iterdir()]
+    process.stdin.close()
+    assert process.wait(300) == 0

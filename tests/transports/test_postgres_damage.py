@@ -1,0 +1,104 @@
+"""Damage in the database's own journal, ledger and snapshots is told by name; nothing damaged is taken for what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from postgres_harness import Database
+
+from shoal.errors import ShoalError
+from shoal.transports.postgres import PostgresServer
+from shoal.transports.postgres.store import Journal, Ledger, Snapshots
+from shoal.transports.postgres.view import damage
+
+
+@pytest.fixture
+def server(database: Database) -> Iterator[PostgresServer]:
+    """A coordinator's, with six records in two journals, six lines and a snapshot before them."""
+    made = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=10_000_000)
+    journal, ledger = Journal(made), Ledger(made)
+    journal.begin()
+    Snapshots(made, 2).copied(1, {}, {"ledger": 0})()
+    for number in range(6):
+        if number == 3:
+            journal.begin()
+        with made.transaction():
+            journal.append({"kind": "accepted", "n": number}, (bytes([number]) * 1000, b"buffers"))
+            ledger.append({"version": number})
+    yield made
+    made.close()
+
+
+def recovered(server: PostgresServer) -> list[int]:
+    Ledger(server).cut(0)
+    return [record["n"] for record, _ in Journal(server).recover(1)]
+
+
+def test_what_is_sound_is_read_whole_and_has_no_damage(database: Database, server: PostgresServer) -> None:
+    with database.connect() as connection:
+        assert damage(connection) == []
+    assert recovered(server) == [*range(6)]
+
+
+FLIP = "overlay({0} PLACING set_byte(substring({0} FROM {1} FOR 1), 0, get_byte({0}, {1} - 1) # 1) FROM {1} FOR 1)"
+FRAME = "(SELECT frames[1] FROM shoal.records WHERE id = (SELECT id FROM shoal.records ORDER BY id OFFSET 2 LIMIT 1))"
+RECORD = "(SELECT id FROM shoal.records ORDER BY id OFFSET 2 LIMIT 1)"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (f"UPDATE shoal.records SET record = {FLIP.format('record', 12)} WHERE id = {RECORD}", "does not match its checksum"),
+        (
+            f"UPDATE shoal.parts SET data = {FLIP.format('data', 500)} WHERE blob = {FRAME}",
+            "does not match its checksum",
+        ),
+        (f"UPDATE shoal.records SET frames = frames[2:2] WHERE id = {RECORD}", "does not match its checksum"),
+        (f"UPDATE shoal.records SET frames = ARRAY[gen_random_uuid()] WHERE id = {RECORD}", "cannot be read"),
+        (f"DELETE FROM shoal.records WHERE id = {RECORD}", "does not follow the one before it"),
+        ("DELETE FROM shoal.records WHERE id = (SELECT max(id) FROM shoal.records)", "the records end before it"),
+        ("DELETE FROM shoal.records WHERE journal = 2", "the records end before it"),
+    ],
+)
+def test_a_damaged_journal_is_refused_by_name(database: Database, server: PostgresServer, spoil: str, said: str) -> None:
+    with database.connect() as owner:
+        owner.execute(spoil.encode())
+    lines = database.rows("SELECT count(*) FROM shoal.ledger")
+    with pytest.raises(ShoalError, match=f"the journal in .* is damaged: .*{said}"):
+        recovered(server)
+    if said == "the records end before it":
+        assert database.rows("SELECT count(*) FROM shoal.ledger") == lines, "what tells of the loss is still there"
+
+
+def test_records_of_an_earlier_version_are_read_unchecked(database: Database, server: PostgresServer) -> None:
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.records SET checksum = NULL, before = NULL")
+        owner.execute("UPDATE shoal.ledger SET checksum = NULL, record = NULL")
+    assert recovered(server) == [*range(6)]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ("UPDATE shoal.ledger SET entry = replace(entry, '3', '8') WHERE line = 4", "line 4 of the ledger does not match its checksum"),
+        ("UPDATE shoal.snapshots SET header = replace(header, 'ledger', 'budget')", "snapshot 1 does not match its checksum"),
+        (f"DELETE FROM shoal.records WHERE id = {RECORD}", "does not follow the one before it"),
+    ],
+)
+def test_the_audit_names_what_is_damaged(database: Database, server: PostgresServer, spoil: str, said: str) -> None:
+    with database.connect() as owner:
+        owner.execute(spoil.encode())
+        assert [one for one in damage(owner) if said in one]
+
+
+def test_a_damaged_snapshot_is_stepped_over(database: Database, server: PostgresServer) -> None:
+    Snapshots(server, 2).copied(2, {}, {"ledger": 3})()
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.snapshots SET header = replace(header, 'ledger', 'budget') WHERE number = 2")
+    warnings: list[str] = []
+    found = Snapshots(server, 2).newest(warnings.append)
+    assert found is not None
+    assert found.step == 1
+    assert ["its state does not match its checksum" in text for text in warnings] == [True]
+    assert recovered(server) == [*range(6)]
