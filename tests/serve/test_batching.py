@@ -98,7 +98,9 @@ def test_requests_that_come_and_go_give_the_text_they_give_alone(kind):
     finish(one)
     assert [listener.tokens for listener in heard] == [alone(model, p, n) for p, n in zip(prompts, lengths, strict=True)]
     assert {listener.end for listener in heard} == {"length"}
-    assert not one.stages._lengths and not one.stages._alone and one.stages._joined is None
+    assert not one.stages._lengths
+    assert not one.stages._alone
+    assert one.stages._joined is None
 
 
 def test_a_request_that_is_cancelled_frees_its_place_before_the_next_token():
@@ -110,7 +112,8 @@ def test_a_request_that_is_cancelled_frees_its_place_before_the_next_token():
     one.cancel(numbers)
     before = len(left.tokens)
     one.step()
-    assert left.end == "cancelled" and len(left.tokens) == before
+    assert left.end == "cancelled"
+    assert len(left.tokens) == before
     finish(one)
     assert kept.tokens == alone(one.stages.model, [3], 12)
     assert not one.stages._lengths
@@ -122,9 +125,11 @@ def test_a_long_prompt_is_read_in_pieces_beside_the_others():
     one.step()
     one.submit(job(list(range(40)), second, 3))
     one.step()
-    assert len(first.tokens) == 2 and not second.tokens
+    assert len(first.tokens) == 2
+    assert not second.tokens
     one.step()
-    assert len(first.tokens) == 3 and not second.tokens
+    assert len(first.tokens) == 3
+    assert not second.tokens
     finish(one)
     assert second.tokens == alone(one.stages.model, list(range(40)), 3)
 
@@ -151,7 +156,8 @@ def test_the_end_of_text_ends_a_request_and_is_not_told():
     stopped, heard = engine(model), Heard()
     stopped.submit(job([4, 5], heard, eos_ids=frozenset({tokens[5]})))
     finish(stopped)
-    assert heard.end == "stop" and heard.tokens == tokens[: tokens.index(tokens[5])]
+    assert heard.end == "stop"
+    assert heard.tokens == tokens[: tokens.index(tokens[5])]
 
 
 def test_probabilities_of_tokens_are_those_of_the_model():

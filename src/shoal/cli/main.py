@@ -20,6 +20,7 @@ COMMANDS = {
     "repair": "make a run with damaged files fit to be resumed, and say what is lost",
     "eval": "judge a run on its held-out data",
     "generate": "let a run write text or draw images",
+    "serve": "let a model answer over an API in OpenAI's form, and on a chat page",
     "export": "write a run's model into a folder, for other programs",
     "runs": "list past runs",
     "demo": "two small trainings on built-in data",
