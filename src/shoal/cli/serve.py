@@ -21,7 +21,7 @@ def run(argv: list[str]) -> int:
     from shoal.serve.opening import open_served
     from shoal.serve.server import Service
 
-    served = open_served(arguments.target, overrides, warn)
+    served = open_served(arguments.targets, overrides, warn)
     ports = [served.settings.api_port, served.settings.page_port] if arguments.port is None else [arguments.port]
     service = Service(served, arguments.host, ports, warn)
     stages = service.engine.stages
@@ -40,7 +40,7 @@ def warn(text: str) -> None:
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
     made = argparse.ArgumentParser("shoal serve", description="Let a model answer: an API in OpenAI's form, and a chat page.")
-    made.add_argument("target", metavar="RUN | MODEL | FILE", help="a run's folder, a folder of Hugging Face, or a configuration or preset")
+    made.add_argument("targets", nargs="+", metavar="RUN | MODEL | FILE", help="a run, a folder of Hugging Face, or configuration files")
     made.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")
     made.add_argument("--port", type=int, metavar="P", help="one port for everything (default: serving.api_port and serving.page_port)")
     made.add_argument("--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")

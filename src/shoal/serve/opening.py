@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal import data
-from shoal.config.load import File, Override, parse_override, resolve
+from shoal.config.load import File, Loaded, Override, resolve, resolve_data
 from shoal.config.problems import ConfigError
 from shoal.config.schema import Run
 from shoal.config.schema.serving import Serving
@@ -32,25 +32,37 @@ class Served(NamedTuple):
     eos_ids: frozenset[int]
 
 
-def open_served(target: str, overrides: list[Override], warn: Callable[[str], None]) -> Served:
-    """The model that a word on the command line names. Raises ShoalError."""
-    folder = Path(target)
-    if (folder / "config.yaml").is_file() or (folder / "state.json").is_file():
+def open_served(targets: Sequence[str], overrides: list[Override], warn: Callable[[str], None]) -> Served:
+    """The model that is named on the command line: one folder, or files of a configuration. Raises ShoalError."""
+    served = _opened(targets, overrides, warn)
+    if served.settings.num_nodes not in (None, 1):
+        raise ShoalError(
+            f"serving over several machines is not built yet, and serving.num_nodes is {served.settings.num_nodes}: "
+            "--set serving.num_nodes=1 serves from this machine alone"
+        )
+    return served
+
+
+def _opened(targets: Sequence[str], overrides: list[Override], warn: Callable[[str], None]) -> Served:
+    target, folder = targets[0], Path(targets[0])
+    if len(targets) == 1 and ((folder / "config.yaml").is_file() or (folder / "state.json").is_file()):
         return _run(target, overrides, warn)
-    if (folder / "config.json").is_file():
-        return _hugging_face(_settings([], [*_naming(target), *overrides]), folder.resolve().name)
-    run = _settings([File(target)], overrides)
+    if len(targets) == 1 and (folder / "config.json").is_file():
+        return _hugging_face(
+            _checked(resolve_data(_named(target), name=target, dialect="shoal", overrides=overrides)), folder.resolve().name
+        )
+    run = _checked(resolve([File(one) for one in targets], overrides))
     if run.model.kind != "huggingface":
         raise ShoalError(f"{target} names a model of kind {run.model.kind}, which must be trained first: serve the folder of its run")
     return _hugging_face(run, str(getattr(run.model, "pretrained", target)))
 
 
-def _naming(folder: str) -> list[Override]:
-    return [parse_override("model.kind=huggingface"), Override("model.pretrained", folder, folder)]
+def _named(folder: str) -> dict[str, Any]:
+    """The settings under which a folder of Hugging Face is a model."""
+    return {"model": {"kind": "huggingface", "pretrained": folder}}
 
 
-def _settings(files: list[File], overrides: list[Override], *, resolved: bool = False) -> Run:
-    loaded = resolve(files, overrides, resolved=resolved)
+def _checked(loaded: Loaded) -> Run:
     if not loaded.ok:
         raise ConfigError(loaded.problems)
     return loaded.run
@@ -61,7 +73,7 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None]) ->
     model, tokenizer = trained.task.players.get("model"), trained.tokenizer
     if tokenizer is None or model is None:
         raise ShoalError(f"the run at {target} trained a model of kind {trained.run.model.kind}, which does not write text")
-    settings = _settings([File(str(trained.root / "config.yaml"))], overrides, resolved=True).serving
+    settings = _checked(resolve([File(str(trained.root / "config.yaml"))], overrides, resolved=True)).serving
     folders = [trained.root / "tokenizer", Path(str(getattr(trained.run.model, "pretrained", trained.root)))]
     return Served(trained.root.resolve().name, model, tokenizer, template_in(folders), settings, (), _ends(model, tokenizer))
 
