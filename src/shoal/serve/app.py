@@ -41,6 +41,15 @@ class Api:
         entry = {"id": self.served.name, "object": "model", "created": self.created, "owned_by": "shoal"}
         return JSONResponse({"object": "list", "data": [entry]})
 
+    async def status(self) -> Response:
+        """What the chat page shows of the machines and of what they do."""
+        engine = self.engine
+        machines = [
+            {"name": one.name, "alive": one.alive, "layers": one.layers, "parameters": one.parameters} for one in engine.stages.machines()
+        ]
+        figures = {"running": len(engine.running), "waiting": len(engine.waiting), "tokens": engine.tokens_written}
+        return JSONResponse({"model": self.served.name, "machines": machines, **figures})
+
     async def health(self) -> Response:
         return JSONResponse({"status": "ok", "model": self.served.name})
 
@@ -166,11 +175,11 @@ def make_app(served: Served, engine: Engine) -> FastAPI:
         return response
 
     app.get("/v1/models")(api.models)
+    app.get("/v1/status")(api.status)
     app.get("/health")(api.health)
     app.get("/ready")(api.ready)
     app.get("/metrics")(lambda: PlainTextResponse(api.metrics.text(), media_type="text/plain; version=0.0.4"))
     app.add_exception_handler(RefusedError, refuse)
     app.add_exception_handler(HTTPException, not_found)
-    if PAGE.is_dir():
-        app.mount("/", StaticFiles(directory=PAGE, html=True))
+    app.mount("/", StaticFiles(directory=PAGE, html=True))
     return app
