@@ -109,3 +109,19 @@ def test_a_stack_starts_and_learns(stack: str, folder: Path, capsys: pytest.Capt
     assert len(losses) == 5
     assert all(map(math.isfinite, losses))
     assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
+
+
+@pytest.mark.parametrize(("stack", "kind"), [("hardware/h100_80gb", "fp8"), ("gpu/tiny research/quantization_nvfp4", "nvfp4")])
+def test_a_precision_that_is_not_built_says_why_and_what_to_do_and_the_bare_switch_does_it(
+    stack: str, kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *stack.split()]) == 2
+    told = capsys.readouterr().err
+    assert f"real {kind} matrix products are not built yet, for no hardware, and their emulation is not allowed" in told
+    assert f"--allow-emulation (training.allow_emulation: true) rounds as {kind} asks and computes in fp32, slower than bf16" in told
+    assert "`training.mixed_precision: bf16`" in told
+    for switch in (["--allow-emulation"], ["--allow_emulation"], ["--allow-emulation", "true"]):
+        assert main(["config", "check", *switch, *stack.split()]) == 0
+        assert f"{kind} is emulated" in capsys.readouterr().err
+    assert main(["config", "check", *stack.split(), "--allow-emulation", "false"]) == 2
+    assert main(["config", "check", *stack.split(), "--batch_size"]) == 2, "other settings need a value"
