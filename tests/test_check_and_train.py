@@ -95,7 +95,7 @@ def test_everything_is_said_at_once_and_at_its_place(capsys: pytest.CaptureFixtu
     assert main(["config", "check", "hardware/h100_80gb", "--set", "serving.num_nodes=2"]) == 2
     told = capsys.readouterr().err
     assert len(said(told)) >= 2
-    assert "the precision fp8 is not built yet for real hardware" in told
+    assert "real fp8 matrix products are not built yet" in told
     assert "serving over several machines is not built yet: `serving.num_nodes`" in told
     assert "command line" in told
 

@@ -439,3 +439,31 @@ def test_an_ava_file_that_says_how_texts_are_padded_and_cut_has_them_padded_and_
     for text, batching in (("padding_side: left", "dynamic"), ("truncation: false", "dynamic"), ("max_length: 64", "packed")):
         file.write_text(f"model: {{num_experts: 2}}\ndata: {{{text}}}\n")
         assert resolve([File(str(file))], dialect="ava", environ={}).run.data.batching == batching
+
+
+def test_a_later_layer_outdates_the_accumulation_of_an_earlier_one() -> None:
+    """base + a100 + zero3: 12 accumulated batches are the A100's, and no number of devices makes 128 of 2 × 12."""
+    files = [File("gpu/base"), File("hardware/a100_80gb"), File("distributed/deepspeed_zero3")]
+    torchrun = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for overrides, environ, steps in (([], {}, 64), ([parse_override("num_gpus=16")], {}, 4), ([], torchrun, 8)):
+        loaded = resolve(files, overrides, environ=environ)
+        assert loaded.ok, loaded.problems
+        training = loaded.run.training
+        assert (training.global_batch_size, training.batch_size, training.gradient_accumulation_steps) == (128, 2, steps)
+        (told,) = [problem for problem in loaded.problems if problem.code == "batch-arithmetic"]
+        assert told.severity == "warning"
+        assert "`training.gradient_accumulation_steps` follows from it: 128 / (2 ×" in told.message
+
+
+def test_a_global_batch_that_the_processes_do_not_make_says_how_many_would() -> None:
+    files = [File("gpu/base"), File("hardware/a100_80gb"), File("distributed/deepspeed_zero1")]
+    torchrun = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    (told,) = [problem for problem in resolve(files, environ=torchrun).problems if problem.code == "batch-arithmetic"]
+    assert (told.severity, told.message) == ("error", "a global batch of 32 is not 8 × 4 × 4 devices = 128")
+    assert "32 fits 1 device (launch.devices_per_node) or training.gradient_accumulation_steps 1 on 4 devices" in told.help
+
+
+def test_accumulation_that_nobody_gave_follows_from_the_global_batch(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "training: {batch_size: 4, global_batch_size: 32}\nlaunch: {devices_per_node: 2}\nengine: {kind: ddp}\n")
+    assert loaded.run.training.gradient_accumulation_steps == 4
+    assert not loaded.problems

@@ -15,9 +15,12 @@ EPILOG = """\
 any setting is an option:
   --set a.b=c, --override a.b=c    a setting by its path, in the file's own words or in Shoal's
   --batch_size 32, --batch-size 32 a setting by its name alone: the one nearest the top, `training` before others
+  --allow-emulation                fp8 and nvfp4 are rounded as they ask and computed in fp32 (training.allow_emulation: true)
 
 FILE may be a preset (`shoal init --list`). Later files win over earlier ones; the environment over files; options over all.
 """
+SWITCHES = ("--allow_emulation", "--allow-emulation")
+"""Settings that are written without a value where they are meant to be true."""
 
 
 def parser(name: str, description: str, *, files: str = "*") -> argparse.ArgumentParser:
@@ -88,7 +91,9 @@ def _split(made: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], l
             if takes_value(option) and not equals and rest:
                 known.append(rest.pop(0))
             continue
-        if equals:
+        if option in SWITCHES and not equals and (not rest or rest[0] not in ("true", "false")):
+            flags.append(Override(option[2:], "true", word, exact=False))
+        elif equals:
             flags.append(Override(option[2:], value, word, exact=False))
         elif rest and not rest[0].startswith("--"):
             value = rest.pop(0)

@@ -282,6 +282,26 @@ def memory_of_workers(settings: Settings) -> None:
 
 
 @_step
+def accumulation_of_global_batch(settings: Settings) -> None:
+    """A layer that gives the global batch outdates the accumulation of an earlier one: it follows from the two batch sizes."""
+    whole, batch, given = (settings.get(f"training.{name}") for name in ("global_batch_size", "batch_size", "gradient_accumulation_steps"))
+    path, rank = "training.gradient_accumulation_steps", settings.rank("training.global_batch_size")
+    if whole is None or batch is None or settings.get("strategy.kind") != "local":
+        return
+    devices = settings.devices()
+    fits = whole == batch * given * devices if devices else whole % (batch * given) == 0
+    share = batch * (devices or 1)
+    if fits or whole % share or not settings.rank(path) < rank <= settings.rank("training.batch_size"):
+        return
+    follows = f"{whole} / ({batch} × {devices or 'the number of'} devices)" + (f" = {whole // share}" if devices else "")
+    if settings.given(path):
+        message = f"a global batch of {whole} does not fit {batch} × {given} × {devices or 'any number of'} devices"
+        why = f"{message}; the later layer counts, and `{settings.spelling(path)}` follows from it: {follows}"
+        settings.report("batch-arithmetic", why, "training.global_batch_size", "training.batch_size", path, severity="warning")
+    settings.derive(path, whole // share, "global_batch_size / (batch_size × devices)")
+
+
+@_step
 def global_batch(settings: Settings) -> None:
     """A later layer that changes a factor of the global batch size outdates it."""
     whole = settings.get("training.global_batch_size")

@@ -56,7 +56,9 @@ class UnavailableError(Exception):
 class Settings:
     """The merged settings, before and while they are checked."""
 
-    def __init__(self, assignments: Iterable[Assignment]) -> None:
+    def __init__(self, assignments: Iterable[Assignment], processes: int | None = None) -> None:
+        """`processes`: how many this one is of, where somebody has started several."""
+        self.processes = processes
         self.assignments = sorted(map(_spelled_out, assignments), key=lambda assignment: assignment.layer.rank)
         self.problems: list[Problem] = []
         self.kinds: dict[Key, str] = {}
@@ -171,6 +173,13 @@ class Settings:
     def rank(self, dotted: str) -> int:
         assignment = self.last(tuple(dotted.split(".")))
         return assignment.layer.rank if assignment else -1
+
+    def devices(self) -> int | None:
+        """Devices of a run without other workers; None: the run takes those that it finds."""
+        each, nodes = self.get("launch.devices_per_node"), self.get("launch.nodes")
+        if each:
+            return int(each) * (nodes or 1)
+        return 1 if self.get("engine.kind") == "single" else self.processes
 
     def labels(self, *dotted: str) -> tuple[Label, ...]:
         """Where settings were set, with what; settings that have their default have no place."""

@@ -14,6 +14,7 @@ from shoal.config.layers import Assignment, Key, Layer, Settings
 from shoal.config.places import Source
 from shoal.config.presets import find as find_preset
 from shoal.config.problems import ConfigError, Label, Problem, errors
+from shoal.config.ranks import started
 from shoal.config.schema import Run
 from shoal.config.text import Entry, Node, interpolate, parse_value, python_node, read
 
@@ -193,7 +194,7 @@ class _Loader:
             assignments += DIALECTS[name].unwritten(self.seen.get(name, Seen()), layer, self.report)
         assignments, warnings = former.moved(assignments, self.environ)
         self.problems += [] if self.resolved else warnings
-        return self.check(Settings(assignments), files)
+        return self.check(Settings(assignments, started(self.environ)), files)
 
     def translate(self, root: Node, layer: Layer) -> list[Assignment]:
         if layer.dialect == NATIVE:

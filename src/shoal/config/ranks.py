@@ -59,6 +59,15 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
     return Place(rank, size, local_rank, local_size, file, address, port, hosted, restart, there.get(GROUP, ""))
 
 
+def started(environ: Mapping[str, str]) -> int | None:
+    """How many processes somebody has started together, this one among them; None: nobody has, or `place` will say what is wrong."""
+    try:
+        here = place(environ)
+    except ShoalError:
+        return None
+    return here.size if here is not None else None
+
+
 def of_several(run: Run) -> bool:
     """Whether a worker of this run is several processes."""
     return run.engine.kind != "single"

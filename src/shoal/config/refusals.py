@@ -112,9 +112,10 @@ def _unbuilt_choices(loaded: Loaded) -> Iterator[Problem]:
 def _unbuilt_precisions(loaded: Loaded) -> Iterator[Problem]:
     settings, training = loaded.settings, loaded.run.training
     if training.precision.kind in EMULATED and not training.allow_emulation:
-        path = "training.precision.kind"
-        message = f"the precision {training.precision.kind} is not built yet for real hardware, and nobody allowed its emulation"
-        help = "training.allow_emulation: true rounds as the format asks and computes in fp32, slower than bf16"
+        path, kind = "training.precision.kind", training.precision.kind
+        message = f"real {kind} matrix products are not built yet, for no hardware, and their emulation is not allowed"
+        help = f"--allow-emulation (training.allow_emulation: true) rounds as {kind} asks and computes in fp32, slower than bf16; "
+        help += f"`{settings.spelling(path)}: bf16` is fast on GPUs that have it"
         yield Problem(NOT_BUILT, message, settings.labels(path), settings.spelling(path), help=help)
 
 

@@ -347,23 +347,40 @@ def schedule_falls(settings: Settings, kind: str, end: float, start: float) -> N
 
 
 @rule(
-    "training.global_batch_size", "training.batch_size", "training.gradient_accumulation_steps", "launch.devices_per_node", "launch.nodes"
+    "training.global_batch_size",
+    "training.batch_size",
+    "training.gradient_accumulation_steps",
+    "launch.devices_per_node",
+    "launch.nodes",
+    "strategy.kind",
 )
 def batch_arithmetic(
-    settings: Settings, whole: int | None, batch: int | None, accumulation: int, devices: int | None, nodes: int | None
+    settings: Settings, whole: int | None, batch: int | None, accumulation: int, devices: int | None, nodes: int | None, kind: str
 ) -> None:
     if whole is None or batch is None:
         return
-    step = batch * accumulation * (devices or 1) * (nodes or 1)
+    started = settings.processes if kind == "local" and settings.kinds.get(("engine",)) != "single" else None
+    count = devices * (nodes or 1) if devices else started
+    step = batch * accumulation * (count or 1)
     paths = ("training.global_batch_size", "training.batch_size", "training.gradient_accumulation_steps")
-    if devices and whole != step:
-        message = f"a global batch of {whole} is not {batch} × {accumulation} × {devices * (nodes or 1)} devices = {step}"
-        settings.report(
-            "batch-arithmetic", message, *paths, "launch.devices_per_node", help=f"set the global batch size to {step}, or leave it out"
-        )
+    if count and whole != step:
+        message = f"a global batch of {whole} is not {batch} × {accumulation} × {count} devices = {step}"
+        help = f"set the global batch size to {step}, or leave it out; {fitting(whole, batch, accumulation, count)}"
+        settings.report("batch-arithmetic", message, *paths, "launch.devices_per_node", help=help)
     elif whole % step:
         message = f"a global batch of {whole} is no multiple of {batch} × {accumulation} = {step}"
-        settings.report("batch-arithmetic", message, *paths, help="the number of devices would have to be a fraction")
+        settings.report("batch-arithmetic", message, *paths, help=f"no number of devices fits; {fitting(whole, batch, accumulation, 1)}")
+
+
+def fitting(whole: int, batch: int, accumulation: int, devices: int) -> str:
+    """With how many devices, and with what accumulation, a global batch comes out right."""
+    ways = []
+    if whole % (batch * accumulation) == 0:
+        number = whole // (batch * accumulation)
+        ways.append(f"{number} device{'s' if number > 1 else ''} (launch.devices_per_node)")
+    if whole % (batch * devices) == 0:
+        ways.append(f"training.gradient_accumulation_steps {whole // (batch * devices)} on {devices} device{'s' if devices > 1 else ''}")
+    return f"{whole} fits {' or '.join(ways)}" if ways else f"{whole} is no multiple of {batch} × {devices}, so no accumulation fits either"
 
 
 @rule("training.gradient_health.enabled", "training.gradient_health.initial_clip_value", "training.gradient_health.final_clip_value")

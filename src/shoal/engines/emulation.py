@@ -178,8 +178,8 @@ def emulate(players: dict[str, nn.Module], settings: Training) -> Scaled | None:
     assert isinstance(precision, Fp8 | Nvfp4)
     if not settings.allow_emulation:
         raise ShoalError(
-            f"training.precision.kind: real {precision.kind} products are not built yet; training.allow_emulation: true rounds as they do, "
-            "slower than bf16"
+            f"training.precision.kind: real {precision.kind} matrix products are not built yet, for no hardware, and their emulation is "
+            "not allowed: training.allow_emulation: true rounds as they do, slower than bf16"
         )
     scaled = Scaled(precision) if isinstance(precision, Fp8) else None
     for name, player in players.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.config import Run
+from shoal.config.rules import fitting
 from shoal.coordinator.policies import Every
 from shoal.coordinator.units import Cut
 from shoal.errors import ShoalError
@@ -24,7 +25,8 @@ def alone(run: Run, batches_per_epoch: int | None, ranks: int = 1) -> int:
         )
         raise ShoalError(
             f"training.global_batch_size is {whole}, and {devices} samples a step "
-            f"(training.batch_size × training.gradient_accumulation_steps{' × devices' if ranks > 1 else ''})"
+            f"(training.batch_size × training.gradient_accumulation_steps{' × devices' if ranks > 1 else ''}): "
+            f"{fitting(whole, batch_size, accumulation, ranks)}"
         )
     return steps_of(run, batches_per_epoch)
 

@@ -1,0 +1,127 @@
+"""Every preset of ava's and every stack of them that its document names starts, made small, on a CPU, and learns."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.config.load import File, resolve
+
+PRESETS = (
+    "gpu/tiny",
+    "gpu/small",
+    "gpu/base",
+    "gpu/large",
+    "hardware/a100_80gb",
+    "hardware/h100_80gb",
+    "distributed/deepspeed_zero1",
+    "distributed/deepspeed_zero2",
+    "distributed/deepspeed_zero3",
+    "research/quantization_nvfp4",
+    "research/rag_enabled",
+)
+"""All but rlhf/test_cpu, which is another way to learn."""
+STACKS = (
+    "gpu/base hardware/a100_80gb",
+    "gpu/base hardware/h100_80gb",
+    "gpu/large hardware/h100_80gb",
+    "gpu/base hardware/a100_80gb distributed/deepspeed_zero1",
+    "gpu/base hardware/a100_80gb distributed/deepspeed_zero2",
+    "gpu/base hardware/a100_80gb distributed/deepspeed_zero3",
+    "gpu/base hardware/h100_80gb distributed/deepspeed_zero2",
+    "gpu/base hardware/h100_80gb distributed/deepspeed_zero3",
+    "gpu/large hardware/h100_80gb distributed/deepspeed_zero3",
+    "gpu/large hardware/h100_80gb distributed/deepspeed_zero3 research/quantization_nvfp4",
+    "gpu/large research/rag_enabled",
+)
+SIZES = {
+    "model.hidden_size": "16",
+    "model.num_layers": "2",
+    "model.num_heads": "2",
+    "model.intermediate_size": "16",
+    "model.vocab_size": "null",
+    "model.max_seq_len": "16",
+    "model.experts.count": "4",
+    "model.experts.per_token": "2",
+    "data.sequence_length": "16",
+    "training.batch_size": "4",
+    "training.gradient_accumulation_steps": "1",
+    "training.global_batch_size": "null",
+    "training.max_steps": "5",
+}
+MACHINE = {
+    "data.source.kind": "text",
+    "data.source.path": "texts",
+    "data.tokenizer": "bytes",
+    "data.loader.num_workers": "0",
+    "training.device": "cpu",
+    "engine.kind": "single",
+}
+"""What this machine has, in the place of a rack with its texts."""
+PACE = {
+    "training.optimizer.learning_rate": "0.01",
+    "training.schedule.kind": "constant",
+    "training.schedule.warmup_steps": "0",
+    "training.epochs": "null",
+    "logging.every_steps": "1",
+    "evaluation.strategy": "never",
+    "checkpoint.strategy": "never",
+    "training.early_stopping.patience": "null",
+}
+"""A run of five steps has no time for a warm-up of thousands."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    words = ("the quick brown fox", "a lazy dog", "jumps over", "sleeps beside", "the river")
+    lines = [f"{words[n % 5]} {words[n * 7 % 5]} {words[n * 3 % 5]} {n}.\n" for n in range(200)]
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number:02}.txt").write_text("".join(lines[number::20]))
+    return tmp_path
+
+
+def smaller(files: list[str]) -> list[str]:
+    """Options that make a stack fit this machine. They leave alone what makes it a stack: routers, features, penalties, precision."""
+    run = resolve([File(name) for name in files], environ={}).run
+    own = SIZES | MACHINE | PACE
+    if run.training.precision.kind in ("fp8", "nvfp4"):
+        own |= {"training.allow_emulation": "true"}
+    if run.model.retrieval.enabled:  # type: ignore[attr-defined]
+        own |= {"model.retrieval.encoder": "words", "model.retrieval.chunk_size": "4", "model.retrieval.passage_tokens": "4"}
+    if run.model.episodic_memory.enabled:  # type: ignore[attr-defined]
+        own |= {"model.episodic_memory.chunk_size": "4"}
+    return [word for path, value in own.items() for word in ("--set", f"{path}={value}")]
+
+
+@pytest.mark.parametrize("stack", [*PRESETS, *STACKS])
+def test_a_stack_starts_and_learns(stack: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = stack.split()
+    code = main(["train", *files, "--run-dir", "run", *smaller(files)])
+    assert code == 0, capsys.readouterr().err
+    records = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 5
+    assert all(map(math.isfinite, losses))
+    assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
+
+
+@pytest.mark.parametrize(("stack", "kind"), [("hardware/h100_80gb", "fp8"), ("gpu/tiny research/quantization_nvfp4", "nvfp4")])
+def test_a_precision_that_is_not_built_says_why_and_what_to_do_and_the_bare_switch_does_it(
+    stack: str, kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *stack.split()]) == 2
+    told = capsys.readouterr().err
+    assert f"real {kind} matrix products are not built yet, for no hardware, and their emulation is not allowed" in told
+    assert f"--allow-emulation (training.allow_emulation: true) rounds as {kind} asks and computes in fp32, slower than bf16" in told
+    assert "`training.mixed_precision: bf16`" in told
+    for switch in (["--allow-emulation"], ["--allow_emulation"], ["--allow-emulation", "true"]):
+        assert main(["config", "check", *switch, *stack.split()]) == 0
+        assert f"{kind} is emulated" in capsys.readouterr().err
+    assert main(["config", "check", *stack.split(), "--allow-emulation", "false"]) == 2
+    assert main(["config", "check", *stack.split(), "--batch_size"]) == 2, "other settings need a value"
