@@ -46,6 +46,17 @@ BROKEN = [
     ("router", "model: {kind: moe, experts: {router: soft}}\n", ["model.experts.router"]),
     ("router", "model: {kind: moe, experts: {router: gshard, per_token: 1}}\n", ["model.experts.per_token", "model.experts.router"]),
     ("experts", "model: {kind: moe, experts: {count: 2, per_token: 3}}\n", ["model.experts.per_token", "model.experts.count"]),
+    ("experts", "strategy: {kind: diloco, expert_weight_cap: 2}\nmodel: {kind: gpt}\n", ["strategy.expert_weight_cap", "model.kind"]),
+    (
+        "experts",
+        "strategy: {kind: diloco, expert_weight_cap: 2}\nmodel: {kind: moe}\nupdates: {aggregation: {kind: median}}\n",
+        ["strategy.expert_weight_cap", "updates.aggregation.kind"],
+    ),
+    (
+        "experts",
+        "strategy: {kind: diloco, expert_weight_cap: 2}\nmodel: {kind: moe}\nupdates: {clip_norm: 1.0, privacy: {enabled: true}}\n",
+        ["strategy.expert_weight_cap", "updates.privacy.enabled"],
+    ),
     (
         "sequence-length",
         "model: {kind: gpt, max_seq_len: 64}\ndata: {sequence_length: 65}\n",

@@ -32,6 +32,7 @@ from shoal.coordinator.seals import digest_of
 from shoal.coordinator.state import Held, Learner, Piece, Plan, State, former_key_of, ledger_line, mean_metrics
 from shoal.coordinator.units import Settled
 from shoal.updates import codecs, rules
+from shoal.updates.experts import mean_by_experts
 
 _PLAIN = NoCodec()
 _LEAST_REMEMBERED = 256
@@ -206,10 +207,17 @@ class Book:
         if len(held) == 1 and updates.aggregation.kind == "mean":
             return held[0].vector, buffers, 1.0
         if updates.aggregation.kind == "mean" and isinstance(updates.mixing, NoMixing):
-            return rules.mean_of_vectors([one.vector for one in held], weights, self._room(held[0].vector.numel())), buffers, 1.0
+            return self._mean(held, weights), buffers, 1.0
         stack = torch.stack([one.vector for one in held])
         update, self.centre = rules.combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed)
         return update, buffers, 1.0
+
+    def _mean(self, held: list[Held], weights: Tensor) -> Tensor:
+        vectors, room = [one.vector for one in held], self._room(held[0].vector.numel())
+        if self.plan.experts is None:
+            return rules.mean_of_vectors(vectors, weights, room)
+        loads = torch.stack([self.plan.experts.loads_of(one.buffers) for one in held])
+        return mean_by_experts(self.plan.experts.within(self.plan.span(held[0].record["round"])), vectors, weights, loads, room)
 
     def _remember(self, worker: str, vector: Tensor, share: float) -> Tensor:
         """The worker's running mean with this one in it. The longest silent are forgotten, so that many names do not fill the memory."""
