@@ -58,6 +58,11 @@ BROKEN = [
         ["strategy.expert_weight_cap", "updates.privacy.enabled"],
     ),
     (
+        "experts",
+        "model: {kind: gpt}\nupdates: {experts_apart: true, aggregation: {kind: geometric-median}}\n",
+        ["updates.experts_apart", "model.kind"],
+    ),
+    (
         "sequence-length",
         "model: {kind: gpt, max_seq_len: 64}\ndata: {sequence_length: 65}\n",
         ["data.sequence_length", "model.max_seq_len"],
@@ -224,6 +229,7 @@ WARNED = [
     "engine: {kind: deepspeed, stage3_max_live_parameters: 7}\n",
     "strategy: {kind: syncps}\ncluster: {num_workers: 2}\nupdates: {aggregation: {kind: trimmed-mean}}\n",
     "strategy: {kind: async, contributions_per_update: 2}\nupdates: {aggregation: {kind: median}}\n",
+    "strategy: {kind: syncps}\nmodel: {kind: moe}\nupdates: {experts_apart: true}\n",
 ]
 
 

@@ -12,7 +12,7 @@ from layered import loaded, merged
 from shoal.coordinator import book
 from shoal.engines.experts import expert_blocks
 from shoal.runs.assembly import assemble
-from shoal.updates.experts import ExpertBlocks, believable, mean_by_experts
+from shoal.updates.experts import ExpertBlocks, believable, combine_apart, mean_by_experts
 
 MOE = {
     "model": {
@@ -126,3 +126,24 @@ def test_the_blocks_of_experts_are_where_the_network_has_them() -> None:
             moved[start:end] = True
         assert torch.equal(engine.vector != before, moved)
     assert expert_blocks(engine, None) is None
+
+
+def test_a_rule_takes_each_expert_from_a_worker_of_its_own_choice(cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks: list[torch.Tensor] = []
+    combined: list[torch.Tensor] = []
+
+    def noting(blocks: ExpertBlocks, *given: Any) -> Any:
+        update, state = combine_apart(blocks, *given)
+        stacks.append(given[2])
+        combined.append(update.clone())  # the learner steps along the vector itself, and may scale it
+        return update, state
+
+    monkeypatch.setattr(book, "combine_apart", noting)
+    rule = {"updates": {"experts_apart": True, "aggregation": {"kind": "krum", "byzantine": 0}}, "training": {"max_steps": 2}}
+    together = cluster(MOE, {"strategy": STRATEGIES["syncps"]}, rule, workers=3)
+    blocks = together.loop.coordinator.plan.experts
+    assert len(combined) == 2
+    for stack, update in zip(stacks, combined, strict=True):
+        for spans in blocks.spans_X:
+            own = [torch.cat([values[..., start:end] for start, end in spans], -1) for values in (stack, update)]
+            assert any(torch.equal(row, own[1]) for row in own[0]), "an expert's update is one worker's own"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from shoal.updates.experts import ExpertBlocks, believable, capped_shares, mean_by_experts, stretches
+from shoal.config.schema.updates import Bulyan, CenteredClipping, GeometricMedian, Krum, Median, MultiKrum, NearestNeighbours, NoMixing
+from shoal.updates import rules
+from shoal.updates.experts import ExpertBlocks, believable, capped_shares, combine_apart, mean_by_experts, stretches
 
+PARTS = ([0, 5, 8], [1, 2, 6], [3, 4, 7])
 BLOCKS = ExpertBlocks(spans_X=(((1, 3), (6, 7)), ((3, 5), (7, 8))), layers=1, per_token=1, cap=2.0)
 """Two experts in a vector of nine numbers: each has a stretch in two stacked tensors, and the rest is the trunk's."""
 
@@ -88,3 +92,38 @@ def test_a_fragment_of_the_weights_has_the_experts_that_lie_in_it() -> None:
 def test_loads_lie_behind_other_things_in_a_report() -> None:
     blocks = BLOCKS._replace(loads_at=2)
     torch.testing.assert_close(blocks.loads_of(torch.tensor([9.0, 9.0, 0.25, 0.75])), torch.tensor([0.25, 0.75], dtype=torch.float64))
+
+
+# --- rules that look at each expert by itself -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("mixing", [NoMixing(), NearestNeighbours(byzantine=1)], ids=["none", "nearest"])
+@pytest.mark.parametrize(
+    "rule", [Krum(byzantine=1), MultiKrum(byzantine=1), Bulyan(byzantine=1), GeometricMedian(), CenteredClipping(radius=0.5), Median()]
+)
+def test_a_rule_looks_at_each_expert_as_if_there_were_nothing_else(rule: Any, mixing: Any) -> None:
+    stack, weights = torch.randn(7, 9, generator=torch.Generator().manual_seed(3)), torch.ones(7)
+    state = torch.randn(9, generator=torch.Generator().manual_seed(4))
+    found, after = combine_apart(BLOCKS, rule, mixing, stack, weights, state, 0)
+    for columns in PARTS:
+        expected, kept = rules.combine(rule, mixing, stack[:, columns].contiguous(), weights, state[columns], 0)
+        torch.testing.assert_close(found[columns], expected)
+        assert after is not None
+        assert kept is not None
+        torch.testing.assert_close(after[columns], kept)
+
+
+def test_a_rule_without_a_memory_leaves_none() -> None:
+    assert combine_apart(BLOCKS, Krum(byzantine=1), NoMixing(), torch.randn(7, 9), torch.ones(7), None, 0)[1] is None
+
+
+def test_what_is_false_in_one_expert_only_is_found_there() -> None:
+    """It hides in the middle of all the others everywhere else, so that Krum takes it as a whole."""
+    stack = 1 + torch.randn(7, 9, generator=torch.Generator().manual_seed(5)) * torch.tensor([9.0, 0.1, 0.1, 9, 9, 9, 0.1, 9, 9])
+    stack[0] = stack[1:].mean(0)
+    stack[0, PARTS[1]] = -3.0
+    whole = rules.krum(stack, 1)
+    assert torch.equal(whole, stack[0])
+    apart, _ = combine_apart(BLOCKS, Krum(byzantine=1), NoMixing(), stack, torch.ones(7), None, 0)
+    assert float((apart[PARTS[1]] - 1).abs().max()) < 0.5
+    assert torch.equal(apart[PARTS[2]], stack[0, PARTS[2]])

@@ -302,6 +302,20 @@ def steps_alone_have_no_single_samples(settings: Settings, inner: int, private: 
         settings.report("privacy", message, "updates.privacy.unit", "strategy.kind", help="set updates.privacy.unit to contribution")
 
 
+@rule("updates.experts_apart", "model.kind")
+def only_a_mixture_has_experts_to_compare(settings: Settings, apart: bool, model: str) -> None:
+    if apart and model != "moe":
+        message = f"a model of the kind {model} has no experts that a rule could look at"
+        settings.report("experts", message, "updates.experts_apart", "model.kind", help="set updates.experts_apart to false")
+
+
+@rule("updates.experts_apart", "updates.aggregation.kind", "updates.mixing.kind")
+def columns_are_apart_already(settings: Settings, apart: bool, kind: str, mixing: str) -> None:
+    if apart and Aggregation.kinds[kind].by_column and mixing != "nearest-neighbours":
+        message = f"`{settings.spelling('updates.experts_apart')}` has no effect: the rule {kind} looks at each number by itself"
+        settings.report("no-effect", message, "updates.experts_apart", severity="warning")
+
+
 @rule("updates.mixing.kind", "updates.mixing.byzantine")
 def mixing_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
     _quorum(settings, "updates.mixing.byzantine", kind, byzantine, 1, ("updates.mixing.kind",))

@@ -12,16 +12,16 @@ from shoal.updates.fragments import Span
 from shoal.updates.layout import Layout
 
 
-def expert_blocks(engine: SingleEngine, cap: float | None) -> ExpertBlocks | None:
-    """The experts of the engine's networks; None: there are none, or nobody weighs them (`cap`)."""
+def expert_blocks(engine: SingleEngine, cap: float | None, apart: bool = False) -> ExpertBlocks | None:
+    """The experts of the engine's networks; None: there are none, or nobody weighs them (`cap`) or looks at each of them (`apart`)."""
     layers = [one for player in engine.task.players.values() for one in player.modules() if isinstance(one, Experts)]
-    if cap is None or not layers:
+    if not layers or not (cap is not None or apart):
         return None
     spans, at = list[tuple[Span, ...]](), 0
     for name, layout in engine.layouts.items():
         spans += spans_of_experts(engine.task.players[name], layout, at)
         at += layout.size
-    return ExpertBlocks(tuple(spans), len(layers), layers[0].router.per_token, _loads_at(engine), cap)
+    return ExpertBlocks(tuple(spans), len(layers), layers[0].router.per_token, 0 if cap is None else _loads_at(engine), cap)
 
 
 def spans_of_experts(network: nn.Module, layout: Layout, at: int = 0) -> list[tuple[Span, ...]]:

@@ -139,7 +139,7 @@ def plan_of(run: Run, agreed: Agreed) -> Plan:
         attempts=feed.attempts,
         worker_steps=length.worker_steps,
         spans=agreed.spans,
-        experts=expert_blocks(agreed.parts.single, agreed.policies.expert_cap),
+        experts=expert_blocks(agreed.parts.single, agreed.policies.expert_cap, run.updates.experts_apart),
         samples_per_batch=run.training.batch_size,
         samples_per_epoch=len(samples) if isinstance(samples, data.Samples) else None,
         weight_per_sample=weight_per_sample(run, samples),

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.config.schema import updates as schema
 from shoal.updates.fragments import Span
-from shoal.updates.rules import mean_of_vectors
+from shoal.updates.rules import combine, mean_of_vectors
 
 
 class ExpertBlocks(NamedTuple):
@@ -98,3 +99,37 @@ def stretches(spans_X: Sequence[Sequence[Span]], size: int) -> Iterator[tuple[Sp
         at = end
     if at < size:
         yield (at, size), None
+
+
+def combine_apart(
+    blocks: ExpertBlocks,
+    aggregation: schema.Aggregation,
+    mixing: schema.Mixing,
+    stack_ND: Tensor,
+    weights_N: Tensor,
+    state: Tensor | None,
+    seed: int,
+) -> tuple[Tensor, Tensor | None]:
+    """As `rules.combine`, for each expert by itself and for the rest together: a contribution that is false in one expert only is compared
+    where it differs, and may be chosen elsewhere. `state` is as long as the vector, where the rule has one."""
+    update, remembered = torch.empty_like(stack_ND[0]), None
+    rest = tuple(span for span, number in stretches(blocks.spans_X, stack_ND.shape[1]) if number is None)
+    for spans in (own for own in (rest, *blocks.spans_X) if own):
+        before = None if state is None else _taken(state, spans)
+        own_update, after = combine(aggregation, mixing, _taken(stack_ND, spans), weights_N, before, seed)
+        _put(update, spans, own_update)
+        if after is not None:
+            remembered = torch.empty_like(update) if remembered is None else remembered
+            _put(remembered, spans, after)
+    return update, remembered
+
+
+def _taken(values: Tensor, spans: Sequence[Span]) -> Tensor:
+    """The columns of some stretches, end to end."""
+    return torch.cat([values[..., start:end] for start, end in spans], dim=-1)
+
+
+def _put(target_D: Tensor, spans: Sequence[Span], values: Tensor) -> None:
+    """Put back what `_taken` gave."""
+    for (start, end), own in zip(spans, torch.split(values, [end - start for start, end in spans]), strict=True):
+        target_D[start:end] = own
