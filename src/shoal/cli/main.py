@@ -22,6 +22,7 @@ COMMANDS = {
     "simulate": "try a run with thousands of workers in virtual time",
     "eval": "judge a run on its held-out data",
     "generate": "let a run write text or draw images",
+    "serve": "let a model answer over an API in OpenAI's form, and on a chat page",
     "export": "write a run's model into a folder, for other programs",
     "runs": "list past runs",
     "demo": "two small trainings on built-in data",

@@ -26,9 +26,6 @@ _MOST_PLACES = 6
 
 _UNBUILT = {
     "serving.num_nodes": "serving over several machines",
-    "serving.api_port": "the web interface",
-    "serving.page_port": "the web interface",
-    "serving.request_timeout_s": "serving over several machines",
     "rlhf": "reinforcement learning from feedback",
 }
 """Settings that ask for a part which does not exist yet. None of them may be ignored."""

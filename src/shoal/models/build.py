@@ -21,7 +21,7 @@ def build(run: Run, shapes: Shapes) -> Players:
         # torch.manual_seed would also seed the GPUs, and nothing puts those back
         torch.default_generator.manual_seed(run.seed)
         players: Players = builder(run.model, run, shapes)
-        if run.chosen_task.scores:
+        if run.task is not None and run.task.scores:
             players["model"] = Scored(players["model"], head_only=bool(getattr(run.task, "head_only", False)))
         return players
 

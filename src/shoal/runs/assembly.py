@@ -78,6 +78,8 @@ def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: 
 
     `part`: which of the seat's processes this is, and of how many; together they take `batch_size` samples each.
     """
+    if run.scheduled:  # all seats are stretches of the same order, and positions are those of the whole data
+        seat, shards = 0, 1
     batch_size, seed = run.training.batch_size, run.data.shuffle_seed
     assert batch_size is not None  # derived with the configuration, like the seed
     assert seed is not None

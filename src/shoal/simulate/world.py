@@ -28,7 +28,7 @@ _HEADER_BYTES = 300
 _LONGEST_GOODBYE_S = 60.0
 SERVICE_S = 0.0003
 SERVICE_BYTES_PER_S = 0.7e9
-"""What a question costs a coordinator that does one after the other: measured on two slow cores (`benchmarks/ingest.py`)."""
+"""What a question is taken to cost a coordinator that does one after the other: an estimate for two slow cores, not a measurement."""
 
 
 class Scenario(NamedTuple):
