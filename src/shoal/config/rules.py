@@ -250,6 +250,28 @@ def overlap_ends_within_the_round(settings: Settings, overlap: int, inner: int, 
         settings.report("overlap", message, "strategy.overlap_steps", "strategy.inner_steps")
 
 
+@rule("strategy.expert_weight_cap", "model.kind")
+def only_a_mixture_has_experts_to_weigh(settings: Settings, cap: float | None, model: str) -> None:
+    if cap is not None and model != "moe":
+        message = f"a model of the kind {model} has no experts to weigh by their tokens"
+        settings.report("experts", message, "strategy.expert_weight_cap", "model.kind", help="set strategy.expert_weight_cap to null")
+
+
+@rule("strategy.expert_weight_cap", "updates.aggregation.kind", "updates.mixing.kind")
+def only_the_mean_weighs_experts(settings: Settings, cap: float | None, rule: str, mixing: str) -> None:
+    for kind, plain, path in ((rule, "mean", "updates.aggregation.kind"), (mixing, "none", "updates.mixing.kind")):
+        if cap is not None and kind != plain:
+            message = f"experts are weighed by the tokens that workers report, and {kind} goes by nothing that a worker says of itself"
+            settings.report("experts", message, "strategy.expert_weight_cap", path, help="set strategy.expert_weight_cap to null")
+
+
+@rule("strategy.expert_weight_cap", "updates.privacy.enabled")
+def reported_loads_are_not_private(settings: Settings, cap: float | None, private: bool) -> None:
+    if cap is not None and private:
+        message = "workers report how many of their tokens chose each expert, and updates.privacy adds no noise to that"
+        settings.report("experts", message, "strategy.expert_weight_cap", "updates.privacy.enabled")
+
+
 @rule("strategy.quorum", "strategy.grace_s")
 def grace_follows_a_quorum(settings: Settings, quorum: int | None, grace: float) -> None:
     if grace and quorum is None:
@@ -278,6 +300,20 @@ def steps_alone_have_no_single_samples(settings: Settings, inner: int, private: 
     if private and unit == "sample":
         message = "a worker of diloco sends where many steps led it: there is no gradient of a sample to clip"
         settings.report("privacy", message, "updates.privacy.unit", "strategy.kind", help="set updates.privacy.unit to contribution")
+
+
+@rule("updates.experts_apart", "model.kind")
+def only_a_mixture_has_experts_to_compare(settings: Settings, apart: bool, model: str) -> None:
+    if apart and model != "moe":
+        message = f"a model of the kind {model} has no experts that a rule could look at"
+        settings.report("experts", message, "updates.experts_apart", "model.kind", help="set updates.experts_apart to false")
+
+
+@rule("updates.experts_apart", "updates.aggregation.kind", "updates.mixing.kind")
+def columns_are_apart_already(settings: Settings, apart: bool, kind: str, mixing: str) -> None:
+    if apart and Aggregation.kinds[kind].by_column and mixing != "nearest-neighbours":
+        message = f"`{settings.spelling('updates.experts_apart')}` has no effect: the rule {kind} looks at each number by itself"
+        settings.report("no-effect", message, "updates.experts_apart", severity="warning")
 
 
 @rule("updates.mixing.kind", "updates.mixing.byzantine")

@@ -17,6 +17,7 @@ from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
 from shoal.coordinator.state import Bounds, Plan
 from shoal.engines import choose_device
+from shoal.engines.experts import expert_blocks
 from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, needed, ranks_of, weight_per_sample
@@ -138,6 +139,7 @@ def plan_of(run: Run, agreed: Agreed) -> Plan:
         attempts=feed.attempts,
         worker_steps=length.worker_steps,
         spans=agreed.spans,
+        experts=expert_blocks(agreed.parts.single, agreed.policies.expert_cap, run.updates.experts_apart),
         samples_per_batch=run.training.batch_size,
         samples_per_epoch=len(samples) if isinstance(samples, data.Samples) else None,
         weight_per_sample=weight_per_sample(run, samples),

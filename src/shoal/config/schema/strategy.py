@@ -3,7 +3,17 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from shoal.config.fields import EMPTY, Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section
+from shoal.config.fields import (
+    EMPTY,
+    AtLeastOne,
+    Decay,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Section,
+)
 from shoal.config.parts import Part
 from shoal.config.schema.training import OptimizerName
 
@@ -19,6 +29,11 @@ class Strategy(Part, noun="strategy"):
     """Whether a scheduler can tell workers after every step which task to go on with."""
     leases_units: ClassVar[bool] = False
     """Whether workers lease units of the data, so that every sample of an epoch is learned from, or given up by name."""
+
+    @property
+    def weighs_experts(self) -> bool:
+        """Whether an expert's update is weighed by the tokens that it saw, so that workers report those."""
+        return False
 
 
 class Local(Strategy):
@@ -140,3 +155,12 @@ class DiLoCo(Strategy, built_by="shoal.strategies.diloco:policies"):
     """Steps that a worker goes on while what it sent is on its way; 0: it waits."""
     overlap_blend: PositiveShare = 0.5
     """Share of the new weights in the worker's own, where it went on meanwhile; else they replace them."""
+    expert_weight_cap: AtLeastOne | None = None
+    """In a mixture, each expert's outer gradient is weighed by the tokens that it saw at a worker, which the worker reports.
+
+    No contribution counts more in an expert than this many times its share in the plain mean. null: the plain mean.
+    """
+
+    @property
+    def weighs_experts(self) -> bool:
+        return self.expert_weight_cap is not None
