@@ -258,7 +258,7 @@ def test_a_full_disk_is_told_and_training_goes_on(
 
 
 UNBUILT = {
-    "dist-llm-train/lan": "scheduling",
+    "smolcluster/cluster_config_mp": "pipeline",
 }
 
 
@@ -273,7 +273,6 @@ def test_what_is_not_built_is_refused_by_name(folder: Path, capsys: pytest.Captu
     "setting",
     [
         "serving.num_nodes=2",
-        "scheduler.kind=priority",
         "engine.kind=pipeline",
     ],
 )

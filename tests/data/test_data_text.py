@@ -14,6 +14,7 @@ import torch
 
 from shoal.data import Data, Feed, load, read_prompts
 from shoal.data.text.files import TextFiles, by_split, find_files
+from shoal.data.text.rows import Fields
 from shoal.errors import ShoalError
 
 Make = Callable[..., Any]
@@ -222,7 +223,7 @@ def test_missing_files_and_fields(tmp_path: Path, text_of: Make) -> None:
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext\n")
     for unit in ("whole", "piece", "line"):
-        assert next(TextFiles([tmp_path / "a.txt"], None, unit).read())[0].text.strip() == "text"
+        assert next(TextFiles([tmp_path / "a.txt"], Fields(), unit).read())[0].text.strip() == "text"
 
 
 def test_a_vocabulary_too_large_for_the_model_is_refused(tmp_path: Path, text_of: Make) -> None:
@@ -316,7 +317,7 @@ def test_preferences(tmp_path: Path, make_run: Make) -> None:
     rows = [{"chosen": dialogue.format(i=i) + " good", "rejected": dialogue.format(i=i) + " bad thing"} for i in range(30)]
     rows.append({"chosen": "the same", "rejected": "the same"})
     file = write_rows(tmp_path / "pairs.jsonl.gz", rows)
-    run = make_run(model__kind="gpt", data__source={"kind": "preferences", "path": str(file)})
+    run = make_run(model__kind="gpt", task__kind="reward", data__source={"kind": "preferences", "path": str(file)})
     data = load(run)
     assert data.eval is not None
     assert (len(data.train), len(data.eval)) == (28, 2)
@@ -326,7 +327,9 @@ def test_preferences(tmp_path: Path, make_run: Make) -> None:
     for side, answer in (("chosen", " good"), ("rejected", " bad thing")):
         for labels in batch[f"{side}_labels"]:
             assert [int(label) for label in labels if label != -100] == [*answer.encode(), 256]
-    short = load(make_run(model__kind="gpt", data__sequence_length=8, data__source={"kind": "preferences", "path": str(file)}))
+    short = load(
+        make_run(model__kind="gpt", task__kind="reward", data__sequence_length=8, data__source={"kind": "preferences", "path": str(file)})
+    )
     labels = next(Feed(short.train, batch_size=4, seed=1))["chosen_labels"]
     assert [int(label) for label in labels[0] if label != -100] == [*b" good", 256], "of a long prompt the end is kept"
 
@@ -339,13 +342,34 @@ def test_preferences_with_a_prompt_of_their_own(tmp_path: Path, make_run: Make) 
         "chosen_field": "better",
         "rejected_field": "worse",
     }
-    pairs = load(make_run(model__kind="gpt", data__source=source)).train.pairs
+    pairs = load(make_run(model__kind="gpt", task__kind="reward", data__source=source)).train.pairs
     assert {pair.chosen for pair in pairs} == {"yes"}
     assert {pair.rejected for pair in pairs} == {"no"}
 
 
+def test_preferences_as_messages(tmp_path: Path, make_run: Make) -> None:
+    question = {"role": "user", "content": "hi"}
+    good, bad = ({"role": "assistant", "content": text} for text in ("good", "bad"))
+    rows = [{"chosen": [question, good], "rejected": [question, bad]}, {"prompt": [question], "chosen": [good], "rejected": [bad]}]
+    source = {"kind": "preferences", "path": str(write_rows(tmp_path / "a.jsonl", rows * 2))}
+    data = load(make_run(model__kind="gpt", task__kind="reward", data__source=source))
+    assert {*data.train.pairs, *data.eval.pairs} == {("\n\nHuman: hi\n\nAssistant:", " good", " bad")}
+    write_rows(tmp_path / "a.jsonl", [{"chosen": [{"role": "poet", "content": "x"}], "rejected": "y"}])
+    with pytest.raises(ShoalError, match=r"a\.jsonl:1: each message of `chosen` must have a `role`"):
+        load(make_run(model__kind="gpt", task__kind="reward", data__source=source))
+
+
+def test_a_language_model_learns_the_chosen_answers(tmp_path: Path, make_run: Make) -> None:
+    rows = [{"prompt": f"Q{i} ", "chosen": "yes", "rejected": "no"} for i in range(40)]
+    source = {"kind": "preferences", "path": str(write_rows(tmp_path / "a.jsonl", rows))}
+    data = load(make_run(model__kind="gpt", data__source=source, data__batching="dynamic"))
+    batch = data.train.batch(range(4))
+    for labels in batch["labels"]:
+        assert bytes(int(label) for label in labels if 0 <= label < 256) == b"yes", "the loss is on answers only"
+
+
 def test_bad_preferences(tmp_path: Path, make_run: Make) -> None:
-    run = make_run(model__kind="gpt", data__source={"kind": "preferences", "path": str(tmp_path / "a.jsonl")})
+    run = make_run(model__kind="gpt", task__kind="reward", data__source={"kind": "preferences", "path": str(tmp_path / "a.jsonl")})
     for row, message in (
         ({"chosen": "a"}, "`rejected` must be a text, and there is none"),
         ({"chosen": "", "rejected": "b"}, "it is empty"),
@@ -368,6 +392,6 @@ def test_prompts(tmp_path: Path) -> None:
 
 def test_real_preferences(shared_data: Path, make_run: Make) -> None:
     source = {"kind": "preferences", "path": str(shared_data / "preference" / "hh_helpful_base_test.jsonl.gz")}
-    data = load(make_run(model__kind="gpt", data__source=source, data__max_samples=200))
+    data = load(make_run(model__kind="gpt", task__kind="reward", data__source=source, data__max_samples=200))
     assert len(data.train) + len(data.eval) == 200
     assert all(pair.prompt.endswith("\n\nAssistant:") for pair in data.train.pairs)

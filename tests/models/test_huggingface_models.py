@@ -235,11 +235,6 @@ def test_sequences_must_fit(shapes, gpt2):
         built(shapes, gpt2, sequence_length=33)
 
 
-def test_scratch_and_weights_contradict(shapes, gpt2):
-    with pytest.raises(ShoalError, match=r"model.from_scratch and model.weights contradict"):
-        built(shapes, gpt2, from_scratch=True, weights=str(gpt2))
-
-
 def test_no_network_says_what_to_put_where(shapes, monkeypatch):
     import huggingface_hub
 

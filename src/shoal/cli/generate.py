@@ -35,6 +35,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     made = argparse.ArgumentParser("shoal generate", description="Let a run's newest checkpoint write or draw.")
     made.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
     made.add_argument("--prompt", default="", help="what the text begins with")
+    made.add_argument("--context", default="", help="a text that a model with cross-attention reads beside it")
     made.add_argument("--max-new-tokens", type=int, metavar="N", help="length of the text (default: the run's setting)")
     made.add_argument("--decoding", choices=WAYS, help="how a token is chosen (default: the run's setting)")
     made.add_argument("--temperature", type=float, help="above 1 more random, below 1 less")
@@ -73,7 +74,8 @@ def _write(trained: Trained, arguments: argparse.Namespace) -> None:
     count = arguments.max_new_tokens or trained.run.serving.max_new_tokens
     decoding = _decoding(trained.run.serving.decoding, arguments)
     sys.stdout.write(arguments.prompt)
-    for piece in generate_text(trained, arguments.prompt, max_new_tokens=count, seed=arguments.seed, decoding=decoding):
+    given = {"max_new_tokens": count, "seed": arguments.seed, "decoding": decoding, "context": arguments.context}
+    for piece in generate_text(trained, arguments.prompt, **given):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")

@@ -18,6 +18,8 @@ COMMANDS = {
     "status": "how a run through a database goes: who works, what it has learned",
     "audit": "check that nothing a coordinator confirmed was lost, or counted twice",
     "repair": "make a run with damaged files fit to be resumed, and say what is lost",
+    "index": "make an index of texts, whose passages a model reads beside its input",
+    "simulate": "try a run with thousands of workers in virtual time",
     "eval": "judge a run on its held-out data",
     "generate": "let a run write text or draw images",
     "serve": "let a model answer over an API in OpenAI's form, and on a chat page",

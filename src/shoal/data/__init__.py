@@ -2,9 +2,10 @@
 
 from shoal.data.feed import Feed
 from shoal.data.fingerprint import fingerprint, kept_fingerprint
-from shoal.data.interfaces import IGNORED, Batch, Data, Info, Progress, Samples, State, Stream
+from shoal.data.interfaces import IGNORED, Batch, Data, Info, PassageFinder, Progress, Samples, State, Stream
 from shoal.data.load import load
 from shoal.data.pieces import PieceFeed, Pieces
+from shoal.data.retrieval.load import open_finder
 from shoal.data.text.preferences import PreferencePairs, read_preferences, read_prompts
 from shoal.data.text.tokenizers import StreamedText, Tokenizer, load_tokenizer
 
@@ -14,6 +15,7 @@ __all__ = [
     "Data",
     "Feed",
     "Info",
+    "PassageFinder",
     "PieceFeed",
     "Pieces",
     "PreferencePairs",
@@ -27,6 +29,7 @@ __all__ = [
     "kept_fingerprint",
     "load",
     "load_tokenizer",
+    "open_finder",
     "read_preferences",
     "read_prompts",
 ]

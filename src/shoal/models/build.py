@@ -8,6 +8,7 @@ from torch import nn
 from shoal.config import Run
 from shoal.config.schema.model import Model
 from shoal.errors import ShoalError
+from shoal.models.scored import Scored
 from shoal.models.shapes import Shapes
 
 Players = dict[str, nn.Module]
@@ -20,6 +21,8 @@ def build(run: Run, shapes: Shapes) -> Players:
         # torch.manual_seed would also seed the GPUs, and nothing puts those back
         torch.default_generator.manual_seed(run.seed)
         players: Players = builder(run.model, run, shapes)
+        if run.task is not None and run.task.scores:
+            players["model"] = Scored(players["model"], head_only=bool(getattr(run.task, "head_only", False)))
         return players
 
 

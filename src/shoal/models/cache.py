@@ -6,7 +6,7 @@ Shapes: B batch, K key and value heads, L new tokens, S room for tokens, E head 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class LayerCache:
         self.length = 0
         self.keys_BKSE: Tensor | None = None
         self.values_BKSE: Tensor | None = None
+        self.context: tuple[Any, tuple[Tensor, Tensor]] | None = None
+        """The context that the layer attends to, with its keys and values."""
 
     def append(self, keys_BKLE: Tensor, values_BKLE: Tensor) -> tuple[Tensor, Tensor]:
         """Views of all keys and values up to and with the new ones."""
@@ -90,6 +92,10 @@ class KeyValueCache:
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
+        self.context: Any = None
+        """What there is to read beside the tokens."""
+        self.memory: Any = None
+        """What was recalled so far."""
 
     @property
     def length(self) -> int:

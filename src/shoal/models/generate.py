@@ -6,9 +6,9 @@ Shapes: B batch, L tokens of the prompt, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,9 @@ def generate(
     decoding: Decoding,
     seed: int | None = None,
     eos_id: int | None = None,
+    beside: ReadBeside | None = None,
 ) -> Iterator[Tensor]:
-    """The next token ids [B] for prompts [B, L] of one length, step by step, as `decoding.active` says.
+    """The next token ids [B] for prompts [B, L] of one length, step by step, as `decoding.active` says. `beside`: what the model reads.
 
     With a seed, what follows a prompt does not depend on the rows beside it. A row that gave `eos_id` goes on giving it; when all have,
     the end is reached. When the model's longest sequence is full, it goes on from the last half of it. Prompts longer than that are seen
@@ -39,7 +40,8 @@ def generate(
         raise ShoalError("the prompt is empty; give at least one token")
     _check_vocabulary(model, input_ids)
     input_ids = input_ids.to(next(model.parameters()).device)
-    return _tokens(model, input_ids, max_new_tokens, decoding, seed, eos_id)
+    chooser = _Chooser(decoding, seed, input_ids.tolist())
+    return _tokens(model, Context(model, input_ids, max_new_tokens, beside), max_new_tokens, chooser, eos_id)
 
 
 def _check_vocabulary(model: Any, input_ids: Tensor) -> None:
@@ -52,12 +54,8 @@ def _check_vocabulary(model: Any, input_ids: Tensor) -> None:
 
 
 @torch.no_grad()
-def _tokens(
-    model: nn.Module, prompt_BL: Tensor, max_new_tokens: int, decoding: Decoding, seed: int | None, eos_id: int | None
-) -> Iterator[Tensor]:
-    chooser = _Chooser(decoding, seed, prompt_BL.tolist())
-    context = Context(model, prompt_BL, max_new_tokens)
-    ended_B = torch.zeros(len(prompt_BL), dtype=torch.bool, device=prompt_BL.device)
+def _tokens(model: nn.Module, context: Context, max_new_tokens: int, chooser: _Chooser, eos_id: int | None) -> Iterator[Tensor]:
+    ended_B = torch.zeros(len(context.unseen_BL), dtype=torch.bool, device=context.unseen_BL.device)
     for step in range(max_new_tokens):
         with _evaluating(model):
             logits_BV = context.next_logits()
@@ -70,6 +68,15 @@ def _tokens(
             return
         if step + 1 < max_new_tokens:
             context.append(next_B)
+
+
+class ReadBeside(NamedTuple):
+    """Texts that are read beside what is written."""
+
+    columns: Callable[[Tensor], dict[str, Tensor]]
+    """What there is to read beside tokens [B, L], as a batch has it."""
+    every: int | None
+    """Tokens after which there may be something new; None: it stays the same."""
 
 
 class _Chooser:
@@ -97,8 +104,8 @@ class _Chooser:
 class Context:
     """The tokens a model sees, and its cache of them."""
 
-    def __init__(self, model: Any, prompt_BL: Tensor, max_new_tokens: int) -> None:
-        self.model = model
+    def __init__(self, model: Any, prompt_BL: Tensor, max_new_tokens: int, beside: ReadBeside | None = None) -> None:
+        self.model, self.beside = model, beside
         self.longest: int | None = model.max_seq_len
         self.unseen_BL = prompt_BL if self.longest is None else prompt_BL[:, -self.longest :]
         wanted = self.unseen_BL.shape[1] + max_new_tokens
@@ -108,18 +115,31 @@ class Context:
 
     def _start(self) -> None:
         self.cache, self.length = self.model.new_cache(self.capacity), 0
+        self.seen_BL, self.chunks = self.unseen_BL[:, :0], -1
 
     def next_logits(self) -> Tensor:
         """Logits [B, V] of the next token, from the tokens not seen yet and the cache of the others."""
         self.length += self.unseen_BL.shape[1]
-        logits_BV: Tensor = self.model.next_logits(self.unseen_BL, self.cache)
+        keywords = self._new_to_read()
+        logits_BV: Tensor = self.model.next_logits(self.unseen_BL, self.cache, **keywords)
         return logits_BV
+
+    def _new_to_read(self) -> dict[str, Any]:
+        if self.beside is None:
+            return {}
+        self.seen_BL = torch.cat([self.seen_BL, self.unseen_BL], dim=1)
+        chunks = 0 if self.beside.every is None else (self.length - 1) // self.beside.every
+        if chunks == self.chunks:
+            return {}
+        self.chunks = chunks
+        columns = {name: value.to(self.seen_BL.device) for name, value in self.beside.columns(self.seen_BL).items()}
+        return {"beside": self.model.new_beside(**columns)}
 
     def append(self, next_B: Tensor) -> None:
         self.recent.append(next_B)
         if self.length == self.longest:
-            self._start()
             self.unseen_BL = torch.stack(tuple(self.recent), dim=1)
+            self._start()
         else:
             self.unseen_BL = next_B.unsqueeze(1)
 

@@ -6,7 +6,8 @@ Shapes: B batch, L tokens, S tokens seen (L and those in the cache), V vocabular
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def _filled(layers: list[tuple[Tensor, Tensor]]) -> Any:
 class HuggingFace(nn.Module):
     """A model of transformers with the same face as Shoal's own; `inner` is the model itself.
 
-    It has no `hidden` and `output_weight`: some of these models scale, cap or shift what the output matrix gives.
+    It has no `output_weight`: some of these models scale, cap or shift what the output matrix gives.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -67,6 +68,7 @@ class HuggingFace(nn.Module):
         config = inner.config.get_text_config()
         self.inner = inner
         self.vocab_size: int = config.vocab_size
+        self.width: int = config.hidden_size
         self.max_seq_len: int | None = getattr(config, "max_position_embeddings", None)
         self.accepts = frozenset(inspect.signature(inner.forward).parameters)
         self.cache_name = next((name for name in CACHE_NAMES if name in self.accepts), None)
@@ -77,11 +79,7 @@ class HuggingFace(nn.Module):
 
     def _logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache | None, attention_mask: Tensor | None, **arguments: Any) -> Tensor:
         if attention_mask is not None:
-            arguments["attention_mask"] = attention_mask
-            if "position_ids" in self.accepts:
-                # Counted from the first real token, so that padding on the left changes nothing
-                positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-                arguments["position_ids"] = positions_BS[:, -input_ids_BL.shape[1] :]
+            arguments |= self._masked(attention_mask, input_ids_BL.shape[1])
         if "use_cache" in self.accepts:
             arguments["use_cache"] = cache is not None
         if cache is not None and self.cache_name is not None:
@@ -102,6 +100,37 @@ class HuggingFace(nn.Module):
         return self.cache_name == CACHE_NAMES[0] and all(
             type(layer) is DynamicLayer for layer in DynamicCache(config=self.inner.config).layers
         )
+
+    def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None) -> Tensor:
+        """The last hidden states [B, L, D], which the output matrix reads."""
+        arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self.accepts else {}
+        if attention_mask is not None:
+            arguments |= self._masked(attention_mask, input_ids_BL.shape[1])
+        output = self._whole().get_decoder()(input_ids=input_ids_BL, **arguments)
+        hidden_BLD: Tensor = output.last_hidden_state
+        return hidden_BLD
+
+    def _whole(self) -> Any:
+        """The model of transformers itself; LoRA's matrices, where there are some, stand in its layers."""
+        return self.inner.get_base_model() if hasattr(self.inner, "get_base_model") else self.inner
+
+    def _masked(self, attention_mask: Tensor, length: int) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"attention_mask": attention_mask}
+        if "position_ids" in self.accepts:
+            # Counted from the first real token, so that padding on the left changes nothing
+            positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+            arguments["position_ids"] = positions_BS[:, -length:]
+        return arguments
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """The model as it was before LoRA, until the end of the block, however that ends."""
+        with self.inner.disable_adapter():
+            yield
+
+    @property
+    def has_adapters(self) -> bool:
+        return hasattr(self.inner, "disable_adapter")
 
     def new_cache(self, capacity: int) -> HuggingFaceCache:
         """Grows as the model likes."""
@@ -141,6 +170,13 @@ class HuggingFace(nn.Module):
         merge = getattr(self.inner, "merge_and_unload", None)
         whole = merge() if merge is not None else self.inner
         whole.save_pretrained(str(folder), safe_serialization=True)
+
+    def save_scored(self, folder: Path, head_1D: Tensor) -> None:
+        """As `AutoModelForSequenceClassification.from_pretrained` loads it, with one label. The model is used up."""
+        merge = getattr(self.inner, "merge_and_unload", None)
+        pretrained.as_classifier(merge() if merge is not None else self.inner, head_1D).save_pretrained(
+            str(folder), safe_serialization=True
+        )
 
 
 def players(model: schema.HuggingFace, run: Run, shapes: Shapes) -> dict[str, nn.Module]:

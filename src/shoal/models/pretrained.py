@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.config.paths import nothing_at
 from shoal.config.schema import model as schema
@@ -19,8 +20,6 @@ FILES = "config.json, model.safetensors and the tokenizer's files"
 
 def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
     """The model in float32: mixed precision keeps its weights so, and lowers only what is computed."""
-    if model.from_scratch and model.weights is not None:
-        raise ShoalError("model.from_scratch and model.weights contradict each other: set one of them")
     transformers = _transformers()
     with _explained("model.pretrained", model.pretrained):
         config = transformers.AutoConfig.from_pretrained(model.pretrained, token=token)
@@ -53,6 +52,20 @@ def _with_weights(setting: str, name: str, config: Any, token: str | None) -> nn
         raise ShoalError(f"{setting}: the weights of {name} lack {len(missing)} tensors of the model, such as {missing[0]}")
     loaded: nn.Module = inner
     return loaded
+
+
+def as_classifier(inner: Any, head_1D: Tensor) -> Any:
+    """A causal language model as a classifier of sequences with one label: the same trunk, and a row of weights for the score."""
+    config = copy.deepcopy(inner.config)
+    config.num_labels = 1
+    config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
+    try:
+        made = _transformers().AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        made.score.weight.data.copy_(head_1D)
+    except (ValueError, AttributeError) as error:
+        raise ShoalError(f"transformers has no classifier for {type(inner).__name__}, so the score cannot be exported: {error}") from None
+    made.base_model.load_state_dict(inner.base_model.state_dict())
+    return made
 
 
 def _check_layers(model: schema.HuggingFace, config: Any) -> None:

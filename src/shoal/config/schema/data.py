@@ -1,6 +1,6 @@
 """What it learns from: the source, how samples become batches, how batches are loaded."""
 
-from typing import Literal, Union
+from typing import ClassVar, Literal, Union
 
 from shoal.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from shoal.config.parts import Part
@@ -8,6 +8,9 @@ from shoal.config.parts import Part
 
 class DataSource(Part, noun="data source"):
     """Where samples come from. Built by a function of its settings, the run and a `shoal.data.Request`: `Data`, or parts of text."""
+
+    has_pairs: ClassVar[bool] = False
+    """Whether it holds pairs of a chosen and a rejected answer."""
 
     @property
     def gives(self) -> str:
@@ -57,6 +60,8 @@ class Text(DataSource, built_by="shoal.data.text.sources:open_files"):
     """File or folder."""
     text_field: str | None = None
     """Field of a JSON line that holds the text; null: found out."""
+    context_field: str | None = None
+    """Field with a text that cross-attention reads beside it; null: `context`, where there is one and model.cross_attention.enabled."""
 
 
 class HubDataset(DataSource, built_by="shoal.data.text.sources:open_hub"):
@@ -69,6 +74,8 @@ class HubDataset(DataSource, built_by="shoal.data.text.sources:open_hub"):
     """Configuration name, or a slice such as `train[:1000]`."""
     text_field: str | None = None
     """Column that holds the text; null: found out."""
+    context_field: str | None = None
+    """Column with a text that cross-attention reads beside it; null: `context`, where there is one and model.cross_attention.enabled."""
 
 
 class Wikitext(DataSource, built_by="shoal.data.text.sources:open_wiki"):
@@ -88,11 +95,13 @@ class Snli(DataSource, built_by="shoal.data.text.sources:open_pairs"):
 
 
 class Preferences(DataSource, built_by="shoal.data.text.load:load_preferences"):
-    """Pairs of a chosen and a rejected answer, one JSON object a line."""
+    """Pairs of a chosen and a rejected answer, one JSON object a line: texts, or lists of messages with `role` and `content`; with a field
+    `prompt`, or as whole dialogues that share their beginning. A language model learns the chosen answers of it."""
 
     kind: Literal["preferences"] = "preferences"
+    has_pairs = True
     path: str
-    """File with the pairs."""
+    """File with the pairs, or a folder of such files."""
     chosen_field: str = "chosen"
     """Field of the better answer."""
     rejected_field: str = "rejected"

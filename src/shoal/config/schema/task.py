@@ -2,6 +2,7 @@
 
 from typing import ClassVar, Literal
 
+from shoal.config.fields import PositiveFloat, Share
 from shoal.config.parts import Part
 
 Need = Literal["labels", "images", "tokens", "pairs", "prompts", "samples"]
@@ -20,6 +21,10 @@ class Task(Part, noun="task", word=True):
     """What a model that has learned it does, in a model card: "a model that …"."""
     pipeline: ClassVar[str] = ""
     """The hub's name for such models, where it has one."""
+    scores: ClassVar[bool] = False
+    """Whether its network ends in one number for a text, in place of logits."""
+    drops: ClassVar[bool] = True
+    """Whether it is learned with the model's dropout, and with mixtures that route as in training."""
 
 
 class Classification(Task, built_by="shoal.tasks.classification:build"):
@@ -49,6 +54,34 @@ class Gan(Task, built_by="shoal.tasks.gan:build"):
     shows = "images"
     does = "draws images"
     pipeline = "unconditional-image-generation"
+
+
+class Reward(Task, built_by="shoal.tasks.reward:build"):
+    """Which of two answers is the better one? (Bradley and Terry's model: a score for each.)"""
+
+    kind: Literal["reward"] = "reward"
+    needs = "pairs"
+    scores = True
+    drops = False
+    does = "scores answers"
+    pipeline = "text-classification"
+    head_only: bool = False
+    """Train nothing but the row of weights that makes the score; the network below stays as it is."""
+
+
+class Dpo(Task, built_by="shoal.tasks.dpo:build"):
+    """Make chosen answers more probable than rejected ones, against the model of the beginning (direct preference optimization)."""
+
+    kind: Literal["dpo"] = "dpo"
+    needs = "pairs"
+    drops = False
+    shows = "text"
+    does = "writes text"
+    pipeline = "text-generation"
+    beta: PositiveFloat = 0.1
+    """How closely the model is held to the one it started from: the higher, the closer."""
+    label_smoothing: Share = 0.0
+    """How probable it is that a pair is the wrong way round; below 0.5."""
 
 
 class PpoTask(Task):

@@ -16,6 +16,7 @@ from shoal.data.text.files import by_split, decode, find_files, is_rows, open_fi
 from shoal.errors import ShoalError
 
 _TURN = "\n\nAssistant:"
+_ROLES = {"system": "", "user": "\n\nHuman: ", "assistant": f"{_TURN} "}
 _PROMPT = "prompt"
 
 
@@ -34,8 +35,8 @@ class PreferencePairs:
     def __init__(self, pairs: Sequence[Pair], encoding: Encoding) -> None:
         self.pairs = list(pairs)
         self._encoding = encoding._replace(batching="padded" if encoding.batching == "padded" else "dynamic")
-        self._chosen = _samples([(pair.prompt, pair.chosen) for pair in pairs], encoding)
-        self._rejected = _samples([(pair.prompt, pair.rejected) for pair in pairs], encoding)
+        self._chosen = answer_samples([(pair.prompt, pair.chosen) for pair in pairs], encoding)
+        self._rejected = answer_samples([(pair.prompt, pair.rejected) for pair in pairs], encoding)
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -52,7 +53,7 @@ class PreferencePairs:
         return type(self)([self.pairs[number] for number in indices.tolist()], self._encoding)
 
 
-def _samples(texts: Sequence[tuple[str, str]], encoding: Encoding) -> list[Sample]:
+def answer_samples(texts: Sequence[tuple[str, str]], encoding: Encoding) -> list[Sample]:
     """Prompt and answer. Of a long prompt the end is kept; of a long answer the beginning."""
     end = () if encoding.tokenizer.eos_id is None else (encoding.tokenizer.eos_id,)
     documents = [Document(answer, prompt=prompt) for prompt, answer in texts]
@@ -81,17 +82,40 @@ def _read(file: Path, source: Preferences) -> list[Pair]:
 
 
 def _pair(row: dict[str, object], where: str, source: Preferences) -> Pair:
-    names = (source.chosen_field, source.rejected_field)
-    for name in names:
-        value = row.get(name)
-        if not isinstance(value, str) or not value:
-            found = "there is none" if name not in row else "it is empty" if value == "" else f"it is {type(value).__name__}"
-            raise ShoalError(f"{where}: `{name}` must be a text, and {found}: the fields are {', '.join(f'`{key}`' for key in row)}")
-    chosen, rejected = str(row[names[0]]), str(row[names[1]])
+    chosen, rejected = (_written(row, name, where) for name in (source.chosen_field, source.rejected_field))
     prompt = row.get(_PROMPT)
+    if isinstance(prompt, list):
+        prompt = _dialogue(prompt, _PROMPT, where) + _TURN
     if isinstance(prompt, str):
-        return Pair(prompt, chosen.removeprefix(prompt), rejected.removeprefix(prompt))
+        return Pair(prompt, _answer(chosen, prompt), _answer(rejected, prompt))
     return _split(chosen, rejected)
+
+
+def _answer(text: str, prompt: str) -> str:
+    """What follows the prompt, which may stand before the answer, too; of a message only what it says."""
+    return text.removeprefix(prompt) if text.startswith(prompt) or not prompt.endswith(_TURN) else text.removeprefix(_TURN)
+
+
+def _written(row: dict[str, object], name: str, where: str) -> str:
+    """A field that is a text, or a list of messages. Raises ShoalError."""
+    value = row.get(name)
+    if isinstance(value, list) and value:
+        return _dialogue(value, name, where)
+    if not isinstance(value, str) or not value:
+        found = "there is none" if name not in row else "it is empty" if value in ("", []) else f"it is {type(value).__name__}"
+        raise ShoalError(f"{where}: `{name}` must be a text, and {found}: the fields are {', '.join(f'`{key}`' for key in row)}")
+    return value
+
+
+def _dialogue(messages: Sequence[object], name: str, where: str) -> str:
+    """Messages with a role and a content as a dialogue in plain text, turn by turn."""
+    turns = []
+    for message in messages:
+        role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
+        if role not in _ROLES or not isinstance(content, str):
+            raise ShoalError(f"{where}: each message of `{name}` must have a `role` ({', '.join(_ROLES)}) and a `content` that is a text")
+        turns.append(f"{_ROLES[role]}{content}")
+    return "".join(turns)
 
 
 def _split(chosen: str, rejected: str) -> Pair:

@@ -1,0 +1,54 @@
+"""Attention of which each token uses a share of the heads.
+
+Shapes: B batch, L tokens, D width, H heads, R routed heads, E head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shoal.config.schema import model as schema
+from shoal.errors import ShoalError
+from shoal.models.gpt import Attention
+from shoal.models.trunk import Sight, Told
+
+
+class MixtureOfHeads(Attention):
+    """The first heads are active for every token; of the others a router chooses some. All heads are computed, and a gate weighs what they
+    give: this changes what is learned, and saves no time.
+
+    A token's gates over its chosen heads are their probabilities among these, times their number: where all are alike, each gate is 1.
+    """
+
+    def __init__(self, settings: schema.Moe) -> None:
+        super().__init__(settings, settings.attention_dropout)
+        heads, mixture = settings.num_heads, settings.mixture_of_heads
+        self.shared = max(1, heads // 4) if mixture.shared_heads is None else mixture.shared_heads
+        self.routed = heads - self.shared
+        self.chosen = round(mixture.active_share * heads) - self.shared
+        if self.shared >= heads or self.chosen < 1:
+            raise ShoalError(
+                f"model.mixture_of_heads: {mixture.active_share:.0%} of {heads} heads, of which {self.shared} are active for every token, "
+                "leave none to choose: raise active_share, or lower shared_heads"
+            )
+        self.router = nn.Linear(settings.hidden_size, self.routed, bias=False)
+
+    def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, sight: Sight) -> tuple[Tensor, Told]:
+        with torch.autocast(x_BLD.device.type, enabled=False):
+            probability_BLR = self.router(x_BLD.to(self.router.weight.dtype)).float().softmax(-1)
+        top = probability_BLR.topk(self.chosen, dim=-1)
+        chosen = top.values / top.values.sum(-1, keepdim=True) * self.chosen
+        gates_BLR = torch.zeros_like(probability_BLR).scatter(-1, top.indices, chosen)
+        gates_BHL = torch.cat([torch.ones_like(gates_BLR[..., :1]).expand(-1, -1, self.shared), gates_BLR], dim=-1).transpose(1, 2)
+        weighed_BHLE = attended_BHLE * gates_BHL.unsqueeze(-1).to(attended_BHLE.dtype)
+        return weighed_BHLE, self._balance(probability_BLR, top.indices, sight.counted_BL)
+
+    def _balance(self, probability_BLR: Tensor, chosen: Tensor, counted_BL: Tensor | None) -> Told:
+        """As for experts: the number of heads × Σ share of the choices · mean probability; 1 where all heads are used alike."""
+        if counted_BL is None:
+            return {}
+        counted = counted_BL.sum().clamp(min=1)
+        load_R = torch.bincount(chosen[counted_BL].flatten(), minlength=self.routed).float()
+        mean_R = (probability_BLR * counted_BL.unsqueeze(-1)).sum((0, 1)) / counted
+        return {"head_balance": self.routed * (load_R / load_R.sum().clamp(min=1) * mean_R).sum()}

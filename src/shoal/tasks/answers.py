@@ -1,0 +1,129 @@
+"""How probable answers are, and where they end: what all tasks that learn from answers share.
+
+They are learned as the model will be used: without dropout, and with mixtures that route every token as in evaluation.
+
+Shapes: B batch, L tokens, N tokens that count, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.tasks.base import Batch
+from shoal.tasks.language import IGNORED
+
+
+class Text(NamedTuple):
+    """Prompts with answers, as tokens."""
+
+    input_ids_BL: Tensor
+    labels_BL: Tensor
+    """The token that follows each; IGNORED in prompts and padding."""
+    mask_BL: Tensor
+    """False at padding, on either side."""
+
+    @classmethod
+    def of(cls, batch: Batch, side: str = "") -> Text:
+        return cls(*(batch[f"{side}{name}"] for name in ("input_ids", "labels", "attention_mask")))
+
+    @property
+    def counted_BL(self) -> Tensor:
+        """True where the next token belongs to the answer."""
+        return self.labels_BL != IGNORED
+
+
+def given_to(model: Any, text: Text) -> dict[str, Any]:
+    """What a model is given besides the tokens. Padding on the right needs no mask: a causal model never looks there."""
+    given: dict[str, Any] = {} if bool(text.mask_BL[:, 0].all()) else {"attention_mask": text.mask_BL}
+    if hasattr(model, "new_beside"):
+        given["beside"] = model.new_beside(counted_BL=text.counted_BL)
+    return given
+
+
+def log_softmax(model: Any, text: Text, temperature: float = 1.0, given: dict[str, Any] | None = None) -> Tensor:
+    """The log-probabilities of all tokens where an answer's token was chosen [N, V]: logits are made there, and nowhere else.
+
+    `given`: what `given_to` gave, for those who read what comes out beside the logits.
+    """
+    given = given_to(model, text) if given is None else given
+    if hasattr(model, "output_weight"):
+        logits_NV = F.linear(model.hidden(text.input_ids_BL, **given)[text.counted_BL], model.output_weight)
+    else:
+        logits_NV = model(text.input_ids_BL, **given)[text.counted_BL]
+    return (logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature).log_softmax(-1)
+
+
+def chosen(log_p_NV: Tensor, text: Text) -> Tensor:
+    """The log-probabilities of the answers' own tokens [B, L]; 0 where nothing counts."""
+    chosen_N = log_p_NV.gather(1, text.labels_BL[text.counted_BL][:, None]).squeeze(1)
+    return spread(chosen_N, text)
+
+
+def spread(values_N: Tensor, text: Text) -> Tensor:
+    """Values of the tokens that count at their places [B, L]; 0 elsewhere."""
+    return values_N.new_zeros(text.labels_BL.shape).masked_scatter(text.counted_BL, values_N)
+
+
+def log_probs(model: Any, text: Text, temperature: float = 1.0, given: dict[str, Any] | None = None) -> Tensor:
+    """How probable each token of the answers was [B, L]; 0 where nothing counts."""
+    return chosen(log_softmax(model, text, temperature, given), text)
+
+
+def share_won(margin_B: Tensor) -> Tensor:
+    """The share of pairs in the right order; a tie is half a right one."""
+    return ((margin_B > 0).float() + 0.5 * (margin_B == 0)).mean()
+
+
+def at_the_end(values_BL: Tensor, text: Text) -> Tensor:
+    """Each row's value at its last real token [B]."""
+    last_B = text.mask_BL.long().cumsum(1).argmax(1)
+    return values_BL.gather(1, last_B[:, None]).squeeze(1)
+
+
+def with_auxiliary(total: Tensor, metrics: dict[str, Tensor], givens: list[dict[str, Any]]) -> Tensor:
+    """A loss with what the network itself adds to it, such as the balance of its experts: the mean over several passes."""
+    for given in givens:
+        for name, weight, value in given["beside"].losses if "beside" in given else []:
+            share = value / len(givens)
+            metrics[name] = metrics[name] + share if name in metrics else share
+            total = total + weight * share
+    return total
+
+
+@contextmanager
+def as_used(*models: nn.Module) -> Iterator[None]:
+    """Dropout off and routing as in evaluation, until the end of the block."""
+    training = [module for model in models for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class Reference:
+    """The model of the beginning, which does not learn: a frozen copy, or the model itself with LoRA switched off."""
+
+    def __init__(self, model: Any) -> None:
+        self._adapted = model if getattr(model, "has_adapters", False) else None
+        self._copy: nn.Module | None = None
+        if self._adapted is None:
+            self._copy = copy.deepcopy(model).requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def log_probs(self, text: Text, temperature: float = 1.0) -> Tensor:
+        """As `log_probs`, on the device of the text."""
+        if self._adapted is not None:
+            with as_used(self._adapted), self._adapted.without_adapters():
+                return log_probs(self._adapted, text, temperature)
+        assert self._copy is not None
+        return log_probs(self._copy.to(text.input_ids_BL.device), text, temperature)
