@@ -73,7 +73,7 @@ def story_folder(source: Path, folder: Path):
     import numpy as np
     import torch
     import transformers
-    from tokenizers import Tokenizer, decoders, models
+    from tokenizers import Tokenizer, decoders, models, processors
 
     config = json.loads((source / "stories260K.config.json").read_text())
     with np.load(source / "stories260K.npz") as arrays:
@@ -97,6 +97,7 @@ def story_folder(source: Path, folder: Path):
     words = {f"w{i}": i for i in range(config["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(single="w1 $0", special_tokens=[("w1", 1)])
     tokenizer.save(str(folder / "tokenizer.json"))
     return config, tokenizer
 
@@ -153,3 +154,62 @@ def test_a_chat_template_is_the_models_own(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
     with pytest.raises(ShoalError, match="refuses"):
         template_in([tmp_path]).prompt(messages)
+
+
+def test_a_gguf_file_is_converted_once_and_keeps_its_weights(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    gguf = pytest.importorskip("gguf")
+    import numpy as np
+
+    from shoal.serve.gguf import converted, demo_file
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    file = tmp_path / "small.gguf"
+    weights = write_gguf(gguf, np, file)
+    folder = converted(file)
+    from safetensors.numpy import load_file
+
+    found = load_file(folder / "model.safetensors")
+    np.testing.assert_array_equal(found["model.embed_tokens.weight"], weights["token_embd.weight"])
+    before = (folder / "config.json").stat().st_mtime_ns
+    assert converted(file) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == before
+    (tmp_path / "bad.gguf").write_bytes(b"no model")
+    with pytest.raises(ShoalError, match="cannot be read"):
+        converted(tmp_path / "bad.gguf")
+    monkeypatch.setattr("shoal.serve.gguf._PACKAGE", "no_such_package")
+    with pytest.raises(ShoalError, match="pip install"):
+        demo_file()
+
+
+def write_gguf(gguf, np, file: Path):
+    """A Llama with one layer, in the form of llama.cpp."""
+    width, inner, words = 32, 48, 40
+    writer, chance = gguf.GGUFWriter(str(file), "llama"), np.random.default_rng(0)
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(words)
+    letters = sorted(chr(ord("a") + i) for i in range(26))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<s>", "</s>", *letters, "ab", *(f"w{i}" for i in range(words - 29))])
+    writer.add_token_types([3, 3, *([1] * (words - 2))])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    shapes = {"token_embd": (words, width), "output_norm": (width,), "output": (words, width), "blk.0.attn_norm": (width,)}
+    shapes |= {f"blk.0.attn_{name}": (width, width) for name in ("q", "k", "v", "output")} | {"blk.0.ffn_norm": (width,)}
+    shapes |= {"blk.0.ffn_gate": (inner, width), "blk.0.ffn_up": (inner, width), "blk.0.ffn_down": (width, inner)}
+    weights = {f"{name}.weight": chance.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    for name, value in weights.items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights

@@ -17,6 +17,7 @@ from shoal.models.huggingface import HuggingFace
 from shoal.models.pretrained import load
 from shoal.runs.trained import open_run
 from shoal.serve.chat import ChatTemplate, template_in
+from shoal.serve.gguf import converted
 
 
 class Served(NamedTuple):
@@ -47,6 +48,8 @@ def _opened(targets: Sequence[str], overrides: list[Override], warn: Callable[[s
     target, folder = targets[0], Path(targets[0])
     if len(targets) == 1 and ((folder / "config.yaml").is_file() or (folder / "state.json").is_file()):
         return _run(target, overrides, warn)
+    if len(targets) == 1 and folder.suffix == ".gguf":
+        target, folder = str(converted(folder)), converted(folder)
     if len(targets) == 1 and (folder / "config.json").is_file():
         return _hugging_face(
             _checked(resolve_data(_named(target), name=target, dialect="shoal", overrides=overrides)), folder.resolve().name
@@ -83,14 +86,8 @@ def _hugging_face(run: Run, name: str) -> Served:
     settings: Any = run.model
     model = HuggingFace(load(settings, token)).to(choose_device(run.training.device)).eval()
     tokenizer = data.load_tokenizer(settings.pretrained, token=token)
-    start = _start_ids(model, tokenizer)
-    return Served(name, model, tokenizer, template_in([Path(settings.pretrained)]), run.serving, start, _ends(model, tokenizer))
-
-
-def _start_ids(model: Any, tokenizer: data.Tokenizer) -> tuple[int, ...]:
-    """Models of the Llama family expect a token before the text; Shoal's own training adds none."""
-    begin = getattr(model.inner.config.get_text_config(), "bos_token_id", None)
-    return (begin,) if isinstance(begin, int) and begin != tokenizer.eos_id and begin < model.vocab_size else ()
+    template = template_in([Path(settings.pretrained)])
+    return Served(name, model, tokenizer, template, run.serving, getattr(tokenizer, "opening", ()), _ends(model, tokenizer))
 
 
 def _ends(model: Any, tokenizer: data.Tokenizer) -> frozenset[int]:
