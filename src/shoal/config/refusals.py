@@ -75,6 +75,12 @@ _PACKAGES = (
         lambda run: run.model.kind == "huggingface",
         "models of kind huggingface need transformers: pip install 'shoal[hf]'",
     ),
+    Package(
+        "rlhf.reward.kind",
+        "vaderSentiment",
+        lambda run: run.rlhf is not None and run.rlhf.reward.kind == "sentiment" and run.chosen_task.needs == "prompts",
+        "the reward sentiment needs vaderSentiment: pip install 'shoal[rlhf]'",
+    ),
     Package("model.lora", "peft", lambda run: bool(getattr(run.model, "lora", None)), "model.lora needs peft: pip install peft"),
     Package(
         "transport.kind",
@@ -93,6 +99,8 @@ def refusals(loaded: Loaded, *, packages: Severity = "error") -> list[Problem]:
 def _unbuilt_parts(loaded: Loaded) -> Iterator[Problem]:
     run = loaded.run
     chosen: dict[str, Part | None] = {"model.kind": run.model, "task.kind": run.task, "data.source.kind": run.data.source}
+    if run.rlhf is not None:
+        chosen["rlhf.reward.kind"] = run.rlhf.reward
     for path, part in chosen.items():
         if part is not None and not part.is_built():
             others = ", ".join(name for name, kind in part.kinds.items() if kind.is_built())

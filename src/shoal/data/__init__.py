@@ -5,7 +5,7 @@ from shoal.data.fingerprint import fingerprint, kept_fingerprint
 from shoal.data.interfaces import IGNORED, Batch, Data, Info, Progress, Samples, State, Stream
 from shoal.data.load import load
 from shoal.data.pieces import PieceFeed, Pieces
-from shoal.data.text.preferences import PreferencePairs, read_preferences, read_prompts
+from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_preferences, read_prompts
 from shoal.data.text.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -18,10 +18,12 @@ __all__ = [
     "Pieces",
     "PreferencePairs",
     "Progress",
+    "Prompt",
     "Samples",
     "State",
     "Stream",
     "Tokenizer",
+    "answer_samples",
     "fingerprint",
     "kept_fingerprint",
     "load",

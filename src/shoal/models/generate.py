@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
@@ -57,7 +58,7 @@ def _tokens(
     context = Context(model, prompt_BL, max_new_tokens)
     ended_B = torch.zeros(len(prompt_BL), dtype=torch.bool, device=prompt_BL.device)
     for step in range(max_new_tokens):
-        with _evaluating(model):
+        with evaluating(model):
             logits_BV = context.next_logits()
         next_B = choose(logits_BV, decoding, generator)
         if eos_id is not None:
@@ -73,8 +74,9 @@ def _tokens(
 class Context:
     """The tokens a model sees, and its cache of them."""
 
-    def __init__(self, model: Any, prompt_BL: Tensor, max_new_tokens: int) -> None:
-        self.model = model
+    def __init__(self, model: Any, prompt_BL: Tensor, max_new_tokens: int, mask_BL: Tensor | None = None) -> None:
+        """`mask_BL`: False at padding, which stands before a prompt. A prompt with padding must fit whole."""
+        self.model, self.mask_BS = model, mask_BL
         self.longest: int | None = model.max_seq_len
         self.unseen_BL = prompt_BL if self.longest is None else prompt_BL[:, -self.longest :]
         wanted = self.unseen_BL.shape[1] + max_new_tokens
@@ -88,11 +90,14 @@ class Context:
     def next_logits(self) -> Tensor:
         """Logits [B, V] of the next token, from the tokens not seen yet and the cache of the others."""
         self.length += self.unseen_BL.shape[1]
-        logits_BV: Tensor = self.model.next_logits(self.unseen_BL, self.cache)
+        masked = {} if self.mask_BS is None else {"attention_mask": self.mask_BS}
+        logits_BV: Tensor = self.model.next_logits(self.unseen_BL, self.cache, **masked)
         return logits_BV
 
     def append(self, next_B: Tensor) -> None:
         self.recent.append(next_B)
+        if self.mask_BS is not None:
+            self.mask_BS = F.pad(self.mask_BS, (0, 1), value=True)
         if self.length == self.longest:
             self._start()
             self.unseen_BL = torch.stack(tuple(self.recent), dim=1)
@@ -101,7 +106,7 @@ class Context:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout off for one step only: between the steps the model belongs to the caller."""
     training = [module for module in model.modules() if module.training] if model.training else []
     for module in training:

@@ -101,10 +101,10 @@ class HuggingFace(nn.Module):
             raise ShoalError(f"{type(self.inner).__name__} (model.pretrained) keeps no cache that Shoal knows, so it cannot generate")
         return HuggingFaceCache()
 
-    def next_logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache) -> Tensor:
+    def next_logits(self, input_ids_BL: Tensor, cache: HuggingFaceCache, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [B, V] of the token after these, which the cache then holds too."""
         last_only = {"logits_to_keep": 1} if "logits_to_keep" in self.accepts else {}
-        return self._logits(input_ids_BL, cache, None, **last_only)[:, -1]
+        return self._logits(input_ids_BL, cache, attention_mask, **last_only)[:, -1]
 
     def gradient_checkpointing(self, enabled: bool) -> None:
         """Whether the backward pass computes activations again instead of keeping them."""

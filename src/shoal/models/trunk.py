@@ -197,9 +197,9 @@ class Trunk(nn.Module):
         """Room for the keys and values of so many tokens."""
         return KeyValueCache(len(self.blocks), capacity)
 
-    def next_logits(self, input_ids_BL: Tensor, cache: KeyValueCache) -> Tensor:
+    def next_logits(self, input_ids_BL: Tensor, cache: KeyValueCache, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [B, V] of the token after these, which the cache then holds too."""
-        return F.linear(self.hidden(input_ids_BL, cache=cache)[:, -1], self.output_weight)
+        return F.linear(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask)[:, -1], self.output_weight)
 
     def _initialise(self, std: float) -> None:
         """As GPT-2: what is added to the stream starts smaller, the more layers add to it."""
