@@ -289,7 +289,7 @@ def settings(tmp_path: Path, **rlhf: Any) -> Any:
     ppo = {"rollout_size": 16, "mini_batch_size": 8, "epochs": 2, "steps": 4, "prompt_length": 4, "response_length": 3}
     tree = {
         "model": {"kind": "gpt", **SIZES},
-        "training": {"epochs": 4, "device": "cpu", "gradient_accumulation_steps": 2, "optimizer": {"learning_rate": 0.003}},
+        "training": {"epochs": 1, "device": "cpu", "gradient_accumulation_steps": 2, "optimizer": {"learning_rate": 0.003}},
         "checkpoint": {"every_steps": 3},
         "data": {"max_samples": 50},
         "rlhf": {"reward": "exact", "prompts": str(tmp_path / "prompts.jsonl"), "ppo": ppo} | rlhf,

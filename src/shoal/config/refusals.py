@@ -30,7 +30,6 @@ _UNBUILT = {
     "serving.api_port": "the web interface",
     "serving.page_port": "the web interface",
     "serving.request_timeout_s": "serving over several machines",
-    "rlhf": "reinforcement learning from feedback",
     "training.allow_emulation": "emulated precision",
     "model.mixture_of_heads.": "a mixture of heads",
     "model.mixture_of_activations.": "a mixture of activations",

@@ -80,6 +80,8 @@ def _loop(
     loop = Loop(recorder, parts.engine, parts.feed, judged, sampler(parts, directory))
     if isinstance(parts.feed, RolloutFeed):
         parts.feed.warn = warner(reporters)
+        if checkpoint is None and parts.feed.starts_at_random:
+            parts.feed.warn("rlhf.policy is not given: the policy starts from random weights")
         loop.held_out = parts.feed.judged if parts.feed.held_out and run.evaluation.strategy != "never" else None
     if checkpoint is not None:
         loop.resume(checkpoint, same_run=True)

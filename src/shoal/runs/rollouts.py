@@ -32,6 +32,8 @@ from shoal.tasks.policy_gradient import PolicyGradient
 State = dict[str, Any]
 _HELD_OUT = 64
 """Prompts that an evaluation looks at, at most."""
+_MOST_PROMPTS = 10_000
+"""Beginnings that are taken from a text, evenly spread over it."""
 _COLLAPSED = 0.5
 """Answers that have become so much shorter, or repeat themselves so much more, than at the start have collapsed."""
 
@@ -69,7 +71,8 @@ def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[A
         return [_asked(data.Prompt(pair.prompt), tokenizer, longest) for pair in samples.pairs if pair.prompt]
     if not isinstance(samples, data.Samples):
         raise ShoalError("data.streaming: prompts are taken from texts in memory, or from a file (rlhf.prompts)")
-    ids = samples.batch(range(len(samples)))["input_ids"][:, :longest].tolist()
+    some = range(0, len(samples), -(-len(samples) // _MOST_PROMPTS))
+    ids = samples.batch(some)["input_ids"][:, :longest].tolist()
     return [Asked(row, tokenizer.decode(row)) for row in ids]
 
 
@@ -113,6 +116,9 @@ class RolloutFeed:
         if not prompts:
             raise ShoalError("there is no prompt to answer: set rlhf.prompts")
         self.settings: Rlhf = run.rlhf
+        self.epochs = run.rlhf.ppo.steps
+        """Rollouts of the whole run."""
+        self.starts_at_random = run.rlhf.policy is None and run.model.kind != "huggingface"
         self.seed, self.pieces = run.seed, run.training.gradient_accumulation_steps
         self.task, self.tokenizer = task, tokenizer
         self.warn: Callable[[str], None] = lambda text: None

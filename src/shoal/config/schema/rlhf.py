@@ -117,7 +117,7 @@ class Ppo(Section):
     temperature: PositiveFloat = 1.0
     """Temperature of generation, and of the log-probabilities that are learned from."""
     steps: NonNegativeInt = 100
-    """Rounds of generating and learning."""
+    """Rounds of generating and learning: how long the policy's phase is, whatever training.epochs and training.max_steps are."""
 
 
 class Rlhf(Section):
