@@ -1,6 +1,6 @@
 # make demo    see it work          make test    all tests         make quick   units and properties: tests that start no process
 # make bench   ratios to peers      make docs    generated pages   make lint    style, types, layers
-# make chaos   kill -9, 200 times   make clean   forget the virtual environment
+# make chaos   kill -9, 1,200 times make clean   forget the virtual environment
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 
 .venv/dev: .venv/core
 	@echo "installing what tests need into .venv (once)…"
-	@$(PIP) --editable '.[classroom,deepspeed,hf,privacy,tensorboard,wandb,dev]'
+	@$(PIP) --editable '.[classroom,deepspeed,hf,privacy,serve,tensorboard,wandb,dev]'
 	@touch $@
 
 demo: .venv/core

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import platform
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
 DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds"]
-DEFAULT += ["same-answer", "rejection", "byzantine", "private", "engines", "classroom"]
-# By name only: stragglers, diloco and slow-link (half an hour each), goodput, gpu-dense, gpu-diloco, classroom-quality
+DEFAULT += ["same-answer", "rejection", "byzantine", "private", "engines", "classroom", "makespan"]
+# By name only: stragglers, diloco and slow-link (half an hour each), moe (a quarter), goodput, simulate, gpu-dense, gpu-diloco,
+# classroom-quality
 
 
 class Row(NamedTuple):
@@ -30,16 +35,30 @@ class Row(NamedTuple):
     note: str = ""
 
 
+def machine() -> str:
+    """What the figures were measured on: processor, cores, and how busy it is with other things."""
+    try:
+        told = subprocess.run(["lscpu"], capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"}).stdout
+    except OSError:  # there is none beyond Linux
+        told = ""
+    found = re.search(r"^Model name:\s*(.+)$", told, re.MULTILINE)
+    name = found[1] if found else platform.processor() or "unknown processor"
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return f"{name} ({platform.machine()}), {os.cpu_count()} cores{load}"
+
+
 def main() -> None:
     sys.path.insert(0, str(HERE))
     sys.modules["run"] = sys.modules["__main__"]
     rows: list[Row] = []
+    on = machine()
     for name in sys.argv[1:] or DEFAULT:
         print(f"measuring {name} …", file=sys.stderr)
         for row in importlib.import_module(name.replace("-", "_")).measure():
             print(f"  {row.name}: {row.ours:.4g} {row.unit}, {row.ratio:.3g} of {row.peer:.4g}", file=sys.stderr, flush=True)
             rows.append(row)
     width = max((len(row.name) for row in rows), default=0)
+    print(f"on {on}")
     print(f"{'':<{width}}  {'ours':>10}  {'peer':>10}  {'ratio':>7}  target")
     for row in rows:
         figures = f"{row.ours:>10.4g}  {row.peer:>10.4g}  {row.ratio:>7.3g}"

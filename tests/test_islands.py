@@ -69,8 +69,8 @@ def ranks_in(folder: Path) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            environ = (path / "environ").read_bytes().split(b"\0")
-            if b"RANK=1" in environ and (path / "cwd").resolve() == folder.resolve():
+            title = (path / "cmdline").read_bytes()
+            if b"[rank 1]" in title and (path / "cwd").resolve() == folder.resolve():
                 found.append(int(path.name))
         except OSError:
             continue

@@ -258,7 +258,7 @@ def test_a_full_disk_is_told_and_training_goes_on(
 
 
 UNBUILT = {
-    "dist-llm-train/lan": "scheduling",
+    "smolcluster/cluster_config_mp": "pipeline",
 }
 
 
@@ -272,8 +272,7 @@ def test_what_is_not_built_is_refused_by_name(folder: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     "setting",
     [
-        "serving.api_port=1",
-        "scheduler.kind=priority",
+        "serving.num_nodes=2",
         "engine.kind=pipeline",
     ],
 )

@@ -17,8 +17,34 @@ HOSTS = "cluster: {server: s, workers: [a, b], hosts: {s: {}, a: {}, b: {}}}\n"
 PART = "{source: {kind: builtin, name: python-source}"
 
 BROKEN = [
+    ("name", "name: a/b\n", ["name"]),
+    ("name", "name: ..\n", ["name"]),
+    ("name", 'name: "a\\\\b"\n', ["name"]),
+    ("name", "logging: {project: ../x}\n", ["logging.project"]),
+    ("name", "logging: {project: /x}\n", ["logging.project"]),
+    ("engine", "strategy: {kind: async}\ntransport: {kind: in-process}\nengine: {kind: ddp}\n", ["engine.kind", "transport.kind"]),
+    ("engine", "engine: {kind: deepspeed, zero_stage: 0}\n", ["engine.zero_stage"]),
+    ("engine", "engine: {kind: fsdp}\ntraining: {optimizer: {name: Muon}}\n", ["training.optimizer.name", "engine.kind"]),
+    ("engine", "engine: {kind: fsdp}\nmodel: {kind: dcgan}\ntask: gan\n", ["engine.kind"]),
+    (
+        "engine",
+        "engine: {kind: deepspeed, zero_stage: 3, nvme_offload: true, nvme_path: x}\nlogging: {track_gradients: true}\n",
+        ["logging.track_gradients", "engine.nvme_offload"],
+    ),
+    (
+        "privacy",
+        "strategy: {kind: async}\nengine: {kind: ddp}\nupdates: {clip_norm: 1.0, privacy: {enabled: true, unit: sample}}\n",
+        ["updates.privacy.unit", "engine.kind"],
+    ),
+    ("model", "model: {kind: huggingface, pretrained: x, from_scratch: true, weights: y}\n", ["model.from_scratch", "model.weights"]),
+    ("heads", "model: {kind: gpt, positions: rotary, hidden_size: 12, num_heads: 4}\n", ["model.num_heads", "model.hidden_size"]),
+    ("optimizer", "training: {optimizer: {kwargs: {lr: 0.1}}}\n", ["training.optimizer.kwargs.lr"]),
+    ("stream", "strategy: {kind: workunits}\ndata: {streaming: true}\n", ["data.streaming", "strategy.kind"]),
     ("heads", "model: {kind: gpt, hidden_size: 100, num_heads: 3}\n", ["model.num_heads", "model.hidden_size"]),
     ("heads", "model: {kind: gpt, num_heads: 4, num_kv_heads: 3}\n", ["model.num_kv_heads", "model.num_heads"]),
+    ("router", "model: {kind: moe, experts: {router: expert-choice}}\n", ["model.experts.router"]),
+    ("router", "model: {kind: moe, experts: {router: soft}}\n", ["model.experts.router"]),
+    ("router", "model: {kind: moe, experts: {router: gshard, per_token: 1}}\n", ["model.experts.per_token", "model.experts.router"]),
     ("experts", "model: {kind: moe, experts: {count: 2, per_token: 3}}\n", ["model.experts.per_token", "model.experts.count"]),
     (
         "sequence-length",
@@ -99,7 +125,10 @@ BROKEN = [
     ("nodes", "serving: {num_nodes: 4}\nmodel: {kind: gpt, num_layers: 3}\n", ["serving.num_nodes", "model.num_layers"]),
     ("early-stopping", "training: {early_stopping: {patience: 2}}\nevaluation: {strategy: never}\n", None),
     ("no-effect", "model: {kind: gpt}\ntraining: {penalties: {eos_weight: 1.0}}\n", ["training.penalties.eos_weight"]),
-    ("tasks", "scheduler: {tasks: [{id: a}, {id: a}]}\n", ["scheduler.tasks"]),
+    ("tasks", "strategy: {kind: async}\nscheduler: {tasks: [{id: a}, {id: a}]}\n", ["scheduler.tasks"]),
+    ("tasks", "strategy: {kind: async}\nscheduler: {kind: none, tasks: [{id: a}]}\n", ["scheduler.tasks", "scheduler.kind"]),
+    ("tasks", "strategy: {kind: edp}\nscheduler: {tasks: [{id: a, data_share: 0.7}, {id: b, data_share: 0.7}]}\n", ["scheduler.tasks"]),
+    ("scheduler", "strategy: {kind: diloco}\nscheduler: {kind: priority}\n", ["scheduler.kind", "strategy.kind"]),
     ("task", "task: gan\nmodel: {kind: mlp}\n", ["task", "model.kind"]),
     ("no-effect", "model: {kind: mlp}\ntraining: {penalties: {repetition_weight: 1.0}}\n", ["training.penalties.repetition_weight"]),
     ("mixture", "model: {kind: gpt}\ndata: {source: {kind: mixture, parts: []}}\n", ["data.source.parts"]),
@@ -161,7 +190,7 @@ def test_the_same_files_mended_load(tmp_path: Path) -> None:
         "training: {batch_size: 4, global_batch_size: 16}\nlaunch: {devices_per_node: 4}\n",
         "engine: {kind: deepspeed, zero_stage: 3, nvme_offload: true}\n",
         "serving: {num_nodes: 3}\n" + HOSTS,
-        "scheduler: {tasks: [{id: a}, {id: b}]}\n",
+        "scheduler: {tasks: [{id: a}, {id: b}]}\nstrategy: {kind: async}\n",
     ):
         assert load(tmp_path, text).ok, text
 
@@ -362,6 +391,13 @@ def test_a_nested_and_a_flat_gpt_file_are_one(tmp_path: Path) -> None:
 def volunteers(tmp_path: Path, text: str) -> Loaded:
     (tmp_path / "volunteers.yaml").write_text(text)
     return resolve([File(str(tmp_path / "volunteers.yaml"))], dialect="dist-llm-train", environ={})
+
+
+def test_a_memory_and_privacy_exclude_each_other(tmp_path: Path) -> None:
+    private = "strategy: {kind: syncps}\nupdates: {privacy: {enabled: true}, clip_norm: 1.0}\n"
+    text = f"model: {{kind: moe, episodic_memory: {{enabled: true}}}}\n{private}"
+    (problem,) = [problem for problem in load(tmp_path, text).problems if problem.code == "memory"]
+    assert "replays whole sequences" in problem.message
 
 
 def test_privacy_without_a_limit_names_the_key_of_the_user_s_own_file(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ class Child:
     """One process of the run, and its log."""
 
     def __init__(self, arguments: list[str], log: Path, given: str = "") -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.path, self.from_byte = log, log.stat().st_size if log.exists() else 0
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.log = log.open("ab")
         self.process = nursery.start(["-m", "shoal", *arguments], stdout=self.log, stderr=self.log, env=environment)
         if given:

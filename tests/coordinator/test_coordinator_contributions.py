@@ -237,6 +237,7 @@ def test_ever_new_names_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.coordinator.membership.MOST_NAMES", 50)
     assert MOST_NAMES > 50
     cluster, a = alone()
+    cluster.coordinator.members.most_sessions = 50
     for number in range(80):
         call = cluster.ask_in(Join(f"stranger-{number}", PROTOCOL, {}))
         if cluster.status(call) is None:
@@ -254,9 +255,9 @@ def _leaving(cluster: Cluster, call: int) -> object:
     return Called(cluster.calls, Leave(cluster.answers[call]["session"], 0))
 
 
-def test_too_many_sessions_are_refused_but_not_to_one_who_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.coordinator.membership.MOST_SESSIONS", 2)
+def test_too_many_sessions_are_refused_but_not_to_one_who_is_here() -> None:
     cluster, _ = alone()
+    cluster.coordinator.members.most_sessions = 2
     cluster.join("b")
     assert cluster.status(cluster.ask_in(Join("c", PROTOCOL, {}))) == "full"
     assert cluster.join("a").name == "a"

@@ -22,6 +22,7 @@ from shoal.data.streams.text import HeldOut, TextStream
 from shoal.data.text.documents import Chained, Document, Documents, Texts
 from shoal.data.text.encoding import Encoding
 from shoal.data.text.files import PIECE, TextFiles
+from shoal.data.text.rows import Fields
 from shoal.data.text.samples import text_samples
 from shoal.errors import ShoalError
 
@@ -201,7 +202,7 @@ def test_a_shard_without_a_batch_is_refused() -> None:
 
 
 def piecewise(files: list[Path], position: Any = None) -> list[Any]:
-    return list(TextFiles(files, None, "piece").read(position))
+    return list(TextFiles(files, Fields(), "piece").read(position))
 
 
 @pytest.mark.parametrize("text", ["line of text, ü\n" * 5000, "ü" * 50_000, "x", "a" * PIECE, "a" * (PIECE - 1) + "\n", "\n" * 40_000])
@@ -220,7 +221,7 @@ def test_files_are_read_in_pieces_from_any_position(text: str, tmp_path: Path) -
 def test_pieces_of_one_text_are_joined_again(tmp_path: Path) -> None:
     text = "some line\n" * 5000
     (tmp_path / "a.txt").write_text(text)
-    stream = stream_of(TextFiles([tmp_path / "a.txt"], None, "piece"), length=100)
+    stream = stream_of(TextFiles([tmp_path / "a.txt"], Fields(), "piece"), length=100)
     labels = [label for _, labels in ((s.inputs, s.labels.tolist()) for s in stream.in_order((0, 1))) for label in labels if label != -100]
     assert labels == [*text.encode()[1:], 256]
 

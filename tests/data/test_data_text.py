@@ -14,6 +14,7 @@ import torch
 
 from shoal.data import Data, Feed, load, read_prompts
 from shoal.data.text.files import TextFiles, by_split, find_files
+from shoal.data.text.rows import Fields
 from shoal.errors import ShoalError
 
 Make = Callable[..., Any]
@@ -222,7 +223,7 @@ def test_missing_files_and_fields(tmp_path: Path, text_of: Make) -> None:
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext\n")
     for unit in ("whole", "piece", "line"):
-        assert next(TextFiles([tmp_path / "a.txt"], None, unit).read())[0].text.strip() == "text"
+        assert next(TextFiles([tmp_path / "a.txt"], Fields(), unit).read())[0].text.strip() == "text"
 
 
 def test_a_vocabulary_too_large_for_the_model_is_refused(tmp_path: Path, text_of: Make) -> None:

@@ -19,9 +19,12 @@ import torch
 from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.config.ranks import Place, environment_of, place
+from shoal.config.schema.serving import Decoding
 from shoal.engines import Engine, SingleEngine, World, build, choose_device, enter
 from shoal.launch import nursery
 from shoal.models import build as build_models
+from shoal.models.generate import generate
+from shoal.models.routers.base import LearnedRouter
 from shoal.tasks import Batch
 from shoal.tasks.gan import Gan
 from shoal.tasks.language import LanguageModelling
@@ -167,18 +170,52 @@ MIXTURE = {
 IDLE = "blocks.0.feed_forward.router.bias_E"
 
 
-def mixture_of(world: World | None, engine: dict[str, Any], **training: Any) -> tuple[list[float], list[float]]:
-    """The gradient of the third step of a mixture in which one expert is never chosen, and the biases that the steps before left."""
+def mixture_engine(world: World | None, engine: dict[str, Any], **training: Any) -> Engine:
+    """An engine with a mixture in which one expert is never chosen."""
     run = run_of(engine, optimizer=PLAIN, **training)
     run = run.replace(model=resolve_data({"model": MIXTURE}, name="test", dialect="shoal", environ={}).run.model)
     players = build_models(run, Shapes())
     players["model"].get_buffer(IDLE)[0] = -1.0
     task, device = LanguageModelling(players), choose_device(DEVICE, world.rank if world else 0)
-    made = build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
+    return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
+
+
+def mixture_of(world: World | None, engine: dict[str, Any], **training: Any) -> tuple[list[float], list[float]]:
+    """The gradient of the third step of a mixture, and the biases that the steps before left."""
+    made = mixture_engine(world, engine, **training)
     for step in range(2):
         made.step(batches(step, made.world.rank, made.world.size))
     made.gradients(batches(2, made.world.rank, made.world.size))
     return made.gradient.tolist(), made.buffers.tolist()
+
+
+def writing(world: World) -> dict[str, Any]:
+    """What a mixture writes before and after a step, while its parameters are sharded."""
+    found = {}
+    for text in (FSDP, ZERO[2]):
+        made = mixture_engine(world, json.loads(text))
+        model = made.task.players["model"]
+        found[text] = []
+        for _ in range(2):
+            made.task.players["model"].eval()
+            prompt, way = torch.tensor([[1, 2, 3]]), Decoding(active="greedy")
+            found[text].append([int(one) for one in generate(model, prompt, max_new_tokens=5, decoding=way)])
+            made.task.players["model"].train()
+            made.step(batches(0, made.world.rank, made.world.size))
+    return found
+
+
+def half_mixtures(world: World, *engines: str) -> dict[str, Any]:
+    """The losses of a few steps in bfloat16, and whether the routers' weights are rounded for them."""
+    found: dict[str, Any] = {}
+    for text in engines:
+        made, types = mixture_engine(world, json.loads(text), precision={"kind": "bf16"}), set()
+        for module in made.task.players["model"].modules():
+            if isinstance(module, LearnedRouter):
+                module.register_forward_pre_hook(lambda module, _, types=types: types.add(str(module.weight.dtype)))
+        losses = losses_of(made, 0, 5)
+        found[text] = {"losses": losses, "types": sorted(types)}
+    return found
 
 
 def mixtures(world: World, *engines: str) -> dict[str, Any]:

@@ -113,9 +113,8 @@ def test_rows_end_by_themselves(model):
 
 def test_the_seed_decides(model):
     def sample(seed: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(seed)
         decoding = Decoding(active="sampling", sampling=Sampling(temperature=2.0))
-        return [step.tolist() for step in generate(model, prompt(), max_new_tokens=12, decoding=decoding, generator=generator)]
+        return [step.tolist() for step in generate(model, prompt(), max_new_tokens=12, decoding=decoding, seed=seed)]
 
     before = torch.get_rng_state()
     first = sample(1)

@@ -16,8 +16,8 @@ from shoal.config.schema.data import Data
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 from shoal.models import build, generate
-from shoal.models.heads import Scored
 from shoal.models.sampling import sample
+from shoal.models.scored import Scored
 from shoal.runs.rollouts import as_text
 from shoal.tasks.answers import as_used, log_probs
 
@@ -237,11 +237,6 @@ def test_the_tokenizer_must_fit(shapes, gpt2):
 def test_sequences_must_fit(shapes, gpt2):
     with pytest.raises(ShoalError, match=r"data.sequence_length is 33, but the model .* takes 32 tokens"):
         built(shapes, gpt2, sequence_length=33)
-
-
-def test_scratch_and_weights_contradict(shapes, gpt2):
-    with pytest.raises(ShoalError, match=r"model.from_scratch and model.weights contradict"):
-        built(shapes, gpt2, from_scratch=True, weights=str(gpt2))
 
 
 def test_no_network_says_what_to_put_where(shapes, monkeypatch):

@@ -16,9 +16,11 @@ from shoal import train
 from shoal.cli.main import main
 from shoal.data import Data, Info, fingerprint, kept_fingerprint
 from shoal.data.own import OwnSamples
+from shoal.data.text.beside import Origins
 from shoal.data.text.samples import PackedText
 from shoal.runs.cluster_loop import SharedData
 
+NAMELESS = Origins([], torch.zeros(0, 2).long())
 TEXT = """\
 dialect: shoal
 model: {kind: gpt, hidden_size: 16, num_layers: 1, num_heads: 2, max_seq_len: 16}
@@ -64,9 +66,9 @@ def test_one_token_in_the_middle_makes_other_data() -> None:
     tokens = torch.arange(5000 * 8).view(5000, 8)
     other = tokens.clone()
     other[2501, 3] += 1
-    assert fingerprint(data_of(PackedText(tokens, tokens))) == fingerprint(data_of(PackedText(tokens.clone(), tokens)))
-    assert fingerprint(data_of(PackedText(tokens, tokens))) != fingerprint(data_of(PackedText(other, tokens)))
-    assert kept_fingerprint(data_of(PackedText(tokens, tokens))) != kept_fingerprint(data_of(PackedText(other, tokens)))
+    assert fingerprint(data_of(PackedText(tokens, tokens, NAMELESS))) == fingerprint(data_of(PackedText(tokens.clone(), tokens, NAMELESS)))
+    assert fingerprint(data_of(PackedText(tokens, tokens, NAMELESS))) != fingerprint(data_of(PackedText(other, tokens, NAMELESS)))
+    assert kept_fingerprint(data_of(PackedText(tokens, tokens, NAMELESS))) != kept_fingerprint(data_of(PackedText(other, tokens, NAMELESS)))
 
 
 def test_samples_that_are_new_each_time_are_known_by_their_number() -> None:

@@ -48,9 +48,9 @@ def test_a_folder_that_somebody_has_used_is_never_removed(tmp_path: Path) -> Non
     "settings", [{"name": "../../elsewhere"}, {"name": "a\\b"}, {"logging": {"project": "../x"}}, {"logging": {"project": "/x"}}]
 )
 def test_no_name_leads_out_of_the_folder_of_runs(settings: dict[str, object], tmp_path: Path) -> None:
-    run = resolve_data({"output_dir": str(tmp_path / "runs")} | settings, name="test", dialect="shoal", environ={}).run
+    loaded = resolve_data({"output_dir": str(tmp_path / "runs")} | settings, name="test", dialect="shoal", environ={})
     with pytest.raises(ShoalError, match="output_dir says where runs are kept"):
-        RunDirectory.create(run)
+        RunDirectory.create(loaded.run)
     assert not list(tmp_path.iterdir())
 
 

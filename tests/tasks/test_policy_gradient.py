@@ -18,8 +18,8 @@ from shoal.config.schema.rlhf import SentimentReward as Sentiment
 from shoal.data import load_tokenizer
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
-from shoal.models.heads import Scored, add_value
 from shoal.models.sampling import sample
+from shoal.models.scored import Scored, add_value
 from shoal.runs.alone import prepare
 from shoal.runs.rewards.interface import Answer
 from shoal.runs.rollouts import Asked, RolloutFeed, as_text

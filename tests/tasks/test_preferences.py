@@ -17,8 +17,8 @@ from shoal.config.load import resolve_data
 from shoal.config.schema import model as schema
 from shoal.engines.single import SingleEngine
 from shoal.models.gpt import Gpt
-from shoal.models.heads import Scored
 from shoal.models.moe import Moe
+from shoal.models.scored import Scored
 from shoal.runs.alone import prepare
 from shoal.runs.trained import export, open_run
 from shoal.tasks.answers import Reference, Text, as_used, log_probs

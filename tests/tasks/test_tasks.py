@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.config.schema.training import Penalties
 from shoal.engines.single import SingleEngine
 from shoal.tasks.classification import Classification
 from shoal.tasks.gan import Gan
 from shoal.tasks.images import as_text, grid
-from shoal.tasks.language import LanguageModelling, cross_entropy, repetition
+from shoal.tasks.language import LanguageModelling, cross_entropy
 
 
 class Fixed(nn.Module):
@@ -60,41 +57,6 @@ def test_a_batch_in_which_nothing_counts_has_no_loss() -> None:
     assert float(loss.detach()) == 0.0
     assert logits.grad is not None
     assert not logits.grad.any()
-
-
-def test_repetition_is_the_unlikelihood_of_the_window() -> None:
-    torch.manual_seed(0)
-    ids = torch.tensor([[1, 2, 1, 3, 3]])
-    labels = torch.tensor([[2, 1, 3, 3, -100]])
-    log_p = torch.randn(1, 5, 4).log_softmax(-1)
-    window = 3
-    total = 0.0
-    for t in range(4):
-        seen = set(ids[0, max(0, t - window + 1) : t + 1].tolist()) - {int(labels[0, t])}
-        total += sum(-math.log(1 - math.exp(float(log_p[0, t, token]))) for token in seen)
-    assert float(repetition(log_p, ids, labels, window)) == pytest.approx(total / 4, rel=1e-5)
-
-
-def test_penalties_are_differentiable_and_weighted() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(2, 6, 7)
-    ids = torch.randint(7, (2, 6))
-    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
-    plain = LanguageModelling({"model": Fixed(logits)})
-    (base,) = plain.losses(batch)
-    settings = Penalties(repetition_weight=0.5, immediate_repetition_weight=1.0, eos_weight=5.0, min_sequence_length=3, repetition_window=4)
-    task = LanguageModelling({"model": Fixed(logits)}, settings, eos_id=6)
-    (loss,) = task.losses(batch)
-    p = logits.softmax(-1)
-    immediate = p.gather(-1, ids.unsqueeze(-1)).mean()
-    early = p[:, :3, 6].mean()
-    assert loss.metrics["immediate_repetition"].item() == pytest.approx(float(immediate), rel=1e-5)
-    assert loss.metrics["early_end"].item() == pytest.approx(float(early), rel=1e-5)
-    expected = base.value.item() + 0.5 * loss.metrics["repetition"].item() + float(immediate) + 5 * float(early)
-    assert loss.value.item() == pytest.approx(expected, rel=1e-5)
-    for name in ("repetition", "immediate_repetition", "early_end"):
-        (gradient,) = torch.autograd.grad(loss.metrics[name], task.players["model"].logits, retain_graph=True)
-        assert gradient.any(), name
 
 
 class Tiny(nn.Module):

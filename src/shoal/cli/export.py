@@ -11,7 +11,8 @@ from shoal.cli.options import add_plugin_option, load_plugins
 EPILOG = """\
 A Hugging Face model becomes what AutoModelForCausalLM.from_pretrained loads, with its tokenizer, and with LoRA's matrices added in;
 --adapters writes those alone, which a run with LoRA also leaves in its folder. A model of Shoal's own becomes a folder that `shoal
-generate` reads. Checkpoints of several processes are put together.
+generate` reads; with --mixtral a mixture of experts becomes what AutoModelForCausalLM.from_pretrained loads, where Mixtral computes the
+same. Checkpoints of several processes are put together.
 """
 
 
@@ -22,12 +23,16 @@ def run(argv: list[str]) -> int:
     made.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
     made.add_argument("folder", metavar="FOLDER", help="where to: a new folder")
     made.add_argument("--adapters", action="store_true", help="of a run with LoRA: its small matrices alone, as peft loads them")
+    made.add_argument("--mixtral", action="store_true", help="of a mixture of experts: as transformers loads it")
     add_plugin_option(made)
     arguments = made.parse_args(argv)
     load_plugins(arguments)
 
     from shoal.runs.trained import export
 
-    export(arguments.run, Path(arguments.folder), lambda text: print(f"warning: {text}", file=sys.stderr), arguments.adapters)
+    if arguments.adapters and arguments.mixtral:
+        made.error("--adapters and --mixtral contradict each other: give one of them")
+    warn = lambda text: print(f"warning: {text}", file=sys.stderr)  # noqa: E731
+    export(arguments.run, Path(arguments.folder), warn, adapters=arguments.adapters, mixtral=arguments.mixtral)
     print(f"written: {arguments.folder}")
     return 0

@@ -44,6 +44,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     made.add_argument("run", metavar="RUN", nargs="?", help="a run's folder, or one of its checkpoints")
     made.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="print what two runs answer, side by side")
     made.add_argument("--prompt", default="", help="what the text begins with")
+    made.add_argument("--context", default="", help="a text that a model with cross-attention reads beside it")
     made.add_argument("--max-new-tokens", type=int, metavar="N", help="length of the text (default: the run's setting)")
     made.add_argument("--decoding", choices=WAYS, help="how a token is chosen (default: the run's setting)")
     made.add_argument("--temperature", type=float, help="above 1 more random, below 1 less")
@@ -93,7 +94,8 @@ def _pieces(trained: Trained, arguments: argparse.Namespace, seed: int) -> Itera
 
     count = arguments.max_new_tokens or trained.run.serving.max_new_tokens
     decoding = _decoding(trained.run.serving.decoding, arguments)
-    return generate_text(trained, arguments.prompt, max_new_tokens=count, seed=seed, decoding=decoding)
+    given = {"max_new_tokens": count, "seed": seed, "decoding": decoding, "context": arguments.context}
+    return generate_text(trained, arguments.prompt, **given)
 
 
 def _compare(arguments: argparse.Namespace) -> None:

@@ -25,10 +25,12 @@ def tell(text: str) -> None:
 
 
 def download(what: str, done: int, total: int | None) -> None:
-    """Progress of a download, on one line."""
-    size = f"{done >> 20} of {total >> 20} MiB" if total else f"{done >> 20} MiB"
-    end = "\n" if total and done >= total else "\r"
-    sys.stderr.write(f"downloading {what}: {size}{end}")
+    """Progress of a download, or of encoding passages, on one line."""
+    if what.startswith("passages"):
+        counted = f"encoding {what}: {done:,} of {total:,}"
+    else:
+        counted = f"downloading {what}: " + (f"{done >> 20} of {total >> 20} MiB" if total else f"{done >> 20} MiB")
+    sys.stderr.write(counted + ("\n" if total and done >= total else "\r"))
 
 
 def show_outcome(loop: Loop | ClusterLoop, outcome: Outcome) -> int:

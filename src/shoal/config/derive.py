@@ -187,6 +187,12 @@ def number_of_workers(settings: Settings) -> None:
 
 
 @_step
+def tasks_want_a_scheduler(settings: Settings) -> None:
+    if settings.get("scheduler.tasks") and not settings.given("scheduler.kind"):
+        settings.derive("scheduler.kind", "gale-shapley", "tasks are listed")
+
+
+@_step
 def port_of_server(settings: Settings) -> None:
     """Where hosts reach the server at ports of their own, the server listens at the one of its own entry."""
     server = settings.get("cluster.server")

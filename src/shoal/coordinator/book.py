@@ -7,6 +7,9 @@ the same code. It knows no clock and no member.
     held       the same, at the head of a journal: the snapshot has counted it already
     closed     a round became the next version
     seated     a worker has a seat at the data, and a name that belongs to its key
+    opened     the tasks of an epoch are given out from now on
+    cut        a part of a task's piece is a piece of its own
+    passed     the rest of a piece is given up: nothing came of it
     forgotten  a name is free again: nothing was ever accepted under it
     failed     a unit of the data was given up
     withdrawn  a person's invitation was withdrawn, and their workers were shown out
@@ -26,7 +29,7 @@ from shoal.coordinator.effects import Effect, Entry, Frames, Published
 from shoal.coordinator.policies import Policies
 from shoal.coordinator.rounds import Rounds
 from shoal.coordinator.seals import digest_of
-from shoal.coordinator.state import Held, Learner, Plan, State, former_key_of, ledger_line, mean_metrics
+from shoal.coordinator.state import Held, Learner, Piece, Plan, State, former_key_of, ledger_line, mean_metrics
 from shoal.coordinator.units import Settled
 from shoal.updates import codecs, rules
 
@@ -91,9 +94,10 @@ class Book:
         if kind == "closed":
             return self._close(record)
         if kind == "seated":
-            self.state.seats[record["worker"]] = record["seat"]
-            if "key" in record:
-                self.state.keys[record["worker"]] = record["key"]
+            self._seat(record)
+            return []
+        if kind in ("opened", "cut", "passed"):
+            self._arrange(record)
             return []
         if kind == "forgotten":
             for names in (self.state.seats, self.state.keys):
@@ -115,6 +119,24 @@ class Book:
             self.rounds.hold(record["round"], held)
             return []
         return self._accept(record, held)
+
+    def _seat(self, record: dict[str, Any]) -> None:
+        state, name, seat = self.state, record["worker"], record["seat"]
+        state.seats[name] = seat
+        if "key" in record:
+            state.keys[name] = record["key"]
+        if seat in state.pieces:
+            state.pieces[seat] = state.pieces[seat]._replace(holder=name)
+
+    def _arrange(self, record: dict[str, Any]) -> None:
+        """Move on by a record of how the tasks are given out."""
+        if record["kind"] == "opened":
+            self.state.open_epoch(record["epoch"], record["pieces"])
+        elif record["kind"] == "cut":
+            self.state.cut_piece(record["seat"], record["at"])
+        else:
+            piece = self.state.pieces[record["seat"]]
+            self.state.positions[str(record["seat"])] = [piece.epoch, piece.end]
 
     def _accept(self, record: dict[str, Any], held: Held) -> list[Effect]:
         name, state = record["worker"], self.state
@@ -213,13 +235,14 @@ class Book:
 
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot holds besides the learner. Contributions of open rounds are not in it: they begin the journal that follows."""
-        state = dict(vars(self.state))
+        state = dict(vars(self.state)) | {"pieces": [[number, *piece] for number, piece in self.state.pieces.items()]}
         cut = None if self.plan.cut is None else list(vars(self.plan.cut).values())  # for an audit
         settled = self.settled.state_dict()
         return {"state": state, "settled": settled, "cut": cut, "centre": self.centre, "memories": dict(self.memories)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.state = State(**saved["state"])
+        pieces = {number: Piece(*rest) for number, *rest in saved["state"].get("pieces", ())}
+        self.state = State(**saved["state"] | {"pieces": pieces})
         self.settled = Settled.of(saved["settled"])
         self.centre = saved["centre"]
         self.memories = dict(saved.get("memories", {}))

@@ -14,7 +14,7 @@ from shoal.coordinator.units import Unit
 from shoal.updates.messages import Contribute, Delivered
 
 LARGEST_FIGURE = 1e12
-_MOST_FIGURES = 256
+_MOST_FIGURES = 1024
 """Names of figures in a run: whoever makes up ever new ones fills no memory."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.,:/ -]{1,128}")
 _MOST_SKIPPED = 64
@@ -54,11 +54,12 @@ class Claims:
 
     # --- where it stands --------------------------------------------------------------------------------
 
-    def in_reach(self, asked: Contribute, seq: int, place: tuple[int, int]) -> bool:
-        """Whether a worker can have come so far that was last seen to send this number, from this place at the data."""
+    def in_reach(self, asked: Contribute, seq: int, place: tuple[int, int] | None) -> bool:
+        """Whether a worker can have come so far that was last seen to send this number, from this place at the data. None: it goes from
+        place to place as it is told, and is held to that elsewhere."""
         if asked.seq > seq + _MOST_SKIPPED:
             return False
-        if asked.unit >= 0:
+        if asked.unit >= 0 or place is None:
             return True
         (epoch, position), far = place, (_MOST_SKIPPED + 1) * asked.batches
         shard = self.plan.batches_per_shard

@@ -11,6 +11,7 @@ from shoal.coordinator.rounds import Rounds
 from shoal.coordinator.state import Plan
 
 GATHERING_S = 30.0
+_MOST_NAMED = 8
 
 
 class Closing:
@@ -65,7 +66,14 @@ class Closing:
         if self._noted == text or short_s < interval_s:
             return None
         self._noted = text
-        return Note(f"{text}: waiting for {needed - reachable} more")
+        return Note(f"{text}: waiting for {needed - reachable} more{self._missing()}")
+
+    def _missing(self) -> str:
+        """Who of those that the settings name is not here, for people."""
+        absent = [name for name in self.plan.listed if name not in self.rounds.active]
+        shown = [f"{name} ({self.plan.listed[name]})" if self.plan.listed[name] else name for name in absent[:_MOST_NAMED]]
+        more = f" and {len(absent) - _MOST_NAMED} others" if len(absent) > _MOST_NAMED else ""
+        return f"; {', '.join(shown)}{more} {'is' if len(absent) == 1 else 'are'} missing" if absent else ""
 
     def judge(self, workers: int) -> Note | None:
         """A word on a round that closes with contributions of so many workers, where those are too few for the rule to do its job."""

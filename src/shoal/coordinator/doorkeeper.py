@@ -108,7 +108,7 @@ class Doorkeeper:
         if not self.members.has_room_for(name):
             return Refusal("full", "the coordinator has as many workers as it can take")
         most = self.bounds.guests.get(guest) if guest else None
-        if most is not None and sum(worker.guest == guest for worker in self.members.by_name.values()) >= most:
+        if most is not None and self.members.guests[guest] >= most:
             return Refusal("full", f"the invitation of {guest} is for {most} workers at a time, and they are here")
         if name not in state.sequences and not self._newcomers.take(now):
             return Refusal("too-fast", f"more than {self.bounds.joins_per_minute} workers a minute come for the first time; trying again")

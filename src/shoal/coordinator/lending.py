@@ -62,6 +62,8 @@ class Lender:
         self.claiming: OrderedDict[str, Claiming] = OrderedDict()
         """By session, longest waiting first."""
         self._offered: list[int] = []
+        self._settled_offers = 0
+        """How many of them, from the first on, are known to be settled."""
 
     # --- what is offered ---------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ class Lender:
         """Offer the units that are to be done next, for the version there is now."""
         host = self.host
         most = 0 if host.finished else max(LEAST_ISSUED, ISSUED_PER_QUORUM * self.quorum)
-        self._offered = list(host.book.settled.open(self.cut.total, most))
+        self._offered, self._settled_offers = list(host.book.settled.open(self.cut.total, most)), 0
         self._issue(self._offered)
 
     def _issue(self, units: list[int]) -> None:
@@ -82,8 +84,8 @@ class Lender:
 
     def offer_more(self) -> None:
         """All units on offer are settled, and the round is still open: units were given up, or the rule needs results of more workers."""
-        host, settled = self.host, self.host.book.settled
-        if not self._offered or host.finished or not all(unit in settled for unit in self._offered):
+        host = self.host
+        if not self._offered or host.finished or not self._all_settled():
             return None
         needed, there = host.plan.needed, host.book.rounds.workers(host.book.state.version)
         if there < needed:
@@ -94,6 +96,13 @@ class Lender:
                 return host.emit(Stop(reason))
             host.emit(Note(f"{text}: waiting for {needed - there} more"))
         self.offer()
+
+    def _all_settled(self) -> bool:
+        """Whether every unit on offer is settled. What is settled stays so: each unit is looked at once, however often this is asked."""
+        offered, settled = self._offered, self.host.book.settled
+        while self._settled_offers < len(offered) and offered[self._settled_offers] in settled:
+            self._settled_offers += 1
+        return self._settled_offers == len(offered)
 
     # --- leases that a database keeps ----------------------------------------------------------------
 

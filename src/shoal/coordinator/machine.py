@@ -38,6 +38,7 @@ from shoal.coordinator.state import (
     Waiting,
     accepted,
 )
+from shoal.coordinator.tasking import Taskmaster
 from shoal.updates import codecs
 from shoal.updates.messages import PROTOCOL, Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Join, Leave, Pull
 
@@ -46,6 +47,7 @@ LONGEST_WAIT_S = 5.0
 _MOST_DATA = 2**31
 """No data has so many epochs, and no epoch so many batches."""
 _NO_WEIGHTS = -2
+_UNSEATED = -1
 _STUCK = "stuck"
 """What a worker says that has made no progress for many leases: the thread that gives signs of life goes on whatever happens."""
 _NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0
@@ -60,13 +62,15 @@ class Coordinator:
         self.book = Book(plan, policies, learner)
         self.rounds = self.book.rounds
         self.closing = Closing(plan, policies, self.book)
-        self.members = Membership(plan.heartbeat_interval_s)
+        self.members = Membership(plan.heartbeat_interval_s, plan.bounds.sessions)
         self.members.known = self.state.seats
         self.publisher = Publisher(plan.updates.codec)
         self.publisher.publish(0, learner.vector, learner.buffers)
         contributions = policies.rounds.expected_contributions(plan.expected)
         self.lender = Lender(self, plan.cut, contributions) if plan.cut is not None else None
         """Where the data is leased in units."""
+        self.tasks = Taskmaster(self, plan.tasks) if plan.tasks is not None else None
+        """Where a scheduler gives out shares of the data."""
         self.waiting: OrderedDict[str, Waiting] = OrderedDict()
         """By session, longest first: who is answered when a round has closed."""
         self.stopped = ""
@@ -102,6 +106,8 @@ class Coordinator:
                 self._evict_uninvited()
                 self._forget_unused()
                 self._reassure()
+                if self.tasks is not None:
+                    self.tasks.look_around()
             case LeaseResult():
                 assert self.lender is not None
                 self.lender.take(event)
@@ -181,6 +187,8 @@ class Coordinator:
                 worker.received_bytes += sum(len(frame) for frame in event.frames)
                 self._contribute(event, asked, worker)
             case Pull():
+                if self.tasks is not None:
+                    self.tasks.begin(worker)
                 self.rounds.activate(worker.name)
                 self.answer(event.caller, {"kind": "weights"}, worker, asked.have)
             case Heartbeat():
@@ -227,6 +235,8 @@ class Coordinator:
         if self.policies.contribution.alone and have > _NO_WEIGHTS:
             worker.began_at = self.now
             common["inner_steps"] = steps_for(self.policies, self.plan, self.state.version, worker, self.members, self.now)
+        if self.tasks is not None:
+            common |= self.tasks.place(worker)
         self.emit(Reply(caller, header | common | fields, frames))
 
     # --- members -----------------------------------------------------------------------------------
@@ -242,6 +252,9 @@ class Coordinator:
         challenge, refusal = self.door.check(asked, "join", before, self.now)
         if not refusal.reason:
             refusal = self.door.admit(name, event.guest, self.state, self.now)
+        if not refusal.reason and self.tasks is not None and (unfit := self.tasks.unfit(name)):
+            self._tell_of_member(f"{name} cannot take part: {unfit}")
+            refusal = Refusal("unfit", unfit)
         if refusal.reason:
             return self._refuse(event.caller, *refusal)
         if asked.instance in self.members.replaced.get(name, ()):
@@ -259,11 +272,15 @@ class Coordinator:
     def _seat(self, event: Called, asked: Join, name: str, challenge: int) -> Worker:
         """Give a worker its place. Its name and its key belong together from now on."""
         about = {key: printable(value) for key, value in asked.about.items()}
-        worker = self.members.add(name, event.session, about, self.now, asked.instance)
-        worker.challenge, worker.guest = challenge, event.guest
+        seat = None if self.tasks is None else self.tasks.seat_for(name)
+        seat = _UNSEATED if self.tasks is not None and seat is None else seat
+        worker = self.members.add(name, event.session, about, self.now, asked.instance, event.guest, seat)
+        worker.challenge = challenge
         worker.seen_seq = self.state.sequences.get(name, -1)
         epoch, position = self.state.positions.get(str(worker.seat), (0, 0))
         worker.seen_place = epoch, position
+        if self.tasks is not None and worker.seat == _UNSEATED:
+            self.tasks.seat(worker)
         if self.state.seats.get(name) != worker.seat or self.state.keys.get(name) != asked.key:
             self.record({"kind": "seated", "worker": name, "seat": worker.seat, "key": asked.key})
         return worker
@@ -372,7 +389,7 @@ class Coordinator:
             return self._refuse(event.caller, "impossible", "an update of weights that were never sent")
         if asked.batches > self.claims.most_batches or max(asked.epoch, asked.position) >= _MOST_DATA:
             return self._refuse(event.caller, "impossible", "more data than the run has for one contribution")
-        if not self.claims.in_reach(asked, worker.seen_seq, worker.seen_place):
+        if not self.claims.in_reach(asked, worker.seen_seq, worker.seen_place if self.tasks is None else None):
             return self._refuse(event.caller, "misplaced", "a number, or a place at the data, that this worker cannot have come to")
         worker.seen_seq, worker.seen_place = max(worker.seen_seq, asked.seq), max(worker.seen_place, (asked.epoch, asked.position))
         if (asked.unit >= 0) != (self.lender is not None and self.lender.leases is not None):
@@ -381,6 +398,10 @@ class Coordinator:
         self.members.time(worker, asked.batches, self.now, self.plan.telemetry_alpha)
         worker.lag = self._lag(worker, asked.base)
         return self._submit(event, asked, worker) if asked.unit >= 0 else self._admit(event, asked, worker)
+
+    def _move_on(self, worker: Worker, asked: Contribute) -> None:
+        if self.tasks is not None:
+            self.tasks.move_on(worker, asked)
 
     def _admit(self, event: Called, asked: Contribute, worker: Worker) -> None:
         share = self.policies.admission.share(worker.lag, self.members.speed(worker))
@@ -392,6 +413,7 @@ class Coordinator:
     def _turn_away(self, caller: Any, asked: Contribute, worker: Worker, problem: str) -> None:
         worker.rejected += 1
         self.state.count(problem)
+        self._move_on(worker, asked)
         self._receipt(caller, worker, asked, problem)
 
     def _accept(self, event: Called, asked: Contribute, worker: Worker, share: float) -> None:
@@ -404,6 +426,7 @@ class Coordinator:
             return self._refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
         self.record(accepted(worker.name, worker.seat, self.claims.believed(asked), share, number, late), event.frames, decoded)
+        self._move_on(worker, asked)
         self._close_what_is_due()  # the answer then brings the weights that this contribution moved
         return self._receipt(event.caller, worker, asked, "accepted")
 
@@ -434,6 +457,8 @@ class Coordinator:
         """Why a contribution cannot be taken, however fresh it is."""
         if self.finished:
             return "finished"
+        if self.tasks is not None and not self.tasks.is_at(worker, asked):
+            return "moved"
         if asked.seq < self.state.sequences.get(worker.name, -1) or self._is_learned(worker.seat, asked):
             return "overtaken"
         rounds, version = self.policies.rounds, self.state.version

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 MISSED_HEARTBEATS = 3
 """A worker that has been silent for so many intervals is taken for dead."""
-MOST_SESSIONS = 10_000
 MOST_NAMES = 100_000
 """Names that are remembered: whoever comes under ever new ones fills no memory."""
 
@@ -96,7 +95,7 @@ class Seats:
 
 
 class Rates:
-    """Workers' rates in order, so that the middle one is at hand."""
+    """Workers' rates in order, so that the middle one and the largest are at hand."""
 
     def __init__(self) -> None:
         self._sorted: list[float] = []
@@ -106,6 +105,10 @@ class Rates:
             del self._sorted[bisect_left(self._sorted, old)]
         if new is not None:
             insort(self._sorted, new)
+
+    @property
+    def largest(self) -> float:
+        return self._sorted[-1]
 
     def speed(self, rate: float | None) -> float:
         """A rate over the median; 1 while there is nothing to compare it with."""
@@ -118,8 +121,8 @@ class Rates:
 class Membership:
     """All workers that are here. Seats and sequence numbers are remembered for those that come back."""
 
-    def __init__(self, heartbeat_interval_s: float) -> None:
-        self.timeout_s = MISSED_HEARTBEATS * heartbeat_interval_s
+    def __init__(self, heartbeat_interval_s: float, most_sessions: int = 10_000) -> None:
+        self.timeout_s, self.most_sessions = MISSED_HEARTBEATS * heartbeat_interval_s, most_sessions
         self.by_session: OrderedDict[str, Worker] = OrderedDict()
         """Who has been silent for longest comes first."""
         self.by_name: dict[str, Worker] = {}
@@ -127,14 +130,29 @@ class Membership:
         """The seat each name had last."""
         self.seats = Seats()
         self.rates = Rates()
+        self.paces = Rates()
+        self.guests: Counter[str] = Counter()
+        """Workers that are here on the invitation of each person."""
         self.replaced: dict[str, deque[str]] = {}
         """By name: the last processes whose place another one took."""
         self.quarantined: OrderedDict[str, float] = OrderedDict()
         """Names that failed what others manage, and until when they are kept out."""
         self._named = 0
 
-    def add(self, name: str, session: str, about: Mapping[str, str], now: float, instance: str = "") -> Worker:
-        worker = Worker(name, session, self.seats.take(self.known.get(name)), now, about, instance)
+    def add(
+        self,
+        name: str,
+        session: str,
+        about: Mapping[str, str],
+        now: float,
+        instance: str = "",
+        guest: str = "",
+        seat: int | None = None,
+    ) -> Worker:
+        """`seat`: where somebody else gives out the seats; None: the one that it had, or the first free one."""
+        seat = self.seats.take(self.known.get(name)) if seat is None else seat
+        worker = Worker(name, session, seat, now, about, instance, guest=guest)
+        self.guests[guest] += 1
         self.by_session[session] = self.by_name[name] = worker
         return worker
 
@@ -142,7 +160,9 @@ class Membership:
         self.by_session.pop(worker.session, None)
         self.seats.leave(worker.seat)
         self.rates.move(worker.rate, None)
-        worker.interval_s = None
+        self.paces.move(worker.pace, None)
+        self.guests[worker.guest] -= 1
+        worker.interval_s = worker.pace = None
         if self.by_name.get(worker.name) is worker:
             del self.by_name[worker.name]
 
@@ -153,13 +173,13 @@ class Membership:
     def quarantine(self, name: str, until: float) -> None:
         self.quarantined.pop(name, None)
         self.quarantined[name] = until
-        if len(self.quarantined) > MOST_SESSIONS:
+        if len(self.quarantined) > self.most_sessions:
             self.quarantined.popitem(last=False)
 
     def has_room_for(self, name: str) -> bool:
         if name in self.by_name:
             return True
-        return len(self.by_name) < MOST_SESSIONS and (name in self.known or len(self.known) < MOST_NAMES)
+        return len(self.by_name) < self.most_sessions and (name in self.known or len(self.known) < max(MOST_NAMES, self.most_sessions))
 
     def hear(self, worker: Worker, now: float) -> None:
         """A sign of life."""
@@ -182,8 +202,9 @@ class Membership:
     def time(self, worker: Worker, batches: int, now: float, alpha: float) -> None:
         """A contribution came: measure how fast it was made."""
         if worker.began_at is not None and now > worker.began_at:
-            pace = batches / (now - worker.began_at)
-            worker.pace = pace if worker.pace is None else alpha * pace + (1 - alpha) * worker.pace
+            pace, before = batches / (now - worker.began_at), worker.pace
+            worker.pace = pace if before is None else alpha * pace + (1 - alpha) * before
+            self.paces.move(before, worker.pace)
         worker.began_at, worker.batches = None, batches
 
     def free_name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from itertools import islice
 
 from shoal.coordinator.membership import Membership, Worker
 from shoal.coordinator.policies import Policies
@@ -10,6 +11,8 @@ from shoal.coordinator.state import Plan
 
 LEAST_SHARE = 1 / 8
 """Of the steps of the fastest worker. A worker that is slower still is waited for, or comes too late."""
+_ENOUGH = 256
+"""Workers whose progress tells how far a round is. Of thousands, every so many-th is looked at: each newcomer asks."""
 
 
 def steps_for(policies: Policies, plan: Plan, version: int, worker: Worker, members: Membership, now: float) -> int:
@@ -20,8 +23,7 @@ def steps_for(policies: Policies, plan: Plan, version: int, worker: Worker, memb
     if version > 0 and policies.rounds.closes_early:
         steps = max(1, round(steps * _left_of_round(worker, members, now)))
     if contribution.balanced and worker.pace is not None:
-        fastest = max(one.pace for one in members.by_name.values() if one.pace is not None)
-        steps = max(1, round(steps * max(LEAST_SHARE, worker.pace / fastest)))
+        steps = max(1, round(steps * max(LEAST_SHARE, worker.pace / members.paces.largest)))
     left = plan.worker_steps - version * contribution.steps
     return min(steps, left) if plan.total_batches is None and left > 0 else steps
 
@@ -32,7 +34,7 @@ def _left_of_round(worker: Worker, members: Membership, now: float) -> float:
         return 1.0
     left = [
         0.0 if one.began_at is None else 1 - (now - one.began_at) * one.pace / one.batches
-        for one in members.by_name.values()
+        for one in islice(members.by_name.values(), 0, None, max(1, len(members.by_name) // _ENOUGH))
         if one is not worker and one.pace is not None
     ]
     return min(1.0, max(0.0, statistics.median(left))) if left else 1.0

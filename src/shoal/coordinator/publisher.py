@@ -53,6 +53,8 @@ class Publisher:
         self.vector = torch.empty(0)
         self.buffers = torch.empty(0)
         self._held: dict[str, tuple[int, Replica]] = {}
+        self._kept = 0
+        """Different replicas that somebody holds. It is asked for at every pull, so it is counted as they come and go."""
         self._ways: dict[tuple[Replica | None, Span | None], Way] = {}
         self._dense = 0
 
@@ -74,6 +76,7 @@ class Publisher:
         way = self._way(replica, None if anew or have != self.version - 1 else self.span)
         self.forget(session)
         if way.end is not None:
+            self._kept += way.end.holders == 0
             way.end.holders += 1
             self._held[session] = (self.version, way.end)
         fields = {} if way.span is None else {"span": [*way.span]}
@@ -82,6 +85,7 @@ class Publisher:
     def forget(self, session: str) -> None:
         if (held := self._held.pop(session, None)) is not None:
             held[1].holders -= 1
+            self._kept -= held[1].holders == 0
 
     def everything(self) -> Frames:
         """A copy, made once a version: the transport may still be sending it when the weights move on."""
@@ -139,8 +143,7 @@ class Publisher:
 
     def _has_room(self) -> bool:
         """For one more replica."""
-        kept, size = len({id(replica) for _, replica in self._held.values()}), 4 * self.vector.numel()
-        return self.codec.kind != "none" and max(kept, 1) * size <= MOST_REPLICA_BYTES
+        return self.codec.kind != "none" and max(self._kept, 1) * 4 * self.vector.numel() <= MOST_REPLICA_BYTES
 
     def _buffer_frame(self) -> Frames:
         return (frame_of(self.buffers.clone().numpy()),) if self.buffers.numel() else ()

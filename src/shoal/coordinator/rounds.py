@@ -23,6 +23,8 @@ class Round:
     """When the first one came, or the round before it closed; not known before the clock has been read."""
     present: int = 0
     """Workers that are active now and have sent for this round."""
+    gone: int = 0
+    """Workers that have sent and are not active now."""
     quorum_at: float | None = None
     """When it had enough contributions to close without the others."""
 
@@ -69,11 +71,14 @@ class Rounds:
         for there in self.open.values():
             if name in there.on_time:
                 there.present += change
+            if name in there.sent:
+                there.gone -= change
 
     def hold(self, number: int, held: Held) -> None:
         """Keep a contribution until its round closes, beside others of the same worker."""
         there, name = self.open.setdefault(number, Round()), held.record["worker"]
         there.held[held.key] = held
+        there.gone += name not in there.sent and name not in self.active
         there.sent[name] += 1
         if name not in there.on_time and not held.record.get("late"):
             there.on_time.add(name)
@@ -86,7 +91,7 @@ class Rounds:
     def reachable(self, number: int) -> int:
         """Workers that have sent, or still may."""
         there = self.open.get(number)
-        return len(self.active | set(there.sent)) if there else len(self.active)
+        return len(self.active) + (there.gone if there else 0)
 
     def sent_by(self, worker: str, number: int) -> int:
         """How many contributions of a worker are in a round."""

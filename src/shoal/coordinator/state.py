@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.config.schema.updates import Updates
 from shoal.coordinator.effects import Frames
 from shoal.coordinator.units import Cut
+from shoal.scheduling import Matching
 from shoal.updates.fragments import Span
 from shoal.updates.messages import Asked, Contribute, Delivered, FromLeases
 
@@ -45,8 +46,56 @@ class Bounds(NamedTuple):
     """How long it is then kept out."""
     devices: int = 64
     """Devices that a worker may be made of. Each takes batches of its own, and counts."""
+    sessions: int = 10_000
+    """Workers that may be here at a time."""
     guests: Mapping[str, int] = MappingProxyType({})
     """Workers that may be here at a time on the invitation of each person."""
+
+
+class Task(NamedTuple):
+    """A share of the data, for one worker at a time."""
+
+    id: str
+    first: int
+    end: int
+    """The batches of an epoch that it has, from the first up to, not including, the end."""
+    work: float = 1.0
+    """What a batch of it takes, in the units of the workers' speeds."""
+    memory_gb: float = 0.0
+    priority: float = 1.0
+
+
+class Claimed(NamedTuple):
+    """What the settings say of a worker."""
+
+    speed: float | None = None
+    memory_gb: float | None = None
+    bandwidth_mbps: float | None = None
+
+
+class Tasks(NamedTuple):
+    """How the data is cut into tasks, and who may have them."""
+
+    tasks: tuple[Task, ...]
+    epochs: int | None
+    """None: as many as it takes."""
+    grain: int
+    """Batches of a contribution. Tasks begin and end at multiples of it."""
+    match: Matching
+    claims: Mapping[str, Claimed]
+    megabits: float = 0.0
+    """What travels for a contribution, both ways."""
+
+
+class Piece(NamedTuple):
+    """One epoch of a task, or a part of it."""
+
+    task: int
+    epoch: int
+    first: int
+    end: int
+    holder: str = ""
+    """The worker that was given it last."""
 
 
 class Plan(NamedTuple):
@@ -87,6 +136,10 @@ class Plan(NamedTuple):
     batches_per_shard: int | None = None
     """None: the data is a stream."""
     bounds: Bounds = Bounds()
+    tasks: Tasks | None = None
+    """How the data is cut into tasks, where a scheduler gives them out."""
+    listed: Mapping[str, str] = MappingProxyType({})
+    """Workers that the settings name, and where they are, as far as the settings say it."""
 
     def span(self, number: int) -> Span | None:
         """The part of the weights that a round moves; None: all of them."""
@@ -180,6 +233,34 @@ class State:
     """Versions that a worker's own contributions went into since the weights it last pulled, where it steps its own weights."""
     contributions: dict[str, int] = field(default_factory=dict)
     """How many, by what became of them. Those that were turned away are no records: a crash forgets the ones since the last snapshot."""
+
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    """By seat: what is being done of the tasks, where a scheduler gives them out."""
+    next_piece: int = 0
+    epochs: int = 0
+    """Epochs whose tasks are, or were, given out."""
+
+    def piece_is_done(self, number: int) -> bool:
+        gone = self.positions.get(str(number))
+        return gone is not None and gone[1] >= self.pieces[number].end
+
+    def open_epoch(self, epoch: int, pieces: Sequence[Sequence[int]]) -> None:
+        """Let the tasks of an epoch be given out. Pieces that are done are forgotten: there may be any number of epochs."""
+        for number in [number for number in self.pieces if self.piece_is_done(number)]:
+            del self.pieces[number], self.positions[str(number)]
+        for task, first, end in pieces:
+            self.add_piece(Piece(task, epoch, first, end))
+        self.epochs = epoch + 1
+
+    def add_piece(self, piece: Piece) -> None:
+        self.pieces[self.next_piece] = piece
+        self.next_piece += 1
+
+    def cut_piece(self, number: int, at: int) -> None:
+        """Let what a piece has from a batch on be a piece of its own."""
+        piece = self.pieces[number]
+        self.pieces[number] = piece._replace(end=at)
+        self.add_piece(piece._replace(first=at, holder=""))
 
     def count(self, outcome: str) -> None:
         self.contributions[outcome] = self.contributions.get(outcome, 0) + 1

@@ -2,11 +2,12 @@
 
 from shoal.data.feed import Feed
 from shoal.data.fingerprint import fingerprint, kept_fingerprint
-from shoal.data.interfaces import IGNORED, Batch, Data, Info, Progress, Samples, State, Stream
+from shoal.data.interfaces import IGNORED, Batch, Data, Info, PassageFinder, Progress, Samples, State, Stream
 from shoal.data.load import load
 from shoal.data.pieces import PieceFeed, Pieces
+from shoal.data.retrieval.load import open_finder
 from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_preferences, read_prompts
-from shoal.data.text.tokenizers import Tokenizer, load_tokenizer
+from shoal.data.text.tokenizers import StreamedText, Tokenizer, load_tokenizer
 
 __all__ = [
     "IGNORED",
@@ -14,6 +15,7 @@ __all__ = [
     "Data",
     "Feed",
     "Info",
+    "PassageFinder",
     "PieceFeed",
     "Pieces",
     "PreferencePairs",
@@ -22,12 +24,14 @@ __all__ = [
     "Samples",
     "State",
     "Stream",
+    "StreamedText",
     "Tokenizer",
     "answer_samples",
     "fingerprint",
     "kept_fingerprint",
     "load",
     "load_tokenizer",
+    "open_finder",
     "read_preferences",
     "read_prompts",
 ]

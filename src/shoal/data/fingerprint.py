@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from shoal.data.images.samples import TensorImages
 from shoal.data.interfaces import Data, Samples, Stream
+from shoal.data.retrieval.reading import ReadingSamples, ReadingStream
 from shoal.data.streams.mixed import MixedStream
 from shoal.data.streams.text import TextStream
 from shoal.data.text.mixture import ChainedText, MixedText
@@ -21,7 +22,11 @@ _PLACES = 16
 
 
 def fingerprint(data: Data) -> str:
-    """Of samples in memory everything counts, up to 256 MiB; of others their number, and a few of them. A stream is known by its name."""
+    """Of samples in memory everything counts, up to 256 MiB; of others their number, and a few of them. A stream is known by its name.
+    Passages count as the index that they are found in."""
+    if isinstance(data.train, ReadingSamples | ReadingStream):
+        inner = fingerprint(data._replace(train=data.train.inner))
+        return hashlib.sha256(f"{inner} {data.train.finder.index.digest} {data.train.finder.reading}".encode()).hexdigest()
     digest = hashlib.sha256(data.info.name.encode() if not isinstance(data.train, Samples) else b"")
     if isinstance(data.train, Samples):
         digest.update(str(len(data.train)).encode())
@@ -56,6 +61,8 @@ def _looked_at(samples: Samples) -> Iterator[range | list[int]]:
 def _streams(samples: Samples | Stream) -> Iterator[TextStream]:
     if isinstance(samples, TextStream):
         yield samples
+    elif isinstance(samples, ReadingStream):
+        yield from _streams(samples.inner)
     elif isinstance(samples, MixedStream):
         for stream in samples.streams:
             yield from _streams(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
@@ -12,7 +13,9 @@ from shoal.data.text.tokenizers import Tokenizer
 Batch = dict[str, torch.Tensor]
 """Images: `image` (float32 [B, C, H, W], 0..1), `label` (int64 [B], where there are labels).
 Text: `input_ids` and `labels` (int64 [B, T]), `attention_mask` (bool [B, T], where there is padding).
-`labels[b, t]` is the token that follows `input_ids[b, t]`, or IGNORED where there is none or it must not count."""
+`labels[b, t]` is the token that follows `input_ids[b, t]`, or IGNORED where there is none or it must not count.
+Texts to read beside them: `context_ids` (int64 [B, 1, C]), `passage_ids` (int64 [B, P, M]) and `passage_from` (int64 [B, P], the first
+token that may read each passage); −1 where there is no token."""
 
 IGNORED = -100
 Indices = Sequence[int] | torch.Tensor
@@ -68,6 +71,25 @@ class Stream(Protocol):
     def collate(self, samples: Sequence[Any]) -> Batch: ...
 
 
+class PassageFinder(Protocol):
+    """Finds passages for texts in an index."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the index is."""
+
+    @property
+    def index(self) -> Any: ...
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens after which a text finds something new."""
+
+    def read_beside(self, batch: Batch, own: Sequence[Sequence[str]]) -> Batch:
+        """The columns `passage_ids` and `passage_from` for a batch. `own`: the documents that each of its rows is of."""
+        ...
+
+
 class Info(NamedTuple):
     """What the model and the task must know about the data."""
 
@@ -78,6 +100,8 @@ class Info(NamedTuple):
     num_classes: int | None = None
     vocab_size: int | None = None
     tokenizer: Tokenizer | None = None
+    finder: PassageFinder | None = None
+    """Finds passages for texts, where the model reads some."""
 
     @property
     def eos_id(self) -> int | None:

@@ -8,6 +8,7 @@ from shoal.config import Run
 from shoal.config.schema.task import TEXT
 from shoal.data.hub.dataset import Request
 from shoal.data.interfaces import Data, Progress
+from shoal.data.retrieval.load import with_retrieval
 from shoal.data.streams.load import load_stream
 from shoal.data.text.load import load_text
 from shoal.errors import ShoalError
@@ -33,4 +34,5 @@ def load(run: Run, *, progress: Progress | None = None, cache_dir: str | Path | 
     found = source.builder()(source, run, request)
     if isinstance(found, Data):
         return found
-    return load_stream(found, run, folder, token) if run.data.streaming else load_text(found, run, folder, token)
+    made = load_stream(found, run, folder, token) if run.data.streaming else load_text(found, run, folder, token)
+    return with_retrieval(made.data, run, made.training_text, progress)

@@ -6,13 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shoal.config import Run
-from shoal.config.schema.training import Training
+from shoal.config.schema.training import EMULATED, Training
 from shoal.engines import optimizers
 from shoal.engines.health import MOST_SKIPPED, HealthMonitor
 from shoal.engines.schedule import learning_rate
@@ -22,6 +22,9 @@ from shoal.errors import ShoalError
 from shoal.models.kept import kept
 from shoal.tasks import Batch, Loss, Task
 from shoal.updates.layout import Layout
+
+if TYPE_CHECKING:
+    from shoal.engines.emulation import Scaled
 
 
 class StepResult(NamedTuple):
@@ -50,6 +53,7 @@ class Engine(ABC):
         self.world = world
         self.step_count = 0
         _prepare(run, task)
+        self.scales = _emulated(run, task)
         unknown = set(run.training.players) - set(task.players)
         if unknown:
             raise ShoalError(f"training.players: there is no network `{unknown.pop()}`; there are {', '.join(task.players)}")
@@ -64,7 +68,7 @@ class Engine(ABC):
         """BatchNorm's running figures, of networks that are whole in this process."""
         self.kept = [one for player in task.players.values() for one in kept(player)]
         for one in self.kept:
-            one.total = world.add_up
+            one.total, one.rank, one.ranks = world.add_up, world.rank, world.size
 
     # --- what an engine must give ------------------------------------------------------------------
 
@@ -149,7 +153,7 @@ class Engine(ABC):
         weighing, metrics = self._weigh(batches), dict[str, Tensor]()
         for player in self._in_turn(batches, weighing, metrics):
             self._lead(player)
-        self._end_step()
+        self._end_step(metrics)
         return StepResult(metrics, weighing.total, weighing.samples)
 
     def _lead(self, player: str) -> None:
@@ -165,6 +169,8 @@ class Engine(ABC):
         Whoever steps a network before asking for the next lets the next see the new weights, as GANs are trained best.
         """
         self._forget()
+        if self.scales is not None:
+            self.scales.begin_step()
         for one in self.kept:
             one.begin_step()
         losses = [self.task.losses(self.on_device(self._filled(batch))) for batch in batches]
@@ -204,7 +210,7 @@ class Engine(ABC):
         kind = self.settings.precision.kind
         if kind == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16 if kind == "bf16" else torch.float16)
+        return torch.autocast(self.device.type, dtype=torch.float16 if kind == "fp16" else torch.bfloat16)
 
     def on_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
@@ -220,7 +226,7 @@ class Engine(ABC):
             self._step_network(name, self.step_count, metrics, self.scaler.is_enabled())
         self.scaler.update()
         self.step_count += 1
-        self._end_step()
+        self._end_step(metrics)
         self._move_state()
         return StepResult(metrics, weighing.total, weighing.samples)
 
@@ -237,9 +243,11 @@ class Engine(ABC):
         self._move_state()
         return metrics
 
-    def _end_step(self) -> None:
+    def _end_step(self, metrics: dict[str, Tensor]) -> None:
+        """All processes know these figures, so each adds its part of them to the sum."""
         for one in self.kept:
             one.end_step()
+            metrics |= {name: value / self.world.size for name, value in one.figures().items()}
 
     def _move_state(self) -> None:
         """Move what is neither trained nor averaged as the last gradients' batches decided."""
@@ -316,6 +324,7 @@ class Engine(ABC):
         figures = self.learning_rates()
         if self.health:
             figures |= self.health.metrics()
+        figures |= {name: float(value) for one in self.kept for name, value in one.details().items()}
         return figures | (self.layer_norms() if self.track_gradients else {})
 
     @property
@@ -327,13 +336,16 @@ class Engine(ABC):
         return sum(layout.size for layout in self.layouts.values())
 
     def layer_norms(self) -> dict[str, float]:
-        """The gradient norm of every parameter, by name."""
-        several = len(self.layouts) > 1
-        return {
-            f"gradients/{f'{player}.' if several else ''}{name}": float(torch.linalg.vector_norm(slope))
-            for player in self.layouts
-            for name, slope in self._slopes(player)
-        }
+        """The gradient norm of every parameter, by name; of a stack of experts' matrices also that of each."""
+        several, norms = len(self.layouts) > 1, dict[str, float]()
+        for player in self.layouts:
+            stacks = optimizers.stack_names(self.task.players[player])
+            for name, slope in self._slopes(player):
+                full = f"gradients/{f'{player}.' if several else ''}{name}"
+                norms[full] = float(torch.linalg.vector_norm(slope))
+                if slope.ndim == 3 and name.rsplit(".", 1)[-1] in stacks:
+                    norms |= {f"{full}/{i}": norm for i, norm in enumerate(torch.linalg.vector_norm(slope, dim=(1, 2)).tolist())}
+        return norms
 
     def learning_rates(self) -> dict[str, float]:
         rates = {name: float(optimizer.param_groups[0]["lr"]) for name, optimizer in self.optimizers.items()}
@@ -393,7 +405,7 @@ class Engine(ABC):
             "optimizers": {name: self._moments(name) for name in self.layouts},
             "scaler": self.scaler.state_dict(),
             "health": self.health.state_dict() if self.health else {},
-        }
+        } | ({"scales": self.scales.state_dict()} if self.scales else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step_count = state["step"]
@@ -405,6 +417,8 @@ class Engine(ABC):
             self.scaler.load_state_dict(state["scaler"])
         if self.health:
             self.health.load_state_dict(state["health"])
+        if self.scales is not None and "scales" in state:
+            self.scales.load_state_dict(state["scales"], self.device)
 
     def _kinds(self) -> dict[str, str]:
         return {name: settings.name for name, settings in self.chosen.items()} | {"scaler": str(self.settings.precision.kind == "fp16")}
@@ -436,10 +450,15 @@ def _like(places: list[Tensor], values: Tensor) -> Iterator[Tensor]:
         yield value.view_as(place)
 
 
+def _emulated(run: Run, task: Task) -> Scaled | None:
+    if run.training.precision.kind not in EMULATED:
+        return None
+    from shoal.engines.emulation import emulate  # it imports torch's compiler, which takes seconds
+
+    return emulate(task.players, run.training)
+
+
 def _prepare(run: Run, task: Task) -> None:
-    kind = run.training.precision.kind
-    if kind in ("fp8", "nvfp4"):
-        raise ShoalError(f"the precision {kind} is not built yet; bf16 and fp16 are")
     if not run.training.gradient_checkpointing:
         return
     for name, player in task.players.items():

@@ -27,7 +27,7 @@ from shoal.errors import ShoalError
 from shoal.tasks import Task
 from shoal.updates.layout import Layout
 
-_OPEN = ("vocab_size", "new_beside")
+_OPEN = ("vocab_size", "max_seq_len", "memory", "new_beside", "new_cache")
 """What may be asked of a network whose parameters are sharded."""
 
 
@@ -256,6 +256,14 @@ class Front(nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         return self.zero(*arguments, **keywords)
+
+    def next_logits(self, input_ids: Tensor, cache: Any, **keywords: Any) -> Tensor:
+        """Logits of the token after these. Where parameters are sharded, all processes must ask together."""
+        if self.whole:
+            whole: Tensor = self.model.next_logits(input_ids, cache, **keywords)
+            return whole
+        last: Tensor = self.zero(input_ids, cache=cache, **keywords)[:, -1]
+        return last
 
     def train(self, mode: bool = True) -> Front:
         self.zero.train(mode)

@@ -23,6 +23,7 @@ from shoal.config import Run
 from shoal.config.schema.engine import Fsdp
 from shoal.engines import moments, optimizers
 from shoal.engines.base import Engine, tensors_of
+from shoal.engines.blocks import blocks_of
 from shoal.engines.shards import as_shard, part_of
 from shoal.engines.single import statistics
 from shoal.engines.world import World
@@ -174,6 +175,9 @@ def _shard(model: nn.Module, run: Run, mesh: Any) -> None:
         "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if run.engine.cpu_offload else OffloadPolicy(),
     }
+    for module in model.modules() if half else ():
+        if getattr(module, "full_precision", False):  # its weights are not rounded either
+            fully_shard(module, **settings | {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
     for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=run.engine.reshard_after_forward, **settings)
     fully_shard(model, reshard_after_forward=False, **settings)  # what is outside the blocks is used all the time
@@ -184,14 +188,6 @@ def _shard(model: nn.Module, run: Run, mesh: Any) -> None:
     for name in _ENTRANCES:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: what stands in lists, the outermost."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        found += list(child.children()) if isinstance(child, nn.ModuleList) else blocks_of(child)
-    return found
 
 
 def _sharded(tensor: Tensor) -> DTensor:

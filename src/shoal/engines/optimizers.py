@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.config.schema.training import Optimizer, PlayerOptimizer
+from shoal.config.schema.training import WHOLE_MATRICES, Optimizer, PlayerOptimizer
 from shoal.errors import ShoalError
 from shoal.updates.layout import FlatNetwork
 
 # These look at the shape of a parameter, so they get the parameters one by one.
-SHAPED = ("Muon", "Adafactor")
+SHAPED = WHOLE_MATRICES
 
 # torch hides these from its compiler, and imports the compiler for that at the first call: seconds, for what no optimizer here needs.
 for _method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict):
@@ -68,8 +68,6 @@ def arguments(settings: Optimizer) -> dict[str, Any]:
     """The keywords for the optimizer; a setting it does not take is refused."""
     accepted = inspect.signature(getattr(torch.optim, settings.name)).parameters
     keywords: dict[str, Any] = {"lr": settings.learning_rate}
-    if "lr" in settings.kwargs:
-        raise ShoalError("training.optimizer.kwargs: `lr` has a setting of its own: training.optimizer.learning_rate")
     given = {name: getattr(settings, name) for name in ("weight_decay", "eps", "momentum") if getattr(settings, name) is not None}
     if settings.beta1 is not None or settings.beta2 is not None:
         first, second = accepted["betas"].default if "betas" in accepted else (0.9, 0.999)
@@ -104,7 +102,7 @@ def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
 def _stacks(network: FlatNetwork) -> dict[int, list[nn.Parameter]]:
     """The parameters that are stacks of matrices, one for each expert, and those matrices. They share the stack's memory, and that of its
     gradient."""
-    names = [name for module in network.network.modules() for name in getattr(module, "stacks", ())]
+    names = stack_names(network.network)
     found: dict[int, list[nn.Parameter]] = {}
     for slot, slope, parameter in zip(network.layout.slots, network.slopes, network.parameters, strict=True):
         if parameter.ndim == 3 and slot.name.rsplit(".", 1)[-1] in names:
@@ -112,6 +110,11 @@ def _stacks(network: FlatNetwork) -> dict[int, list[nn.Parameter]]:
             for matrix, own in zip(found[id(parameter)], slope, strict=True):
                 matrix.grad = own
     return found
+
+
+def stack_names(network: nn.Module) -> set[str]:
+    """What parameters are called that hold a matrix for each expert."""
+    return {name for module in network.modules() for name in getattr(module, "stacks", ())}
 
 
 def matrices_of(stack: Any, made: list[nn.Parameter] | None = None) -> list[nn.Parameter]:

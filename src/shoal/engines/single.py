@@ -157,7 +157,7 @@ class SingleEngine(Engine):
 
 def statistics(module: nn.Module) -> Iterator[Tensor]:
     """The buffers whose mean over processes and workers is taken."""
-    persistent, others = set(module.state_dict()), {id(value) for one in kept(module) for value in one.state()}
+    persistent, others = set(module.state_dict()), {id(value) for one in kept(module) for value in (*one.state(), *one.buffers(False))}
     for name, buffer in module.named_buffers():
         if name in persistent and buffer.is_floating_point() and id(buffer) not in others:
             yield buffer

@@ -57,8 +57,6 @@ def zero_config(run: Run, size: int, limit: float | None, disk: Disk | None = No
     """The configuration that `deepspeed.initialize` takes."""
     engine, accumulation = run.engine, run.training.gradient_accumulation_steps
     assert isinstance(engine, DeepSpeed)
-    if engine.zero_stage == 0:
-        raise ShoalError("engine.zero_stage: stage 0 shards nothing; that is the engine ddp")
     batch_size = run.training.batch_size or 1
     precision = run.training.precision.kind
     return {

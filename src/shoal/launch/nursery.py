@@ -336,7 +336,8 @@ def _become(order: dict[str, Any]) -> None:
     os.chdir(order["cwd"])
     _open_streams()
     _set_threads()
-    _show_as(*order["arguments"])
+    rank = [f"[rank {os.environ['RANK']}]"] if "RANK" in os.environ else []
+    _show_as(*order["arguments"], *rank)
     if (path := os.environ.get("PYTHONPATH", "")) != before:
         sys.path[1:1] = [entry for entry in path.split(os.pathsep) if entry]
 

@@ -8,7 +8,7 @@ from torch import nn
 from shoal.config import Run
 from shoal.config.schema.model import Model
 from shoal.errors import ShoalError
-from shoal.models.heads import Scored, add_value
+from shoal.models.scored import Scored, add_value
 from shoal.models.shapes import Shapes
 
 Players = dict[str, nn.Module]

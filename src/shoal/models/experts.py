@@ -7,6 +7,7 @@ R rows: visits of tokens to experts, sorted by expert.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
+from shoal.models.activations import ACTIVATIONS, blend
 from shoal.models.cache import LayerCache
 from shoal.models.routers import Routes, router
 from shoal.models.trunk import INITIAL_STD, BlockPart, Sight, Told
@@ -50,6 +52,10 @@ class Experts(BlockPart):
         self.down = nn.Parameter(torch.empty(self.count, width, inner))
         self.up_bias = nn.Parameter(torch.zeros(self.count, self.up.shape[1])) if settings.bias else None
         self.down_bias = nn.Parameter(torch.zeros(self.count, width)) if settings.bias else None
+        self.activation_gate = nn.Linear(width, len(ACTIVATIONS)) if settings.mixture_of_activations.enabled else None
+        self.grouped_products: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]]
+        self.grouped_products = {"up": grouped_linear, "down": grouped_linear}
+        """Who computes the experts' products: an engine may put emulated ones here."""
         self.initialise(INITIAL_STD)
 
     def initialise(self, std: float) -> None:
@@ -109,6 +115,7 @@ class Experts(BlockPart):
         told = {"load_E": torch.bincount(chosen, minlength=self.count).float(), "dropped": visits.dropped / (K * tokens)}
         if routes.probabilities_TE is not None:
             told["probability_E"] = (routes.probabilities_TE * counted_T[:, None]).sum(0) / tokens
+            told["gate_entropy"] = _entropy(routes.probabilities_TE.detach(), counted_T) / tokens
         if routes.logits_TE is not None:
             logsumexp_T = routes.logits_TE.logsumexp(1) * counted_T
             told["logsumexp"] = logsumexp_T.detach().sum() / tokens
@@ -123,13 +130,27 @@ class Experts(BlockPart):
         kind = x_RD.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.up.dtype
         with torch.autocast(kind, enabled=False):
-            inner_RI = grouped_linear(x_RD.to(dtype), self.up.to(dtype), sizes_E, self.up_bias)
+            inner_RI = self.grouped_products["up"](x_RD.to(dtype), self.up.to(dtype), sizes_E, self.up_bias)
             if self.gated:
                 gate_RI, content_RI = inner_RI.chunk(2, dim=-1)
-                inner_RI = F.silu(gate_RI) * content_RI
+                inner_RI = self._activate(gate_RI, x_RD) * content_RI
             else:
-                inner_RI = F.gelu(inner_RI, approximate="tanh")
-            return grouped_linear(inner_RI, self.down.to(dtype), sizes_E, self.down_bias)
+                inner_RI = self._activate(inner_RI, x_RD)
+            return self.grouped_products["down"](inner_RI, self.down.to(dtype), sizes_E, self.down_bias)
+
+    def _activate(self, inner_RI: Tensor, x_RD: Tensor) -> Tensor:
+        """The one activation, or a blend of several by a gate that sees the token."""
+        if self.activation_gate is not None:
+            gates_R4 = self.activation_gate(x_RD.to(self.activation_gate.weight.dtype)).float().softmax(-1)
+            return blend(inner_RI, gates_R4)
+        return F.silu(inner_RI) if self.gated else F.gelu(inner_RI, approximate="tanh")
+
+
+def _entropy(scores_TE: Tensor, counted_T: Tensor) -> Tensor:
+    """How undecided the router is about each token that counts, summed: 1 if all experts suit equally, 0 if one alone does."""
+    share_TE = scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=1e-20)
+    entropy: Tensor = (torch.special.entr(share_TE).sum(1) * counted_T).sum() / math.log(max(2, scores_TE.shape[1]))
+    return entropy
 
 
 def grouped_linear(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: Tensor | None = None) -> Tensor:

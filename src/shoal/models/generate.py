@@ -6,9 +6,9 @@ Shapes: B batch, L tokens of the prompt, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
-from shoal.models.decoding import choose
+from shoal.models.decoding import Penalties, choose, draws_of_rows, penalised, warp_of
 
 
 def generate(
@@ -25,13 +25,15 @@ def generate(
     *,
     max_new_tokens: int,
     decoding: Decoding,
-    generator: torch.Generator | None = None,
+    seed: int | None = None,
     eos_id: int | None = None,
+    beside: ReadBeside | None = None,
 ) -> Iterator[Tensor]:
-    """The next token ids [B] for prompts [B, L] of one length, step by step, as `decoding.active` says.
+    """The next token ids [B] for prompts [B, L] of one length, step by step, as `decoding.active` says. `beside`: what the model reads.
 
-    A row that gave `eos_id` goes on giving it; when all have, the end is reached. When the model's longest sequence is full, it goes on
-    from the last half of it. Prompts longer than that are seen from their end.
+    With a seed, what follows a prompt does not depend on the rows beside it. A row that gave `eos_id` goes on giving it; when all have,
+    the end is reached. When the model's longest sequence is full, it goes on from the last half of it. Prompts longer than that are seen
+    from their end.
     """
     if not hasattr(model, "next_logits"):
         raise ShoalError(f"a {type(model).__name__} does not write text; generation needs model.kind lstm, gpt or huggingface")
@@ -39,7 +41,8 @@ def generate(
         raise ShoalError("the prompt is empty; give at least one token")
     _check_vocabulary(model, input_ids)
     input_ids = input_ids.to(next(model.parameters()).device)
-    return _tokens(model, input_ids, max_new_tokens, decoding, generator, eos_id)
+    chooser = _Chooser(decoding, seed, input_ids.tolist())
+    return _tokens(model, Context(model, input_ids, max_new_tokens, beside), max_new_tokens, chooser, eos_id)
 
 
 def _check_vocabulary(model: Any, input_ids: Tensor) -> None:
@@ -52,15 +55,12 @@ def _check_vocabulary(model: Any, input_ids: Tensor) -> None:
 
 
 @torch.no_grad()
-def _tokens(
-    model: nn.Module, prompt_BL: Tensor, max_new_tokens: int, decoding: Decoding, generator: torch.Generator | None, eos_id: int | None
-) -> Iterator[Tensor]:
-    context = Context(model, prompt_BL, max_new_tokens)
-    ended_B = torch.zeros(len(prompt_BL), dtype=torch.bool, device=prompt_BL.device)
+def _tokens(model: nn.Module, context: Context, max_new_tokens: int, chooser: _Chooser, eos_id: int | None) -> Iterator[Tensor]:
+    ended_B = torch.zeros(len(context.unseen_BL), dtype=torch.bool, device=context.unseen_BL.device)
     for step in range(max_new_tokens):
         with evaluating(model):
             logits_BV = context.next_logits()
-        next_B = choose(logits_BV, decoding, generator)
+        next_B = chooser.next(logits_BV)
         if eos_id is not None:
             next_B = next_B.masked_fill(ended_B, eos_id)
             ended_B |= next_B == eos_id
@@ -71,12 +71,45 @@ def _tokens(
             context.append(next_B)
 
 
+class ReadBeside(NamedTuple):
+    """Texts that are read beside what is written."""
+
+    columns: Callable[[Tensor], dict[str, Tensor]]
+    """What there is to read beside tokens [B, L], as a batch has it."""
+    every: int | None
+    """Tokens after which there may be something new; None: it stays the same."""
+
+
+class _Chooser:
+    """Chooses the rows' tokens, and remembers them where a repetition costs something."""
+
+    def __init__(self, decoding: Decoding, seed: int | None, prompts: list[list[int]]) -> None:
+        self.warps = [warp_of(decoding)] * len(prompts)
+        self.draws = draws_of_rows(seed, prompts)
+        self.penalties = Penalties(repetition=decoding.repetition_penalty)
+        self.seen = prompts
+        self.position = 0
+
+    def next(self, logits_BV: Tensor) -> Tensor:
+        if self.penalties.repetition != 1:
+            rows = zip(logits_BV, self.seen, strict=True)
+            logits_BV = torch.stack([penalised(logits_V, self.penalties, seen, ()) for logits_V, seen in rows])
+        next_B = choose(logits_BV, self.warps, [draws.at(self.position) for draws in self.draws])
+        self.position += 1
+        if self.penalties.repetition != 1:
+            for seen, token in zip(self.seen, next_B.tolist(), strict=True):
+                seen.append(token)
+        return next_B
+
+
 class Context:
     """The tokens a model sees, and its cache of them."""
 
-    def __init__(self, model: Any, prompt_BL: Tensor, max_new_tokens: int, mask_BL: Tensor | None = None) -> None:
+    def __init__(
+        self, model: Any, prompt_BL: Tensor, max_new_tokens: int, beside: ReadBeside | None = None, mask_BL: Tensor | None = None
+    ) -> None:
         """`mask_BL`: False at padding, which stands before a prompt. A prompt with padding must fit whole."""
-        self.model, self.mask_BS = model, mask_BL
+        self.model, self.beside, self.mask_BS = model, beside, mask_BL
         self.longest: int | None = model.max_seq_len
         self.unseen_BL = prompt_BL if self.longest is None else prompt_BL[:, -self.longest :]
         wanted = self.unseen_BL.shape[1] + max_new_tokens
@@ -86,21 +119,33 @@ class Context:
 
     def _start(self) -> None:
         self.cache, self.length = self.model.new_cache(self.capacity), 0
+        self.seen_BL, self.chunks = self.unseen_BL[:, :0], -1
 
     def next_logits(self) -> Tensor:
         """Logits [B, V] of the next token, from the tokens not seen yet and the cache of the others."""
         self.length += self.unseen_BL.shape[1]
-        masked = {} if self.mask_BS is None else {"attention_mask": self.mask_BS}
-        logits_BV: Tensor = self.model.next_logits(self.unseen_BL, self.cache, **masked)
+        keywords = self._new_to_read() | ({} if self.mask_BS is None else {"attention_mask": self.mask_BS})
+        logits_BV: Tensor = self.model.next_logits(self.unseen_BL, self.cache, **keywords)
         return logits_BV
+
+    def _new_to_read(self) -> dict[str, Any]:
+        if self.beside is None:
+            return {}
+        self.seen_BL = torch.cat([self.seen_BL, self.unseen_BL], dim=1)
+        chunks = 0 if self.beside.every is None else (self.length - 1) // self.beside.every
+        if chunks == self.chunks:
+            return {}
+        self.chunks = chunks
+        columns = {name: value.to(self.seen_BL.device) for name, value in self.beside.columns(self.seen_BL).items()}
+        return {"beside": self.model.new_beside(**columns)}
 
     def append(self, next_B: Tensor) -> None:
         self.recent.append(next_B)
         if self.mask_BS is not None:
             self.mask_BS = F.pad(self.mask_BS, (0, 1), value=True)
         if self.length == self.longest:
-            self._start()
             self.unseen_BL = torch.stack(tuple(self.recent), dim=1)
+            self._start()
         else:
             self.unseen_BL = next_B.unsqueeze(1)
 

@@ -45,8 +45,13 @@ class Attention(BlockPart):
             dropout_p=self.weights_dropout if self.training else 0.0,
             enable_gqa=self.kv_heads != self.query_heads,
         )
+        attended_BHLE, told = self.weigh(attended_BHLE, x_BLD, sight)
         output_BLD: Tensor = self.output(attended_BHLE.transpose(1, 2).flatten(2))
-        return F.dropout(output_BLD, self.dropout, self.training), {}
+        return F.dropout(output_BLD, self.dropout, self.training), told
+
+    def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, sight: Sight) -> tuple[Tensor, Told]:
+        """What the heads give, each as much as it counts."""
+        return attended_BHLE, {}
 
     def last_weights(self) -> list[Tensor]:
         return [self.output.weight]

@@ -1,80 +1,54 @@
-"""A network that ends in one number for each token, in place of logits: what a reward or a value is read from.
+"""Attention of which each token uses a share of the heads.
 
-Shapes: B batch, L tokens, D width.
+Shapes: B batch, L tokens, D width, H heads, R routed heads, E head size.
 """
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
-from typing import Any
-
+import torch
 from torch import Tensor, nn
 
+from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
+from shoal.models.gpt import Attention
+from shoal.models.trunk import Sight, Told
 
 
-class Scored(nn.Module):
-    """The trunk of a language model with one row of weights in place of its output matrix. They start at zero: all texts are equal."""
+class MixtureOfHeads(Attention):
+    """The first heads are active for every token; of the others a router chooses some. All heads are computed, and a gate weighs what they
+    give: this changes what is learned, and saves no time.
 
-    def __init__(self, trunk: Any, *, head_only: bool = False) -> None:
-        super().__init__()
-        if not hasattr(trunk, "hidden"):
-            raise ShoalError(f"a {type(trunk).__name__} gives no hidden states, which a score is read from")
-        self.trunk = trunk.requires_grad_(False) if head_only else trunk
-        self.head = Row(width_of(trunk))
-        if not head_only:
-            freeze_output(trunk)
+    A token's gates over its chosen heads are their probabilities among these, times their number: where all are alike, each gate is 1.
+    """
 
-    def forward(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
-        """A number for each token [B, L], in float32; `given` is what the trunk takes besides."""
-        scores_BL: Tensor = self.head(self.trunk.hidden(input_ids_BL, **given))
-        return scores_BL
+    def __init__(self, settings: schema.Moe) -> None:
+        super().__init__(settings, settings.attention_dropout)
+        heads, mixture = settings.num_heads, settings.mixture_of_heads
+        self.shared = max(1, heads // 4) if mixture.shared_heads is None else mixture.shared_heads
+        self.routed = heads - self.shared
+        self.chosen = round(mixture.active_share * heads) - self.shared
+        if self.shared >= heads or self.chosen < 1:
+            raise ShoalError(
+                f"model.mixture_of_heads: {mixture.active_share:.0%} of {heads} heads, of which {self.shared} are active for every token, "
+                "leave none to choose: raise active_share, or lower shared_heads"
+            )
+        self.router = nn.Linear(settings.hidden_size, self.routed, bias=False)
 
-    def save(self, folder: Path) -> None:
-        """As transformers loads a classifier of sequences with one label, where the trunk is a model of theirs. The model is used up."""
-        self.trunk.save_scored(folder, self.head.weight.detach())
+    def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, sight: Sight) -> tuple[Tensor, Told]:
+        with torch.autocast(x_BLD.device.type, enabled=False):
+            probability_BLR = self.router(x_BLD.to(self.router.weight.dtype)).float().softmax(-1)
+        top = probability_BLR.topk(self.chosen, dim=-1)
+        chosen = top.values / top.values.sum(-1, keepdim=True) * self.chosen
+        gates_BLR = torch.zeros_like(probability_BLR).scatter(-1, top.indices, chosen)
+        gates_BHL = torch.cat([torch.ones_like(gates_BLR[..., :1]).expand(-1, -1, self.shared), gates_BLR], dim=-1).transpose(1, 2)
+        weighed_BHLE = attended_BHLE * gates_BHL.unsqueeze(-1).to(attended_BHLE.dtype)
+        return weighed_BHLE, self._balance(probability_BLR, top.indices, sight.counted_BL)
 
-    def gradient_checkpointing(self, enabled: bool) -> None:
-        """Whether the backward pass computes activations again instead of keeping them."""
-        self.trunk.gradient_checkpointing(enabled)
-
-    def __getattr__(self, name: str) -> Any:
-        """What else a model of language offers: its vocabulary, and what goes in and out beside the tokens."""
-        if name in ("vocab_size", "max_seq_len", "new_beside"):
-            return getattr(self.trunk, name)
-        return super().__getattr__(name)
-
-
-def add_value(model: Any, kind: str) -> dict[str, nn.Module]:
-    """What predicts an answer's score, for a policy: a network of its own, or a head of the policy itself."""
-    if kind == "network":
-        return {"value": Scored(copy.deepcopy(model))}
-    if not hasattr(model, "output_weight"):
-        raise ShoalError("rlhf.value: head needs a model of Shoal's own (gpt, moe); for others choose network")
-    model.value_head = Row(width_of(model))
-    return {}
-
-
-class Row(nn.Linear):
-    """One row of weights that makes a number of each hidden state. It starts at zero."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width, 1, bias=False)
-        nn.init.zeros_(self.weight)
-
-    def forward(self, hidden_BLD: Tensor) -> Tensor:
-        """In the type of the weights: half precision has about three digits, and scores are compared."""
-        return (hidden_BLD.to(self.weight.dtype) * self.weight[0]).sum(-1)
-
-
-def width_of(model: Any) -> int:
-    """The width of a model's hidden states."""
-    return int(model.width if hasattr(model, "width") else model.output_weight.shape[1])
-
-
-def freeze_output(model: Any) -> None:
-    """An output matrix that nothing reads gets no gradient, so it is not trained; one that is the embedding, too, is."""
-    output = getattr(model, "output", None)
-    if isinstance(output, nn.Linear):
-        output.requires_grad_(False)
+    def _balance(self, probability_BLR: Tensor, chosen: Tensor, counted_BL: Tensor | None) -> Told:
+        """As for experts: the number of heads × Σ share of the choices · mean probability; 1 where all heads are used alike."""
+        if counted_BL is None:
+            return {}
+        counted = counted_BL.sum().clamp(min=1)
+        load_R = torch.bincount(chosen[counted_BL].flatten(), minlength=self.routed).float()
+        mean_R = (probability_BLR * counted_BL.unsqueeze(-1)).sum((0, 1)) / counted
+        return {"head_balance": self.routed * (load_R / load_R.sum().clamp(min=1) * mean_R).sum()}

@@ -6,7 +6,7 @@ Shapes: B batch, L tokens, S tokens seen (L and those in the cache), V vocabular
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models import pretrained
+from shoal.models.cache import padded_rows
 from shoal.models.lora import with_lora
 from shoal.models.shapes import Shapes
 
@@ -27,8 +28,33 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 class HuggingFaceCache:
     """Whatever the model itself keeps of the tokens it has seen."""
 
-    def __init__(self) -> None:
-        self.past: Any = None
+    padded = True
+    """Joined rows are padded on the left: the model needs a mask."""
+
+    def __init__(self, past: Any = None) -> None:
+        self.past = past
+
+    def row(self, i: int, length: int) -> HuggingFaceCache:
+        """The last tokens of one row, as a cache of its own."""
+        return HuggingFaceCache(
+            _filled([(keys[i : i + 1, :, -length:], values[i : i + 1, :, -length:]) for keys, values in self._layers()])
+        )
+
+    @classmethod
+    def joined(cls, rows: Sequence[HuggingFaceCache]) -> HuggingFaceCache:
+        """The caches of several rows as one."""
+        layers = zip(*(row._layers() for row in rows), strict=True)
+        return cls(_filled([(padded_rows([pair[0] for pair in row]), padded_rows([pair[1] for pair in row])) for row in layers]))
+
+    def _layers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(layer.keys, layer.values) for layer in self.past.layers]
+
+
+def _filled(layers: list[tuple[Tensor, Tensor]]) -> Any:
+    """A cache of transformers that holds these keys and values."""
+    from transformers import DynamicCache
+
+    return DynamicCache(layers)
 
 
 class HuggingFace(nn.Module):
@@ -63,6 +89,17 @@ class HuggingFace(nn.Module):
             cache.past = getattr(output, self.cache_name)
         logits_BLV: Tensor = output.logits
         return logits_BLV
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether the model keeps keys and values of every token, and nothing else, so that rows of several requests can be joined."""
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
+        # A window of attention is told by the cache's class: such a layer forgets tokens that a padded row would still need
+        return self.cache_name == CACHE_NAMES[0] and all(
+            type(layer) is DynamicLayer for layer in DynamicCache(config=self.inner.config).layers
+        )
 
     def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None) -> Tensor:
         """The last hidden states [B, L, D], which the output matrix reads."""

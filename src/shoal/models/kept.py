@@ -17,6 +17,9 @@ class Kept(nn.Module):
 
     total: Callable[[Tensor], Tensor] = staticmethod(lambda values: values)
     """Adds a tensor up over all processes; the engine sets it."""
+    rank: int = 0
+    ranks: int = 1
+    """The number of this process, and how many there are; the engine sets them."""
     counting: bool = True
     """Whether the batch that comes counts: a process without a share of a small batch computes one that does not."""
 
@@ -28,6 +31,14 @@ class Kept(nn.Module):
 
     def move(self) -> None:
         """Move the state as far as the step decided, once."""
+
+    def figures(self) -> dict[str, Tensor]:
+        """Single numbers to record of the step that has ended, the same in all processes."""
+        return {}
+
+    def details(self) -> dict[str, Tensor]:
+        """Further numbers of that step, too many to travel between machines."""
+        return {}
 
     def state(self) -> list[Tensor]:
         """The state itself, which the coordinator hands out."""

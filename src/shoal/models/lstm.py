@@ -5,6 +5,8 @@ Shapes: B batch, L tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,8 +19,26 @@ from shoal.models.shapes import Shapes, vocab_size_for
 class LstmCache:
     """The recurrent state after the tokens seen so far: all an LSTM remembers of them."""
 
+    padded = False
+    """A state has one size, so rows are joined without padding."""
+
     def __init__(self) -> None:
         self.state: tuple[Tensor, Tensor] | None = None
+
+    def row(self, i: int, length: int) -> LstmCache:
+        """The state of one row, as a cache of its own."""
+        assert self.state is not None
+        made = LstmCache()
+        made.state = (self.state[0][:, i : i + 1], self.state[1][:, i : i + 1])
+        return made
+
+    @classmethod
+    def joined(cls, rows: Sequence[LstmCache]) -> LstmCache:
+        """The states of several rows as one."""
+        states = [row.state for row in rows if row.state is not None]
+        made = cls()
+        made.state = (torch.cat([state[0] for state in states], 1), torch.cat([state[1] for state in states], 1))
+        return made
 
 
 class Lstm(nn.Module):
@@ -69,9 +89,9 @@ class Lstm(nn.Module):
         """A state has one size, whatever the number of tokens."""
         return LstmCache()
 
-    def next_logits(self, input_ids_BL: Tensor, cache: LstmCache) -> Tensor:
+    def next_logits(self, input_ids_BL: Tensor, cache: LstmCache, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [B, V] of the token after these, which the cache then holds too."""
-        logits_BV: Tensor = self.output(self.hidden(input_ids_BL, cache=cache)[:, -1])
+        logits_BV: Tensor = self.output(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask)[:, -1])
         return logits_BV
 
 

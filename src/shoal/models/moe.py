@@ -5,16 +5,21 @@ Shapes: L layers, E experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.config.schema import model as schema
+from shoal.models.context import ContextEncoder, WithCrossAttention, crosses, reads
 from shoal.models.experts import Experts
 from shoal.models.gpt import Attention
+from shoal.models.heads import MixtureOfHeads
 from shoal.models.kept import Kept
+from shoal.models.memory import EpisodicMemory
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
 from shoal.models.shapes import Shapes, vocab_size_for
 from shoal.models.trunk import Auxiliary, Beside, BlockPart, Told, Trunk
@@ -24,7 +29,12 @@ class Moe(Trunk):
     """Its own losses: balance of the experts' loads, and z-loss."""
 
     def __init__(self, settings: schema.Moe, vocab_size: int) -> None:
-        super().__init__(settings, vocab_size, lambda layer: block_parts(settings, vocab_size), settings.initializer_range)
+        reader = ContextEncoder(settings) if reads(settings) else None
+        parts = partial(block_parts, settings, vocab_size)
+        super().__init__(settings, vocab_size, parts, settings.initializer_range, reader)
+        self.memory = EpisodicMemory(settings) if settings.episodic_memory.enabled else None
+        if settings.mixture_of_heads.enabled and settings.mixture_of_heads.balance_weight:
+            self.loss_weights["head_balance"] = settings.mixture_of_heads.balance_weight
         experts = settings.experts
         self.balance_weight = experts.aux_loss_weight
         if experts.z_loss_weight:
@@ -39,9 +49,11 @@ class Moe(Trunk):
             return
         load_LE = torch.stack([own["load_E"] for own in routed])
         shares_LE = self.loads.shares(load_LE, self.training)
-        if self.balance_weight and all("probability_E" in own for own in routed):
+        if all("probability_E" in own for own in routed):
             probability_LE = torch.stack([own["probability_E"] for own in routed])
             balance_L = shares_LE.shape[1] * (shares_LE * probability_LE).sum(1)
+            beside.figures |= {f"layers/{layer}/balance": one for layer, one in enumerate(balance_L.detach())}
+        if self.balance_weight and all("probability_E" in own for own in routed):
             beside.losses.append(Auxiliary("balance", self.balance_weight, balance_L.mean()))
 
 
@@ -77,6 +89,27 @@ class Loads(Kept):
         moved = self._moved or [torch.zeros_like(one) for one in self._decided]
         self._moved = [before + now for before, now in zip(moved, self._decided, strict=True)]
 
+    def figures(self) -> dict[str, Tensor]:
+        """How uneven the loads of the step were. The entropy is a share of that of even loads: 1 is even, 0 is one expert for all."""
+        experts = self.load_LE.shape[1]
+        share_LE = self._shares()
+        entropy_L = torch.special.entr(share_LE).sum(1) / math.log(max(2, experts))
+        by_name = {
+            "load_excess": experts * share_LE.amax(1) - 1,
+            "dead_experts": (share_LE == 0).sum(1).float(),
+            "load_entropy": entropy_L,
+        }
+        return {f"layers/{layer}/{name}": values_L[layer] for name, values_L in by_name.items() for layer in range(len(share_LE))}
+
+    def details(self) -> dict[str, Tensor]:
+        """Each expert's share in the choices of the step."""
+        return {f"layers/{layer}/load/{i}": one for layer, share_E in enumerate(self._shares()) for i, one in enumerate(share_E)}
+
+    def _shares(self) -> Tensor:
+        """Without layers where nothing was seen: a coordinator computes no step."""
+        load_LE = self.load_LE.float()
+        return load_LE / load_LE.sum(1, keepdim=True) if load_LE.sum() else load_LE[:0]
+
     def move(self) -> None:
         for router, movement_E in zip(self.routers, self._decided, strict=False):
             router.shift(movement_E)
@@ -97,9 +130,13 @@ class Loads(Kept):
             router.shift(movement_E)
 
 
-def block_parts(settings: schema.Moe, vocab_size: int) -> tuple[BlockPart, BlockPart]:
+def block_parts(settings: schema.Moe, vocab_size: int, layer: int) -> tuple[BlockPart, BlockPart]:
     """The attention and the feed-forward of a layer."""
-    return Attention(settings, settings.attention_dropout), Experts(settings, vocab_size)
+    heads = settings.mixture_of_heads.enabled
+    attention: BlockPart = MixtureOfHeads(settings) if heads else Attention(settings, settings.attention_dropout)
+    if crosses(settings, layer):
+        attention = WithCrossAttention(attention, settings)
+    return attention, Experts(settings, vocab_size)
 
 
 def players(model: schema.Moe, run: Run, shapes: Shapes) -> dict[str, nn.Module]:

@@ -20,8 +20,6 @@ FILES = "config.json, model.safetensors and the tokenizer's files"
 
 def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
     """The model in float32: mixed precision keeps its weights so, and lowers only what is computed."""
-    if model.from_scratch and model.weights is not None:
-        raise ShoalError("model.from_scratch and model.weights contradict each other: set one of them")
     transformers = _transformers()
     with _explained("model.pretrained", model.pretrained):
         config = transformers.AutoConfig.from_pretrained(model.pretrained, token=token)

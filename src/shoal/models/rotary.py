@@ -43,13 +43,13 @@ class Rotary(nn.Module):
 
 
 def rotate(x_BLNE: Tensor, turns_LP2: Tensor) -> Tensor:
-    """(a, b) → (a·cos − b·sin, b·cos + a·sin) for each pair."""
+    """(a, b) → (a·cos − b·sin, b·cos + a·sin) for each pair. Turns may be those of all rows, or [B, L, P, 2]."""
     pairs_BLNP2 = x_BLNE.view(*x_BLNE.shape[:-1], -1, 2)
     if _has_complex(x_BLNE) and x_BLNE.dtype == turns_LP2.dtype:
-        turned = torch.view_as_complex(pairs_BLNP2) * torch.view_as_complex(turns_LP2).unsqueeze(1)
+        turned = torch.view_as_complex(pairs_BLNP2) * torch.view_as_complex(turns_LP2).unsqueeze(-2)
         return torch.view_as_real(turned).flatten(-2)
     first, second = pairs_BLNP2.unbind(-1)
-    cos, sin = turns_LP2.unsqueeze(1).unbind(-1)
+    cos, sin = turns_LP2.unsqueeze(-3).unbind(-1)
     return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2).to(x_BLNE.dtype)
 
 

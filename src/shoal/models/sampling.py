@@ -45,7 +45,7 @@ def sample(
     a policy can learn from. All answers have `max_new_tokens` columns."""
     prompt_BP, mask_BP = padded(prompts, pad_id, next(model.parameters()).device)
     _check_room(model, prompt_BP.shape[1], max_new_tokens)
-    context = Context(model, prompt_BP, max_new_tokens, None if bool(mask_BP.all()) else mask_BP)
+    context = Context(model, prompt_BP, max_new_tokens, mask_BL=None if bool(mask_BP.all()) else mask_BP)
     answer_BT = prompt_BP.new_full((len(prompts), max_new_tokens), pad_id)
     log_probs_BT = torch.zeros(answer_BT.shape, device=answer_BT.device)
     real_BT = torch.zeros_like(answer_BT, dtype=torch.bool)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from shoal.models.cache import KeyValueCache, LayerCache
 from shoal.models.rotary import Rotary
 
 INITIAL_STD = 0.02
+NEVER = 2**62
+"""A place that no token of a sequence has."""
 Told = dict[str, Tensor]
 """What a part gives beside the stream, by name: auxiliary losses, and figures to record."""
 
@@ -40,16 +42,22 @@ class Auxiliary(NamedTuple):
 class Beside:
     """What goes into a model beside the tokens of a batch, and what comes out of it beside the logits."""
 
-    def __init__(self, counted_BL: Tensor | None = None, context_BCD: Tensor | None = None, context_mask_BC: Tensor | None = None) -> None:
+    def __init__(self, counted_BL: Tensor | None = None, **columns: Tensor) -> None:
+        """`columns`: texts to read, as a batch has them."""
         self.counted_BL = counted_BL
         """True where a token counts in the loss."""
-        self.context_BCD = context_BCD
-        """What layers with cross-attention attend to."""
-        self.context_mask_BC = context_mask_BC
-        """True where the context is no padding."""
+        self.columns = columns
         self.losses: list[Auxiliary] = []
         self.figures: dict[str, Tensor] = {}
         """Single numbers, means over the tokens that count; those of a layer are named `layers/3/dropped`."""
+
+
+class Context(NamedTuple):
+    """What layers with cross-attention attend to."""
+
+    states_BCD: Tensor
+    first_BC: Tensor
+    """The first token of the sequence that may attend to each."""
 
 
 class Sight(NamedTuple):
@@ -63,8 +71,9 @@ class Sight(NamedTuple):
     input_ids_BL: Tensor
     counted_BL: Tensor | None = None
     """True where a token counts in the loss; null: nobody asks for losses and figures."""
-    context_BCD: Tensor | None = None
-    context_mask_BC: Tensor | None = None
+    context: Context | None = None
+    past: int = 0
+    """Tokens in the cache."""
 
 
 class BlockPart(nn.Module):
@@ -105,8 +114,14 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """The language model: embeddings, blocks, a last normalisation, the output matrix."""
 
-    def __init__(self, settings: schema.Transformer, vocab_size: int, parts: Parts, initial_std: float = INITIAL_STD) -> None:
+    def __init__(
+        self, settings: schema.Transformer, vocab_size: int, parts: Parts, initial_std: float = INITIAL_STD, reader: Any = None
+    ) -> None:
+        """`reader` encodes texts beside the input, where layers attend to them: see `context.py`."""
         super().__init__()
+        self.reader = reader
+        self.memory: Any = None
+        """Episodes that the layers above `memory.layer` attend to: see `memory.py`."""
         width = settings.hidden_size
         self.vocab_size, self.max_seq_len, self.dropout = vocab_size, settings.max_seq_len, settings.dropout
         self.checkpointing = False
@@ -145,19 +160,48 @@ class Trunk(nn.Module):
         if past + length > self.max_seq_len:
             raise ShoalError(f"a sequence of {past + length} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
         x_BLD = self._embed(input_ids_BL, past, attention_mask)
-        turns = self.rotary(past, length) if self.rotary is not None else None
-        sight = _sight(input_ids_BL, turns, past, attention_mask, beside or Beside())
+        turns = self._turns(past, length, attention_mask if cache else None)
+        sight = _sight(input_ids_BL, turns, past, attention_mask)
+        context = self._context(input_ids_BL, beside, cache)
+        sight = sight._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past)
         told: list[Told] = []
+        sight = self._remember(-1, x_BLD, sight, cache)
         for i, block in enumerate(self.blocks):
             if self.checkpointing and cache is None and torch.is_grad_enabled():
                 x_BLD, own = checkpoint(block, x_BLD, sight, use_reentrant=False)
             else:
                 x_BLD, own = block(x_BLD, sight, cache.layers[i] if cache else None)
             told.append(own)
+            sight = self._remember(i, x_BLD, sight, cache)
         if beside is not None:
             self.tell(told, beside)
         hidden_BLD: Tensor = self.norm(x_BLD)
         return hidden_BLD
+
+    def _remember(self, layer: int, x_BLD: Tensor, sight: Sight, cache: KeyValueCache | None) -> Sight:
+        """At the memory's layer, what the layers above may read of it; and while learning, what it may write down."""
+        if self.memory is None or layer != self.memory.layer:
+            return sight
+        if self.training and cache is None and torch.is_grad_enabled():
+            self.memory.watch(x_BLD)
+        return sight._replace(context=self.memory.recall(x_BLD, sight, cache))
+
+    def _context(self, input_ids_BL: Tensor, beside: Beside | None, cache: KeyValueCache | None) -> Context | None:
+        """What there is to read beside the tokens; where they are written one by one, what was there to read before, unless it is new."""
+        if self.reader is None:
+            return None
+        if beside is not None and beside.columns:
+            context: Context = self.reader.read(beside.columns, self.token_embedding)
+        elif cache is not None:
+            kept: Context | None = cache.context
+            return kept
+        elif self.training:
+            context = self.reader.read_nothing(input_ids_BL, self.token_embedding)
+        else:
+            return None
+        if cache is not None:
+            cache.context = context
+        return context
 
     def tell(self, told: list[Told], beside: Beside) -> None:
         """Put down what the layers gave: losses as their mean over the layers, single numbers as figures of their layer."""
@@ -174,12 +218,17 @@ class Trunk(nn.Module):
             x_BLD = x_BLD + self.position_embedding.weight[past : past + input_ids_BL.shape[1]]
         elif self.position_embedding is not None and attention_mask is not None:
             # Counted from the first real token, so that padding on the left changes nothing
-            positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-            x_BLD = x_BLD + self.position_embedding(positions_BS[:, past:])
+            x_BLD = x_BLD + self.position_embedding(_positions(attention_mask)[:, past:])
         if torch.is_autocast_enabled(x_BLD.device.type):
             # The stream between the blocks is read and written more than anything else: half the bytes
             x_BLD = x_BLD.to(torch.get_autocast_dtype(x_BLD.device.type))
         return F.dropout(x_BLD, self.dropout, self.training)
+
+    def _turns(self, past: int, length: int, mask_BS: Tensor | None) -> Tensor | None:
+        """The turns of the new tokens. Rows in a cache that are padded differently stand at positions of their own."""
+        if self.rotary is None or mask_BS is None:
+            return self.rotary(past, length) if self.rotary is not None else None
+        return self.rotary.turns_SP2[_positions(mask_BS)[:, past:]]
 
     def new_beside(self, **given: Tensor) -> Beside:
         """What `forward` and `hidden` take as `beside`, with what goes in; what comes out is in it afterwards."""
@@ -197,9 +246,11 @@ class Trunk(nn.Module):
         """Room for the keys and values of so many tokens."""
         return KeyValueCache(len(self.blocks), capacity)
 
-    def next_logits(self, input_ids_BL: Tensor, cache: KeyValueCache, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits [B, V] of the token after these, which the cache then holds too."""
-        return F.linear(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask)[:, -1], self.output_weight)
+    def next_logits(
+        self, input_ids_BL: Tensor, cache: KeyValueCache, attention_mask: Tensor | None = None, beside: Beside | None = None
+    ) -> Tensor:
+        """Logits [B, V] of the token after these, which the cache then holds too. `beside`: what there is to read from now on."""
+        return F.linear(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside)[:, -1], self.output_weight)
 
     def _initialise(self, std: float) -> None:
         """As GPT-2: what is added to the stream starts smaller, the more layers add to it."""
@@ -240,15 +291,19 @@ def _rotary_head_size(settings: schema.Transformer) -> int:
     return size
 
 
-def _sight(input_ids_BL: Tensor, turns: Tensor | None, past: int, attention_mask: Tensor | None, beside: Beside) -> Sight:
+def _positions(attention_mask: Tensor) -> Tensor:
+    """Positions [B, S], counted from the first real token."""
+    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+def _sight(input_ids_BL: Tensor, turns: Tensor | None, past: int, attention_mask: Tensor | None) -> Sight:
     """No mask where the kernel's own causal one will do, nor where one token sees all before it."""
-    others = {"counted_BL": beside.counted_BL, "context_BCD": beside.context_BCD, "context_mask_BC": beside.context_mask_BC}
     length = input_ids_BL.shape[1]
     if attention_mask is None and (past == 0 or length == 1):
-        return Sight(turns, None, past == 0, input_ids_BL, **others)
+        return Sight(turns, None, past == 0, input_ids_BL)
     seen_LS = torch.ones(length, past + length, dtype=torch.bool, device=input_ids_BL.device).tril(past)
     if attention_mask is None:
-        return Sight(turns, seen_LS, False, input_ids_BL, **others)
+        return Sight(turns, seen_LS, False, input_ids_BL)
     # Padding sees itself: a row that sees nothing would give NaN
     itself_LS = seen_LS.triu(past)
-    return Sight(turns, (seen_LS & attention_mask.bool()[:, None, None, :]) | itself_LS, False, input_ids_BL, **others)
+    return Sight(turns, (seen_LS & attention_mask.bool()[:, None, None, :]) | itself_LS, False, input_ids_BL)

@@ -29,7 +29,7 @@ def ranks_of(run: Run) -> int:
 
 def extent_of(run: Run, samples: data.Data, expected: int) -> Extent:
     """How much there is to learn from, by so many workers."""
-    return Extent(expected, ranks_of(run), lambda shards: feed_of(run, samples, 0, shards).batches_per_epoch)
+    return Extent(expected, ranks_of(run), lambda shards: feed_of(run, samples, 0, shards).batches_per_epoch, run.scheduled)
 
 
 def weight_per_sample(run: Run, samples: object) -> float:

@@ -97,6 +97,8 @@ def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: 
 
     `part`: which of the seat's processes this is, and of how many; together they take `batch_size` samples each.
     """
+    if run.scheduled:  # all seats are stretches of the same order, and positions are those of the whole data
+        seat, shards = 0, 1
     batch_size, seed = run.training.batch_size, run.data.shuffle_seed
     assert batch_size is not None  # derived with the configuration, like the seed
     assert seed is not None
@@ -176,7 +178,8 @@ def _newest_like(run: Run) -> RunDirectory | None:
 def write_info(directory: RunDirectory, samples: data.Data) -> None:
     info = samples.info
     shapes = {"image_shape": info.image_shape, "num_classes": info.num_classes, "vocab_size": info.vocab_size}
-    directory.write("data.json", json.dumps(shapes | {"name": info.name, "fingerprint": data.kept_fingerprint(samples)}))
+    found = {"passages": str(info.finder.folder.resolve())} if info.finder else {}
+    directory.write("data.json", json.dumps(shapes | {"name": info.name, "fingerprint": data.kept_fingerprint(samples)} | found))
     if info.tokenizer is not None:
         info.tokenizer.save(directory.path / "tokenizer")
 
@@ -194,23 +197,36 @@ def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:
         )
 
 
-def write_text(model: nn.Module, tokenizer: data.Tokenizer, prompt: str, count: int, seed: int, decoding: Any) -> Iterator[str]:
-    device = next(model.parameters()).device
+def read_beside(finder: data.PassageFinder | None, tokenizer: data.Tokenizer, context: str = "") -> models.ReadBeside | None:
+    """What is read beside a text that is being written: passages that it finds, and a context that is given."""
+    given = {"context_ids": torch.tensor([[tokenizer.encode(context)]])} if context else {}
+    if finder is None:
+        return models.ReadBeside(lambda ids_BL: given, None) if given else None
+
+    def columns(ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
+        return given | finder.read_beside({"input_ids": ids_BL.cpu()}, [()] * len(ids_BL))
+
+    return models.ReadBeside(columns, finder.chunk_size)
+
+
+def write_text(
+    model: nn.Module,
+    tokenizer: data.Tokenizer,
+    prompt: str,
+    count: int,
+    seed: int,
+    decoding: Any,
+    beside: models.ReadBeside | None = None,
+) -> Iterator[str]:
+    """The text that follows a prompt, piece by piece. `beside`: what the model reads meanwhile."""
     start = tokenizer.encode(prompt) or [tokenizer.eos_id if tokenizer.eos_id is not None else 0]
-    generator = torch.Generator(device).manual_seed(seed)
-    ids, said = list(start), ""
-    stream = models.generate(
-        model, torch.tensor([start], device=device), max_new_tokens=count, decoding=decoding, generator=generator, eos_id=tokenizer.eos_id
-    )
-    before = tokenizer.decode(start)
+    text, prompts = data.StreamedText(tokenizer, start), torch.tensor([start])
+    stream = models.generate(model, prompts, max_new_tokens=count, decoding=decoding, seed=seed, eos_id=tokenizer.eos_id, beside=beside)
     for token in stream:
         if tokenizer.eos_id is not None and int(token) == tokenizer.eos_id:
             return
-        ids.append(int(token))
-        text = tokenizer.decode(ids)[len(before) :]
-        if not text.endswith("�"):  # half of a character: wait for the rest
-            yield text[len(said) :]
-            said = text
+        yield text.add(int(token))
+    yield text.finish()
 
 
 def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
@@ -227,11 +243,10 @@ def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
 
     def text(step: int) -> None:
         assert tokenizer is not None
-        if run.engine.kind == "deepspeed" and run.engine.zero_stage == 3:
-            raise ShoalError("with ZeRO-3 no process has the whole model to write with; `shoal generate` writes from a checkpoint")
         model = task.players["model"]
         model.eval()
-        written = "".join(write_text(model, tokenizer, "", 64, run.seed, run.serving.decoding))
+        beside = read_beside(parts.data.info.finder, tokenizer)
+        written = "".join(write_text(model, tokenizer, "", 64, run.seed, run.serving.decoding, beside))
         model.train()
         if first:
             folder.mkdir(exist_ok=True)

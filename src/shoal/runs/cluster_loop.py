@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ from shoal.updates.fragments import Span
 from shoal.updates.messages import Message
 
 _LOOK_EVERY_S = 1.0
+_STATUS_EVERY_S = 2.0
 _GOODBYE_S, _PARTING_S = 120.0, 15.0
 """How long a coordinator that is done waits for its workers to hear of it: the last weights may take long over a slow link. One that was
 interrupted waits less."""
@@ -118,7 +121,7 @@ class ClusterLoop:
         """How long to wait at the end until all have heard that it is over."""
         self._lessees: list[dict[str, Any]] = []
         """Workers that lease units, as they were a moment ago."""
-        self._lessees_at = 0.0
+        self._lessees_at = self._status_at = 0.0
 
     def _driver(self, home: Home, welcome: Message) -> Driver:
         around = Surroundings(
@@ -165,7 +168,9 @@ class ClusterLoop:
         while not (coordinator.finished or recorder.stopping):
             if self.driver.step():
                 self._hear_verdicts()
+                self._show_status()
                 self.beside()
+        self._show_status(last=True)
         if coordinator.stopped:
             raise ShoalError(coordinator.stopped)
         self.driver.happen(Interrupted(recorder.stopping) if recorder.stopping else Concluded())
@@ -178,10 +183,36 @@ class ClusterLoop:
     def _members(self) -> Members:
         """Who takes part: workers that lease units in a database, or the coordinator's own members."""
         if self.board is None:
-            return Members(self.coordinator.members.table(), in_database=False)
+            return Members(self._member_rows(), in_database=False)
         if time.monotonic() >= self._lessees_at:
             self._lessees, self._lessees_at = self.board.workers(), time.monotonic() + _LOOK_EVERY_S
         return Members(self._lessees, in_database=True)
+
+    def _member_rows(self) -> list[dict[str, Any]]:
+        """The coordinator's members, and the task of each where a scheduler gives out tasks."""
+        rows, tasks = self.coordinator.members.table(), self.coordinator.tasks
+        if tasks is None:
+            return rows
+        here = self.coordinator.members.by_name
+        return [row | {"task": tasks.task_of(here[row["worker"]])} for row in rows]
+
+    def _show_status(self, last: bool = False) -> None:
+        """Leave in the run's folder who does what, for `shoal status`. A database has that in its tables."""
+        now = time.monotonic()
+        if self.board is not None or (now < self._status_at and not last):
+            return
+        self._status_at = now + _STATUS_EVERY_S
+        tasks = self.coordinator.tasks
+        status = {
+            "strategy": self.run.strategy.kind,
+            "scheduler": self.run.scheduler.kind,
+            "version": self.coordinator.state.version,
+            "of": self.length.steps,
+            "members": self._member_rows(),
+            "tasks": tasks.table() if tasks is not None else [],
+        }
+        with suppress(ShoalError):  # it is for people to look at: the run goes on without
+            self.directory.write("status.json", json.dumps(status))
 
     # --- what the driver tells -----------------------------------------------------------------------
 
@@ -254,13 +285,18 @@ class ClusterLoop:
         spent = self._accountant()
         length = self.length
         contributions = length.steps * length.batches_per_step / length.batches_per_contribution
-        spent.record("whole run", max(1, round(contributions / (1 if self.policies.feed.leased else self.coordinator.plan.expected))))
+        spent.record("whole run", max(1, round(contributions / (1 if self._shares_data else self.coordinator.plan.expected))))
         settings = self.run.updates.privacy
         if not settings.protects(spent.spent()):
             self.message(
                 f"warning: at its end this run will have spent ε ≈ {spent.spent():.4g} at δ = {spent.delta:g}, which protects nobody "
                 f"(ε up to {settings.protects_up_to:g} does): raise {setting}, or train for fewer steps"
             )
+
+    @property
+    def _shares_data(self) -> bool:
+        """Whether contributions of all workers are of the same data, and not each of a shard of its own."""
+        return self.policies.feed.leased or self.coordinator.tasks is not None
 
     def _accountant(self) -> privacy.Accountant:
         settings = self.run.updates.privacy
@@ -274,6 +310,8 @@ class ClusterLoop:
         if self.policies.feed.leased:  # all units are of the same data
             late = sum(one["late"] + one["cancelled"] for one in self.board.workers()) if self.board is not None else 0
             accountant.record("units", sum(state.contributions.values()) + late)
+        elif self._shares_data:
+            accountant.record("tasks", sum(last + 1 for last in state.sequences.values()))
         else:
             for name, seat in state.seats.items():
                 accountant.record(f"seat {seat}", state.sequences.get(name, -1) + 1)

@@ -24,6 +24,7 @@ from shoal.runs.assembly import Parts, Progress, assemble, expect_same_data, tel
 from shoal.runs.checkpoint import find, load_weights
 from shoal.runs.cluster_loop import Agreed, ClusterLoop
 from shoal.runs.cluster_loop import Home as Place
+from shoal.runs.cutting import Cut, Extent, listed_workers, tasks_of
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.homes import Home, home_of
 from shoal.runs.inviting import Invitation
@@ -62,7 +63,7 @@ def prepare(
     run = loaded.run
     place = transport or run.transport
     home = home_of(run, run_dir, resume, place, hosts)
-    agreed = _agree(run, home.expected or workers or run.cluster.num_workers or max(1, needed(run)), home.directory, progress, given)
+    agreed = agree(run, home.expected or workers or run.cluster.num_workers or max(1, needed(run)), home.directory, progress, given)
     directory = home.directory or RunDirectory.create(run, run_dir)
     if home.directory is not None:
         expect_same_data(directory, agreed.parts.data)
@@ -88,7 +89,9 @@ def _coordinating(
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
-    plan = _plan(run, agreed)
+    plan = plan_of(run, agreed)
+    for reporter in reporters if run.scheduled and _cut(run, agreed).note else ():
+        reporter.message(_cut(run, agreed).note)
     bounds = plan.bounds._replace(guests=opened.guests)
     plan = plan._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key, bounds=bounds)
     coordinator = Coordinator(plan, agreed.policies, learner)
@@ -105,7 +108,7 @@ def _coordinating(
     return Coordinating(loop, opened.invitation)
 
 
-def _agree(run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, given: Given) -> Agreed:
+def agree(run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, given: Given) -> Agreed:
     """What the run is made of, and what its workers must agree on."""
     policies, lengths = strategies.of(run, expected), list[Length]()
 
@@ -118,7 +121,7 @@ def _agree(run: Run, expected: int, directory: RunDirectory | None, progress: Pr
     return Agreed(parts, policies, lengths[0], policies.spans(parts.single.layouts), expected)
 
 
-def _plan(run: Run, agreed: Agreed) -> Plan:
+def plan_of(run: Run, agreed: Agreed) -> Plan:
     feed, length, samples = agreed.policies.feed, agreed.length, agreed.parts.data.train
     return Plan(
         updates=run.updates,
@@ -142,9 +145,26 @@ def _plan(run: Run, agreed: Agreed) -> Plan:
         bounds=Bounds(
             joins_per_minute=run.coordinator.joins_per_minute,
             failures=run.coordinator.failures_per_worker,
+            sessions=run.coordinator.workers_at_once,
             devices=run.coordinator.devices_per_worker or max(_MOST_DEVICES, ranks_of(run)),
         ),
+        tasks=_cut(run, agreed).tasks if run.scheduled else None,
+        listed=listed_workers(run),
     )
+
+
+def _cut(run: Run, agreed: Agreed) -> Cut:
+    """The data cut into tasks. What a contribution takes on its way decides how much a worker's bandwidth counts."""
+    length, size = agreed.length, agreed.parts.engine.vector.numel()
+    extent = Extent(
+        batches=length.batches_per_epoch or 0,
+        grain=length.batches_per_contribution,
+        workers=max(agreed.expected, needed(run)),
+        parameters=size,
+        vocabulary=agreed.parts.data.info.vocab_size or 0,
+        megabits=8e-6 * (codecs.encoded_bytes(run.updates.codec, size) + 4 * size),
+    )
+    return tasks_of(run, extent)
 
 
 def _go_on(loop: ClusterLoop, run: Run, resume: bool, warn: Callable[[str], None]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import time
@@ -45,7 +44,6 @@ class RunDirectory:
     @classmethod
     def create(cls, run: Run, wanted: str | None = None) -> RunDirectory:
         """A new folder: the one that is asked for, or one named after the run and the time."""
-        _check_names(run)
         parent = Path(run.output_dir) / (run.logging.project or "")
         stem = run.name or f"{run.chosen_task.kind}-{run.model.kind}"
         path = Path(wanted) if wanted else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
@@ -144,15 +142,6 @@ class RunDirectory:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
-
-
-def _check_names(run: Run) -> None:
-    """Raise ShoalError for names that would lead out of the folder of runs."""
-    name, project = run.name or "", run.logging.project or ""
-    if "/" in name or "\\" in name or name in (".", ".."):
-        raise ShoalError(f"name: `{name}` is to be a part of a folder's name, so it has no / or \\; output_dir says where runs are kept")
-    if Path(project).is_absolute() or ".." in re.split(r"[/\\]", project):
-        raise ShoalError(f"logging.project: `{project}` leads out of {run.output_dir}; output_dir says where runs are kept")
 
 
 class SilentDirectory(RunDirectory):

@@ -12,11 +12,14 @@ from torch import nn
 
 from shoal import data, models, tasks
 from shoal.config import Run
+from shoal.config.schema.model import Moe
 from shoal.engines import SingleEngine
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
+from shoal.models.mixtral import as_mixtral
+from shoal.models.trunk import Trunk
 from shoal.runs import plugins
-from shoal.runs.assembly import write_text
+from shoal.runs.assembly import read_beside, write_text
 from shoal.runs.checkpoint import Checkpoint, find, read_weights, save_weights
 from shoal.runs.run_directory import RunDirectory
 
@@ -38,6 +41,8 @@ class Trained(NamedTuple):
     checkpoint: Checkpoint
     tokenizer: data.Tokenizer | None
     root: Path
+    passages: Path | None = None
+    """The index that it finds passages in."""
 
 
 def open_run(path: str, warn: Callable[[str], None]) -> Trained:
@@ -62,18 +67,35 @@ def open_run(path: str, warn: Callable[[str], None]) -> Trained:
     SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
     for player in task.players.values():
         player.eval()
-    return Trained(run, task, checkpoint, tokenizer, root)
+    return Trained(run, task, checkpoint, tokenizer, root, _passages(root, raw))
 
 
-def export(path: str, folder: Path, warn: Callable[[str], None], adapters: bool = False) -> None:
+def _passages(root: Path, raw: dict[str, Any]) -> Path | None:
+    """Where the run's index is: an exported run has it in its folder."""
+    if (root / "passages").is_dir():
+        return root / "passages"
+    return Path(raw["passages"]) if "passages" in raw else None
+
+
+def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bool = False, mixtral: bool = False) -> None:
     """A run's networks in a folder of their own, which appears whole or not at all. Raises ShoalError.
 
     A model of Hugging Face as transformers loads it, or with `adapters` LoRA's matrices alone, as peft loads them; one of Shoal's own as
-    `shoal generate` does.
+    `shoal generate` does, or with `mixtral` a mixture of experts as transformers loads it.
     """
     _refuse_full(folder)
     trained = open_run(path, warn)
-    _appear(folder, lambda partial: _write_adapters(trained, partial) if adapters else _write(trained, partial))
+    write = _write_adapters if adapters else _write_mixtral if mixtral else _write
+    _appear(folder, lambda partial: write(trained, partial))
+
+
+def _write_mixtral(trained: Trained, folder: Path) -> None:
+    settings, model = trained.run.model, trained.task.players["model"]
+    if not isinstance(settings, Moe) or not isinstance(model, Trunk):
+        raise ShoalError(f"a model of kind {settings.kind} is no mixture of experts: export it without --mixtral")
+    as_mixtral(model, settings).save_pretrained(str(folder))
+    if trained.tokenizer is not None:
+        trained.tokenizer.save(folder)
 
 
 def _write_adapters(trained: Trained, folder: Path) -> None:
@@ -147,12 +169,19 @@ def _write(trained: Trained, folder: Path) -> None:
             shutil.copy(trained.root / name, folder / name)
     if trained.tokenizer is not None:
         trained.tokenizer.save(folder / "tokenizer")
+    if trained.passages is not None:
+        shutil.copytree(trained.passages, folder / "passages")
 
 
-def generate_text(trained: Trained, prompt: str, *, max_new_tokens: int, seed: int, decoding: Any = None) -> Iterator[str]:
-    """The text that follows a prompt, piece by piece."""
+def generate_text(
+    trained: Trained, prompt: str, *, max_new_tokens: int, seed: int, decoding: Any = None, context: str = ""
+) -> Iterator[str]:
+    """The text that follows a prompt, piece by piece. `context`: a text that the model reads beside it."""
     if trained.tokenizer is None:
         raise ShoalError(f"a model of kind {trained.run.model.kind} does not write text; --grid draws images")
-    yield from write_text(
-        trained.task.players["model"], trained.tokenizer, prompt, max_new_tokens, seed, decoding or trained.run.serving.decoding
-    )
+    if context and not getattr(getattr(trained.run.model, "cross_attention", None), "enabled", False):
+        raise ShoalError("this model reads no context: it was trained without model.cross_attention.enabled")
+    finder = data.open_finder(trained.run, trained.passages, trained.tokenizer) if trained.passages else None
+    beside = read_beside(finder, trained.tokenizer, context)
+    decoding = decoding or trained.run.serving.decoding
+    yield from write_text(trained.task.players["model"], trained.tokenizer, prompt, max_new_tokens, seed, decoding, beside)

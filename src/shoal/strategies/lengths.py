@@ -49,8 +49,10 @@ def in_updates(run: Run, rounds: Every) -> Callable[[Extent], Length]:
         each = run.training.gradient_accumulation_steps * extent.ranks
         per_step = each * rounds.expected_contributions(extent.expected)
         check_global_batch(run, per_step, extent, rounds)
-        shard = extent.batches_of_shard(extent.expected)
-        per_epoch = shard * extent.expected if shard else None
+        shard = extent.batches_of_shard(extent.shards)
+        if extent.whole:
+            shard = _of_tasks(shard, each)
+        per_epoch = shard * extent.shards if shard else None
         batches = run.training.epochs * per_epoch if run.training.epochs and per_epoch else None
         by_epochs = max(1, batches // per_step) if batches is not None else None
         most = run.training.max_steps
@@ -61,6 +63,15 @@ def in_updates(run: Run, rounds: Every) -> Callable[[Extent], Length]:
         return Length(most, None, each, per_step, shard, per_epoch, most)
 
     return length
+
+
+def _of_tasks(batches: int | None, each: int) -> int:
+    """Batches of an epoch that tasks can have: contributions are whole."""
+    if batches is None:
+        raise ShoalError("tasks are shares of data that has an end; a stream has none: set scheduler.kind to none")
+    if batches < each:
+        raise ShoalError(f"an epoch has {batches} batches, and a contribution takes {each}: take more data, or a smaller batch")
+    return batches // each * each
 
 
 def in_units(run: Run, rounds: Every, batches_per_unit: int) -> Callable[[Extent], Length]:

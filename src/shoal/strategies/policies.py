@@ -19,11 +19,17 @@ class Extent(NamedTuple):
     """How much there is to learn from, and by how many."""
 
     expected: int
-    """Workers that the run is begun for; the data is cut into so many shards."""
+    """Workers that the run is begun for."""
     ranks: int
     """Processes of a worker, each of which takes batches of its own."""
     batches_of_shard: Callable[[int], int | None]
     """Batches that an epoch has in a shard, where the data is cut into so many; None: a stream, which has no end."""
+    whole: bool = False
+    """Whether the data stays in one piece, of which a scheduler gives out tasks; else it is cut into a shard for each worker."""
+
+    @property
+    def shards(self) -> int:
+        return 1 if self.whole else self.expected
 
 
 class Length(NamedTuple):

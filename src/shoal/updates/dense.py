@@ -23,7 +23,9 @@ _SMALLEST_PEAK = np.float32(1e-36)
 """Below this levels / peak is no 32-bit float any more; such a chunk is sent as zeros."""
 
 _NUMPY_CONVERTS_FASTER = platform.machine().lower() in ("aarch64", "arm64")
-_ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
+_ROUNDING = np.float32(3 << 22)
+"""A float of this size has no room for a fraction: to add it rounds a small number, to even as `rint` does, into the lowest byte. That and
+the copy of the byte take three quarters of the time of rounding and converting."""
 
 
 def plain(codec: Codec) -> Coder:
@@ -132,13 +134,13 @@ class Scaled:
             raise UpdateError("scales: a number that is no scale")
         return scales
 
-    def whole_numbers(self, block: Floats, start: int, end: int) -> Floats:
-        """A block in units of its scales, rounded: room of this thread, until the next call. The scales are kept."""
-        rounded = scratch(end - start)
-        parts = zip(rows_of(block, self.chunk), rows_of(rounded, self.chunk), self._scales(start, end), strict=True)
+    def in_units(self, block: Floats, start: int, end: int) -> Floats:
+        """A block in units of its scales, not rounded yet: room of this thread, until the next call. The scales are kept."""
+        units = scratch(end - start)
+        parts = zip(rows_of(block, self.chunk), rows_of(units, self.chunk), self._scales(start, end), strict=True)
         for rows, scaled, scales in parts:
-            _round(rows, scaled, scales, self.levels, self.largest_scale)
-        return rounded
+            _scale(rows, scaled, scales, self.levels, self.largest_scale)
+        return units
 
     def scale_up(self, out: Floats, start: int, end: int) -> None:
         for rows, scales in zip(rows_of(out, self.chunk), self._scales(start, end), strict=True):
@@ -170,7 +172,9 @@ class Bytes(Scaled):
 
     def pack(self, block: Floats, start: int, end: int) -> None:
         with np.errstate(invalid="ignore"):
-            np.copyto(self.values[start:end], self.whole_numbers(block, start, end), casting="unsafe")
+            units = self.in_units(block, start, end)
+            units += _ROUNDING
+        np.copyto(self.values[start:end], units.view(np.int32), casting="unsafe")  # of each, the lowest byte
 
     def unpack(self, start: int, end: int, out: Floats) -> None:
         out[:] = self.values[start:end]
@@ -194,7 +198,8 @@ class Nibbles(Scaled):
 
     def pack(self, block: Floats, start: int, end: int) -> None:
         with np.errstate(invalid="ignore"):
-            whole = self.whole_numbers(block, start, end)
+            whole = self.in_units(block, start, end)
+            np.rint(whole, out=whole)
             whole += 8
             small = whole.astype(np.uint8)
         pairs = self.values[start // 2 : -(-end // 2)]
@@ -218,14 +223,13 @@ def _convert(source: NDArray[Any], target: NDArray[Any]) -> None:
         torch.from_numpy(target).copy_(torch.from_numpy(source))
 
 
-def _round(rows: Floats, scaled: Floats, scales: Floats, levels: int, largest: np.float32) -> None:
-    """Whole numbers up to `levels` into `scaled`, for each row with its scale. A peak that is not finite becomes the scale: refused."""
-    bits = np.bitwise_and(rows.view(np.int32), _ALL_BUT_SIGN, out=scaled.view(np.int32))
+def _scale(rows: Floats, scaled: Floats, scales: Floats, levels: int, largest: np.float32) -> None:
+    """Numbers up to `levels` into `scaled`, for each row with its scale. A peak that is not finite becomes the scale: refused."""
+    bits = np.abs(rows, out=scaled).view(np.int32)
     peaks: Floats = bits.max(1).view(np.float32)  # of floats without a sign the bits are in the same order, and integers compare faster
     scales[:] = np.where(peaks < _SMALLEST_PEAK, 0, np.where(peaks < np.inf, np.minimum(peaks / levels, largest), peaks))
     factors = np.divide(np.float32(levels), peaks, out=np.zeros_like(peaks), where=peaks >= _SMALLEST_PEAK)
     np.multiply(rows, factors[:, None], out=scaled)
-    np.rint(scaled, out=scaled)
 
 
 def chunks(size: int, chunk: int) -> int:

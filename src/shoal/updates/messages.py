@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, Union
 
 from shoal.errors import ShoalError
 
-PROTOCOL = 3
+PROTOCOL = 4
 _MOST = 2**53
+_MOST_FIGURES = 1024
+"""Of one contribution: a mixture of experts has eight for each layer."""
 LONGEST_REASON = 500
 EMPTY: Mapping[str, float] = MappingProxyType({})
 LONGEST_NAME = 64
@@ -215,7 +217,7 @@ _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
         _SESSION
         | {name: _integer(0) for name in ("seq", "base", "round", "epoch", "position")}
         | {"samples": _integer(1), "batches": _integer(1), "have": _integer(-1), "weight": _number(1e-9, 1e15)}
-        | {"metrics": _mapping(lambda value: type(value) in (int, float), 64), "unit": _integer(-1)},
+        | {"metrics": _mapping(lambda value: type(value) in (int, float), _MOST_FIGURES), "unit": _integer(-1)},
     ),
     "claim": (Claim, _SESSION | {"have": _integer(-1)}),
     "giveback": (GiveBack, _SESSION | {"unit": _integer(0)}),
@@ -229,7 +231,7 @@ _LEASE_CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
         Delivered,
         {"worker": _is_name, "seq": _integer(0), "base": _integer(0), "weight": _number(1e-9, 1e15), "samples": _integer(1)}
         | _BATCHES
-        | {"metrics": _mapping(lambda value: type(value) in (int, float), 64)},
+        | {"metrics": _mapping(lambda value: type(value) in (int, float), _MOST_FIGURES)},
     ),
     "failed": (Failed, _BATCHES | {"reason": _text(1000)}),
 }

@@ -10,29 +10,54 @@ from shoal.config.schema.updates import Privacy
 COLUMNS = ("worker", "state", "images/s", "idle", "taken", "late", "images", "share")
 
 
-MEMBER_COLUMNS = ("worker", "state", "steps/s", "lag", "accepted", "rejected", "received")
+_MEMBER_COLUMNS = ("worker", "state", "steps/s", "lag", "accepted", "rejected", "received")
 
 
-def member_rows(members: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The workers of a run without units, likewise."""
+def member_table(members: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """The workers of a run without units, likewise, after the columns' names; with the task of each where a scheduler gives out tasks."""
+    tasked = any("task" in row for row in members)
+    columns = (*_MEMBER_COLUMNS, "task") if tasked else _MEMBER_COLUMNS
     return [
-        (
-            str(row["worker"]),
-            str(row["state"]),
-            "-" if row["rate"] is None else f"{row['rate']:.3g}",
-            str(row["lag"]),
-            str(row["accepted"]),
-            str(row["rejected"]),
-            f"{row['bytes'] / 1e6:.1f} MB",
-        )
-        for row in sorted(members, key=lambda row: str(row["worker"]))
+        columns,
+        *((*cells, str(row.get("task") or "none")) if tasked else cells for row, cells in _member_rows(members)),
     ]
+
+
+def task_table(tasks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Pieces of tasks that are not done, and who has them; the columns' names first."""
+    rows = [
+        (
+            str(row["task"]),
+            str(row["worker"] or "waits"),
+            str(row["epoch"] + 1),
+            f"{row['batches'][0]} to {row['batches'][1] - 1}",
+            f"{row['done']} of {row['batches'][1] - row['batches'][0]}",
+        )
+        for row in tasks
+    ]
+    return [("task", "worker", "epoch", "batches", "done"), *rows]
+
+
+def _member_rows(members: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], tuple[str, ...]]]:
+    for row in sorted(members, key=lambda row: str(row["worker"])):
+        yield (
+            row,
+            (
+                str(row["worker"]),
+                str(row["state"]),
+                "-" if row["rate"] is None else f"{row['rate']:.3g}",
+                str(row["lag"]),
+                str(row["accepted"]),
+                str(row["rejected"]),
+                f"{row['bytes'] / 1e6:.1f} MB",
+            ),
+        )
 
 
 def table(view: Any) -> list[tuple[str, ...]]:
     """The workers and what each of them does, as rows of text. The first row holds the columns' names."""
     if "members" in view.facts:
-        return [MEMBER_COLUMNS, *member_rows(view.facts["members"])]
+        return member_table(view.facts["members"])
     return [COLUMNS, *rows(view.workers)]
 
 

@@ -41,6 +41,30 @@ def save_curves(curves: dict[str, Points], path: Path, *, x_title: str = "step",
     image.save(path)
 
 
+def save_heat_map(rows: list[list[float]], path: Path, *, x_title: str, y_title: str) -> None:
+    """A square for each number, first row on top: white for 0, the darker the nearer to the largest. The numbers' range stands below."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    wide, tall = max(map(len, rows)), len(rows)
+    cell = max(4, min(40, (_WIDTH - _LEFT - _RIGHT) // wide))
+    image = Image.new("RGB", (max(_WIDTH // 2, _LEFT + wide * cell + _RIGHT), _TOP + tall * cell + _BOTTOM), "white")
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(14)
+    largest = max((value for row in rows for value in row), default=0.0) or 1.0
+    for y, row in enumerate(rows):
+        for x, value in enumerate(row):
+            left, top = _LEFT + x * cell, _TOP + y * cell
+            draw.rectangle([(left, top), (left + cell - 1, top + cell - 1)], fill=_shade(value / largest), outline=_GRID)
+        draw.text((_LEFT - 8, _TOP + (y + 0.5) * cell), f"{y_title} {y}", fill="black", font=font, anchor="rm")
+    draw.text((_LEFT, _TOP + tall * cell + 20), f"{x_title} 0 to {wide - 1}; white is 0, dark is {largest:.3g}", fill="black", font=font)
+    image.save(path)
+
+
+def _shade(share: float) -> tuple[int, int, int]:
+    """From white to the first colour of curves."""
+    red, green, blue = (round(255 - min(1.0, max(0.0, share)) * (255 - end)) for end in (0x1F, 0x77, 0xB4))
+    return red, green, blue
+
+
 def _fits(point: Point) -> bool:
     return all(-_LARGEST < value < _LARGEST for value in point)
 

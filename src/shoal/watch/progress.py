@@ -121,7 +121,7 @@ def rows_of(recorder: Recorder) -> list[tuple[str, ...]]:
     """What every worker does, as text; the names of the columns first."""
     assert recorder.members is not None
     rows, in_database = recorder.members()
-    return [classroom.COLUMNS, *classroom.rows(rows)] if in_database else [classroom.MEMBER_COLUMNS, *classroom.member_rows(rows)]
+    return [classroom.COLUMNS, *classroom.rows(rows)] if in_database else classroom.member_table(rows)
 
 
 def table_of(recorder: Recorder) -> Table:

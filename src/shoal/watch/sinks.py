@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from shoal.watch.blackboard import Blackboard
 from shoal.watch.hub import HubUploads
 from shoal.watch.local_card import LocalCard
 from shoal.watch.metrics import metrics_of
-from shoal.watch.plot import save_curves
+from shoal.watch.plot import save_curves, save_heat_map
 
 
 class TensorBoard(Reporter):
@@ -96,9 +97,27 @@ class LossCurve(Reporter):
             save_curves(curves, Path(self.directory.path) / "loss.png", x_title=self.step_name)
 
 
+class LoadMap(Reporter):
+    """experts.png in the run's folder: how the last recorded step's tokens were spread over the experts of each layer; drawn at the end."""
+
+    def start(self, recorder: Recorder) -> None:
+        self.path, self.loads = Path(recorder.directory.path), dict[tuple[int, int], float]()
+
+    def record(self, record: dict[str, Any]) -> None:
+        found = [(re.fullmatch(r"layers/(\d+)/load/(\d+)", name), value) for name, value in record.items()]
+        self.loads |= {(int(match[1]), int(match[2])): float(value) for match, value in found if match}
+
+    def close(self, summary: dict[str, Any]) -> None:
+        if not getattr(self, "loads", None):
+            return
+        layers, experts = (1 + max(place[axis] for place in self.loads) for axis in (0, 1))
+        rows = [[self.loads.get((layer, expert), 0.0) for expert in range(experts)] for layer in range(layers)]
+        save_heat_map(rows, self.path / "experts.png", x_title="share of each expert,", y_title="layer")
+
+
 def sinks_for(run: Run) -> list[Reporter]:
     """The sinks that a run asks for."""
-    made: list[Reporter] = [LossCurve()]
+    made: list[Reporter] = [LossCurve(), LoadMap()]
     made += [sink.builder()(sink, run) for sink in run.logging.sinks]
     made += [Blackboard(), LocalCard()] if run.transport.kind == "postgres" and not run.alone else []
     made += [HubUploads(run)] if run.hub.enabled else []

@@ -19,7 +19,7 @@ from shoal.errors import ShoalError
 from shoal.updates.messages import header_of
 from shoal.worker.protocol import ANSWER_S, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, Protocol, Question
 
-_JOINING_PAUSE_S = 2.0
+JOINING_PAUSE_S = 2.0
 """Between two attempts to join, where too many do at once."""
 
 
@@ -141,7 +141,7 @@ class Courier:
                 self.tell(self.protocol.forgotten)
                 self.protocol.forgotten = ""
             if answer.header["kind"] == "refused" and (self.protocol.session or answer.header.get("reason") == TOO_FAST):
-                self._closing.wait((FIRST_PAUSE_S if self.protocol.session else _JOINING_PAUSE_S) * self._random.uniform(0.7, 1.3))
+                self._closing.wait((FIRST_PAUSE_S if self.protocol.session else JOINING_PAUSE_S) * self._random.uniform(0.7, 1.3))
             else:
                 self.round_trip_s = self.clock() - started
         return events

@@ -109,6 +109,9 @@ class _Pending:
 class Protocol:
     """The conversation of one worker, from its joining to its leaving."""
 
+    until: int | None = None
+    """The batch of the epoch at which the worker's place at the data ends; None: it does not end."""
+
     def __init__(
         self,
         name: str | None,
@@ -267,7 +270,7 @@ class Protocol:
                 return self._prove(header["nonce"]) if header["kind"] == "challenge" else self._welcomed(dict(header), frames)
             case Pull():
                 self.round = header["version"]
-                return [self._news(header, frames)]
+                return [self._news(header, frames), *self._moved(header)]
             case Contribute():
                 return self._receipt(header, frames)
             case Claim():
@@ -304,7 +307,7 @@ class Protocol:
     def _welcomed(self, header: dict[str, Any], frames: Frames) -> list[Event]:
         """Take the place at the data that was given: the one the worker has, unless another took it while it was gone. What the coordinator
         had not taken is sent again, unless others learned from that data."""
-        self.welcome, self.welcome_frames, self.session = header, frames, header["session"]
+        self.welcome, self.welcome_frames, self.session, self.until = header, frames, header["session"], header.get("until")
         same, self.joining = header["name"] == self.name, self.joining._replace(name=header["name"], nonce="", proof="")
         if same and header["last_seq"] < self.confirmed:
             self.forgotten = (
@@ -348,7 +351,16 @@ class Protocol:
         if header.get("seal"):
             self.confirmed = sent.asked.seq
         proof = str(header.get("digest", "")), str(header.get("seal", ""))
-        return [Receipt(sent.asked, status, header["version"], header["seq"], *proof), self._news(header, frames)]
+        receipt = Receipt(sent.asked, status, header["version"], header["seq"], *proof)
+        return [receipt, self._news(header, frames), *self._moved(header)]
+
+    def _moved(self, header: Mapping[str, Any]) -> list[Event]:
+        """Go to another place at the data, where the coordinator gave this worker one: its task is done, or is another's now."""
+        self.until = header.get("until")
+        if header.get("seat", self.seat) == self.seat:
+            return []
+        self.seat, self.place = header["seat"], (header["epoch"], header["position"])
+        return [Seated(self.seat, *self.place)]
 
     def _leased(self, header: Mapping[str, Any], frames: Frames) -> list[Event]:
         news, self._claims = self._news(header, frames), False

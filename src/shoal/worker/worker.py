@@ -57,6 +57,31 @@ class WorkerPolicies(NamedTuple):
     """Parts of the weights that rounds take in turn; none: each round moves all of them."""
 
 
+class Pace(NamedTuple):
+    """How fast things went for a worker lately."""
+
+    round_trip_s: float
+    step_s: float
+    versions_per_step: float
+    most_lag: float
+    """Versions that its contributions may lag."""
+
+
+def may_overlap(policies: WorkerPolicies, overlap: int, pace: Pace) -> bool:
+    """May the next step begin before this one is answered? Only where that does not make it too late, and where it pays.
+
+    `overlap`: steps that the producer goes on while its contribution is under way.
+    """
+    if policies.contribution.alone or policies.feed.leased:
+        return overlap > 0
+    if policies.window:
+        return policies.window > 1
+    if policies.contribution.own_steps:
+        return policies.pull.every > 1  # a worker that pulls at every step wants fresh weights
+    pays = pace.round_trip_s > _WORTH_OVERLAPPING * pace.step_s
+    return pays and 2 * pace.versions_per_step - 1 <= min(_MOST_LAG_SPENT, _LAG_TO_SPEND * pace.most_lag)
+
+
 class Worker:
     """A worker that has joined."""
 
@@ -184,24 +209,19 @@ class Worker:
         self.settle()
         if self.feed is not feed:  # the coordinator gave the worker another place at the data meanwhile: this is another's to send
             return None
-        overlaps = self._may_overlap()
+        pace = Pace(self.courier.round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
+        overlaps = not self._is_through and may_overlap(self.policies, self.producer.overlap, pace)
         soon = self._step_s < _SOON_S and (self.policies.contribution.own_steps or not overlaps)
         self._send(made, frames, soon and not self.policies.contribution.alone)
         if not overlaps:
             self.settle()
         return None
 
-    def _may_overlap(self) -> bool:
-        """May the next step begin before this one is answered? Only where that does not make it too late, and where it pays."""
-        policies = self.policies
-        if policies.contribution.alone or policies.feed.leased:
-            return self.producer.overlap > 0
-        if policies.window:
-            return policies.window > 1
-        if policies.contribution.own_steps:
-            return policies.pull.every > 1  # a worker that pulls at every step wants fresh weights
-        pays = self.courier.round_trip_s > _WORTH_OVERLAPPING * self._step_s
-        return pays and 2 * self._versions_per_step - 1 <= min(_MOST_LAG_SPENT, _LAG_TO_SPEND * self._most_lag)
+    @property
+    def _is_through(self) -> bool:
+        """Whether the worker's place at the data ends here: what comes next is for the coordinator to say."""
+        until = self.protocol.until
+        return until is not None and self.feed.state_dict()["position"] >= until
 
     # --- units on lease ----------------------------------------------------------------------------
 

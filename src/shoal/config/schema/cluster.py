@@ -89,15 +89,15 @@ class Host(Section):
     server_port: Port | None = None
     """Port under which this machine reaches the server; null: the transport's."""
     host: str | None = None
-    """Address this machine itself listens on."""
+    """Address of this machine. Its worker calls the coordinator and listens nowhere: the address tells people whom a run waits for."""
     port: Port | None = None
-    """Port this machine itself listens on; 0 lets the system choose."""
+    """Port of this machine, told with its address; 0 tells none."""
     memory_gb: PositiveFloat | None = None
-    """Memory, in GB."""
+    """Memory, in GB: a scheduler gives this machine no task that needs more. null: every task fits."""
     flops: PositiveFloat | None = None
-    """Compute, in the units of the tasks' required_flops."""
+    """Compute a second, in the units of the tasks' required_flops: what a scheduler goes by until it has measured the machine."""
     bandwidth_mbps: PositiveFloat | None = None
-    """Network bandwidth, in Mbit/s."""
+    """Network bandwidth, in Mbit/s, which a scheduler goes by likewise."""
 
 
 class Cluster(Section):
@@ -124,6 +124,8 @@ class Coordinator(Section):
     """Weight of the newest measurement in a worker's smoothed speed."""
     joins_per_minute: PositiveInt = 600
     """Workers that may join for the first time within a minute; those that come back are not counted."""
+    workers_at_once: PositiveInt = 10_000
+    """Workers that may take part at a time; whoever comes beyond them is told that the run is full."""
     failures_per_worker: PositiveInt = 5
     """Units of work in a row that a worker may fail while others manage theirs; then it is kept out for ten minutes."""
     devices_per_worker: PositiveInt | None = None
@@ -149,11 +151,11 @@ class ScheduledTask(Section):
     id: str
     """Its name."""
     model_share: Share = 1.0
-    """Share of the model it holds: memory needed = share × model size."""
-    data_share: Share = 1.0
-    """Share of the data it works on."""
+    """Share of the model it holds: memory needed = share × what training the model takes (weights, gradients, optimizer, activations)."""
+    data_share: PositiveShare | None = None
+    """Share of the data it works on: whoever has the task learns from it. null: an equal part of what the other tasks leave."""
     required_flops: NonNegativeFloat = 0.0
-    """Compute it needs, in the units of the hosts' flops."""
+    """Compute that an epoch of it needs, in the units of the hosts' flops; 0: in proportion to its data."""
     priority: NonNegativeInt = 1
     """Larger is more urgent."""
 
@@ -162,12 +164,14 @@ class Scheduler(Section):
     """Which worker does which task."""
 
     kind: Literal["none", "priority", "capability", "gale-shapley"] = "none"
-    """`priority`: the most urgent task takes the first worker it fits; `capability`: by score; `gale-shapley`: a stable matching."""
+    """`priority`: the most urgent task takes the first worker it fits; `capability`: by score; `gale-shapley`: a stable matching.
+    `none`: every worker has a share of the data of its own."""
     tasks: tuple[ScheduledTask, ...] = ()
+    """What the tasks leave of the data is cut into further ones. Without any, the data is cut by itself."""
 
 
 class Simulation(Section):
-    """A run in virtual time."""
+    """A run in virtual time: what `shoal simulate` does where it is not told for how many hours."""
 
     heartbeats: PositiveInt = 5
     """Rounds of heartbeats to simulate."""

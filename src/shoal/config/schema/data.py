@@ -60,6 +60,8 @@ class Text(DataSource, built_by="shoal.data.text.sources:open_files"):
     """File or folder."""
     text_field: str | None = None
     """Field of a JSON line that holds the text; null: found out."""
+    context_field: str | None = None
+    """Field with a text that cross-attention reads beside it; null: `context`, where there is one and model.cross_attention.enabled."""
 
 
 class HubDataset(DataSource, built_by="shoal.data.text.sources:open_hub"):
@@ -72,6 +74,8 @@ class HubDataset(DataSource, built_by="shoal.data.text.sources:open_hub"):
     """Configuration name, or a slice such as `train[:1000]`."""
     text_field: str | None = None
     """Column that holds the text; null: found out."""
+    context_field: str | None = None
+    """Column with a text that cross-attention reads beside it; null: `context`, where there is one and model.cross_attention.enabled."""
 
 
 class Wikitext(DataSource, built_by="shoal.data.text.sources:open_wiki"):

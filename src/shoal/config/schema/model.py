@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from shoal.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveShare, Section, Share
+from shoal.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section, Share
 from shoal.config.parts import Part
 
 
@@ -107,7 +107,11 @@ class MixtureOfHeads(Section):
 
     enabled: bool = False
     active_share: PositiveShare = 0.75
-    """Share of the heads that are active for a token."""
+    """Share of the heads that are active for a token, with those that are always active."""
+    shared_heads: NonNegativeInt | None = None
+    """Heads that are active for every token; null: a quarter of them, at least one."""
+    balance_weight: NonNegativeFloat = 0.01
+    """Weight of the loss that spreads the tokens over the routed heads."""
 
 
 class MixtureOfActivations(Section):
@@ -117,9 +121,13 @@ class MixtureOfActivations(Section):
 
 
 class CrossAttention(Section):
-    """Attention to encoded context given beside the input."""
+    """Attention to encoded context given beside the input: a text's own context, passages, episodes of a memory."""
 
     enabled: bool = False
+    every_layers: PositiveInt = 2
+    """Every how many layers one attends to the context, counted back from the last; also for retrieval and memory."""
+    encoder_layers: PositiveInt = 1
+    """Layers that read a context both ways before it is attended to."""
 
 
 class Retrieval(Section):
@@ -129,9 +137,19 @@ class Retrieval(Section):
     passages: str | None = None
     """File with one passage a line, or a folder of texts; null: the training text."""
     index: str | None = None
-    """FAISS index on disk; null: built when the run starts."""
+    """Folder of an index that `shoal index` built; null: built of the passages when the run starts, and kept in output_dir/retrieval."""
+    encoder: Literal["minilm", "words"] = "minilm"
+    """How passages are compared: `minilm` by meaning (needs shoal[rag]), `words` by their words. An index that is named has its own."""
     top_k: PositiveInt = 4
-    """Passages given to the model for each input."""
+    """Passages found for each chunk."""
+    chunk_size: PositiveInt = 64
+    """Tokens of a chunk. What is found for a chunk is read by the chunks after it."""
+    passage_words: PositiveInt = 64
+    """Words of a passage, where the run builds the index."""
+    passage_tokens: PositiveInt = 128
+    """Tokens of a passage that the model reads, from its beginning."""
+    max_passages: PositiveInt = 100_000
+    """Passages of an index that the run builds, from the beginning of the texts."""
 
 
 class EpisodicMemory(Section):
@@ -141,7 +159,13 @@ class EpisodicMemory(Section):
     capacity: PositiveInt = 1024
     """Episodes kept."""
     top_k: PositiveInt = 4
-    """Episodes recalled for each input."""
+    """Episodes recalled for each chunk."""
+    chunk_size: PositiveInt = 64
+    """Tokens of a chunk. What is recalled for a chunk is read by the chunks after it."""
+    vectors: PositiveInt = 4
+    """Vectors of an episode: the mean hidden states of so many stretches of a sequence."""
+    replay_rate: Share = 0.1
+    """Sequences replayed from the memory, as a share of those of a batch."""
 
 
 class Moe(Transformer, built_by="shoal.models.moe:players"):

@@ -55,6 +55,11 @@ class Run(Section):
         return isinstance(self.strategy, Local)
 
     @property
+    def scheduled(self) -> bool:
+        """Whether a scheduler gives out shares of the data."""
+        return self.scheduler.kind != "none"
+
+    @property
     def chosen_task(self) -> Task:
         """The task: given, or derived when the configuration was loaded."""
         assert self.task is not None

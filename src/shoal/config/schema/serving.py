@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from shoal.config.fields import NonNegativeFloat, Port, PositiveFloat, PositiveInt, PositiveShare, Section
+from shoal.config.fields import NonNegativeFloat, Port, PositiveFloat, PositiveInt, PositiveShare, Secret, Section
 
 
 class Greedy(Section):
@@ -53,6 +53,8 @@ class Decoding(Section):
 
     active: Literal["greedy", "sampling", "top_k", "top_p", "top_k_top_p"] = "top_k"
     """The way that is used unless a request names another."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Above 1, tokens that the prompt or the text has already become less likely; 1 changes nothing."""
     greedy: Greedy = Greedy()
     sampling: Sampling = Sampling()
     top_k: TopK = TopK()
@@ -72,5 +74,11 @@ class Serving(Section):
     """Port of the HTTP API."""
     page_port: Port = 5050
     """Port of the chat page."""
+    api_key: Secret | None = None
+    """What clients must show; better in the environment as SHOAL_API_KEY. Null: only this machine may ask."""
+    max_running: PositiveInt = 8
+    """Answers that are written at once; each has a cache of its own."""
+    max_waiting: PositiveInt = 64
+    """Answers that may wait for a place; more are told to come again."""
     request_timeout_s: PositiveFloat = 300.0
     """Longest time a request may take."""

@@ -15,6 +15,8 @@ class Strategy(Part, noun="strategy"):
     """The setting that says how many contributions make an update; `strategy.kind`: one of them does."""
     mean_of_one: ClassVar[bool] = False
     """Whether each contribution is an update of its own where the rule is the mean."""
+    takes_tasks: ClassVar[bool] = False
+    """Whether a scheduler can tell workers after every step which task to go on with."""
     leases_units: ClassVar[bool] = False
     """Whether workers lease units of the data, so that every sample of an epoch is learned from, or given up by name."""
 
@@ -46,6 +48,7 @@ class Edp(Strategy, built_by="shoal.strategies.edp:policies"):
     """Elastic and asynchronous: every gradient is applied on arrival, weighted by 1/(1+lag)."""
 
     kind: Literal["edp"] = "edp"
+    takes_tasks = True
     mean_of_one = True
     pull_every_steps: PositiveInt = 10
     """Steps between pulls of the weights. Workers drift apart between pulls: at 10 a small GPT's loss was 23 % above that of one process.
@@ -58,6 +61,7 @@ class SyncPs(Strategy, built_by="shoal.strategies.syncps:policies"):
     """Synchronous parameter server: a round closes when every live worker has sent, or at the deadline."""
 
     kind: Literal["syncps"] = "syncps"
+    takes_tasks = True
     pull_every_steps: PositiveInt = 1
     """Steps between pulls of the weights."""
     round_timeout_s: PositiveFloat = 30.0
@@ -70,6 +74,7 @@ class Async(Strategy, built_by="shoal.strategies.asynchronous:policies"):
     """Bounded staleness: a contribution that lags too many versions is rejected."""
 
     kind: Literal["async"] = "async"
+    takes_tasks = True
     update_from = "strategy.contributions_per_update"
     max_staleness: NonNegativeInt = 50
     """Versions a contribution may lag."""

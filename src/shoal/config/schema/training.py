@@ -32,6 +32,10 @@ OptimizerName = Literal[
 ]
 
 
+WHOLE_MATRICES = ("Muon", "Adafactor")
+"""Optimizers that look at the shape of a parameter, and so cannot step parts of one."""
+
+
 class Optimizer(Section):
     """An optimizer of torch.optim. A setting that the optimizer does not take is refused when it is given."""
 
@@ -110,7 +114,7 @@ class Bf16(Section):
 
 
 class Fp8(Section):
-    """8-bit floating point matrix products, where the GPU has them."""
+    """8-bit floating point in the matrix products of the blocks; the rest is bf16. Emulated: see allow_emulation."""
 
     kind: Literal["fp8"] = "fp8"
     margin: NonNegativeInt = 0
@@ -120,12 +124,14 @@ class Fp8(Section):
 
 
 class Nvfp4(Section):
-    """4-bit floating point with block scales (research)."""
+    """4-bit floating point with block scales in the matrix products of all blocks but the last (research); the rest is bf16. Emulated."""
 
     kind: Literal["nvfp4"] = "nvfp4"
 
 
 Precision = Union[Fp32, Fp16, Bf16, Fp8, Nvfp4]
+EMULATED = ("fp8", "nvfp4")
+"""Precisions that are emulated as yet, whatever the hardware has."""
 
 
 class Penalties(Section):
@@ -192,7 +198,7 @@ class Training(Section):
     """Weight of the server's parameters when a worker pulls: local ← α·server + (1−α)·local (strategy syncps). null: 1."""
     precision: Precision = Fp32()
     allow_emulation: bool = False
-    """Run fp8 or nvfp4 in emulation where the hardware lacks them."""
+    """Run fp8 or nvfp4 in emulation: numbers are rounded as the format asks, products computed in fp32, slower than bf16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False

@@ -18,7 +18,7 @@ from shoal.data.interfaces import Progress
 from shoal.data.limits import HELD_OUT_NAMES, TRAIN_NAMES
 from shoal.data.optional import need
 from shoal.data.text.documents import Document, Position, TextPart
-from shoal.data.text.rows import text_field, to_document
+from shoal.data.text.rows import Fields, fields_of, to_document
 from shoal.errors import ShoalError
 
 _SLICE = re.compile(r"^(?P<split>\w+)\s*(\[\s*(?P<start>-?\d+%?)?\s*:\s*(?P<stop>-?\d+%?)?\s*\])?$")
@@ -60,15 +60,15 @@ class Request(NamedTuple):
     """Where a trained tokenizer is kept; None: it is trained anew."""
 
 
-def open_dataset(source: HubDataset, request: Request) -> TextPart:
+def open_dataset(source: HubDataset, request: Request, fields: Fields) -> TextPart:
     subset = Subset.parse(source.subset)
     splits = load_splits(request, subset.configuration)
     name = subset.split or next((split for split in TRAIN_NAMES if split in splits), next(iter(splits)))
     if name not in splits:
         raise ShoalError(f"data.source.subset: {source.name} has no split `{name}`: it has {', '.join(splits)}")
     held = next((split for split in HELD_OUT_NAMES if split in splits and split != name), None)
-    train = Rows(_slice(splits[name], subset, source.name), source.text_field, f"{source.name} ({name})")
-    held_out = Rows(splits[held], source.text_field, f"{source.name} ({held})") if held else None
+    train = Rows(_slice(splits[name], subset, source.name), fields, f"{source.name} ({name})")
+    held_out = Rows(splits[held], fields, f"{source.name} ({held})") if held else None
     path = Path(source.name).expanduser()
     return TextPart(path.resolve().name if path.exists() else source.name, train, held_out)
 
@@ -173,18 +173,16 @@ def _length(dataset: Any) -> int | None:
 class Rows:
     """The rows of a data set as documents."""
 
-    def __init__(self, dataset: Any, field: str | None, where: str) -> None:
+    def __init__(self, dataset: Any, wanted: Fields, where: str) -> None:
         self._dataset = dataset
-        self._wanted = field
+        self._wanted = wanted
         self._where = where
 
     def read(self, position: Position = None) -> Iterator[tuple[Document, Position]]:
-        field: str | None = None
-        known = False
+        fields: tuple[str | None, str | None] | None = None
         for row, after in self._rows(position):
-            if not known:
-                field, known = text_field(row, self._where, self._wanted), True
-            document = to_document(row, field, self._where)
+            fields = fields or fields_of(row, self._where, self._wanted)
+            document = to_document(row, fields[0], self._where, fields[1])
             if document.text:
                 yield document, after
 

@@ -15,6 +15,7 @@ from shoal.data.streams.mixed import MixedStream
 from shoal.data.streams.text import HeldOut, TextStream
 from shoal.data.text.documents import FEW, Chained, Document, Documents, Fronts, TextPart, cut
 from shoal.data.text.encoding import Encoding
+from shoal.data.text.load import Loaded, expect_contexts
 from shoal.data.text.mixture import probabilities
 from shoal.data.text.run_encoding import contents, find_encoding, joined_name, noun
 from shoal.data.text.samples import TextSamples, joined, text_samples
@@ -27,7 +28,7 @@ _BPE_DOCUMENTS = 2000
 """Documents of each part that `bpe` is trained on."""
 
 
-def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token: str | None) -> Data:
+def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token: str | None) -> Loaded:
     """The documents of a part that are held out are among its first, as many as evaluation needs."""
     name = joined_name([part.name for part in parts])
     parts = parts if run.data.mixing.enabled else [_chained(parts)]
@@ -42,7 +43,14 @@ def load_stream(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, tok
     parts = [part._replace(train=documents) for part, (documents, _, _) in zip(parts, held, strict=True)]
     stream = _stream(parts, [out for _, out, _ in held], encoding, train_count, run)
     info = Info("text", f"{name}: a stream of {noun(encoding)}", vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
-    return Data(stream, _judged([documents for _, _, documents in held], encoding, eval_count), info)
+    data = Data(stream, _judged([documents for _, _, documents in held], encoding, eval_count), info)
+
+    def learned() -> Iterable[Document]:
+        for part, (_, out, _) in zip(parts, held, strict=True):
+            yield from (document for number, (document, _) in enumerate(part.train.read()) if number not in out)
+
+    expect_contexts(run, islice(learned(), _BPE_DOCUMENTS))
+    return Loaded(data, learned)
 
 
 def _chained(parts: Sequence[TextPart]) -> TextPart:

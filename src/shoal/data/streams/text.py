@@ -12,10 +12,13 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from shoal.data.interfaces import IGNORED, Batch, Reader, State
+from shoal.data.text.beside import contexts_of
 from shoal.data.text.documents import Document, Documents, Position
 from shoal.data.text.encoding import Encoding, Sample, Tokens, collate, cut, encode, full, join, to_sample
+from shoal.data.text.samples import refuse_contexts
 
 _GROUP = 64
 
@@ -61,7 +64,9 @@ class TextStream:
         return ShuffledReader(self, shard, [seed, epoch], state)
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        return collate(samples, self.encoding)
+        batch = collate(samples, self.encoding)
+        contexts = contexts_of(samples, self.encoding.sequence_length)
+        return batch if contexts is None else batch | {"context_ids": contexts.batch(torch.arange(len(samples)))}
 
     def in_order(self, shard: tuple[int, int], state: State | None = None) -> SampleReader:
         """Read without shuffling."""
@@ -117,6 +122,8 @@ class SampleReader:
         documents = self._documents(stream)
         while group := list(islice(documents, _GROUP)):
             texts = [document for _, document, _ in group]
+            if self._encoding.packed:
+                refuse_contexts(texts)
             tokens = encode(texts, self._encoding.tokenizer, self._ends(texts))
             self._place = group[-1][2]
             yield [(before, self._take_in(one)) for (before, _, _), one in zip(group, tokens, strict=True)]

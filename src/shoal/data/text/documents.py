@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -23,6 +24,15 @@ class Document(NamedTuple):
     prompt: str = ""
     complete: bool = True
     """False: the next document goes on where this one ends."""
+    origin: str = ""
+    """What tells this document from others, whoever reads it: it follows from the content. A `#` stands between a file and its line."""
+    context: str = ""
+    """A text to read beside it, by cross-attention."""
+
+
+def origin_of(text: str | bytes) -> str:
+    """The origin of a document with this content."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text).hexdigest()[:16]
 
 
 class Documents(Protocol):
@@ -50,7 +60,8 @@ class Texts:
     """Documents that are in memory."""
 
     def __init__(self, texts: Sequence[str | Document]) -> None:
-        self._documents = [Document(text) if isinstance(text, str) else text for text in texts]
+        documents = (Document(text) if isinstance(text, str) else text for text in texts)
+        self._documents = [one._replace(origin=one.origin or origin_of(one.text)) for one in documents]
 
     def read(self, position: Position = None) -> Iterator[tuple[Document, Position]]:
         for number in range(position or 0, len(self._documents)):

@@ -22,16 +22,19 @@ Learned = NDArray[np.bool_]
 
 
 class Tokens(NamedTuple):
-    """Tokens, and which of them the model learns to write."""
+    """Tokens, which of them the model learns to write, and the documents that they are of."""
 
     ids: Ids
     learned: Learned
+    origins: tuple[str, ...] = ()
+    context: Ids | None = None
+    """The tokens of a text to read beside them."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def slice(self, start: int, stop: int) -> Tokens:
-        return Tokens(self.ids[start:stop], self.learned[start:stop])
+        return Tokens(self.ids[start:stop], self.learned[start:stop], self.origins, self.context)
 
 
 class Sample(NamedTuple):
@@ -39,6 +42,9 @@ class Sample(NamedTuple):
 
     inputs: Ids
     labels: Ids
+    origins: tuple[str, ...] = ()
+    """The documents that they are of."""
+    context: Ids | None = None
 
 
 class Encoding(NamedTuple):
@@ -60,21 +66,26 @@ def encode(documents: Sequence[Document], tokenizer: Tokenizer, end: Sequence[Se
     texts = tokenizer.encode_batch([document.text for document in documents])
     prompted = [document.prompt for document in documents if document.prompt]
     prompts = iter(tokenizer.encode_batch(prompted) if prompted else [])
+    beside = [document.context for document in documents if document.context]
+    contexts = iter(tokenizer.encode_batch(beside) if beside else [])
     encoded = []
     for document, text, tail in zip(documents, texts, end, strict=True):
         prompt = next(prompts) if document.prompt else text[:0]
         learned = np.ones(len(prompt) + len(text) + len(tail), np.bool_)
         learned[: len(prompt)] = False
-        encoded.append(Tokens(np.concatenate([prompt, text, np.asarray(tail, np.int32)]), learned))
+        ids = np.concatenate([prompt, text, np.asarray(tail, np.int32)])
+        encoded.append(Tokens(ids, learned, (document.origin,), next(contexts) if document.context else None))
     return encoded
 
 
 def join(tokens: Sequence[Tokens]) -> Tokens:
-    return Tokens(np.concatenate([part.ids for part in tokens]), np.concatenate([part.learned for part in tokens]))
+    origins = tuple(dict.fromkeys(origin for part in tokens for origin in part.origins))
+    return Tokens(np.concatenate([part.ids for part in tokens]), np.concatenate([part.learned for part in tokens]), origins)
 
 
 def to_sample(window: Tokens) -> Sample:
-    return Sample(window.ids[:-1], np.where(window.learned[1:], window.ids[1:], np.int32(IGNORED)))
+    labels = np.where(window.learned[1:], window.ids[1:], np.int32(IGNORED))
+    return Sample(window.ids[:-1], labels, window.origins, window.context)
 
 
 def cut(document: Tokens, length: int, truncation: bool) -> Iterator[Sample]:
@@ -93,7 +104,7 @@ def full(sample: Sample, length: int, pad: int) -> Sample:
     if not missing:
         return sample
     inputs = np.concatenate([sample.inputs, np.full(missing, pad, np.int32)])
-    return Sample(inputs, np.concatenate([sample.labels, np.full(missing, IGNORED, np.int32)]))
+    return sample._replace(inputs=inputs, labels=np.concatenate([sample.labels, np.full(missing, IGNORED, np.int32)]))
 
 
 def collate(samples: Sequence[Sample], encoding: Encoding) -> Batch:

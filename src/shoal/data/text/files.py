@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import IO, cast
 
 from shoal.data.limits import split_of
-from shoal.data.text.documents import Document, Position, TextPart, Unit
-from shoal.data.text.rows import text_field, to_document
+from shoal.data.text.documents import Document, Position, TextPart, Unit, origin_of
+from shoal.data.text.rows import Fields, fields_of, to_document
 from shoal.errors import ShoalError
 
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 PIECE = 16 * 1024
+_KNOWN_BY = 64 * 1024
+"""Bytes at its beginning by which a file is known."""
 
 
 def find_files(path: Path) -> list[Path]:
@@ -42,22 +44,22 @@ def by_split(root: Path, files: Sequence[Path]) -> tuple[list[Path], list[Path]]
     return [file for file, split in pairs if split != "held-out"], [file for file, split in pairs if split == "held-out"]
 
 
-def open_text(path: Path, field: str | None, unit: Unit, mixed: bool) -> list[TextPart]:
+def open_text(path: Path, fields: Fields, unit: Unit, mixed: bool) -> list[TextPart]:
     """One part; or with `mixed` one for each sub-folder and each file beside them."""
     files, held_out = by_split(path, find_files(path))
     if not any(file.stat().st_size for file in files):
         raise ShoalError(f"{path} is empty: there is no text in it")
-    held = TextFiles(held_out, field, unit) if held_out else None
+    held = TextFiles(held_out, fields, unit) if held_out else None
     if not mixed:
-        return [TextPart(path.resolve().name, TextFiles(files, field, unit), held)]
+        return [TextPart(path.resolve().name, TextFiles(files, fields, unit), held)]
     groups: dict[str, list[Path]] = {}
     for file in files:
         groups.setdefault(_group(path, file), []).append(file)
-    parts = [TextPart(name, TextFiles(group, field, unit), None) for name, group in groups.items()]
+    parts = [TextPart(name, TextFiles(group, fields, unit), None) for name, group in groups.items()]
     if held is None:
         return parts
     # The whole folder has one set of held-out files: it goes with the first part, and the others keep all they have.
-    return [part._replace(held_out=held if number == 0 else TextFiles([], field, unit)) for number, part in enumerate(parts)]
+    return [part._replace(held_out=held if number == 0 else TextFiles([], fields, unit)) for number, part in enumerate(parts)]
 
 
 def _group(root: Path, file: Path) -> str:
@@ -71,9 +73,9 @@ def _group(root: Path, file: Path) -> str:
 class TextFiles:
     """Documents in files. A position is the file's number, the byte in its uncompressed content, and the line."""
 
-    def __init__(self, files: Sequence[Path], field: str | None, unit: Unit) -> None:
+    def __init__(self, files: Sequence[Path], fields: Fields, unit: Unit) -> None:
         self._files = list(files)
-        self._field = field
+        self._fields = fields
         self._unit = unit
 
     def read(self, position: Position = None) -> Iterator[tuple[Document, Position]]:
@@ -88,19 +90,20 @@ class TextFiles:
 
     def _read_file(self, file: Path, offset: int, line: int) -> Iterator[tuple[Document, int, int]]:
         with open_file(file) as content:
+            origin = "" if is_rows(file) else origin_of(content.read(_KNOWN_BY))
             content.seek(offset)
             if is_rows(file):
                 yield from self._rows(file, content, offset, line)
-            else:
-                yield from {"whole": _whole, "piece": _in_pieces, "line": _in_lines}[self._unit](file, content, offset, line)
+                return
+            for document, *after in {"whole": _whole, "piece": _in_pieces, "line": _in_lines}[self._unit](file, content, offset, line):
+                number = f"#{after[1]}" if self._unit == "line" else ""
+                yield document._replace(origin=origin + number), after[0], after[1]
 
     def _rows(self, file: Path, content: IO[bytes], offset: int, line: int) -> Iterator[tuple[Document, int, int]]:
-        field: str | None = None
-        known = False
+        fields: tuple[str | None, str | None] | None = None
         for row, where, after, number in read_rows(file, content, offset, line):
-            if not known:
-                field, known = text_field(row, where, self._field), True
-            document = to_document(row, field, where)
+            fields = fields or fields_of(row, where, self._fields)
+            document = to_document(row, fields[0], where, fields[1])
             if document.text:
                 yield document, after, number
 

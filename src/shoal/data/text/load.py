@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,10 +18,18 @@ from shoal.data.text.mixture import ChainedText, MixedText, probabilities
 from shoal.data.text.preferences import Pair, PreferencePairs, read_preferences
 from shoal.data.text.run_encoding import contents, find_encoding, joined_name, noun
 from shoal.data.text.samples import TextSamples, enough, joined, text_samples
+from shoal.data.text.sources import reads_context
 from shoal.errors import ShoalError
 
 
-def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token: str | None) -> Data:
+class Loaded(NamedTuple):
+    """Data, and the documents that it learns from, from the first one at each call."""
+
+    data: Data
+    training_text: Callable[[], Iterable[Document]]
+
+
+def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token: str | None) -> Loaded:
     name = joined_name([part.name for part in parts])
     documents = [_divide(part, run.seed) for part in parts]
 
@@ -37,7 +46,19 @@ def load_text(parts: Sequence[TextPart], run: Run, cache_dir: Path | None, token
     samples = _mix(_limit(train, train_count, run.seed), parts, run)
     described = f"{name}: {noun(encoding, len(samples))}"
     info = Info("text", described, vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
-    return Data(samples, some_of(held_out, eval_count, run.seed) if eval_count else None, info)
+    expect_contexts(run, (document for train, _ in documents for document in train))
+    data = Data(samples, some_of(held_out, eval_count, run.seed) if eval_count else None, info)
+    return Loaded(data, lambda: (document for train, _ in documents for document in train))
+
+
+def expect_contexts(run: Run, documents: Iterable[Document]) -> None:
+    """Cross-attention needs something to attend to. Raises ShoalError if no document has a context, and nothing is retrieved."""
+    retrieval = getattr(run.model, "retrieval", None)
+    if reads_context(run) and not (retrieval and retrieval.enabled) and not any(document.context for document in documents):
+        raise ShoalError(
+            "model.cross_attention.enabled: there is nothing to attend to: the texts have no `context` field (data.source.context_field), "
+            "and model.retrieval is off"
+        )
 
 
 def _divide(part: TextPart, seed: int) -> tuple[list[Document], list[Document]]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from shoal.data.interfaces import Batch, Indices
 from shoal.data.limits import share_out
+from shoal.data.text.beside import Origins
 from shoal.data.text.samples import TextSamples, joined
 from shoal.errors import ShoalError
 
@@ -39,6 +40,10 @@ class _Joined:
 
     def batch(self, indices: Indices) -> Batch:
         return self._samples.batch(indices)
+
+    @property
+    def origins(self) -> Origins:
+        return self._samples.origins
 
 
 class MixedText(_Joined):

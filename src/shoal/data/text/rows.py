@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from shoal.data.text.documents import Document
+from shoal.data.text.documents import Document, origin_of
 from shoal.errors import ShoalError
 
 FIELDS = ("text", "content", "body", "document", "article", "passage", "context", "story", "sentence", "code")
 PAIR = ("prompt", "completion")
+CONTEXT = "context"
+
+
+class Fields(NamedTuple):
+    """Which fields of a row are asked for; None: they are found out."""
+
+    text: str | None = None
+    context: str | None = None
+    reads_context: bool = False
+    """Whether the model reads a context beside its input."""
 
 
 def text_field(row: Mapping[str, Any], where: str, wanted: str | None = None) -> str | None:
@@ -29,10 +39,25 @@ def text_field(row: Mapping[str, Any], where: str, wanted: str | None = None) ->
     raise ShoalError(f"{where}: which field is the text? Name one in data.source.text_field: the fields are {_names(row)}")
 
 
-def to_document(row: Mapping[str, Any], field: str | None, where: str) -> Document:
+def to_document(row: Mapping[str, Any], field: str | None, where: str, context: str | None = None) -> Document:
+    """`context`: the field with a text to read beside it; None: there is none."""
+    beside = _text(row, context, where) if context else ""
     if field is None:
-        return Document(_text(row, PAIR[1], where), prompt=_text(row, PAIR[0], where))
-    return Document(_text(row, field, where))
+        document = Document(_text(row, PAIR[1], where), prompt=_text(row, PAIR[0], where), context=beside)
+    else:
+        document = Document(_text(row, field, where), context=beside)
+    return document._replace(origin=origin_of(document.prompt + document.text))
+
+
+def fields_of(row: Mapping[str, Any], where: str, wanted: Fields) -> tuple[str | None, str | None]:
+    """The fields that hold the text and its context."""
+    context = wanted.context
+    if context is None and wanted.reads_context and wanted.text != CONTEXT and isinstance(row.get(CONTEXT, 0), str | None):
+        context = CONTEXT
+    rest = {name: value for name, value in row.items() if name != context}
+    if wanted.context is None and not any(isinstance(value, str) for value in rest.values()):
+        return text_field(row, where, wanted.text), None  # a context alone is the text
+    return text_field(rest, where, wanted.text), context
 
 
 def _text(row: Mapping[str, Any], field: str, where: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from shoal.data.interfaces import IGNORED, Batch, Indices, as_index
+from shoal.data.text.beside import Contexts, Origins, contexts_of, joined_contexts, joined_origins, packed_origins
 from shoal.data.text.documents import Document
 from shoal.data.text.encoding import Encoding, Tokens, cut, encode, full, gather, join, to_sample
 from shoal.errors import ShoalError
@@ -22,9 +23,10 @@ _LONG_TOKENS = 32 * 2**20
 class PackedText:
     """Sequences of T tokens. A batch is one index_select for inputs and one for labels."""
 
-    def __init__(self, inputs_NT: torch.Tensor, labels_NT: torch.Tensor) -> None:
+    def __init__(self, inputs_NT: torch.Tensor, labels_NT: torch.Tensor, origins: Origins) -> None:
         self.inputs_NT = inputs_NT
         self.labels_NT = labels_NT
+        self.origins = origins
 
     def __len__(self) -> int:
         return len(self.inputs_NT)
@@ -38,18 +40,26 @@ class PackedText:
         }
 
     def select(self, indices: torch.Tensor) -> Self:
-        return type(self)(self.inputs_NT[indices], self.labels_NT[indices])
+        return type(self)(self.inputs_NT[indices], self.labels_NT[indices], self.origins.select(indices))
 
 
 class PaddedText:
     """Samples of their own length, padded when a batch is made."""
 
     def __init__(
-        self, inputs: torch.Tensor, labels: torch.Tensor, starts_N: torch.Tensor, lengths_N: torch.Tensor, encoding: Encoding
+        self,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        starts_N: torch.Tensor,
+        lengths_N: torch.Tensor,
+        encoding: Encoding,
+        origins: Origins,
+        contexts: Contexts | None = None,
     ) -> None:
         self.inputs, self.labels = inputs, labels
         self.starts_N, self.lengths_N = starts_N, lengths_N
         self._encoding = encoding
+        self.origins, self.contexts = origins, contexts
 
     def __len__(self) -> int:
         return len(self.lengths_N)
@@ -57,10 +67,13 @@ class PaddedText:
     def batch(self, indices: Indices) -> Batch:
         index = as_index(indices)
         starts_B, lengths_B = self.starts_N.index_select(0, index), self.lengths_N.index_select(0, index)
-        return gather(self.inputs, self.labels, starts_B, lengths_B, self._encoding)
+        batch = gather(self.inputs, self.labels, starts_B, lengths_B, self._encoding)
+        return batch if self.contexts is None else batch | {"context_ids": self.contexts.batch(index)}
 
     def select(self, indices: torch.Tensor) -> Self:
-        return type(self)(self.inputs, self.labels, self.starts_N[indices], self.lengths_N[indices], self._encoding)
+        starts, lengths, origins = self.starts_N[indices], self.lengths_N[indices], self.origins.select(indices)
+        contexts = self.contexts.select(indices) if self.contexts else None
+        return type(self)(self.inputs, self.labels, starts, lengths, self._encoding, origins, contexts)
 
 
 TextSamples = PackedText | PaddedText
@@ -75,27 +88,44 @@ def _pack(documents: Sequence[Document], encoding: Encoding) -> PackedText:
     """All documents in a row, a separator between them, cut to length; the last sequence is filled up."""
     separator = encoding.tokenizer.separator
     ends = [separator] * (len(documents) - 1) + [()]
-    tokens = join(encode(documents, encoding.tokenizer, ends)) if documents else _nothing()
+    refuse_contexts(documents)
+    encoded = encode(documents, encoding.tokenizer, ends) if documents else []
+    tokens = join(encoded) if documents else _nothing()
     length = encoding.sequence_length
     count = max(0, -(-(len(tokens) - 1) // length))
     if not count:
         empty = torch.zeros(0, length, dtype=torch.int64)
-        return PackedText(empty, empty)
+        return PackedText(empty, empty, Origins([], torch.zeros(0, 2, dtype=torch.int64)))
     sample = full(to_sample(tokens), count * length, encoding.tokenizer.pad_id)
     labels = _tensor(sample.labels).view(count, length)
     inputs = _tensor(sample.inputs).view(count, length)
     useful = (labels != IGNORED).any(1)  # a sequence in the middle of a long prompt has nothing to learn
-    return PackedText(inputs, labels) if bool(useful.all()) else PackedText(inputs[useful], labels[useful])
+    origins = packed_origins([len(one) for one in encoded], [document.origin for document in documents], count, length)
+    packed = PackedText(inputs, labels, origins)
+    return packed if bool(useful.all()) else packed.select(useful)
+
+
+def refuse_contexts(documents: Sequence[Document]) -> None:
+    """A packed sequence may hold several texts, of which each has a context of its own."""
+    if any(document.context for document in documents):
+        raise ShoalError(
+            "data.batching: cross-attention reads one text's context at a time, and packed sequences hold several texts: "
+            "set it to dynamic or padded"
+        )
 
 
 def _pad(documents: Sequence[Document], encoding: Encoding) -> PaddedText:
     end = () if encoding.tokenizer.eos_id is None else (encoding.tokenizer.eos_id,)
     encoded = encode(documents, encoding.tokenizer, [end] * len(documents))
-    samples = [sample for tokens in encoded for sample in cut(tokens, encoding.sequence_length, encoding.truncation)]
+    cuts = [list(cut(tokens, encoding.sequence_length, encoding.truncation)) for tokens in encoded]
+    samples = [sample for some in cuts for sample in some]
+    numbers = torch.tensor([number for number, some in enumerate(cuts) for _ in some], dtype=torch.int64)
+    origins = Origins([document.origin for document in documents], torch.stack([numbers, numbers], dim=1))
     lengths = torch.tensor([len(sample.inputs) for sample in samples], dtype=torch.int64)
     inputs = np.concatenate([sample.inputs for sample in samples]) if samples else np.zeros(0, np.int32)
     labels = np.concatenate([sample.labels for sample in samples]) if samples else np.zeros(0, np.int32)
-    return PaddedText(_tensor(inputs), _tensor(labels), lengths.cumsum(0) - lengths, lengths, encoding)
+    contexts = contexts_of(samples, encoding.sequence_length)
+    return PaddedText(_tensor(inputs), _tensor(labels), lengths.cumsum(0) - lengths, lengths, encoding, origins, contexts)
 
 
 def _nothing() -> Tokens:
@@ -114,7 +144,8 @@ def joined(parts: Sequence[TextSamples]) -> TextSamples:
         return parts[0]
     if isinstance(parts[0], PackedText):
         packed = [part for part in parts if isinstance(part, PackedText)]
-        return PackedText(torch.cat([part.inputs_NT for part in packed]), torch.cat([part.labels_NT for part in packed]))
+        origins = joined_origins([part.origins for part in packed])
+        return PackedText(torch.cat([part.inputs_NT for part in packed]), torch.cat([part.labels_NT for part in packed]), origins)
     padded = [part for part in parts if isinstance(part, PaddedText)]
     before = np.cumsum([0] + [len(part.inputs) for part in padded]).tolist()
     return PaddedText(
@@ -123,6 +154,8 @@ def joined(parts: Sequence[TextSamples]) -> TextSamples:
         torch.cat([part.starts_N + offset for part, offset in zip(padded, before, strict=False)]),
         torch.cat([part.lengths_N for part in padded]),
         parts[0]._encoding,
+        joined_origins([part.origins for part in padded]),
+        joined_contexts([part.contexts for part in padded], [len(part) for part in padded]),
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shoal.config.schema.data import Snli
 from shoal.data.hub.dataset import Request, load_splits
-from shoal.data.text.documents import TextPart, Texts
+from shoal.data.text.documents import Document, TextPart, Texts
 from shoal.data.text.files import decode
 from shoal.errors import ShoalError
 
@@ -26,14 +26,17 @@ Pair = tuple[str, str, str]
 """Premise, hypothesis, label."""
 
 
-def open_snli(source: Snli, request: Request) -> TextPart:
-    """Train on `train`, be judged on `dev`. Where there is no train file, on `dev` and `test`, and the name says so."""
+def open_snli(source: Snli, request: Request, premise_beside: bool = False) -> TextPart:
+    """Train on `train`, be judged on `dev`. Where there is no train file, on `dev` and `test`, and the name says so.
+
+    `premise_beside`: the premise is not part of the text, but the context that is read beside it.
+    """
     if source.path:
-        splits = {name: _texts(_read(file)) for name, file in _find(Path(source.path).expanduser()).items()}
+        splits = {name: _texts(_read(file), premise_beside) for name, file in _find(Path(source.path).expanduser()).items()}
     else:
         otherwise = f"put {_FILES} in a folder, and set data.source.path to it"
         rows = load_splits(request._replace(name=HUB, streaming=False, otherwise=otherwise), None)
-        splits = {_SPLITS[name]: _texts(_hub_pairs(dataset)) for name, dataset in rows.items() if name in _SPLITS}
+        splits = {_SPLITS[name]: _texts(_hub_pairs(dataset), premise_beside) for name, dataset in rows.items() if name in _SPLITS}
     train = next((name for name in ("train", "dev") if name in splits), None)
     if train is None:
         raise ShoalError(f"data.source.path: {source.path} has no file to train on: put snli_1.0_train.jsonl there")
@@ -41,11 +44,14 @@ def open_snli(source: Snli, request: Request) -> TextPart:
     return TextPart(name, splits[train], splits.get("dev" if train == "train" else "test"))
 
 
-def _texts(pairs: Iterable[Pair]) -> Texts:
+def _texts(pairs: Iterable[Pair], premise_beside: bool) -> Texts:
     """A pair without an agreed label is left out, as the corpus asks for."""
-    return Texts(
-        [f"Premise: {premise}\nHypothesis: {hypothesis}\nLabel: {label}" for premise, hypothesis, label in pairs if label in LABELS]
-    )
+    return Texts([_document(*pair, premise_beside) for pair in pairs if pair[2] in LABELS])
+
+
+def _document(premise: str, hypothesis: str, label: str, premise_beside: bool) -> Document:
+    text = f"Hypothesis: {hypothesis}\nLabel: {label}"
+    return Document(text, context=premise) if premise_beside else Document(f"Premise: {premise}\n{text}")
 
 
 def _find(folder: Path) -> dict[str, Path]:

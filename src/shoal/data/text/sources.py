@@ -9,6 +9,7 @@ from shoal.config.schema.data import HubDataset, Mixing, Mixture, Snli, Text, Wi
 from shoal.data.hub.dataset import Request, open_dataset
 from shoal.data.text.documents import TextPart, Unit
 from shoal.data.text.files import open_text
+from shoal.data.text.rows import Fields
 from shoal.data.text.snli import open_snli
 from shoal.data.text.wikitext import open_wikitext
 from shoal.errors import ShoalError
@@ -19,13 +20,25 @@ def unit_of(run: Run) -> Unit:
     return "line" if run.data.batching != "packed" else "piece" if run.data.streaming else "whole"
 
 
+def reads_context(run: Run) -> bool:
+    """Whether the model reads a text beside its input."""
+    cross_attention = getattr(run.model, "cross_attention", None)
+    return bool(cross_attention and cross_attention.enabled)
+
+
+def _fields(source: Text | HubDataset, run: Run) -> Fields:
+    if source.context_field is not None and not reads_context(run):
+        raise ShoalError("data.source.context_field is read by cross-attention: set model.cross_attention.enabled, or leave it out")
+    return Fields(source.text_field, source.context_field, reads_context(run))
+
+
 def open_files(source: Text, run: Run, request: Request) -> list[TextPart]:
     """One part, or several of a folder of texts that is to be mixed."""
-    return open_text(Path(source.path).expanduser(), source.text_field, unit_of(run), mixed=run.data.mixing.enabled)
+    return open_text(Path(source.path).expanduser(), _fields(source, run), unit_of(run), mixed=run.data.mixing.enabled)
 
 
 def open_hub(source: HubDataset, run: Run, request: Request) -> list[TextPart]:
-    return [open_dataset(source, request._replace(name=source.name))]
+    return [open_dataset(source, request._replace(name=source.name), _fields(source, run))]
 
 
 def open_wiki(source: Wikitext, run: Run, request: Request) -> list[TextPart]:
@@ -33,7 +46,7 @@ def open_wiki(source: Wikitext, run: Run, request: Request) -> list[TextPart]:
 
 
 def open_pairs(source: Snli, run: Run, request: Request) -> list[TextPart]:
-    return [open_snli(source, request)]
+    return [open_snli(source, request, premise_beside=reads_context(run))]
 
 
 def open_mixture(source: Mixture, run: Run, request: Request) -> list[TextPart]:

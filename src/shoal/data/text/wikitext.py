@@ -9,6 +9,7 @@ from shoal.config.schema.data import Wikitext
 from shoal.data.hub.dataset import Request, load_splits
 from shoal.data.text.documents import Documents, TextPart, Texts, Unit
 from shoal.data.text.files import TextFiles
+from shoal.data.text.rows import Fields
 from shoal.errors import ShoalError
 
 HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
@@ -41,7 +42,7 @@ def _from_files(folder: Path, unit: Unit) -> dict[str, Documents]:
             f"data.source.path: there are no WikiText files in {folder}: put {_FILES} there, "
             "or set the path to null to get them from the hub"
         )
-    return {split: TextFiles([file], None, unit) for split, file in files.items()}
+    return {split: TextFiles([file], Fields(), unit) for split, file in files.items()}
 
 
 def _from_hub(request: Request, unit: Unit) -> dict[str, Documents]:

@@ -44,6 +44,9 @@ class Router(nn.Module):
 class LearnedRouter(Router):
     """A row of weights for each expert."""
 
+    full_precision = True
+    """Engines that round the parameters of other modules for mixed precision leave these as they are."""
+
     def __init__(self, settings: schema.Experts, width: int) -> None:
         super().__init__(settings)
         self.weight = nn.Parameter(torch.empty(settings.count, width))

@@ -2,5 +2,6 @@
 
 from shoal.data.text.tokenizers.interface import Tokenizer
 from shoal.data.text.tokenizers.load import load_tokenizer
+from shoal.data.text.tokenizers.streaming import StreamedText
 
-__all__ = ["Tokenizer", "load_tokenizer"]
+__all__ = ["StreamedText", "Tokenizer", "load_tokenizer"]

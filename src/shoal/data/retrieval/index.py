@@ -1,0 +1,168 @@
+"""The index: passages, their vectors in FAISS, and where they come from, in a folder that is checked when it is opened.
+
+    manifest.json   the encoder, the documents, the digest of the passages, and the digest of each file
+    passages.jsonl  a passage a line: its document's number, and its text
+    vectors.faiss   their vectors, in order
+
+Shapes: Q questions, P passages, K neighbours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.optional import need
+from shoal.data.retrieval.encoders import Encoder, Vectors
+from shoal.data.retrieval.passages import Passages
+from shoal.errors import ShoalError
+
+Neighbours = NDArray[np.int32]
+Told = Callable[[int, int], None]
+"""Called while an index is built: passages done, and passages in all."""
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_FILES = ("passages.jsonl", "vectors.faiss")
+_AT_ONCE = 1024
+_MORE = 8
+"""Neighbours that are looked for beyond those wanted, since some may be of the question's own document."""
+
+
+class Index(NamedTuple):
+    """An index in memory."""
+
+    folder: Path
+    passages: Passages
+    vectors: Any
+    """FAISS's index: exact, by inner product."""
+    encoder: str
+    digest: str
+    family: dict[str, set[int]]
+    """The documents by their origins, and by the files that they are lines of."""
+
+    def search(self, questions_QD: Vectors, count: int, own: Sequence[Sequence[str]]) -> Neighbours:
+        """The nearest passages [Q, K], nearest first, none of a document in `own` of its question; −1 where there are no more."""
+        documents = self.passages.documents
+        found_QK = np.full((len(questions_QD), count), -1, np.int32)
+        _, near_QK = self.vectors.search(questions_QD, min(count + _MORE, self.vectors.ntotal))
+        for question, origins in enumerate(own):
+            forbidden = self._documents_of(origins)
+            allowed = [number for number in near_QK[question] if documents[number] not in forbidden]
+            if len(allowed) < count and near_QK.shape[1] < self.vectors.ntotal:
+                allowed = self._search_outside(questions_QD[question : question + 1], count, forbidden)
+            found_QK[question, : len(allowed[:count])] = allowed[:count]
+        return found_QK
+
+    def _documents_of(self, origins: Sequence[str]) -> set[int]:
+        """The documents of these origins. A file's lines are of the file, and a line's file holds the line."""
+        found: set[int] = set()
+        for origin in origins:
+            found |= self.family.get(origin, set())
+            file = origin.partition("#")[0]
+            found |= {number for number in self.family.get(file, ()) if self.passages.origins[number] in (origin, file)}
+        return found
+
+    def _search_outside(self, question_1D: Vectors, count: int, forbidden: set[int]) -> list[int]:
+        """Where nearly all that is near is of the own document, FAISS leaves its passages out itself."""
+        faiss = need("faiss")
+        allowed = np.flatnonzero(~np.isin(self.passages.documents, list(forbidden)))
+        if not len(allowed):
+            return []
+        _, near = self.vectors.search(
+            question_1D, min(count, len(allowed)), params=faiss.SearchParameters(sel=faiss.IDSelectorBatch(allowed))
+        )
+        return [int(number) for number in near[0] if number >= 0]
+
+
+def _families(origins: Sequence[str]) -> dict[str, set[int]]:
+    family: dict[str, set[int]] = {}
+    for number, origin in enumerate(origins):
+        for name in {origin, origin.partition("#")[0]}:
+            family.setdefault(name, set()).add(number)
+    return family
+
+
+def digest_of(passages: Passages, encoder: str) -> str:
+    return hashlib.sha256(f"{_FORMAT} {encoder} {passages.digest()}".encode()).hexdigest()
+
+
+def build_index(passages: Passages, encoder: Encoder, folder: Path, about: dict[str, Any], told: Told | None = None) -> Index:
+    """Encode passages and write an index, which appears whole or not at all. `about` goes into its manifest for people to read."""
+    faiss = _faiss()
+    vectors: Any = None
+    for start in range(0, len(passages.texts), _AT_ONCE):
+        some = encoder.encode(passages.texts[start : start + _AT_ONCE])
+        vectors = faiss.IndexFlatIP(some.shape[1]) if vectors is None else vectors
+        vectors.add(some)
+        if told:
+            told(vectors.ntotal, len(passages.texts))
+    index = Index(folder, passages, vectors, encoder.name, digest_of(passages, encoder.name), _families(passages.origins))
+    _write(index, about)
+    return index
+
+
+def _write(index: Index, about: dict[str, Any]) -> None:
+    # Two processes of this machine may build the same index: each in a folder of its own, and one of them stays
+    partial = index.folder.with_name(f".{index.folder.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        lines = (
+            json.dumps([int(document), text], ensure_ascii=False) + "\n"
+            for document, text in zip(index.passages.documents, index.passages.texts, strict=True)
+        )
+        (partial / _FILES[0]).write_text("".join(lines), encoding="utf-8")
+        need("faiss").write_index(index.vectors, str(partial / _FILES[1]))
+        manifest = {"format": _FORMAT, "encoder": index.encoder, "digest": index.digest, "passages": len(index.passages.texts)}
+        files = {name: _file_digest(partial / name) for name in _FILES}
+        content = about | manifest | {"origins": index.passages.origins, "files": files}
+        (partial / MANIFEST).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+        if not (index.folder / MANIFEST).exists():
+            partial.rename(index.folder)
+    except OSError as error:
+        raise ShoalError(f"the index {index.folder} cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def open_index(folder: Path) -> Index:
+    """Read an index, and check it against its manifest. Raises ShoalError."""
+    faiss = _faiss()
+    if not (folder / MANIFEST).is_file():
+        raise ShoalError(f"there is no index at {folder}: `shoal index FILES… --out {folder}` builds one")
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != _FORMAT:
+            raise ShoalError(f"the index {folder} has the format {manifest['format']}, and this Shoal reads {_FORMAT}: build it again")
+        if {name: _file_digest(folder / name) for name in _FILES} != manifest["files"]:
+            raise ValueError("its files are not those that its manifest names")
+        rows = [json.loads(line) for line in (folder / _FILES[0]).read_text(encoding="utf-8").split("\n")[:-1]]
+        numbers = np.asarray([document for document, _ in rows], np.int32)
+        passages = Passages([str(text) for _, text in rows], numbers, manifest["origins"])
+        vectors = faiss.read_index(str(folder / _FILES[1]))
+        if vectors.ntotal != len(rows) or digest_of(passages, manifest["encoder"]) != manifest["digest"]:
+            raise ValueError("its vectors and its passages do not belong together")
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ShoalError(f"the index {folder} is damaged ({reason}): build it again with `shoal index`") from None
+    return Index(folder, passages, vectors, manifest["encoder"], manifest["digest"], _families(passages.origins))
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _faiss() -> Any:
+    try:
+        return need("faiss")
+    except ShoalError:
+        raise ShoalError("retrieval needs the Python package faiss-cpu: pip install 'shoal[rag]'") from None

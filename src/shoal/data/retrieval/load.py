@@ -1,0 +1,103 @@
+"""The index that a run's settings ask for, and data that is read with what is found there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+from shoal.config import Run
+from shoal.config.schema.model import Retrieval
+from shoal.data.interfaces import Data, Progress, Stream
+from shoal.data.retrieval.encoders import open_encoder
+from shoal.data.retrieval.finder import Finder, Reading
+from shoal.data.retrieval.index import Index, Told, build_index, digest_of, open_index
+from shoal.data.retrieval.passages import cut_passages
+from shoal.data.retrieval.reading import Known, ReadingSamples, ReadingStream
+from shoal.data.text.documents import Document
+from shoal.data.text.files import TextFiles, find_files
+from shoal.data.text.rows import Fields
+from shoal.data.text.tokenizers import Tokenizer
+from shoal.errors import ShoalError
+
+
+def retrieval_of(run: Run) -> Retrieval | None:
+    """The settings of retrieval, where it is switched on."""
+    settings: Retrieval | None = getattr(run.model, "retrieval", None)
+    return settings if settings and settings.enabled else None
+
+
+def with_retrieval(data: Data, run: Run, training_text: Callable[[], Iterable[Document]], progress: Progress | None) -> Data:
+    """The same data with the passages that its chunks find; or as it is where the run asks for none."""
+    settings, longest = retrieval_of(run), run.data.sequence_length or 0
+    if settings is None:
+        return data
+    if longest <= settings.chunk_size:
+        raise ShoalError(
+            f"model.retrieval.chunk_size: what is found for a chunk is read by those after it, and a sequence of {longest} tokens "
+            f"(data.sequence_length) has one chunk of {settings.chunk_size}: set it lower"
+        )
+    assert data.info.tokenizer is not None
+    finder = finder_of(settings, _index(settings, run, training_text, progress), data.info.tokenizer)
+    train = ReadingStream(data.train, finder) if isinstance(data.train, Stream) else _reading(data.train, finder, longest)
+    judged = _reading(data.eval, finder, longest) if data.eval is not None else None
+    return Data(train, judged, data.info._replace(finder=finder))
+
+
+def _reading(samples: Any, finder: Finder, longest: int) -> ReadingSamples:
+    return ReadingSamples(cast(Known, samples), finder, longest)
+
+
+def finder_of(settings: Retrieval, index: Index, tokenizer: Tokenizer) -> Finder:
+    reading = Reading(settings.top_k, settings.chunk_size, settings.passage_tokens)
+    return Finder(index.folder, reading, tokenizer, index)
+
+
+def open_finder(run: Run, folder: Path, tokenizer: Tokenizer) -> Finder | None:
+    """The finder of a past run, whose index is in this folder; None where it retrieves nothing. Raises ShoalError."""
+    settings = retrieval_of(run)
+    return finder_of(settings, open_index(folder), tokenizer) if settings else None
+
+
+def _index(settings: Retrieval, run: Run, training_text: Callable[[], Iterable[Document]], progress: Progress | None) -> Index:
+    """The index that is named; or one of the passages that are named, which is kept for the next run with the same passages."""
+    if settings.index is not None:
+        return open_index(Path(settings.index).expanduser())
+    encoder = open_encoder(settings.encoder)
+    documents = training_text() if settings.passages is None else _documents(Path(settings.passages).expanduser())
+    passages = cut_passages(documents, settings.passage_words, settings.max_passages)
+    if settings.passages is None and len(passages.origins) == 1:
+        raise ShoalError(
+            "model.retrieval: the text to learn from is one document, and no chunk reads its own: give each text a file or a line of its "
+            "own, or name other texts in model.retrieval.passages"
+        )
+    folder = Path(run.output_dir).expanduser() / "retrieval" / digest_of(passages, encoder.name)[:16]
+    if folder.exists():
+        try:
+            return open_index(folder)
+        except ShoalError:  # it is made of the passages at hand, so it can be made again
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def told(done: int, total: int) -> None:
+        if progress:
+            progress(f"passages for {settings.encoder}", done, total)
+
+    return build_index(passages, encoder, folder, {}, told)
+
+
+def _documents(path: Path) -> Iterable[Document]:
+    """The lines of a file, or the texts in a folder."""
+    files = TextFiles(find_files(path), Fields(), "line" if path.is_file() else "whole")
+    return (document for document, _ in files.read())
+
+
+def index_files(paths: list[str], folder: Path, encoder: str, words: int, told: Told | None) -> Index:
+    """Build an index of files and folders of texts. Raises ShoalError."""
+    if folder.exists():
+        raise ShoalError(f"{folder} is there already: choose another folder, or remove it")
+    files = [file for path in paths for file in find_files(Path(path).expanduser())]
+    documents = (document for document, _ in TextFiles(files, Fields(), "whole").read())
+    passages = cut_passages(documents, words, 2**31 - 1)
+    about = {"sources": [{"name": file.name, "bytes": file.stat().st_size} for file in files], "passage_words": words}
+    return build_index(passages, open_encoder(cast(Any, encoder)), folder, about, told)

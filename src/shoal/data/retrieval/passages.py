@@ -1,0 +1,55 @@
+"""Texts cut into passages, each of which knows the document that it is of."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.text.documents import Document
+from shoal.errors import ShoalError
+
+_WORD = re.compile(r"\s*\S+")
+"""A word with the white space before it: indentation and line ends carry meaning in code and in verse."""
+
+
+class Passages(NamedTuple):
+    """Passages, in order."""
+
+    texts: list[str]
+    documents: NDArray[np.int32]
+    """The number of each passage's document."""
+    origins: list[str]
+    """Where each document comes from: see `Document.origin`."""
+
+    def digest(self) -> str:
+        """The same passages of the same documents have the same digest, on every machine."""
+        found = hashlib.sha256()
+        for text, document in zip(self.texts, self.documents, strict=True):
+            found.update(f"{len(text)} {self.origins[document]}\n{text}".encode())
+        return found.hexdigest()
+
+
+def cut_passages(documents: Iterable[Document], words: int, most: int) -> Passages:
+    """Passages of up to so many words, from the beginning of the documents, at most `most` of them. Raises ShoalError if there are none."""
+    texts: list[str] = []
+    numbers: list[int] = []
+    origins: dict[str, int] = {}
+    for text, origin in islice(_cut_all(documents, words), most):
+        texts.append(text)
+        numbers.append(origins.setdefault(origin, len(origins)))
+    if not texts:
+        raise ShoalError("there is no text to make passages of: every document is empty")
+    return Passages(texts, np.asarray(numbers, np.int32), list(origins))
+
+
+def _cut_all(documents: Iterable[Document], words: int) -> Iterator[tuple[str, str]]:
+    for document in documents:
+        pieces = (match.group() for match in _WORD.finditer(document.text))
+        while some := list(islice(pieces, words)):
+            yield "".join(some).strip("\n"), document.origin

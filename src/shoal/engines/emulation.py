@@ -1,0 +1,212 @@
+"""Matrix products in fp8 and nvfp4 on hardware that has none: both factors are rounded to what the format holds, and multiplied in fp32.
+
+So the result is that of the real thing up to the order of its sums, and slower than bf16. The products of the blocks are rounded: not the
+output matrix, no router, and under nvfp4 not the last blocks, as its authors found necessary. All the rest is bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.config.schema.training import Fp8, Nvfp4, Training
+from shoal.engines import nvfp4
+from shoal.engines.blocks import blocks_of
+from shoal.errors import ShoalError
+
+_LAST_SHARE = 0.15
+"""Of the blocks, at the end, that nvfp4 leaves in bf16; one at least."""
+
+GroupedProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Rows sorted by expert, the experts' matrices, how many rows each has, and biases → each row times its expert's matrix."""
+
+
+class Format(Protocol):
+    """How the factors of the three products of a layer are rounded; `name` tells one layer's weight from another's."""
+
+    def forward(self, x_NI: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """For x @ weight.T."""
+        ...
+
+    def input_gradient(self, slope_NO: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """For slope @ weight."""
+        ...
+
+    def weight_gradient(self, slope_NO: Tensor, x_NI: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """For slope.T @ x; rows may be mixed, in both alike."""
+        ...
+
+
+class Blockwise:
+    """nvfp4: 16 × 16 blocks for weights, so that both passes see the same ones; gradients are rounded by chance; rows of the weight
+    gradient's factors are mixed first."""
+
+    def forward(self, x_NI: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        return nvfp4.rounded(x_NI), nvfp4.rounded(weight_OI, square=True)
+
+    def input_gradient(self, slope_NO: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        return nvfp4.rounded(slope_NO, stochastic=True), nvfp4.rounded(weight_OI, square=True)
+
+    def weight_gradient(self, slope_NO: Tensor, x_NI: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        slope_ON, x_IN = nvfp4.turned(slope_NO).T, nvfp4.turned(x_NI).T
+        return nvfp4.rounded(slope_ON, stochastic=True).T, nvfp4.rounded(x_IN).T
+
+
+class Scaled:
+    """fp8: e4m3 for weights and inputs, e5m2 for gradients, one scale for each tensor. A scale holds for `interval` steps."""
+
+    def __init__(self, settings: Fp8) -> None:
+        self.head_room, self.interval = 2.0**settings.margin, settings.interval
+        self.step = 0
+        self.largest: dict[str, tuple[int, Tensor]] = {}
+        """The step at which a tensor's scale was taken, and the largest magnitude then."""
+
+    def begin_step(self) -> None:
+        self.step += 1
+
+    def forward(self, x_NI: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        return self._inputs(x_NI, f"{name}.x"), self._inputs(weight_OI, f"{name}.weight")
+
+    def input_gradient(self, slope_NO: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        return self._slopes(slope_NO, name), self._inputs(weight_OI, f"{name}.weight")
+
+    def weight_gradient(self, slope_NO: Tensor, x_NI: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        return self._slopes(slope_NO, name), self._inputs(x_NI, f"{name}.x")
+
+    def _inputs(self, x: Tensor, name: str) -> Tensor:
+        return self._rounded(x.float(), torch.float8_e4m3fn, name)
+
+    def _slopes(self, x: Tensor, name: str) -> Tensor:
+        return self._rounded(x.float(), torch.float8_e5m2, f"{name}.slope")
+
+    def _rounded(self, x: Tensor, kind: torch.dtype, name: str) -> Tensor:
+        if not x.numel():
+            return x
+        limit, largest = torch.finfo(kind).max, self._magnitude(x.abs().max(), name)
+        scale = torch.where(largest > 0, limit / largest, 1.0) / self.head_room
+        return (x * scale).clamp(-limit, limit).to(kind).float() / scale
+
+    def _magnitude(self, largest: Tensor, name: str) -> Tensor:
+        """That of the tensor itself while it is new, else the one that is known: a larger value is cut off until the next scale."""
+        if self.interval == 1 or not torch.isfinite(largest):
+            return largest
+        known = self.largest.get(name)
+        if known is None or self.step - known[0] >= self.interval:
+            known = self.largest[name] = (self.step, largest)
+        elif known[0] == self.step:  # other batches of the step in which it is taken
+            known = self.largest[name] = (self.step, torch.maximum(known[1], largest))
+        return known[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "largest": {name: [step, float(value)] for name, (step, value) in self.largest.items()}}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self.step = int(state["step"])
+        self.largest = {name: (int(step), torch.tensor(value, device=device)) for name, (step, value) in state["largest"].items()}
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """x @ weight.T with rounded factors, and slopes as if nothing had been rounded but their own products' factors."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, rounding: Format, name: str) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_OI)
+        ctx.rounding, ctx.name = rounding, name
+        with torch.autocast(x_NI.device.type, enabled=False):
+            x, weight = rounding.forward(x_NI, weight_OI, name)
+            return (x @ weight.T).to(x_NI.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (slope_NO,), (x_NI, weight_OI) = gradients, ctx.saved_tensors
+        for_x = for_weight = None
+        with torch.autocast(x_NI.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                slope, weight = ctx.rounding.input_gradient(slope_NO, weight_OI, ctx.name)
+                for_x = (slope @ weight).to(x_NI.dtype)
+            if ctx.needs_input_grad[1]:
+                slope, x = ctx.rounding.weight_gradient(slope_NO, x_NI, ctx.name)
+                for_weight = (slope.T @ x).to(weight_OI.dtype)
+        return for_x, for_weight, None, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def rounded_product(x_NI: Tensor, weight_OI: Tensor, rounding: Format, name: str) -> Tensor:
+    if not len(x_NI):  # an expert that nobody visits
+        return x_NI.new_zeros(0, len(weight_OI))
+    product: Tensor = _RoundedProduct.apply(x_NI, weight_OI, rounding, name)  # type: ignore[no-untyped-call]
+    return product
+
+
+class EmulatedLinear(nn.Linear):
+    """A linear layer whose products are rounded. Its parameters are those of the layer it stands for, by the same names."""
+
+    def __init__(self, layer: nn.Linear, rounding: Format, name: str) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self.rounding, self.name = rounding, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        flat: Tensor = rounded_product(x.flatten(0, -2), self.weight, self.rounding, self.name)
+        product = flat.view(*x.shape[:-1], self.out_features)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+
+def grouped(rounding: Format, name: str) -> GroupedProduct:
+    """The products of experts, each of which is a layer of its own."""
+
+    def product(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: Tensor | None = None) -> Tensor:
+        rows = torch.split(x_RD, sizes_E.tolist())
+        own = [rounded_product(x, weight, rounding, f"{name}.{i}") for i, (x, weight) in enumerate(zip(rows, weight_END, strict=True))]
+        together: Tensor = torch.cat(own)
+        if bias_EN is not None:
+            together = together + bias_EN.to(together.dtype).repeat_interleave(sizes_E, dim=0)
+        return together
+
+    return product
+
+
+def emulate(players: dict[str, nn.Module], settings: Training) -> Scaled | None:
+    """Let the networks compute in fp8 or nvfp4. Returns what has a state: the scales of fp8."""
+    precision = settings.precision
+    assert isinstance(precision, Fp8 | Nvfp4)
+    if not settings.allow_emulation:
+        raise ShoalError(
+            f"training.precision.kind: real {precision.kind} products are not built yet; training.allow_emulation: true rounds as they do, "
+            "slower than bf16"
+        )
+    scaled = Scaled(precision) if isinstance(precision, Fp8) else None
+    for name, player in players.items():
+        _exchange(name, player, scaled or Blockwise(), precision.kind)
+    return scaled
+
+
+def _exchange(name: str, player: nn.Module, rounding: Format, kind: str) -> None:
+    """Put emulated layers in the place of linear ones, and emulated products into layers of experts."""
+    blocks = blocks_of(player)
+    kept = max(1, round(_LAST_SHARE * len(blocks))) if kind == "nvfp4" else 0
+    rounded = blocks[: len(blocks) - kept]
+    found = [layer for block in rounded for layer in _linear_layers(block)]
+    if not found:
+        why = f"its last block of {len(blocks)} stays in bf16" if blocks else "it has no blocks"
+        raise ShoalError(f"training.precision.kind {kind}: the network `{name}` would have no product in {kind}, since {why}")
+    for number, (parent, attribute, layer) in enumerate(found):
+        setattr(parent, attribute, EmulatedLinear(layer, rounding, f"{name}.{number}"))
+    experts = [own for block in rounded for module in block.modules() if (own := getattr(module, "grouped_products", None))]
+    for number, products in enumerate(experts):
+        products.update({key: grouped(rounding, f"{name}.experts.{number}.{key}") for key in products})
+
+
+def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Every linear layer below, with where it stands."""
+    for name, child in list(module.named_children()):
+        if type(child) is nn.Linear:
+            yield module, name, child
+        else:
+            yield from _linear_layers(child)

@@ -1,0 +1,144 @@
+"""Texts that are read beside the input: encoded once, and attended to from the layers.
+
+Everything to read is one row of vectors, each with the first token that may attend to it: a text's own context from the beginning on, a
+passage after the chunk that found it.
+
+Shapes: B batch, L tokens, D width, H heads, E head size, P texts beside a sequence, M tokens of each, C vectors to read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.config.schema import model as schema
+from shoal.models.cache import LayerCache
+from shoal.models.gpt import Attention, FeedForward
+from shoal.models.rotary import Rotary
+from shoal.models.trunk import NEVER, Block, BlockPart, Context, Sight, Told, norm
+
+
+class Texts(NamedTuple):
+    """Texts beside the sequences of a batch."""
+
+    ids_BPM: Tensor
+    """−1 where there is no token."""
+    first_BP: Tensor
+    """The first token that may read each."""
+
+
+class ContextEncoder(nn.Module):
+    """Reads each text both ways, by itself."""
+
+    def __init__(self, settings: schema.Moe) -> None:
+        super().__init__()
+        plain = settings.replace(positions="rotary", num_kv_heads=None)
+        self.longest = max(settings.max_seq_len, settings.retrieval.passage_tokens)
+        self.rotary = Rotary(self.longest, settings.hidden_size // settings.num_heads)
+        layers = range(settings.cross_attention.encoder_layers)
+        self.blocks = nn.ModuleList(Block(plain, Attention(plain, settings.attention_dropout), FeedForward(plain)) for _ in layers)
+        self.norm = norm(plain)
+
+    def forward(self, x_NMD: Tensor, mask_NM: Tensor) -> Tensor:
+        """The states of texts, whose padding nobody sees but itself."""
+        itself_MM = torch.eye(mask_NM.shape[1], dtype=torch.bool, device=mask_NM.device)
+        sight = Sight(self.rotary(0, mask_NM.shape[1]), mask_NM[:, None, None, :] | itself_MM, False, mask_NM)
+        for block in self.blocks:
+            x_NMD, _ = block(x_NMD, sight)
+        encoded: Tensor = self.norm(x_NMD)
+        return encoded
+
+    def read_nothing(self, input_ids_BL: Tensor, embedding: nn.Embedding) -> Context:
+        """A context without a token, so that every batch takes the same way through a model whose parameters are sharded."""
+        return self.read({"context_ids": torch.full_like(input_ids_BL[:, :1], -1).unsqueeze(1)}, embedding)
+
+    def read(self, columns: dict[str, Tensor], embedding: nn.Embedding) -> Context:
+        """All texts beside a batch as one context."""
+        states, first = [], []
+        for ids_BPM, first_BP in texts_of(columns):
+            ids_NM = ids_BPM[..., : self.longest].flatten(0, 1)
+            mask_NM = ids_NM >= 0
+            x_NMD = embedding(ids_NM.clamp(min=0))
+            if torch.is_autocast_enabled(x_NMD.device.type):
+                x_NMD = x_NMD.to(torch.get_autocast_dtype(x_NMD.device.type))
+            states.append(self(x_NMD, mask_NM).view(len(ids_BPM), -1, x_NMD.shape[-1]))
+            from_BPM = first_BP.unsqueeze(-1).expand(-1, -1, mask_NM.shape[1])
+            first.append(from_BPM.flatten(1).masked_fill(~mask_NM.view(len(ids_BPM), -1), NEVER))
+        return Context(torch.cat(states, dim=1), torch.cat(first, dim=1))
+
+
+def texts_of(columns: dict[str, Tensor]) -> list[Texts]:
+    """The texts in a batch's columns."""
+    texts = []
+    if "context_ids" in columns:
+        texts.append(Texts(columns["context_ids"], torch.zeros_like(columns["context_ids"][..., 0])))
+    if "passage_ids" in columns:
+        texts.append(Texts(columns["passage_ids"], columns["passage_from"]))
+    return texts
+
+
+class CrossAttention(nn.Module):
+    """Attends to the context. Beside it stands a vector of zeros, so that a token that may read nothing gets exactly zeros."""
+
+    def __init__(self, settings: schema.Moe) -> None:
+        super().__init__()
+        width = settings.hidden_size
+        self.head_size = width // settings.num_heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key_value = nn.Linear(width, 2 * width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+
+    def forward(self, x_BLD: Tensor, context: Context, past: int, cache: LayerCache | None) -> Tensor:
+        query_BHLE = self._heads(self.query(x_BLD))
+        key_BHCE, value_BHCE = self._keys_and_values(context, cache)
+        position_L = torch.arange(past, past + x_BLD.shape[1], device=x_BLD.device)
+        visible_BLC = F.pad(position_L[:, None] >= context.first_BC[:, None, :], (1, 0), value=True)
+        attended_BHLE = F.scaled_dot_product_attention(query_BHLE, key_BHCE, value_BHCE, attn_mask=visible_BLC.unsqueeze(1))
+        attended: Tensor = self.output(attended_BHLE.transpose(1, 2).flatten(2))
+        return attended
+
+    def _heads(self, x_BLD: Tensor) -> Tensor:
+        return x_BLD.view(*x_BLD.shape[:2], -1, self.head_size).transpose(1, 2)
+
+    def _keys_and_values(self, context: Context, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
+        if cache is not None and cache.context is not None and cache.context[0] is context:
+            return cache.context[1]
+        both_BCD = F.pad(self.key_value(context.states_BCD), (0, 0, 1, 0))
+        key, value = (self._heads(one) for one in both_BCD.chunk(2, dim=-1))
+        if cache is not None:
+            cache.context = (context, (key, value))
+        return key, value
+
+
+class WithCrossAttention(BlockPart):
+    """An attention, to whose output tanh(g) · cross-attention is added. g starts at 0: then it is the attention alone, to the bit."""
+
+    def __init__(self, attention: BlockPart, settings: schema.Moe) -> None:
+        super().__init__()
+        self.own = attention
+        self.cross = CrossAttention(settings)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x_BLD: Tensor, sight: Sight, cache: LayerCache | None = None) -> tuple[Tensor, Told]:
+        attended_BLD, told = self.own(x_BLD, sight, cache)
+        if sight.context is None:
+            return attended_BLD, told
+        read_BLD = self.cross(x_BLD, sight.context, sight.past, cache)
+        told = told if sight.counted_BL is None else {**told, "cross_gate": self.gate.detach().tanh().mean()}
+        return attended_BLD + self.gate.tanh().to(read_BLD.dtype) * read_BLD, told
+
+    def last_weights(self) -> list[Tensor]:
+        return [self.cross.output.weight]
+
+
+def reads(settings: schema.Moe) -> bool:
+    """Whether a model reads something beside its input."""
+    return bool(settings.cross_attention.enabled or settings.retrieval.enabled or settings.episodic_memory.enabled)
+
+
+def crosses(settings: schema.Moe, layer: int) -> bool:
+    """Whether this layer attends to the context. The last one always does."""
+    return reads(settings) and (settings.num_layers - 1 - layer) % settings.cross_attention.every_layers == 0

@@ -1,0 +1,266 @@
+"""A bounded memory of past sequences: their hidden states are recalled where they are like what is being read, and the sequences
+themselves are replayed.
+
+An episode is one training sequence: the means of its hidden states over a few stretches, its tokens, and its importance. It is kept as long
+as it is more important than what comes: importance is a sequence's loss times the norm of the gradient at its hidden states, against the
+mean norm of its batch; it fades with every step, and is found anew when the sequence is replayed. Nothing in it is trained.
+
+A chunk recalls episodes by its mean hidden state, and the tokens after it read them: nothing depends on what comes later. A sequence never
+recalls an episode that began with the same tokens, which may be its own.
+
+Shapes: B batch, L tokens, D width, N episodes, T longest sequence, U chunks, K episodes of a chunk, V vectors of an episode, W written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.config.schema import model as schema
+from shoal.errors import ShoalError
+from shoal.models.cache import KeyValueCache
+from shoal.models.kept import Kept
+from shoal.models.trunk import NEVER, Context, Sight
+
+IGNORED = -100
+_EMPTY = -1.0
+_FADING = 0.999
+"""What is left of an episode's importance after a step: half of it after some 700."""
+_WRITTEN = 4
+"""New and replayed sequences each that one process writes down in a step."""
+_BASE = 6364136223846793005
+"""Powers of it tell sequences apart by their tokens, modulo 2^64."""
+
+
+class Seen(NamedTuple):
+    """Sequences that were learned from in this step, before they are written down."""
+
+    vectors_BVD: Tensor
+    norms: list[Tensor]
+    """The norm of each sequence's gradient, once the backward pass was there."""
+    scored: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    """Inputs, labels, losses and slots of the sequences; a slot of −1 is that of a sequence which was not replayed."""
+
+
+class Thread(NamedTuple):
+    """What a text that is being written has recalled so far."""
+
+    sum_BD: Tensor
+    """Of the hidden states of the chunk that is not complete."""
+    code_B: Tensor
+    """Of the tokens so far."""
+    recalled: Context | None
+    merged: tuple[Context | None, Context | None, Context | None] = (None, None, None)
+    """What there was to read, what was recalled, and both together."""
+
+
+class EpisodicMemory(Kept):
+    """The episodes, as buffers that are saved with the weights."""
+
+    def __init__(self, settings: schema.Moe) -> None:
+        super().__init__()
+        memory, width, longest = settings.episodic_memory, settings.hidden_size, settings.max_seq_len
+        if memory.chunk_size >= longest:
+            raise ShoalError(
+                f"model.episodic_memory.chunk_size: what a chunk of {memory.chunk_size} tokens recalls is read by the tokens after it, "
+                f"and a sequence has {longest} (model.max_seq_len): set it lower"
+            )
+        self.top_k, self.chunk_size, self.replay_rate = min(memory.top_k, memory.capacity), memory.chunk_size, memory.replay_rate
+        self.layer = settings.num_layers // 2 - 1 if settings.num_layers > 1 else -1
+        """The layer after which it is asked and written; −1: before the first."""
+        self.reading = True
+        """Whether anything is recalled: the loss without is found by switching it off."""
+        N = memory.capacity
+        self.register_buffer("vectors_NVD", torch.zeros(N, memory.vectors, width))
+        self.register_buffer("ids_NT", torch.full((N, longest), -1, dtype=torch.int32))
+        self.register_buffer("labels_NT", torch.full((N, longest), IGNORED, dtype=torch.int32))
+        self.register_buffer("importance_N", torch.full((N,), _EMPTY))
+        self.register_buffer("powers_T", _powers(longest), persistent=False)
+        self._seen: list[Seen] = []
+
+    vectors_NVD: Tensor
+    ids_NT: Tensor
+    labels_NT: Tensor
+    importance_N: Tensor
+    powers_T: Tensor
+
+    # --- recall --------------------------------------------------------------------------------------
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def recall(self, x_BLD: Tensor, sight: Sight, cache: KeyValueCache | None) -> Context | None:
+        """What there is to read from here on: the context, and what the chunks that are complete now recall."""
+        if not self.reading or not bool((self.importance_N > _EMPTY).any()):
+            return sight.context
+        thread = cache.memory if cache is not None and cache.memory is not None else self._begin(x_BLD)
+        first, codes_BL = sight.past // self.chunk_size, self._codes(sight.input_ids_BL, sight.past) + thread.code_B[:, None]
+        sums_BUD = self._sums(x_BLD, sight.past)
+        sums_BUD[:, 0] += thread.sum_BD
+        complete = (sight.past + x_BLD.shape[1]) // self.chunk_size - first
+        recalled = thread.recalled
+        if complete:
+            ends_U = (torch.arange(first + 1, first + complete + 1, device=x_BLD.device)) * self.chunk_size
+            found = self._nearest(sums_BUD[:, :complete], codes_BL[:, ends_U - 1 - sight.past], ends_U)
+            recalled = _joined(recalled, found._replace(states_BCD=found.states_BCD.to(x_BLD.dtype)))
+        merged = thread.merged
+        if merged[0] is not sight.context or merged[1] is not recalled:
+            merged = (sight.context, recalled, _joined(sight.context, recalled))
+        if cache is not None:
+            left = sums_BUD[:, complete] if complete < sums_BUD.shape[1] else torch.zeros_like(thread.sum_BD)
+            cache.memory = Thread(left, codes_BL[:, -1], recalled, merged)
+        return merged[2]
+
+    def _begin(self, x_BLD: Tensor) -> Thread:
+        nothing_B = torch.zeros(len(x_BLD), dtype=torch.int64, device=x_BLD.device)
+        return Thread(torch.zeros_like(x_BLD[:, 0], dtype=torch.float32), nothing_B, None)
+
+    def _sums(self, x_BLD: Tensor, past: int) -> Tensor:
+        """The sums [B, U, D] of the hidden states of each chunk, of the first one as far as it is not in the cache."""
+        chunk_L = torch.arange(past, past + x_BLD.shape[1], device=x_BLD.device) // self.chunk_size - past // self.chunk_size
+        empty = torch.zeros(len(x_BLD), int(chunk_L[-1]) + 1, x_BLD.shape[2], device=x_BLD.device)
+        return empty.index_add_(1, chunk_L, x_BLD.float())
+
+    def _codes(self, ids_BL: Tensor, past: int) -> Tensor:
+        """A number for the tokens up to each, which tells beginnings of sequences apart."""
+        return ((ids_BL.long() + 1) * self.powers_T[past : past + ids_BL.shape[1]]).cumsum(1)
+
+    def _nearest(self, sums_BUD: Tensor, codes_BU: Tensor, ends_U: Tensor) -> Context:
+        keys_ND = F.normalize(self.vectors_NVD.mean(1), dim=1)
+        likeness_BUN = F.normalize(sums_BUD, dim=2) @ keys_ND.t()
+        own_BUN = self._codes(self.ids_NT, 0)[:, ends_U - 1].t()[None] == codes_BU[:, :, None]
+        likeness_BUN = likeness_BUN.masked_fill(own_BUN | (self.importance_N <= _EMPTY), -torch.inf)
+        near = likeness_BUN.topk(self.top_k, dim=2)
+        states_BUKVD = self.vectors_NVD[near.indices]
+        first_BUK = torch.where(near.values > -torch.inf, ends_U[None, :, None], NEVER)
+        first_BUKV = first_BUK.unsqueeze(-1).expand(-1, -1, -1, states_BUKVD.shape[3])
+        return Context(states_BUKVD.flatten(1, 3), first_BUKV.flatten(1))
+
+    # --- writing down --------------------------------------------------------------------------------
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def watch(self, x_BLD: Tensor) -> None:
+        """Called while learning with the hidden states at the memory's layer: their means, and the norms of their gradients to come."""
+        norms: list[Tensor] = []
+        if self.counting and x_BLD.requires_grad:
+            x_BLD.register_hook(lambda slope_BLD: norms.append(_norms(slope_BLD)))  # type: ignore[no-untyped-call]
+            pooled = F.adaptive_avg_pool1d(x_BLD.detach().float().transpose(1, 2), self.vectors_NVD.shape[1]).transpose(1, 2)
+            self._seen.append(Seen(F.rms_norm(pooled, (pooled.shape[2],)), norms, []))
+
+    def score(self, ids_BL: Tensor, labels_BL: Tensor, losses_B: Tensor, slots_B: Tensor) -> None:
+        """The losses of the sequences that were watched last."""
+        if self._seen and self.counting:
+            self._seen[-1].scored.append((ids_BL, labels_BL, losses_B.detach().float(), slots_B))
+
+    def begin_step(self) -> None:
+        self._seen = []
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Write down what all processes chose. All of them do the same."""
+        everybody = self._gathered(self._chosen())
+        self._seen = []
+        filled = self.importance_N > _EMPTY
+        self.importance_N[filled] *= _FADING
+        for importance, slot, ids_T, labels_T, vectors_VD in zip(*everybody, strict=True):
+            place = self._place(float(importance), int(slot), ids_T)
+            if place is not None:
+                self.importance_N[place], self.vectors_NVD[place] = importance, vectors_VD
+                self.ids_NT[place], self.labels_NT[place] = ids_T.int(), labels_T.int()
+
+    def _place(self, importance: float, slot: int, ids_T: Tensor) -> int | None:
+        """Where an episode goes: where it was, else in the place of the least important one, if it is more important."""
+        if importance <= 0:
+            return None
+        same = (self.ids_NT == ids_T.int()).all(1) & (self.importance_N > _EMPTY)
+        if bool(same.any()):
+            return int(same.int().argmax())
+        if slot >= 0:
+            return None  # it was given up meanwhile
+        least = int(self.importance_N.argmin())
+        return least if importance > float(self.importance_N[least]) else None
+
+    def _chosen(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """This process's most important sequences: importance, slot, inputs, labels, vectors. Rows with an importance of −1 are empty."""
+        W, T, (_, V, D) = 2 * _WRITTEN, self.ids_NT.shape[1], self.vectors_NVD.shape
+        device = self.ids_NT.device
+        importance_W = torch.full((W,), _EMPTY, device=device)
+        slot_W = torch.full((W,), -1, dtype=torch.int64, device=device)
+        ids_WT, labels_WT = (torch.full((W, T), fill, dtype=torch.int64, device=device) for fill in (-1, IGNORED))
+        vectors_WVD = torch.zeros(W, V, D, device=device)
+        for row, (importance, slot, ids_L, labels_L, vectors_VD) in enumerate(self._best()):
+            importance_W[row], slot_W[row], vectors_WVD[row] = importance, slot, vectors_VD
+            ids_WT[row, : len(ids_L)], labels_WT[row, : len(labels_L)] = ids_L, labels_L
+        return importance_W, slot_W, ids_WT, labels_WT, vectors_WVD
+
+    def _best(self) -> list[tuple[float, int, Tensor, Tensor, Tensor]]:
+        found: list[tuple[float, int, Tensor, Tensor, Tensor]] = []
+        for seen in self._seen:
+            if seen.norms and seen.scored:
+                ids_BL, labels_BL, losses_B, slots_B = seen.scored[0]
+                norms_B = seen.norms[0]
+                importance_B = torch.nan_to_num(losses_B * norms_B / norms_B.mean().clamp(min=1e-30), nan=0.0, posinf=0.0)
+                rows = zip(importance_B.tolist(), slots_B.tolist(), ids_BL, labels_BL, seen.vectors_BVD, strict=True)
+                found += [row for row in rows if bool(torch.isfinite(row[4]).all())]
+        found.sort(key=lambda one: -one[0])
+        replayed = [one for one in found if one[1] >= 0]
+        return replayed[:_WRITTEN] + [one for one in found if one[1] < 0][:_WRITTEN]
+
+    def _gathered(self, own: tuple[Tensor, ...]) -> list[Tensor]:
+        """The rows of all processes, in the order of their numbers."""
+        gathered = []
+        for values in own:
+            everybody = values.new_zeros(self.ranks, *values.shape)
+            everybody[self.rank] = values
+            gathered.append(self.total(everybody).flatten(0, 1))
+        return gathered
+
+    # --- replay --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def mixed(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """A batch with sequences of the memory after its own, drawn by importance; and the slot of each sequence, −1 for its own."""
+        ids_BL = batch["input_ids"]
+        own_B = torch.full((len(ids_BL),), -1, dtype=torch.int64, device=ids_BL.device)
+        wanted = int(len(ids_BL) * self.replay_rate + float(torch.rand(()))) if self.replay_rate else 0
+        there = (self.importance_N > 0).nonzero().flatten()
+        if not wanted or len(there) < wanted:
+            return batch, own_B
+        slots_R = there[torch.multinomial(self.importance_N[there].cpu(), wanted).to(there.device)]
+        width = max(ids_BL.shape[1], int((self.ids_NT[slots_R] >= 0).sum(1).max()))
+        replayed = {"input_ids": self.ids_NT[slots_R, :width].long().clamp(min=0), "labels": self.labels_NT[slots_R, :width].long()}
+        replayed["attention_mask"] = self.ids_NT[slots_R, :width] >= 0
+        mixed = {name: _append(value, replayed.get(name), wanted, width, _FILL[name]) for name, value in batch.items()}
+        return mixed, torch.cat([own_B, slots_R])
+
+
+_FILL = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0, "context_ids": -1, "passage_ids": -1, "passage_from": 0}
+"""What stands in a column where a sequence has nothing."""
+
+
+def _append(own: Tensor, more: Tensor | None, count: int, width: int, fill: int) -> Tensor:
+    """Rows after those of a column. Replayed sequences have no texts beside them."""
+    if more is None:
+        return torch.cat([own, own.new_full((count, *own.shape[1:]), fill)])
+    return torch.cat([F.pad(own, (0, width - own.shape[1]), value=fill), F.pad(more, (0, width - more.shape[1]), value=fill).to(own.dtype)])
+
+
+def _joined(first: Context | None, second: Context | None) -> Context | None:
+    if first is None or second is None:
+        return first or second
+    return Context(*(torch.cat(both, dim=1) for both in zip(first, second, strict=True)))
+
+
+def _norms(slope_BLD: Tensor) -> Tensor:
+    norms_B: Tensor = torch.linalg.vector_norm(slope_BLD.float(), dim=(1, 2))
+    return norms_B
+
+
+def _powers(length: int) -> Tensor:
+    powers, power = [], 1
+    for _ in range(length):
+        powers.append(power - 2**64 if power >= 2**63 else power)
+        power = power * _BASE % 2**64
+    return torch.tensor(powers)

@@ -1,0 +1,96 @@
+"""A mixture of experts as Mixtral of transformers, where it computes the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.config.schema import model as schema
+from shoal.errors import ShoalError
+from shoal.models.rotary import THETA
+from shoal.models.trunk import Trunk
+
+
+def as_mixtral(model: Trunk, settings: schema.Moe) -> Any:
+    """The model that transformers saves and loads. Raises ShoalError where Mixtral has no such thing."""
+    differences = [text for text, differs in _differences(settings) if differs]
+    if differences:
+        raise ShoalError(
+            f"Mixtral computes something else: it has no {' and no '.join(differences)}; export without --mixtral, as Shoal loads it"
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise ShoalError("--mixtral needs transformers: pip install 'shoal[hf]'") from error
+    config = transformers.MixtralConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size or 4 * settings.hidden_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_kv_heads or settings.num_heads,
+        max_position_embeddings=settings.max_seq_len,
+        rms_norm_eps=settings.norm_eps,
+        num_local_experts=settings.experts.count,
+        num_experts_per_tok=settings.experts.per_token,
+        router_aux_loss_coef=settings.experts.aux_loss_weight,
+        attention_dropout=settings.attention_dropout,
+        tie_word_embeddings=settings.tied_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    made: Any = transformers.MixtralForCausalLM
+    theirs: nn.Module = made(config)
+    theirs.load_state_dict(_named(model, settings))
+    return theirs.eval()
+
+
+def _differences(settings: schema.Moe) -> list[tuple[str, bool]]:
+    """What Mixtral does not have, and whether these settings ask for it."""
+    return [
+        (f"router {settings.experts.router}", settings.experts.router != "switch"),
+        ("gate of one expert a token that is not 1", settings.experts.per_token == 1),
+        ("learned positions", settings.positions != "rotary"),
+        (f"feed_forward {settings.feed_forward}", settings.feed_forward != "swiglu"),
+        (f"norm {settings.norm}", settings.norm != "rms"),
+        ("biases", settings.bias),
+        ("mixture of heads", settings.mixture_of_heads.enabled),
+        ("mixture of activations", settings.mixture_of_activations.enabled),
+        ("cross-attention", settings.cross_attention.enabled or settings.retrieval.enabled),
+        ("episodic memory", settings.episodic_memory.enabled),
+    ]
+
+
+def _named(model: Trunk, settings: schema.Moe) -> dict[str, Tensor]:
+    """The weights under Mixtral's names, in its order."""
+    state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    heads, kv_heads = settings.num_heads, settings.num_kv_heads or settings.num_heads
+    size = settings.hidden_size // heads
+    named = {
+        "model.embed_tokens.weight": state["token_embedding.weight"],
+        "model.norm.weight": state["norm.weight"],
+        "lm_head.weight": model.output_weight.detach().cpu(),
+    }
+    for layer in range(settings.num_layers):
+        own, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        parts = torch.split(state[f"{own}.attention.query_key_value.weight"], [heads * size, kv_heads * size, kv_heads * size])
+        named |= {
+            f"{theirs}.self_attn.q_proj.weight": _halves(parts[0], heads),
+            f"{theirs}.self_attn.k_proj.weight": _halves(parts[1], kv_heads),
+            f"{theirs}.self_attn.v_proj.weight": parts[2],
+            f"{theirs}.self_attn.o_proj.weight": state[f"{own}.attention.output.weight"],
+            f"{theirs}.mlp.gate.weight": state[f"{own}.feed_forward.router.weight"],
+            f"{theirs}.mlp.experts.gate_up_proj": state[f"{own}.feed_forward.up"],
+            f"{theirs}.mlp.experts.down_proj": state[f"{own}.feed_forward.down"],
+            f"{theirs}.input_layernorm.weight": state[f"{own}.attention_norm.weight"],
+            f"{theirs}.post_attention_layernorm.weight": state[f"{own}.feed_forward_norm.weight"],
+        }
+    return named
+
+
+def _halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows for pairs (2i, 2i + 1) that turn together to rows for pairs (i, i + half), as transformers has them."""
+    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)

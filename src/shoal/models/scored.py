@@ -1,0 +1,80 @@
+"""A network that ends in one number for each token, in place of logits: what a reward or a value is read from.
+
+Shapes: B batch, L tokens, D width.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.errors import ShoalError
+
+
+class Scored(nn.Module):
+    """The trunk of a language model with one row of weights in place of its output matrix. They start at zero: all texts are equal."""
+
+    def __init__(self, trunk: Any, *, head_only: bool = False) -> None:
+        super().__init__()
+        if not hasattr(trunk, "hidden"):
+            raise ShoalError(f"a {type(trunk).__name__} gives no hidden states, which a score is read from")
+        self.trunk = trunk.requires_grad_(False) if head_only else trunk
+        self.head = Row(width_of(trunk))
+        if not head_only:
+            freeze_output(trunk)
+
+    def forward(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
+        """A number for each token [B, L], in float32; `given` is what the trunk takes besides."""
+        scores_BL: Tensor = self.head(self.trunk.hidden(input_ids_BL, **given))
+        return scores_BL
+
+    def save(self, folder: Path) -> None:
+        """As transformers loads a classifier of sequences with one label, where the trunk is a model of theirs. The model is used up."""
+        self.trunk.save_scored(folder, self.head.weight.detach())
+
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        """Whether the backward pass computes activations again instead of keeping them."""
+        self.trunk.gradient_checkpointing(enabled)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a model of language offers: its vocabulary, and what goes in and out beside the tokens."""
+        if name in ("vocab_size", "max_seq_len", "new_beside"):
+            return getattr(self.trunk, name)
+        return super().__getattr__(name)
+
+
+def add_value(model: Any, kind: str) -> dict[str, nn.Module]:
+    """What predicts an answer's score, for a policy: a network of its own, or a head of the policy itself."""
+    if kind == "network":
+        return {"value": Scored(copy.deepcopy(model))}
+    if not hasattr(model, "output_weight"):
+        raise ShoalError("rlhf.value: head needs a model of Shoal's own (gpt, moe); for others choose network")
+    model.value_head = Row(width_of(model))
+    return {}
+
+
+class Row(nn.Linear):
+    """One row of weights that makes a number of each hidden state. It starts at zero."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1, bias=False)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hidden_BLD: Tensor) -> Tensor:
+        """In the type of the weights: half precision has about three digits, and scores are compared."""
+        return (hidden_BLD.to(self.weight.dtype) * self.weight[0]).sum(-1)
+
+
+def width_of(model: Any) -> int:
+    """The width of a model's hidden states."""
+    return int(model.width if hasattr(model, "width") else model.output_weight.shape[1])
+
+
+def freeze_output(model: Any) -> None:
+    """An output matrix that nothing reads gets no gradient, so it is not trained; one that is the embedding, too, is."""
+    output = getattr(model, "output", None)
+    if isinstance(output, nn.Linear):
+        output.requires_grad_(False)

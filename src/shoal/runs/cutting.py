@@ -1,0 +1,108 @@
+"""The run's data cut into tasks for a scheduler: those that the settings list, and what they leave."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.config import Run
+from shoal.config.schema.cluster import ScheduledTask
+from shoal.coordinator.state import Claimed, Task, Tasks
+from shoal.errors import ShoalError
+from shoal.scheduling import KINDS, memory
+
+_PER_WORKER = 4
+"""Tasks for each worker where the data is cut by itself: a fast worker can do several while a slow one does one."""
+_CONTRIBUTIONS = 8
+"""Contributions that such a task is made of at least, as long as there is a task for every worker: to begin another takes time."""
+
+
+class Extent(NamedTuple):
+    """What is to be cut."""
+
+    batches: int
+    """Batches of an epoch."""
+    grain: int
+    """Batches of a contribution: tasks begin and end at multiples of it."""
+    workers: int
+    parameters: int
+    vocabulary: int
+    megabits: float
+    """What travels for a contribution, both ways."""
+
+
+class Cut(NamedTuple):
+    """The tasks of a run, and a word to people."""
+
+    tasks: Tasks
+    note: str
+
+
+def tasks_of(run: Run, extent: Extent) -> Cut:
+    """Cut the data. Raises ShoalError where there is too little of it."""
+    listed, note = run.scheduler.tasks, ""
+    if listed:
+        wanted, note = _with_rest(listed, extent)
+    else:
+        count = _count(extent)
+        wanted = [ScheduledTask(id=f"task-{number + 1}", data_share=1 / count) for number in range(count)]
+    needs_gb = memory.of_training(run, extent.parameters, extent.vocabulary).gb
+    claims = {name: Claimed(host.flops, host.memory_gb, host.bandwidth_mbps) for name, host in run.cluster.hosts.items()}
+    tasks = Tasks(_placed(wanted, extent, needs_gb), run.training.epochs, extent.grain, KINDS[run.scheduler.kind], claims, extent.megabits)
+    return Cut(tasks, note)
+
+
+def listed_workers(run: Run) -> dict[str, str]:
+    """Workers that the settings name, and where they are, as far as the settings say it."""
+    found = {}
+    for name in run.cluster.workers:
+        host = run.cluster.hosts.get(name)
+        port = f":{host.port}" if host is not None and host.port else ""
+        found[name] = f"{host.host}{port}" if host is not None and host.host else ""
+    return found
+
+
+def _count(extent: Extent) -> int:
+    """Tasks that data is cut into by itself."""
+    contributions = extent.batches // extent.grain
+    return min(contributions, max(extent.workers, min(_PER_WORKER * extent.workers, contributions // _CONTRIBUTIONS)))
+
+
+def _with_rest(listed: tuple[ScheduledTask, ...], extent: Extent) -> tuple[list[ScheduledTask], str]:
+    """The tasks with a share each, and further ones for what they leave, like the others in size and needs."""
+    given = [task.data_share for task in listed if task.data_share is not None]
+    rest, open_ones = 1.0 - sum(given), len(listed) - len(given)
+    if open_ones:
+        return [task if task.data_share is not None else task.replace(data_share=rest / open_ones) for task in listed], ""
+    if rest * extent.batches < extent.grain:
+        return list(listed), ""
+    count = max(1, min(round(rest * len(given) / sum(given)), int(rest * extent.batches) // extent.grain))
+    needs, least = max(task.model_share for task in listed), min(task.priority for task in listed)
+    names = [f"rest-{number + 1}" for number in range(count)]
+    further = [ScheduledTask(id=name, model_share=needs, data_share=rest / count, priority=least) for name in names]
+    to = f" to {names[-1]}" if count > 1 else ""
+    return [*listed, *further], f"the tasks listed have {1 - rest:.0%} of the data; what they leave is cut into {names[0]}{to}"
+
+
+def _placed(wanted: list[ScheduledTask], extent: Extent, needs_gb: float) -> tuple[Task, ...]:
+    """Tasks at their places in an epoch, one after the other. Whole contributions only, so shares are kept as well as can be."""
+    whole, at, found = extent.batches // extent.grain, 0.0, list[Task]()
+    if whole < len(wanted):
+        raise ShoalError(
+            f"{len(wanted)} tasks are to share {whole} contribution{'s' * (whole != 1)} of an epoch: list fewer tasks, or take more data"
+        )
+    density = _density(wanted, extent)
+    for number, task in enumerate(wanted):
+        first = found[-1].end if found else 0
+        at += task.data_share or 0.0
+        last = whole - (len(wanted) - number - 1)  # one contribution at least for each that follows
+        end = extent.grain * min(last, max(first // extent.grain + 1, round(at * whole)))
+        work = task.required_flops / (end - first) if task.required_flops else density
+        found.append(Task(task.id, first, end, work, task.model_share * needs_gb, task.priority))
+    return tuple(found)
+
+
+def _density(wanted: list[ScheduledTask], extent: Extent) -> float:
+    """Work of a batch of tasks that do not say what they need: as much as those that do; 1 where none does."""
+    telling = [task for task in wanted if task.required_flops]
+    data = sum(task.data_share or 0.0 for task in telling) * extent.batches
+    return sum(task.required_flops for task in telling) / data if telling else 1.0

@@ -1,0 +1,162 @@
+"""Three ways to match tasks with workers: `priority`, `capability` and `gale-shapley`.
+
+A job is what is left of a task, a machine is a worker that has room for one. Each way returns a worker's job at most once, never gives a
+job to a machine that it does not fit, and depends on nothing but its arguments: the same jobs and machines give the same match.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_COMPUTE, _BANDWIDTH, _HEADROOM = 0.6, 0.25, 0.15
+"""What compute, bandwidth and free memory count in a machine's score. Compute decides how long a task takes, so it counts most."""
+
+
+class Job(NamedTuple):
+    """A task that wants a worker."""
+
+    id: str
+    work: float
+    """What is left to compute, in the units of the machines' speeds."""
+    memory_gb: float = 0.0
+    priority: float = 1.0
+    """Larger is more urgent."""
+    megabits: float = 0.0
+    """What travels between the worker and the coordinator meanwhile."""
+
+
+class Machine(NamedTuple):
+    """A worker that has room for tasks."""
+
+    name: str
+    speed: float = 1.0
+    """Work a second: what was claimed, corrected by what was measured."""
+    memory_gb: float | None = None
+    """None: nobody said how much, so every task fits."""
+    bandwidth_mbps: float | None = None
+    measured: bool = False
+    """Whether the speed was measured: then what its network costs is in it."""
+    capacity: int = 1
+    """Tasks that it takes at a time."""
+
+
+Match = dict[str, list[str]]
+"""The ids of each machine's jobs. A machine without any is not in it."""
+Matching = Callable[[Sequence[Job], Sequence[Machine]], Match]
+
+
+def fits(job: Job, machine: Machine) -> bool:
+    return machine.memory_gb is None or job.memory_gb <= machine.memory_gb
+
+
+def seconds(job: Job, machine: Machine) -> float:
+    """How long a machine is expected to take for a job."""
+    travels = 0.0 if machine.measured or not machine.bandwidth_mbps else job.megabits / machine.bandwidth_mbps
+    return job.work / machine.speed + travels
+
+
+def lacking(job: Job, machines: Sequence[Machine]) -> str:
+    """What keeps a job from fitting any of these machines, for people; empty: it fits one of them, or there is none to ask."""
+    if not machines or any(fits(job, machine) for machine in machines):
+        return ""
+    largest = max(machines, key=lambda machine: machine.memory_gb or 0.0)
+    return f"needs {job.memory_gb:.3g} GB of memory, and {largest.name}, which has the most, has {largest.memory_gb or 0.0:.3g}"
+
+
+Rank = tuple[float, float, float, str]
+
+
+def rank_of(job: Job) -> Rank:
+    """What machines go by when they choose between jobs, smallest first: the more urgent one, the one that needs more memory, the larger
+    one, and then the name.
+
+    A task that needs much memory fits few machines, which should not spend their time on what others could do; and a large task that is
+    begun last keeps everybody waiting.
+    """
+    return (-job.priority, -job.memory_gb, -job.work, job.id)
+
+
+# --- priority ---------------------------------------------------------------------------------------------
+
+
+def priority(jobs: Sequence[Job], machines: Sequence[Machine]) -> Match:
+    """The most urgent task takes the first worker that it fits; of tasks that are equally urgent the one listed first does."""
+    room, match = [machine.capacity for machine in machines], Match()
+    for job in sorted(jobs, key=lambda job: -job.priority):
+        for index, machine in enumerate(machines):
+            if room[index] and fits(job, machine):
+                room[index] -= 1
+                match.setdefault(machine.name, []).append(job.id)
+                break
+    return match
+
+
+# --- capability -------------------------------------------------------------------------------------------
+
+
+def score(job: Job, machine: Machine, fastest: float, widest: float) -> float:
+    """How well a machine suits a job, from 0 to 1. What nobody said of a machine is taken to be average."""
+    bandwidth = 0.5 if machine.bandwidth_mbps is None or not widest else machine.bandwidth_mbps / widest
+    headroom = 0.5 if not machine.memory_gb else 1.0 - job.memory_gb / machine.memory_gb
+    return _COMPUTE * (machine.speed / fastest if fastest else 0.0) + _BANDWIDTH * bandwidth + _HEADROOM * headroom
+
+
+def capability(jobs: Sequence[Job], machines: Sequence[Machine]) -> Match:
+    """The most urgent task takes the worker with the best score for it, then the one that needs the most memory, then the largest one."""
+    fastest = max((machine.speed for machine in machines), default=0.0)
+    widest = max((machine.bandwidth_mbps or 0.0 for machine in machines), default=0.0)
+    room, match = {machine.name: machine.capacity for machine in machines}, Match()
+    for job in sorted(jobs, key=rank_of):
+        free = [machine for machine in machines if room[machine.name] and fits(job, machine)]
+        if free:
+            best = max(free, key=lambda machine: score(job, machine, fastest, widest))
+            room[best.name] -= 1
+            match.setdefault(best.name, []).append(job.id)
+        elif not any(room.values()):
+            break
+    return match
+
+
+# --- gale-shapley -----------------------------------------------------------------------------------------
+
+
+def liked_by_job(job: Job, machines: Sequence[Machine]) -> list[int]:
+    """The machines that a job fits, best first: those that do it soonest, and of equally fast ones those with more free memory."""
+    suited = [index for index, machine in enumerate(machines) if fits(job, machine)]
+    return sorted(suited, key=lambda index: (seconds(job, machines[index]), -(machines[index].memory_gb or 0.0), machines[index].name))
+
+
+def gale_shapley(jobs: Sequence[Job], machines: Sequence[Machine]) -> Match:
+    """A stable matching: no task and no worker would both rather have each other than what they got.
+
+    Tasks propose, so each task gets the best worker that it has in any stable matching. A worker keeps the best of those that proposed, as
+    many as it has room for. With R pairs that fit it takes R proposals at most.
+    """
+    chances = [iter(liked_by_job(job, machines)) for job in jobs]
+    kept: list[list[tuple[_Worst, int]]] = [[] for _ in machines]
+    proposing = list(range(len(jobs) - 1, -1, -1))
+    while proposing:
+        job = proposing.pop()
+        index = next(chances[job], None)
+        if index is None:
+            continue  # every machine that it fits has better ones
+        heapq.heappush(kept[index], (_Worst(rank_of(jobs[job])), job))
+        if len(kept[index]) > machines[index].capacity:
+            proposing.append(heapq.heappop(kept[index])[1])
+    return {
+        machine.name: [jobs[job].id for _, job in sorted(held, reverse=True)] for machine, held in zip(machines, kept, strict=True) if held
+    }
+
+
+class _Worst(NamedTuple):
+    """A job's rank in a heap whose first element is the worst one."""
+
+    rank: Rank
+
+    def __lt__(self, other: tuple[Any, ...]) -> bool:
+        return bool(self.rank > other[0])
+
+
+KINDS: Mapping[str, Matching] = {"priority": priority, "capability": capability, "gale-shapley": gale_shapley}

@@ -1,0 +1,52 @@
+"""How much memory a worker takes to train a model: a pure estimate, from the settings and the number of parameters."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.config import Run
+
+_GB = 1e9
+_FLOAT = 4
+_STATES = {"SGD": 0, "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2, "Muon": 1}
+"""Numbers that an optimizer keeps for each parameter. Of one that is not here two are assumed."""
+_ROWS_OF_BLOCK = 17
+"""Rows as wide as the model that a transformer block keeps of each token for its backward pass: 34 bytes in half precision."""
+_ROWS_OF_LSTM = 8
+"""The same for a layer of an LSTM: four gates, the cell, its hyperbolic tangent, the output, and the input."""
+
+
+class Memory(NamedTuple):
+    """Bytes that training takes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def gb(self) -> float:
+        return sum(self) / _GB
+
+
+def of_training(run: Run, parameters: int, vocabulary: int = 0) -> Memory:
+    """What one worker of one process takes. Weights, gradients and the optimizer are 32-bit; activations are those of one batch.
+
+    `vocabulary`: tokens that a language model chooses from.
+    """
+    optimizer = run.training.optimizer
+    states = _STATES.get(optimizer.name, 2) or int(bool(optimizer.momentum))
+    return Memory(_FLOAT * parameters, _FLOAT * parameters, _FLOAT * states * parameters, _activations(run, parameters, vocabulary))
+
+
+def _activations(run: Run, parameters: int, vocabulary: int) -> int:
+    """What the forward pass leaves for the backward pass. A model without layers of a width keeps no more than it has weights."""
+    model, batch = run.model, run.training.batch_size or 1
+    width, layers = getattr(model, "hidden_size", None), getattr(model, "num_layers", None)
+    if not width or not layers:
+        return _FLOAT * min(batch * parameters, batch * 4096 + 2 * parameters)
+    length = run.data.sequence_length or getattr(model, "max_seq_len", None) or 1
+    heads = getattr(model, "num_heads", None)
+    rows = (_ROWS_OF_BLOCK if heads else _ROWS_OF_LSTM) * width
+    attention = 2.5 * heads * length if heads else 0
+    return int(_FLOAT * batch * length * (layers * (rows + attention) + width + 2 * vocabulary))

@@ -1,0 +1,1 @@
+"""A trained model that answers: batches of requests, an API in OpenAI's form, a chat page."""

@@ -1,0 +1,215 @@
+"""Many requests through one model: all that run get a token in each step, and a new prompt is read in pieces beside them.
+
+The engine has no thread, clock or socket of its own. `step` does what is to be done now; `driver.py` calls it. Requests come and go from
+other threads, through `submit` and `cancel`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.models.decoding import NO_PENALTIES, Draws, Penalties, Warp, choose, penalised
+from shoal.serve.stages import Stages
+
+_SMALLEST_PIECE = 16
+_LARGEST_PIECE = 512
+"""Tokens of a prompt that are read at once where nobody waits for a token meanwhile."""
+
+
+class Likely(NamedTuple):
+    """A token and the logarithm of its probability."""
+
+    token: int
+    logprob: float
+
+
+class Written(NamedTuple):
+    """One token of an answer."""
+
+    token: int
+    logprob: float | None = None
+    """Null where the request did not ask."""
+    others: tuple[Likely, ...] = ()
+    """The most likely tokens at this place."""
+
+
+class Ended(NamedTuple):
+    """The last thing a request hears."""
+
+    reason: str
+    """`stop`, `length`, `timeout`, `cancelled` or `failed`."""
+
+
+Heard = Written | Ended
+
+
+@dataclass
+class Job:
+    """One answer that is asked for. `hear` is called in the engine's thread; it returns true when the text is to end."""
+
+    prompt_ids: Sequence[int]
+    max_tokens: int
+    draws: Draws
+    hear: Callable[[Heard], bool]
+    warp: Warp
+    penalties: Penalties = NO_PENALTIES
+    eos_ids: frozenset[int] = frozenset()
+    top_logprobs: int | None = None
+    """How many of the most likely tokens are told with each token; null: no probabilities at all."""
+    deadline: float = float("inf")
+    number: int = -1
+    read: int = 0
+    """Tokens of the prompt that the model has read."""
+    written: list[int] = field(default_factory=list)
+
+
+class FullError(Exception):
+    """As many requests wait as may."""
+
+
+class Engine:
+    """Requests in the order they came: some run, the others wait."""
+
+    def __init__(self, stages: Stages, *, most_running: int, most_waiting: int, clock: Callable[[], float]) -> None:
+        self.stages, self.most_running, self.most_waiting, self.clock = stages, most_running, most_waiting, clock
+        self.arrived = threading.Condition()
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+        self.tokens_written = 0
+        self.tokens_read = 0
+        self._gone: set[int] = set()
+        self._next_number = 0
+        self._pace = _Pace()
+
+    def submit(self, *jobs: Job) -> list[int]:
+        """Take in the choices of one request, all or none. Raises FullError."""
+        with self.arrived:
+            if len(self.waiting) + len(jobs) > self.most_waiting + max(0, self.most_running - len(self.running)):
+                raise FullError
+            for job in jobs:
+                job.number, self._next_number = self._next_number, self._next_number + 1
+                self.waiting.append(job)
+            self.arrived.notify_all()
+        return [job.number for job in jobs]
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Nobody wants these answers any more: they end before the next token."""
+        with self.arrived:
+            self._gone |= set(numbers)
+            self.arrived.notify_all()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running or self._gone)
+
+    def step(self) -> None:
+        """Give every running request its next token, and read a piece of the first prompt that is not read yet."""
+        self._end_those_gone()
+        with self.arrived:
+            while self.waiting and len(self.running) < self.most_running:
+                self.running.append(self.waiting.popleft())
+        reading = next((job for job in self.running if job.read < len(job.prompt_ids)), None)
+        writing = [job for job in self.running if job.read == len(job.prompt_ids)]
+        if writing:
+            self._write(writing)
+        if reading is not None:
+            self._read(reading, bool(writing))
+
+    def fail(self) -> None:
+        """Something broke in the middle of a step: end every request that it touched."""
+        for job in list(self.running):
+            self._end(job, "failed")
+
+    def _end_those_gone(self) -> None:
+        now = self.clock()
+        with self.arrived:
+            gone, self._gone = self._gone, set()
+            dropped = [job for job in self.waiting if job.number in gone or job.deadline < now]
+            self.waiting = deque(job for job in self.waiting if job not in dropped)
+        for job in dropped:
+            job.hear(Ended("cancelled" if job.number in gone else "timeout"))
+        for job in list(self.running):
+            if job.number in gone or job.deadline < now:
+                self._end(job, "cancelled" if job.number in gone else "timeout")
+
+    def _read(self, job: Job, others_wait: bool) -> None:
+        start = self.clock()
+        size = self._pace.piece() if others_wait else _LARGEST_PIECE
+        piece = job.prompt_ids[job.read : job.read + size]
+        logits_V = self.stages.prefill(job.number, piece)
+        job.read += len(piece)
+        self.tokens_read += len(piece)
+        self._pace.read(len(piece), self.clock() - start)
+        if job.read == len(job.prompt_ids):
+            self._choose([job], logits_V[None])
+
+    def _write(self, jobs: list[Job]) -> None:
+        start = self.clock()
+        logits_BV = self.stages.decode([job.number for job in jobs], [job.written[-1] for job in jobs])
+        self._choose(jobs, logits_BV)
+        self._pace.wrote(self.clock() - start)
+
+    @torch.inference_mode()
+    def _choose(self, jobs: list[Job], logits_BV: Tensor) -> None:
+        rows = [penalised(logits_V, job.penalties, job.prompt_ids, job.written) for job, logits_V in zip(jobs, logits_BV, strict=True)]
+        scores_BV = torch.stack([row.to(torch.promote_types(row.dtype, torch.float32)) for row in rows])
+        tokens = choose(scores_BV, [job.warp for job in jobs], [job.draws.at(len(job.written)) for job in jobs]).tolist()
+        for job, logits_V, token in zip(jobs, logits_BV, tokens, strict=True):
+            self.tokens_written += 1
+            self._take(job, logits_V, token)
+
+    def _take(self, job: Job, logits_V: Tensor, token: int) -> None:
+        if token in job.eos_ids:
+            self._end(job, "stop")
+            return
+        job.written.append(token)
+        if job.hear(_written(logits_V, token, job.top_logprobs)):
+            self._end(job, "stop")
+        elif len(job.written) >= job.max_tokens:
+            self._end(job, "length")
+
+    def _end(self, job: Job, reason: str) -> None:
+        self.running.remove(job)
+        self.stages.release(job.number)
+        job.hear(Ended(reason))
+
+
+def _written(logits_V: Tensor, token: int, count: int | None) -> Written:
+    if count is None:
+        return Written(token)
+    logprobs_V = logits_V.double().log_softmax(-1)
+    best = logprobs_V.topk(min(count, len(logprobs_V)))
+    others = tuple(Likely(int(i), float(p)) for i, p in zip(best.indices, best.values, strict=True))
+    return Written(token, float(logprobs_V[token]), others)
+
+
+class _Pace:
+    """How large a piece of a prompt takes about as long as a token of everybody: others then wait for two tokens' time at most."""
+
+    def __init__(self) -> None:
+        self.token_s = 0.0
+        self.reading_s = 0.0
+        """For one token of a prompt."""
+
+    def piece(self) -> int:
+        if not self.token_s or not self.reading_s:
+            return _SMALLEST_PIECE
+        return int(min(_LARGEST_PIECE, max(_SMALLEST_PIECE, self.token_s / self.reading_s)))
+
+    def read(self, tokens: int, seconds: float) -> None:
+        if tokens >= _SMALLEST_PIECE:
+            self.reading_s = _smooth(self.reading_s, seconds / tokens)
+
+    def wrote(self, seconds: float) -> None:
+        self.token_s = _smooth(self.token_s, seconds)
+
+
+def _smooth(before: float, now: float) -> float:
+    return now if not before else 0.7 * before + 0.3 * now

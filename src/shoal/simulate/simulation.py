@@ -1,0 +1,130 @@
+"""From a configuration to its simulation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from shoal import data
+from shoal.config import Run
+from shoal.errors import ShoalError
+from shoal.runs.agreement import needed, ranks_of
+from shoal.runs.cluster_loop import Agreed
+from shoal.runs.coordinating import agree, plan_of
+from shoal.runs.given import NOTHING
+from shoal.simulate.learning import Drift, Learning, Timing
+from shoal.simulate.machines import CALM, Machine, Weather, listed, weather_named
+from shoal.simulate.report import Report
+from shoal.simulate.world import Scenario, World
+
+_TIMED = 5
+"""Steps that are timed, after a first one that is not."""
+
+
+class Asked(NamedTuple):
+    """What a simulation is asked for; null: what the settings say."""
+
+    workers: int | None = None
+    weather: str | None = None
+    hours: float | None = None
+    seed: int = 0
+    step_s: float | None = None
+    learns: bool = False
+    false_share: float = 0.0
+
+
+def simulate(
+    run: Run, machines: Sequence[Machine] | Weather | int, weather: str = "calm", hours: float = 1.0, seed: int = 0, learns: bool = False
+) -> Report:
+    """Simulate a run on these machines, or on so many in a weather, for some virtual hours. Raises ShoalError where it cannot be.
+
+    `learns`: workers really learn; else only times, bytes and decisions are simulated.
+    """
+    if isinstance(machines, int):
+        return simulated(run, Asked(machines, weather, hours, seed, learns=learns), None)
+    found = machines if isinstance(machines, Weather) else listed(machines)
+    agreed = _agreed(run, len(found.machines))
+    return World(scenario_of(run, agreed, learns), found, hours, seed).run()
+
+
+def simulated(run: Run, asked: Asked, look: Callable[[int, World], None] | None) -> Report:
+    """Simulate what was asked for. Where no hours are given, `simulation` of the settings says how many heartbeats and rounds of scheduling
+    there are; `look` is called at each round of scheduling, with its number."""
+    count = asked.workers or run.cluster.num_workers or max(1, needed(run))
+    agreed, settings = _agreed(run, count), run.simulation
+    step_s = asked.step_s or measured_step_s(agreed)
+    heartbeats_s = settings.heartbeats * settings.heartbeat_interval_s
+    rounds_s = settings.scheduling_rounds * settings.scheduling_interval_s
+    hours = asked.hours or max(heartbeats_s, rounds_s) / 3600
+    scenario = scenario_of(run, agreed, asked.learns)
+    if asked.hours is None:
+        scenario = scenario._replace(plan=scenario.plan._replace(heartbeat_interval_s=settings.heartbeat_interval_s))
+    weather = _weather(run, asked, count, step_s, hours)
+    if asked.hours is None:  # a few heartbeats of workers that are there already
+        weather = weather._replace(machines=tuple(one._replace(start_s=0.0) for one in weather.machines))
+    world = World(scenario, weather, hours, asked.seed)
+    if look is not None and asked.hours is None:
+        _look_at_rounds(world, look, settings.scheduling_rounds, settings.scheduling_interval_s)
+    return world.run()
+
+
+def _look_at_rounds(world: World, look: Callable[[int, World], None], rounds: int, interval_s: float) -> None:
+    for number in range(1, rounds + 1):
+        world.timeline.at(number * interval_s, look, number, world)
+
+
+def _weather(run: Run, asked: Asked, count: int, step_s: float, hours: float) -> Weather:
+    """The weather that was asked for; else the machines that the settings list, as far as they are known."""
+    if asked.weather is not None or not run.cluster.workers:
+        return weather_named(asked.weather or "calm", count, step_s, hours, asked.seed, asked.false_share)
+    names = [*run.cluster.workers, *(f"w{number}" for number in range(count - len(run.cluster.workers)))][:count]
+    flops = [host.flops for host in run.cluster.hosts.values() if host.flops]
+    usual = statistics.median(flops) if flops else 1.0
+    found = []
+    for name in names:
+        host = run.cluster.hosts.get(name)
+        speed = host.flops / usual if host is not None and host.flops else 1.0
+        link = CALM._replace(mbit_per_s=host.bandwidth_mbps) if host is not None and host.bandwidth_mbps else CALM
+        found.append(Machine(name, step_s / speed, link))
+    return listed(found)
+
+
+def _agreed(run: Run, workers: int) -> Agreed:
+    if run.alone:
+        raise ShoalError("one worker alone has nobody to simulate: choose a strategy for several workers, as in --set strategy.kind=async")
+    return agree(run, _shards(run, workers), None, None, NOTHING)
+
+
+def _shards(run: Run, workers: int) -> int:
+    """Workers that the data is cut for: as many as are simulated, as far as each has a batch of its own."""
+    samples = data.load(run).train
+    if not isinstance(samples, data.Samples):
+        return workers
+    return max(1, min(workers, len(samples) // (run.training.batch_size or 1)))
+
+
+def scenario_of(run: Run, agreed: Agreed, learns: bool) -> Scenario:
+    """What is simulated of a run: its plan, its policies, and what its workers send."""
+    plan, policies, engine = plan_of(run, agreed), agreed.policies, agreed.parts.single
+    if learns:
+        learner = policies.apply.learner(engine, agreed.spans)
+        teaching = Learning(agreed.parts, policies, agreed.expected, agreed.spans)
+        return Scenario(plan, policies, learner, teaching, run.updates.codec.kind, run.strategy.kind)
+    batches = run.training.gradient_accumulation_steps * ranks_of(run)
+    each = run.training.batch_size or 1
+    timing = Timing(policies, run.updates, engine.vector.numel(), each, batches, plan.batches_per_shard)
+    return Scenario(plan._replace(spans=()), policies, Drift(timing.size), timing, run.updates.codec.kind, run.strategy.kind)
+
+
+def measured_step_s(agreed: Agreed) -> float:
+    """What a batch takes on this machine: the best of a few, since something else may go on here."""
+    engine, feed, found = agreed.parts.single, agreed.parts.feed, []
+    for _ in range(_TIMED + 1):
+        batch = next(feed)
+        began = time.perf_counter()
+        engine.gradients([batch])
+        found.append(time.perf_counter() - began)
+    feed.close()
+    return min(found[1:])

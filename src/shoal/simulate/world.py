@@ -1,0 +1,263 @@
+"""A run in virtual time: the real coordinator and its driver, and workers that speak the real protocol over links that are computed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shoal.coordinator import Coordinator
+from shoal.coordinator.driver import TICK_S, Captured, Driver, Surroundings
+from shoal.coordinator.effects import Published
+from shoal.coordinator.state import Called, Concluded, Learner, Plan
+from shoal.simulate.learning import Learning, Timing, seeded
+from shoal.simulate.links import Cores, Link
+from shoal.simulate.machines import Machine, Weather
+from shoal.simulate.memory import Desk, Memory
+from shoal.simulate.report import POINTS, Report
+from shoal.simulate.timeline import Timeline
+from shoal.simulate.worker import VirtualWorker
+from shoal.strategies import Policies
+from shoal.updates.messages import Asked, Contribute, Message
+from shoal.worker.protocol import Frames, Receipt
+from shoal.worker.worker import WorkerPolicies
+
+_HEADER_BYTES = 300
+"""Of a message besides its frames, on the wire."""
+_LONGEST_GOODBYE_S = 60.0
+SERVICE_S = 0.0003
+SERVICE_BYTES_PER_S = 0.7e9
+"""What a question is taken to cost a coordinator that does one after the other: an estimate for two slow cores, not a measurement."""
+
+
+class Scenario(NamedTuple):
+    """A run, as far as a simulation must know it."""
+
+    plan: Plan
+    policies: Policies
+    learner: Learner
+    teaching: Timing | Learning
+    codec: str
+    strategy: str
+
+
+class World:
+    """One simulation."""
+
+    def __init__(self, scenario: Scenario, weather: Weather, hours: float, seed: int, warm_up_s: float = 0.0) -> None:
+        """`warm_up_s`: the coordinator's processor time counts from here on, where its joining workers are not to be in it."""
+        self.scenario, self.weather, self.seed = scenario, weather, seed
+        self.timeline, self.dice = Timeline(), seeded(seed)
+        self.until_s, self.warm_up_s = hours * 3600, warm_up_s
+        self.heartbeat_s = scenario.plan.heartbeat_interval_s
+        policies = scenario.policies
+        self.policies = WorkerPolicies(policies.feed, policies.contribution, policies.pull, policies.rounds.window, scenario.plan.spans)
+        self.store, self.confirmed = Memory(), Counter[str]()
+        learns = isinstance(scenario.teaching, Learning)
+        self.report = Report(len(weather.machines), hours, seed, scenario.strategy, scenario.codec, learns)
+        self.here: dict[str, VirtualWorker] = {}
+        self._cores = {host: Cores(self.timeline, count) for host, count in weather.cores.items()}
+        self._since: dict[str, float] = {}
+        self._sessions = 0
+        self._busy_until = 0.0
+        self._losses: tuple[float, float] = (0.0, 0.0)
+        self._samples_before = self._handled_before = 0
+        self.coordinator = Coordinator(scenario.plan, policies, scenario.learner)
+        self.coordinator.door.is_proved = lambda *claimed: True  # a proof takes time, and who a worker is was never in doubt here
+        self.driver = self._driver()
+        self.each: list[tuple[float, Callable[[World], None]]] = []
+        """What is to be done again and again: after how many virtual seconds, and what."""
+
+    def _driver(self) -> Driver:
+        around = Surroundings(
+            server=Desk(),
+            store=self.store,
+            watcher=self,
+            welcome=Message({"size": self.scenario.learner.vector.numel()}),
+            capture=lambda: Captured({}, {}),
+            clock=lambda: self.timeline.now,
+            new_session=self._new_session,
+            threads=False,
+        )
+        return Driver(self.coordinator, around)
+
+    def _new_session(self) -> str:
+        self._sessions += 1
+        return f"session-{self._sessions}"
+
+    # --- the whole of it -------------------------------------------------------------------------------
+
+    def run(self) -> Report:
+        began = time.perf_counter()
+        self.driver.open()
+        for number, machine in enumerate(self.weather.machines):
+            link = Link(machine.link, self.dice, self.weather.lights_on(machine.site))
+            for life, (start, end) in enumerate(machine.stays):
+                # Not all at the same moment: neither do people.
+                self.timeline.at(start + (number % 100) * 0.01, self._come, machine, link, life)
+                if end < self.until_s:
+                    self.timeline.at(end, self._vanish, machine.name)
+        self.timeline.at(0.0, self._tick)
+        self.timeline.at(self.until_s / POINTS, self._look)
+        self.timeline.at(self.warm_up_s, self._count_from_here)
+        for interval_s, what in self.each:
+            self._again(interval_s, what)
+        self.timeline.run(self.until_s, lambda: self.coordinator.finished)
+        ended = self.timeline.now
+        if self.coordinator.finished:
+            self.timeline.run(ended + _LONGEST_GOODBYE_S, self._all_know)
+        self._conclude(ended)
+        self.report.wall_s = time.perf_counter() - began
+        return self.report
+
+    def _count_from_here(self) -> None:
+        self.report.coordinator_s = self.report.ticks_s = 0.0
+        self._handled_before = self._judged()
+
+    def _judged(self) -> int:
+        """Contributions that the coordinator has taken or turned away; one that was asked about again is one."""
+        return sum(self.coordinator.state.contributions.values())
+
+    def _all_know(self) -> bool:
+        return all(worker.finished for worker in self.here.values())
+
+    def _conclude(self, ended: float) -> None:
+        """Add up, and hold what workers were told against the ledger."""
+        report, coordinator = self.report, self.coordinator
+        for name in list(self._since):
+            self._leave(name, ended)
+        if coordinator.finished:
+            self.driver.happen(Concluded())
+        report.hours, report.finished = ended / 3600, coordinator.finished
+        report.handled = self._judged() - self._handled_before
+        report.versions, report.samples = coordinator.state.version, coordinator.state.samples
+        report.digest, report.violations = self.store.ledger.digest, list(self.store.ledger.violations)
+        known = self.store.ledger.applied + Counter(record["worker"] for record, _ in coordinator.pending())
+        missing = [name for name, count in self.confirmed.items() if known[name] < count]
+        report.violations += [f"{name} was told of {self.confirmed[name]} contributions, and {known[name]} are known" for name in missing]
+
+    def _tick(self) -> None:
+        if not self.coordinator.finished or not self._all_know():
+            began = time.thread_time()
+            self.driver.step(0.0)
+            self.report.ticks_s += time.thread_time() - began
+            self.timeline.after(TICK_S, self._tick)
+
+    def _again(self, interval_s: float, what: Callable[[World], None]) -> None:
+        def happen() -> None:
+            what(self)
+            self.timeline.after(interval_s, happen)
+
+        self.timeline.after(interval_s, happen)
+
+    def _look(self) -> None:
+        """A point of each curve."""
+        hours, report, every_s = self.timeline.now / 3600, self.report, self.until_s / POINTS
+        samples = self.coordinator.state.samples
+        report.rates.append((hours, (samples - self._samples_before) / every_s))
+        report.present.append((hours, float(len(self.coordinator.members.by_name))))
+        self._samples_before = samples
+        if self._losses[1]:
+            report.losses.append((hours, self._losses[0] / self._losses[1]))
+            self._losses = (0.0, 0.0)
+        self.timeline.after(every_s, self._look)
+
+    # --- watching ----------------------------------------------------------------------------------------
+
+    def published(self, version: Published, replaying: bool) -> None:
+        if "loss" in version.metrics:
+            self._losses = (self._losses[0] + version.weight * version.metrics["loss"], self._losses[1] + version.weight)
+
+    def say(self, text: str) -> None:
+        if len(self.report.notes) < 100:
+            self.report.notes.append(f"{self.timeline.now:8.1f} s  {text}")
+
+    # --- machines ------------------------------------------------------------------------------------------
+
+    def _come(self, machine: Machine, link: Link, life: int) -> None:
+        if machine.name in self.here:
+            self._vanish(machine.name)
+        worker = VirtualWorker(self, machine, link, self.scenario.teaching.mind(machine.false), life)
+        self.here[machine.name], self._since[machine.name] = worker, self.timeline.now
+        worker.come()
+
+    def _vanish(self, name: str) -> None:
+        worker = self.here.pop(name, None)
+        if worker is not None:
+            worker.vanish()
+            self._leave(name, self.timeline.now)
+
+    def _leave(self, name: str, now: float) -> None:
+        self.report.work_s["present"] += max(0.0, now - self._since.pop(name))
+
+    # --- what workers ask of the world -----------------------------------------------------------------------
+
+    def uneven(self, sigma: float) -> float:
+        return self.dice.lognormvariate(0.0, sigma)
+
+    def compute(self, worker: VirtualWorker, work_s: float, done: Callable[[], None]) -> None:
+        machine, cores, began = worker.machine, self._cores.get(worker.machine.host), self.timeline.now
+
+        def sleep() -> None:
+            rest_s = (machine.slowdown - 1) * (self.timeline.now - began)
+            self.timeline.after(rest_s, done) if rest_s > 0 else done()
+
+        if cores is not None:
+            cores.compute(work_s, sleep)
+        else:
+            self.timeline.after(work_s, sleep) if machine.slowdown > 1 else self.timeline.after(work_s, done)
+
+    def call(self, worker: VirtualWorker, asked: Asked, frames: Frames, answered: Callable[[Message], None]) -> bool:
+        size = self._size(frames)
+        arrives = worker.link.arrival(size, self.timeline.now, down=False)
+        self.report.received_bytes += size
+        if arrives is None:
+            return False
+        self.timeline.at(arrives, self._arrive, worker, asked, frames, answered)
+        return True
+
+    def _size(self, frames: Frames) -> float:
+        return _HEADER_BYTES + self.scenario.teaching.scale * sum(len(frame) for frame in frames)
+
+    def _arrive(self, worker: VirtualWorker, asked: Asked, frames: Frames, answered: Callable[[Message], None]) -> None:
+        now = self.timeline.now
+        self._busy_until = max(now, self._busy_until) + SERVICE_S + self._size(frames) / SERVICE_BYTES_PER_S
+        self._handle(Called(self._replier(worker, answered), asked, frames, self._new_session()))
+        if isinstance(asked, Contribute):
+            member = self.coordinator.members.by_session.get(asked.session)
+            if member is not None:
+                self.report.lags[member.lag] += 1
+
+    def _handle(self, called: Called) -> None:
+        began = time.thread_time()
+        self.driver.happen(called)
+        self.report.coordinator_s += time.thread_time() - began
+
+    def _replier(self, worker: VirtualWorker, answered: Callable[[Message], None]) -> Callable[[Message], None]:
+        def reply(message: Message) -> None:
+            size = self._size(message.frames)
+            self.report.sent_bytes += size
+            arrives = worker.link.arrival(size, max(self.timeline.now, self._busy_until), down=True)
+            if arrives is not None:  # else the worker waits until its patience with this question is over
+                self.timeline.at(arrives, answered, message)
+
+        return reply
+
+    def pulse(self, worker: VirtualWorker, arrived: Callable[[], None]) -> None:
+        """Have the worker's next sign of life arrive. Its answer is taken at once: nothing depends on the moment that it takes."""
+        self.timeline.at(worker.link.sign_of_life(self.timeline.now + self.heartbeat_s), arrived)
+
+    def beat(self, worker: VirtualWorker) -> None:
+        self.report.heartbeats += 1
+        beat = worker.protocol.heartbeat(worker.doing, {})
+        self._handle(Called(lambda message: worker.protocol.hear_pulse(message.header), beat))
+
+    def settled(self, worker: VirtualWorker, receipt: Receipt, work_s: float) -> None:
+        self.report.outcomes[receipt.status] += 1
+        useful = receipt.status == "accepted"
+        self.report.work_s["useful" if useful else "wasted"] += work_s
+        self.confirmed[worker.machine.name] += useful
+
+    def wasted(self, work_s: float) -> None:
+        self.report.work_s["wasted"] += work_s

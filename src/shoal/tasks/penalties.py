@@ -1,0 +1,97 @@
+"""What a language model is punished for besides a wrong guess: saying a token again, and ending too early.
+
+Every penalty is a sum over the tokens that count. Whoever asks divides it by their number, so batches of any size add up to the same loss.
+The right token is never punished.
+
+Letters: B batch, L length, V vocabulary, W window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.config.schema.training import Penalties
+
+NAMES = ("repetition", "immediate_repetition", "early_end")
+CERTAIN = 1e-6
+"""The least that 1 − p counts: 32-bit logits say no more about a token that is all but certain."""
+NOTHING = -1
+"""Stands where there is padding: no token has this number."""
+
+
+class Marks(NamedTuple):
+    """What the penalties must know of a batch."""
+
+    labels_BL: Tensor
+    counted_BL: Tensor
+    seen_BL: Tensor
+    """The tokens, and NOTHING where there is padding."""
+    again_BL: Tensor
+    """Where in the sequence the same token stands next; its length if it does not. So each token of a window is punished once."""
+    early_BL: Tensor
+    """Whether an end here would be too early."""
+
+
+def weights(settings: Penalties) -> tuple[float, float, float]:
+    """In the order of NAMES."""
+    return settings.repetition_weight, settings.immediate_repetition_weight, settings.eos_weight
+
+
+def marks(input_ids_BL: Tensor, labels_BL: Tensor, counted_BL: Tensor, real_BL: Tensor | None, early_BL: Tensor) -> Marks:
+    seen_BL = input_ids_BL if real_BL is None else input_ids_BL.masked_fill(~real_BL.bool(), NOTHING)
+    return Marks(labels_BL, counted_BL, seen_BL, _next_places(seen_BL), early_BL & counted_BL)
+
+
+def _next_places(ids_BL: Tensor) -> Tensor:
+    """Sorted by token, equal ones stand side by side, in the order of their places."""
+    length = ids_BL.shape[1]
+    sorted_BL, order_BL = ids_BL.sort(dim=1, stable=True)
+    following_BL = torch.where(sorted_BL[:, :-1] == sorted_BL[:, 1:], order_BL[:, 1:], length)
+    return torch.empty_like(order_BL).scatter_(1, order_BL, F.pad(following_BL, (0, 1), value=length))
+
+
+def sums(settings: Penalties, log_p_BLV: Tensor, marked: Marks, eos_id: int | None) -> Iterator[tuple[str, float, Tensor]]:
+    """The penalties that are switched on: name, weight, differentiable sum over the tokens that count."""
+    if settings.repetition_weight:
+        yield "repetition", settings.repetition_weight, repetition(log_p_BLV, marked, settings.repetition_window)
+    if settings.immediate_repetition_weight:
+        wrong_BL = marked.counted_BL & (marked.seen_BL != NOTHING) & (marked.seen_BL != marked.labels_BL)
+        p_BL = log_p_BLV.gather(-1, marked.seen_BL.clamp(min=0).unsqueeze(-1)).squeeze(-1).exp()
+        yield "immediate_repetition", settings.immediate_repetition_weight, (p_BL * wrong_BL).sum()
+    if settings.eos_weight and eos_id is not None:
+        wrong_BL = marked.early_BL & (marked.labels_BL != eos_id)
+        yield "early_end", settings.eos_weight, (log_p_BLV[..., eos_id].exp() * wrong_BL).sum()
+
+
+def repetition(log_p_BLV: Tensor, marked: Marks, window: int) -> Tensor:
+    """−Σ log(1 − p) over the tokens of the window before, each once."""
+    length = marked.seen_BL.shape[1]
+    window = min(window, length)
+    seen_BLW = F.pad(marked.seen_BL, (window - 1, 0), value=NOTHING).unfold(1, window, 1)
+    again_BLW = F.pad(marked.again_BL, (window - 1, 0)).unfold(1, window, 1)
+    place_L1 = torch.arange(length, device=seen_BLW.device).unsqueeze(-1)
+    wrong_BLW = (seen_BLW != NOTHING) & (again_BLW > place_L1) & (seen_BLW != marked.labels_BL.unsqueeze(-1))
+    unlikely_BLW = _Unlikelihood.apply(log_p_BLV.gather(-1, seen_BLW.clamp(min=0)))  # type: ignore[no-untyped-call]
+    total: Tensor = (unlikely_BLW * (wrong_BLW & marked.counted_BL.unsqueeze(-1))).sum()
+    return total
+
+
+class _Unlikelihood(torch.autograd.Function):
+    """−log(1 − p) of log p. A plain `clamp` would let go of just those tokens that are punished most."""
+
+    @staticmethod
+    def forward(ctx: Any, log_p: Tensor) -> Tensor:
+        p = log_p.exp()
+        ctx.save_for_backward(p)
+        return -(1 - p).clamp(min=CERTAIN).log()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (p,) = ctx.saved_tensors
+        slope: Tensor = gradients[0] * p / (1 - p).clamp(min=CERTAIN)
+        return slope

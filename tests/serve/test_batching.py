@@ -1,0 +1,171 @@
+"""Requests give the same text alone, together, and whatever comes and goes beside them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from shoal.config.schema import model as schema
+from shoal.models.decoding import Draws, Warp
+from shoal.models.gpt import Gpt
+from shoal.models.lstm import Lstm
+from shoal.serve.engine import Ended, Engine, FullError, Job
+from shoal.serve.stages import OneNode
+
+VOCABULARY = 40
+
+
+def hugging_face(kind: str) -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers")
+    from shoal.models.huggingface import HuggingFace
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=24, n_layer=2, n_head=4, n_positions=64)
+    else:
+        made = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[kind]
+        config = made(**sizes, num_key_value_heads=2, max_position_embeddings=64)
+    return HuggingFace(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def make_model(kind: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 24, "num_layers": 2, "num_heads": 4, "max_seq_len": 64}
+    if kind == "lstm":
+        model: torch.nn.Module = Lstm(schema.Lstm(hidden_size=24, num_layers=2), VOCABULARY)
+    elif kind == "rotary":
+        model = Gpt(schema.Gpt(**sizes, positions="rotary", norm="rms", feed_forward="swiglu", bias=False, num_kv_heads=2), VOCABULARY)
+    elif kind == "learned":
+        model = Gpt(schema.Gpt(**sizes), VOCABULARY)
+    else:
+        model = hugging_face(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    return model.double().eval()
+
+
+class Heard:
+    """What one request heard."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.end = ""
+
+    def __call__(self, heard) -> bool:
+        assert not self.end, "nothing comes after the end"
+        if isinstance(heard, Ended):
+            self.end = heard.reason
+        else:
+            self.tokens.append(heard.token)
+        return False
+
+
+def job(prompt: list[int], heard: Heard, tokens: int = 12, **more) -> Job:
+    return Job(prompt, tokens, Draws(3, prompt), heard, more.pop("warp", Warp(1.0)), **more)
+
+
+def engine(model: torch.nn.Module, **limits) -> Engine:
+    ticks = iter(range(1_000_000))
+    return Engine(OneNode(model), most_running=limits.get("running", 4), most_waiting=limits.get("waiting", 100), clock=lambda: next(ticks))
+
+
+def finish(one: Engine) -> None:
+    while one.busy:
+        one.step()
+
+
+def alone(model: torch.nn.Module, prompt: list[int], tokens: int) -> list[int]:
+    heard = Heard()
+    one = engine(model)
+    one.submit(job(prompt, heard, tokens))
+    finish(one)
+    return heard.tokens
+
+
+@pytest.mark.parametrize("kind", ["learned", "rotary", "lstm", "gpt2", "llama", "qwen2"])
+def test_requests_that_come_and_go_give_the_text_they_give_alone(kind):
+    model, chance = make_model(kind), random.Random(5)
+    prompts = [[chance.randrange(VOCABULARY) for _ in range(chance.choice([1, 3, 9, 40]))] for _ in range(7)]
+    lengths = [chance.choice([2, 7, 15]) for _ in prompts]
+    one, heard = engine(model, running=3), [Heard() for _ in prompts]
+    for prompt, length, listener in zip(prompts, lengths, heard, strict=True):
+        one.submit(job(prompt, listener, length))
+        for _ in range(chance.randrange(4)):
+            one.step()
+    finish(one)
+    assert [listener.tokens for listener in heard] == [alone(model, p, n) for p, n in zip(prompts, lengths, strict=True)]
+    assert {listener.end for listener in heard} == {"length"}
+    assert not one.stages._lengths
+    assert not one.stages._alone
+    assert one.stages._joined is None
+
+
+def test_a_request_that_is_cancelled_frees_its_place_before_the_next_token():
+    one, left, kept = engine(make_model("rotary")), Heard(), Heard()
+    numbers = one.submit(job([1, 2], left, 50))
+    one.submit(job([3], kept, 12))
+    for _ in range(5):
+        one.step()
+    one.cancel(numbers)
+    before = len(left.tokens)
+    one.step()
+    assert left.end == "cancelled"
+    assert len(left.tokens) == before
+    finish(one)
+    assert kept.tokens == alone(one.stages.model, [3], 12)
+    assert not one.stages._lengths
+
+
+def test_a_long_prompt_is_read_in_pieces_beside_the_others():
+    one, first, second = engine(make_model("rotary")), Heard(), Heard()
+    one.submit(job([1], first, 30))
+    one.step()
+    one.submit(job(list(range(40)), second, 3))
+    one.step()
+    assert len(first.tokens) == 2
+    assert not second.tokens
+    one.step()
+    assert len(first.tokens) == 3
+    assert not second.tokens
+    finish(one)
+    assert second.tokens == alone(one.stages.model, list(range(40)), 3)
+
+
+def test_more_requests_than_may_wait_are_refused_whole():
+    one = engine(make_model("learned"), running=1, waiting=1)
+    one.submit(job([1], Heard()), job([2], Heard()))
+    with pytest.raises(FullError):
+        one.submit(job([3], Heard()))
+    assert len(one.waiting) == 2
+
+
+def test_a_request_ends_at_its_deadline_wherever_it_is():
+    one, runs, waits = engine(make_model("learned"), running=1), Heard(), Heard()
+    one.submit(job([1], runs, 60, deadline=20.0))
+    one.submit(job([2], waits, 5, deadline=20.0))
+    finish(one)
+    assert (runs.end, waits.end) == ("timeout", "timeout")
+
+
+def test_the_end_of_text_ends_a_request_and_is_not_told():
+    model = make_model("rotary")
+    tokens = alone(model, [4, 5], 12)
+    stopped, heard = engine(model), Heard()
+    stopped.submit(job([4, 5], heard, eos_ids=frozenset({tokens[5]})))
+    finish(stopped)
+    assert heard.end == "stop"
+    assert heard.tokens == tokens[: tokens.index(tokens[5])]
+
+
+def test_probabilities_of_tokens_are_those_of_the_model():
+    model, found = make_model("rotary"), []
+    one = engine(model)
+    one.submit(Job([4, 5], 3, Draws(1, []), lambda heard: bool(found.append(heard)), Warp(0.0), top_logprobs=2))
+    finish(one)
+    with torch.no_grad():
+        exact = model(torch.tensor([[4, 5]]))[0, -1].log_softmax(-1)
+    assert found[0].logprob == pytest.approx(float(exact.max()))
+    assert [other.logprob for other in found[0].others] == pytest.approx(exact.topk(2).values.tolist())

@@ -1,0 +1,149 @@
+"""Runs in virtual time: the same from the same seed, with nothing lost, whatever the weather."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.config import Run
+from shoal.config.load import File, Override, resolve
+from shoal.simulate import Machine, Report, listed, simulate, weather_named
+from shoal.simulate.links import Cores, Link
+from shoal.simulate.timeline import Timeline
+from shoal.transports.weather import PROFILES
+from shoal.transports.weather.profiles import Profile
+
+STRATEGIES = {
+    "edp": {"strategy.kind": "edp"},
+    "syncps": {"strategy.kind": "syncps"},
+    "async": {"strategy.kind": "async"},
+    "diloco": {"strategy.kind": "diloco", "strategy.inner_steps": "4", "strategy.balance_speeds": "true"},
+    "workunits": {"strategy.kind": "workunits", "strategy.batches_per_unit": "2"},
+}
+SMALL = {"model.hidden_sizes": "[16]", "training.batch_size": "16", "training.epochs": "30", "evaluation.strategy": "never"}
+
+
+def run_of(**settings: str) -> Run:
+    overrides = [Override(name, value, f"{name}={value}") for name, value in (SMALL | settings).items()]
+    loaded = resolve([File("starter")], overrides)
+    assert loaded.ok, loaded.problems
+    return loaded.run
+
+
+def machines(count: int, **other: object) -> list[Machine]:
+    return [Machine(f"w{number}", 1.0 + 0.3 * number, PROFILES["cellular"], **other) for number in range(count)]
+
+
+def key_figures(report: Report) -> tuple[object, ...]:
+    return report.digest, report.samples, report.outcomes, report.received_bytes, report.hours
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_simulation_is_the_same_from_the_same_seed_and_keeps_every_promise(name: str) -> None:
+    run = run_of(**STRATEGIES[name])
+    first, again, other = (simulate(run, machines(5), hours=0.04, seed=seed) for seed in (1, 1, 2))
+    assert key_figures(first) == key_figures(again)
+    assert first.digest != other.digest
+    assert first.violations == []
+    assert first.accepted > 15
+    assert first.samples > 200
+
+
+@pytest.mark.parametrize("name", ["edp", "diloco", "workunits"])
+def test_workers_that_learn_in_virtual_time_really_learn(name: str) -> None:
+    run = run_of(**STRATEGIES[name], **{"training.optimizer.learning_rate": "0.01"})
+    report = simulate(run, machines(3), hours=0.03, seed=0, learns=True)
+    assert report.violations == []
+    assert report.losses[-1][1] < 0.9 * report.losses[0][1]
+    assert report.hours_to(0.9 * report.losses[0][1]) is not None
+
+
+def test_false_workers_spoil_the_mean() -> None:
+    run = run_of(**STRATEGIES["async"], **{"training.optimizer.learning_rate": "0.01"})
+    good = simulate(run, machines(3), hours=0.02, learns=True)
+    bad = simulate(run, [*machines(3)[:2], machines(3)[2]._replace(false=True)], hours=0.02, learns=True)
+    assert bad.losses[-1][1] > 1.5 * good.losses[-1][1]
+
+
+def test_a_machine_that_disappears_and_comes_back_is_taken_for_dead_and_goes_on() -> None:
+    there = [*machines(2), Machine("guest", 1.0, stays=((0.0, 60.0), (150.0, 1e9)))]
+    report = simulate(run_of(**STRATEGIES["syncps"], **{"strategy.round_timeout_s": "20"}), there, hours=0.08)
+    assert any("guest is taken for dead" in note for note in report.notes)
+    assert sum("guest joined" in note for note in report.notes) == 2
+    assert report.violations == []
+
+
+def test_a_site_that_goes_dark_is_silent_until_the_light_is_back() -> None:
+    weather = listed([Machine("here", 1.0), Machine("there", 1.0, site="s")])._replace(dark={"s": ((60.0, 120.0),)})
+    report = simulate(run_of(**STRATEGIES["async"]), weather, hours=0.06)
+    assert any("there is taken for dead" in note for note in report.notes)
+    assert report.violations == []
+
+
+def test_slower_links_make_slower_runs_and_fewer_bytes_help() -> None:
+    slow = [Machine(f"w{number}", 0.1, PROFILES["degraded"]) for number in range(3)]
+    run = run_of(**STRATEGIES["async"], **{"model.hidden_sizes": "[100, 100]"})
+    short = run_of(**STRATEGIES["async"], **{"model.hidden_sizes": "[100, 100]", "updates.codec.kind": "int8"})
+    plain, encoded, calm = simulate(run, slow, hours=0.02), simulate(short, slow, hours=0.02), simulate(run, 3, hours=0.002)
+    assert encoded.samples_per_s > 1.5 * plain.samples_per_s
+    assert calm.samples_per_s > plain.samples_per_s
+    assert plain.received_bytes / sum(plain.outcomes.values()) > 3 * encoded.received_bytes / sum(encoded.outcomes.values())
+
+
+def test_computations_that_share_cores_take_longer() -> None:
+    timeline, done = Timeline(), list[tuple[str, float]]()
+    cores = Cores(timeline, 2)
+    for name, work_s in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        cores.compute(work_s, lambda name=name: done.append((name, timeline.now)))
+    timeline.run(100.0, lambda: False)
+    assert [(name, pytest.approx(at)) for name, at in done] == [("a", 1.5), ("b", 1.5), ("c", 2.5)]
+
+
+def test_a_link_takes_its_time_and_keeps_the_order() -> None:
+    link = Link(Profile(100, 40, 0.05, 8), random.Random(0), lambda moment: moment)
+    arrivals = [at for number in range(50) if (at := link.arrival(10_000, 0.01 * number, down=False)) is not None]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] > 50 * 10_000 / 1e6, "the rate is that of the link"
+    assert link.arrival(100, 100.0, down=True) == pytest.approx(100.05, abs=0.02), "each direction has its own"
+
+
+def test_the_mixed_weather_has_everything_that_makes_the_world_hard() -> None:
+    weather = weather_named("mixed", 2000, 1.0, 24.0, seed=3)
+    speeds = sorted(machine.step_s for machine in weather.machines)
+    assert speeds[1900] / speeds[1000] > 2
+    assert {machine.link for machine in weather.machines} == set(PROFILES.values())
+    assert any(len(machine.stays) > 1 for machine in weather.machines)
+    assert any(weather.dark.values())
+    assert weather == weather_named("mixed", 2000, 1.0, 24.0, seed=3)
+
+
+def test_simulation_settings_say_how_long_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three heartbeats a second and four rounds of scheduling: the longer of the two is the time, and each round is shown."""
+    settings = ["simulation.heartbeats=3", "simulation.scheduling_rounds=4", "simulation.scheduling_interval_s=2.5"]
+    options = [word for setting in settings for word in ("--set", setting)]
+    assert main(["simulate", "dist-llm-train/wan-conservative", "--step-s", "3", *options]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("scheduling round") == 4
+    assert "10.0 s  scheduling round 4: 3 workers are here" in shown
+
+
+def test_the_command_prints_a_table_and_draws_plots(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["simulate", "starter", "--set", "strategy.kind=async", "--workers", "30", "--hours", "0.02", "--weather", "mixed"]
+    assert main([*words, "--step-s", "2", "--plots", str(tmp_path / "plots")]) == 0
+    shown = capsys.readouterr().out
+    for name in ("samples/s", "utilisation", "lag", "rejected", "wasted work", "bytes", "coordinator"):
+        assert name in shown
+    assert (tmp_path / "plots" / "samples-a-second.png").exists()
+    assert main([*words, "--step-s", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["violations"] == []
+
+
+def test_a_weather_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "starter", "--set", "strategy.kind=async", "--workers", "3", "--hours", "1", "--weather", "hail"]) == 2
+    assert "no weather we know" in capsys.readouterr().err
+    assert main(["simulate", "starter", "--set", "strategy.kind=local", "--workers", "3"]) == 2
+    assert "nobody to simulate" in capsys.readouterr().err
