@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.config.load import resolve_data
 from shoal.config.schema import model as schema
 from shoal.config.schema.rlhf import ExactReward as Exact
-from shoal.config.schema.rlhf import Kl, Ppo, Rlhf, SumReward, WeightedReward
+from shoal.config.schema.rlhf import JudgeReward, Kl, Ppo, Rlhf, SumReward, WeightedReward
 from shoal.config.schema.rlhf import SentimentReward as Sentiment
 from shoal.data import load_tokenizer
 from shoal.errors import ShoalError
@@ -278,6 +278,20 @@ def test_rewards_are_functions_of_answers() -> None:
     assert total.builder()(total, RUN)(some) == pytest.approx([2.0, -sentiment(some)[1]])
     with pytest.raises(ShoalError, match="needs the right answers"):
         exact([Answer("2+2=", "4")])
+
+
+def test_a_judge_is_asked_and_says_how_probable_yes_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, bytes_ = Gpt(schema.Gpt(**SIZES | {"max_seq_len": 64}), 257), load_tokenizer("bytes")
+    monkeypatch.setattr("shoal.runs.rewards.judge._judge", lambda settings, run: (model, bytes_))
+    judge = JudgeReward(model="somewhere", question="{prompt}{answer} {good}?")
+    found = judge.builder()(judge, RUN)([Answer("2+2=", "4"), Answer("a longer one", " {prompt}")])
+    for asked, score in zip(("2+2=4 {good}?", "a longer one {prompt} {good}?"), found, strict=True):
+        gains = []
+        for word in (" yes", " no"):
+            ids = torch.tensor([bytes_.encode(asked + word)])
+            log_p = model(ids[:, :-1])[0].log_softmax(-1)[-len(word) :]
+            gains.append(log_p.gather(1, ids[0, -len(word) :, None]).sum())
+        assert score == pytest.approx(float(torch.sigmoid(gains[0] - gains[1]).detach()), abs=1e-5)
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------------------
