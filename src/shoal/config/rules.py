@@ -16,6 +16,7 @@ from shoal.config.layers import Settings, UnavailableError, default_at
 from shoal.config.problems import Severity
 from shoal.config.schema.data import DataSource
 from shoal.config.schema.model import Model
+from shoal.config.schema.rlhf import Rlhf, TrainedReward
 from shoal.config.schema.strategy import Strategy
 from shoal.config.schema.task import TEXT, Task
 from shoal.config.schema.training import EMULATED, WHOLE_MATRICES
@@ -626,6 +627,45 @@ def whole_networks_compare(settings: Settings, task: Task | None, engine: str) -
     if task is not None and task.needs in ("pairs", "prompts") and engine in ("fsdp", "deepspeed", "collectives"):
         message = f"the task {task.kind} needs whole networks in each process, and the engine {engine} has none"
         settings.report("engine", message, "engine.kind", "task.kind", help="choose single or ddp")
+
+
+@rule("task", "engine.kind", "strategy.kind")
+def rollouts_are_made_by_one_process(settings: Settings, task: Task | None, engine: str, strategy: str) -> None:
+    if task is None or task.needs != "prompts":
+        return
+    for path, value, only in (("engine.kind", engine, "single"), ("strategy.kind", strategy, "local")):
+        if value != only:
+            message = f"answers are made by one process as yet, and {path} is {value}"
+            settings.report("not-built", message, path, "task.kind", help=f"set {path} to {only}")
+
+
+@rule("task", "rlhf", "training.gradient_accumulation_steps")
+def policies_have_settings(settings: Settings, task: Task | None, rlhf: Rlhf | None, pieces: int) -> None:
+    if task is None or task.needs != "prompts":
+        return
+    if rlhf is None:
+        settings.report("task", f"the task {task.kind} needs a section rlhf: it says what is rewarded", "task.kind")
+        return
+    answers, mini, group = rlhf.ppo.rollout_size, rlhf.ppo.mini_batch_size, rlhf.group_size
+    for whole, part, names in (
+        (answers, mini, ("rlhf.ppo.rollout_size", "rlhf.ppo.mini_batch_size")),
+        (mini, pieces, ("rlhf.ppo.mini_batch_size", "training.gradient_accumulation_steps")),
+        (answers, 1 if rlhf.algorithm == "ppo" else group, ("rlhf.ppo.rollout_size", "rlhf.group_size")),
+    ):
+        if whole % part:
+            settings.report("rollouts", f"`{names[0]}` of {whole} is no multiple of `{names[1]}`, {part}", *names)
+
+
+@rule("rlhf")
+def rewards_can_be_given(settings: Settings, rlhf: Rlhf | None) -> None:
+    if rlhf is None:
+        return
+    if rlhf.reward.kind == "exact" and rlhf.prompts is None:
+        message = "the reward exact needs prompts with their right answers, and there is no file of them"
+        settings.report("reward", message, "rlhf.reward.kind", help="set rlhf.prompts")
+    if isinstance(rlhf.reward, TrainedReward) and rlhf.reward.run is None and rlhf.reward.preferences is None:
+        message = "a trained reward needs the run that trained it, or preferences to train it from"
+        settings.report("reward", message, "rlhf.reward.kind", help="set rlhf.reward.run or rlhf.reward.preferences")
 
 
 @rule("task.label_smoothing")
