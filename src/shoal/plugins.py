@@ -30,6 +30,7 @@ from shoal.config.schema.cluster import Transport
 from shoal.config.schema.data import DataSource
 from shoal.config.schema.model import Model
 from shoal.config.schema.output import Sink
+from shoal.config.schema.rlhf import Reward
 from shoal.config.schema.run import Run
 from shoal.config.schema.strategy import Strategy
 from shoal.config.schema.task import Task
@@ -48,6 +49,7 @@ __all__ = [
     "PositiveFloat",
     "PositiveInt",
     "PositiveShare",
+    "Reward",
     "Run",
     "Secret",
     "Section",

@@ -13,11 +13,12 @@ import pytest
 from commands import Processes, processes_in
 from shoal.cli.main import main
 from shoal.config import plugins
-from shoal.config.load import File, Loaded, resolve
+from shoal.config.load import File, Loaded, resolve, resolve_data
 from shoal.config.parts import FAMILIES
 from shoal.config.reference import json_schema, settings_page
 from shoal.config.schema.task import Gan
 from shoal.errors import ShoalError
+from shoal.runs.rewards.interface import Answer
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples" / "plugins"
@@ -128,9 +129,18 @@ def test_every_example_of_the_documentation_runs_as_a_plugin(processes: Processe
     assert code == 0, output
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(record.get("accuracy", 0.0) for record in records) > 0.9  # signs alone, so it is not steady
-    assert len(json.loads((folder / "run" / "plugins.json").read_text())) == len(FAMILIES)
+    assert len(json.loads((folder / "run" / "plugins.json").read_text())) == len(FAMILIES) - 1, "all but the reward"
     assert (folder / "losses.csv").read_text().startswith("split,step,loss\ntrain,")
     assert "contribute" in (folder / "requests.txt").read_text()
+
+
+def test_a_reward_of_a_plugin_scores_answers(folder: Path) -> None:
+    plugins.load(str(EXAMPLES / "brief_reward.py"))
+    data = {"model": {"kind": "gpt"}, "rlhf": {"reward": {"kind": "brief", "longest": 4}}}
+    run = resolve_data(data, name="test", dialect="shoal").run
+    assert run.rlhf is not None
+    score = run.rlhf.reward.builder()(run.rlhf.reward, run)
+    assert score([Answer("", "two words", None), Answer("", "", None)]) == [0.5, 1.0]
 
 
 def test_the_documentation_shows_the_examples_as_they_are() -> None:

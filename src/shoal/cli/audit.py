@@ -32,6 +32,7 @@ def run(argv: list[str]) -> int:
         metavar="PATH",
         help="receipts of workers elsewhere: a file or a folder (may be repeated)",
     )
+    made.add_argument("--relay", action="append", default=[], metavar="DIR", help="the folder of a relay of this run (may be repeated)")
     arguments = made.parse_args(argv)
     folder = Path(arguments.run)
     settings = _settings(folder)
@@ -39,7 +40,18 @@ def run(argv: list[str]) -> int:
     report, running = _audited(folder, settings, claims)
     for line in report.checked:
         print(line)
-    return _verdict(report.violations, running)
+    relays = [one for given in arguments.relay for one in _across(folder, settings, Path(given))]
+    return _verdict([*report.violations, *relays], running)
+
+
+def _across(folder: Path, settings: Any, relay: Path) -> list[str]:
+    """What a relay passed on to the run and is not there. The relay is read first: what it tells of is then in what is read after it."""
+    from shoal.coordinator.audit import missing_above
+
+    found: list[str] = []
+    below, _ = _from_files(relay, _settings(relay), [], [], found)
+    above, _ = _from_files(folder, settings, [], [], found)
+    return [*found, *missing_above(above, below)]
 
 
 def _audited(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, bool]:

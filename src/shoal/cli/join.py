@@ -98,7 +98,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         reached = invitation._replace(address=address)
     try:
         joined = Joined(_way(arguments, reached), tell)
-        _check_trust(joined, arguments.factory)
+        check_trust(joined, arguments.factory)
         here = place_in(joined.run)
         if here is None and of_several(joined.run):
             joined.leave()
@@ -117,7 +117,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def _check_trust(joined: Joined, trusted: list[str]) -> None:
+def check_trust(joined: Joined, trusted: list[str]) -> None:
     """A coordinator sends names of functions, never code; a worker calls only those that it was told to."""
     from shoal.runs.given import factories_of
 
@@ -166,7 +166,7 @@ def _way(arguments: argparse.Namespace, invitation: Invitation) -> Way:
 def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, Crew | None]:
     """How to reach the coordinator; and how many processes to start, where the one who started this one knows."""
     if not arguments.stdin:
-        return _typed(arguments), None
+        return typed(arguments), None
     given = json.loads(sys.stdin.readline() or "{}")
     if "address" not in given:
         raise ShoalError("--stdin: no invitation came")
@@ -176,7 +176,8 @@ def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, Crew | None]
     return Invitation(given["address"], given["token"], given["key"], given.get("identity")), Crew(*crew) if crew else None
 
 
-def _typed(arguments: argparse.Namespace) -> Invitation:
+def typed(arguments: argparse.Namespace) -> Invitation:
+    """How to reach the coordinator that the options name."""
     if arguments.address and is_address(arguments.address):
         access = parse_address(arguments.address)
         password = access.password or _token(arguments) or database_password() or _asked_for(f"the token or password of `{access.user}`")

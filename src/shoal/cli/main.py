@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train what a configuration describes",
     "coordinate": "hold the weights of a run that workers elsewhere train",
     "join": "work for a coordinator",
+    "relay": "combine the updates of workers here, and send one to a coordinator elsewhere",
     "invite": "let one person's workers in, with a token of their own",
     "db": "prepare, look into and wipe the PostgreSQL database of a run, and let students in",
     "status": "how a run through a database goes: who works, what it has learned",

@@ -18,6 +18,8 @@ from shoal.coordinator.unit_audit import UnitAudit
 Key = tuple[str, int]
 """A worker, and the number of a contribution."""
 _MOST_CLAIMS = 5
+_MAKE_VERSIONS = ("closed", "adopted")
+"""Records of a journal after each of which there is a new version."""
 
 
 class Contribution(NamedTuple):
@@ -106,6 +108,30 @@ def audit(
         report.checked += checked.told()
     report.checked += [f"note      {what}" for what in [*evidence.cut, *tally.shown_out, *_claimed(evidence, tally, open_now)]]
     return report
+
+
+def missing_above(above: Evidence, below: Evidence) -> list[str]:
+    """What a relay passed on, and was told to be taken, against what the coordinator above has. `below`: of the relay."""
+    tally, found = Tally(), list[str]()
+    for _, line in above.ledger:
+        for one in (Contribution.of(one) for one in [*line.get("from", ()), *line.get("unused", ())]):
+            tally.known[one.key] = one
+    records = (record for _, record in above.records if record.get("kind") in ("accepted", "held"))
+    waiting = {one.key: one for one in (Contribution.of(record[name] for name in Contribution._fields) for record in records)}
+    said: set[Key] = set()
+    for place, line in below.ledger:
+        if "upstream" not in line:
+            continue
+        name, seq, status = line["upstream"]
+        batches, taken = sum(Contribution.of(one).batches for one in line["from"]), (waiting | tally.known).get((name, seq))
+        if (name, seq) in said:
+            found.append(f"{place}: contribution {seq} of {name} was passed on twice")
+        said.add((name, seq))
+        if status == "accepted" and taken is None:
+            found.append(f"{place}: contribution {seq} of {name} was confirmed to the relay, and is nowhere above")
+        elif taken is not None and taken.batches != batches:
+            found.append(f"{place}: contribution {seq} of {name} has {taken.batches} batches above, and {batches} at the relay")
+    return found
 
 
 # --- the ledger -----------------------------------------------------------------------------------------
@@ -229,7 +255,7 @@ class Follower:
                 yield f"{place}: no record of a coordinator"
 
     def _take(self, record: dict[str, Any]) -> Iterator[str]:
-        if record["kind"] == "closed":
+        if record["kind"] in _MAKE_VERSIONS:
             there = self.open.pop(record["round"], {})
             yield from self._close(record["round"] + 1, there, _closed_with(record, there))
         elif record["kind"] in ("accepted", "held"):
@@ -293,7 +319,7 @@ def _misfit(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution])
         yield f"{where}: version {snapshot.version} with {snapshot.batches} batches, {snapshot.samples} samples; the ledger has {there}"
     if snapshot.ledger_bytes > evidence.ledger_bytes:
         yield f"{where}: the ledger was longer when it was taken ({snapshot.ledger_bytes} bytes, now {evidence.ledger_bytes})"
-    closed = sum(record.get("kind") == "closed" for _, record in evidence.records)
+    closed = sum(record.get("kind") in _MAKE_VERSIONS for _, record in evidence.records)
     reached, ends = snapshot.version + closed, tally.version if tally.at else snapshot.version
     if not reached - 1 <= ends <= reached:  # the journal comes first: a crash may have kept one line from the ledger
         yield f"{where} and the journal lead to version {reached}, the ledger ends at {ends}"

@@ -6,6 +6,8 @@ the same code. It knows no clock and no member.
     accepted   a contribution was taken, and waits for its round
     held       the same, at the head of a journal: the snapshot has counted it already
     closed     a round became the next version
+    combined   at a relay: a round became one contribution, which goes to the coordinator above
+    adopted    at a relay: the answer to that contribution brought the next version
     seated     a worker has a seat at the data, and a name that belongs to its key
     opened     the tasks of an epoch are given out from now on
     cut        a part of a task's piece is a piece of its own
@@ -18,9 +20,9 @@ the same code. It knows no clock and no member.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,15 +32,35 @@ from shoal.coordinator.effects import Effect, Entry, Frames, Published
 from shoal.coordinator.policies import Policies
 from shoal.coordinator.rounds import Rounds
 from shoal.coordinator.seals import digest_of
-from shoal.coordinator.state import Held, Learner, Piece, Plan, State, former_key_of, ledger_line, mean_metrics
+from shoal.coordinator.state import Held, Learner, Piece, Plan, State, Upstream, former_key_of, ledger_line, mean_metrics
 from shoal.coordinator.units import Settled
 from shoal.updates import codecs, rules
 from shoal.updates.experts import ExpertBlocks, combine_apart, mean_by_experts
+from shoal.updates.messages import Contribute
 
 _PLAIN = NoCodec()
 _LEAST_REMEMBERED = 256
 _LEAST_MEMORIES = 16
 _MOST_SPARE = 4
+
+
+class Upward(NamedTuple):
+    """A round of a relay on its way to the coordinator above."""
+
+    record: dict[str, Any]
+    """That the round was combined."""
+    kept: list[tuple[dict[str, Any], Frames]]
+    """The contributions of the round, as they came."""
+    asked: Contribute
+    """What is said of them above."""
+    frames: Frames
+
+    def holds(self, record: dict[str, Any]) -> bool:
+        return [record["worker"], record["seq"]] in self.record["contributions"]
+
+    def records(self) -> list[tuple[dict[str, Any], Frames]]:
+        """What leads to this again."""
+        return [*((record | {"kind": "held"}, frames) for record, frames in self.kept), (self.record, ())]
 
 
 class Book:
@@ -56,10 +78,14 @@ class Book:
         """Vectors that were combined, for the next ones to be decoded into: fresh memory of that size costs more than the decoding."""
         self.memories: dict[str, Tensor] = {}
         """Of each worker, the running mean of what it sent."""
+        self.upward: Upward | None = None
+        """At a relay: what a round made, until the coordinator above has answered."""
 
     @property
     def step(self) -> float:
         """Where the schedule stands: updates made, or what the batches so far are worth."""
+        if self.state.upstream:
+            return float(self.state.upstream["step"])
         return self.state.version if self.plan.total_batches is None else self.state.batches / self.plan.batches_per_step
 
     def decode(self, frames: Frames, number: int = 0) -> tuple[Tensor, Tensor]:
@@ -95,6 +121,11 @@ class Book:
         kind = record["kind"]
         if kind == "closed":
             return self._close(record)
+        if kind == "combined":
+            self._gather(record)
+            return []
+        if kind == "adopted":
+            return self._adopt(record, frames)
         if kind == "seated":
             self._seat(record)
             return []
@@ -114,7 +145,7 @@ class Book:
         if kind == "repaired":
             self.state.sequences |= {worker: last for worker, _, last in record["lost"]}
             return [Entry({name: record[name] for name in ("lost", "reason")})]
-        if kind == "held" and self.rounds.holds(record):
+        if kind == "held" and (self.rounds.holds(record) or (self.upward is not None and self.upward.holds(record))):
             return []
         held = Held(record, frames, *(decoded or self.decode(frames, record["round"])))
         if kind == "held":
@@ -178,6 +209,10 @@ class Book:
         if len(held) > 1:
             rooms.append(update)
         self._leave(rooms)
+        return self._advance(records, figures)
+
+    def _advance(self, records: list[dict[str, Any]], figures: Mapping[str, float], **more: Any) -> list[Effect]:
+        """There is a new version, made of these contributions. `more`: what the ledger says of it besides."""
         state = self.state
         state.version += 1
         batches, samples = sum(record["batches"] for record in records), sum(record["samples"] for record in records)
@@ -187,9 +222,64 @@ class Book:
                 state.made[name] = [*state.made.get(name, ()), state.version][-self.remembered :]
         weight = sum(record["weight"] for record in records)
         return [
-            Entry({"version": state.version, "batches": state.batches, "from": [ledger_line(record) for record in records]}),
+            Entry({"version": state.version, "batches": state.batches, "from": [ledger_line(record) for record in records], **more}),
             Published(state.version, mean_metrics(records) | dict(figures), weight, samples, batches),
         ]
+
+    # --- a relay ------------------------------------------------------------------------------------
+
+    def _gather(self, record: dict[str, Any]) -> None:
+        """Make one contribution of a round, for the coordinator above. It has its number from now on, whatever happens to this one."""
+        if self.upward is not None:
+            return  # a snapshot was begun and not ended: the next journal begins with what the last one ends with
+        there = self.rounds.open.pop(record["round"]).held
+        held = [there[worker, seq] for worker, seq in record["contributions"]]
+        kept = [(one.record, one.frames) for one in held]
+        update, buffers, share = self._combine(held)
+        vectors = [update * share, buffers] if buffers.numel() else [update * share]
+        frames = [frame for vector in vectors for frame in codecs.encode(_PLAIN, vector, None)]
+        self.upward = Upward(record, kept, self._contribution(held), frames)
+
+    def _contribution(self, held: list[Held]) -> Contribute:
+        """What a relay says of what its workers did: the sums, and the place at the data that its seat has come to by that."""
+        records, upstream, above = [one.record for one in held], Upstream(**self.state.upstream), self.plan.above
+        assert above is not None
+        batches = sum(record["batches"] for record in records)
+        gone = upstream.begun_at + self.state.batches + batches
+        epoch, position = divmod(gone, above.batches_per_shard) if above.batches_per_shard else (0, gone)
+        return Contribute(
+            session="",
+            number=0,
+            seq=upstream.seq,
+            base=upstream.version,
+            round=upstream.version,
+            weight=float(sum(record["weight"] for record in records)),
+            samples=sum(record["samples"] for record in records),
+            epoch=epoch,
+            position=position,
+            batches=batches,
+            have=-1,
+            metrics=mean_metrics(records),
+        )
+
+    def _adopt(self, record: dict[str, Any], frames: Frames) -> list[Effect]:
+        """Go on with the weights of the coordinator above."""
+        upward, self.upward = self.upward, None
+        assert upward is not None
+        sent, self.state.upstream = upward.asked, dict(record["upstream"])
+        figures = self.learner.apply(*self._whole(frames), self.step, 1.0)
+        return self._advance([one for one, _ in upward.kept], figures, upstream=[record["upstream"]["name"], sent.seq, record["status"]])
+
+    def _whole(self, frames: Frames) -> tuple[Tensor, Tensor]:
+        """Weights and statistics that are sent as they are."""
+        extra = self.learner.buffers.numel()
+        vector = codecs.decode(_PLAIN, self.learner.vector.numel(), frames[:-1] if extra else frames)
+        return vector, codecs.decode(_PLAIN, extra, frames[-1:]) if extra else torch.empty(0)
+
+    def pending(self) -> list[tuple[dict[str, Any], Frames]]:
+        """What is taken and not yet in a version: records that belong to the journal that follows a snapshot."""
+        upward = self.upward.records() if self.upward is not None else []
+        return [*upward, *self.rounds.pending()]
 
     def _combine(self, held: list[Held]) -> tuple[Tensor, Tensor, float]:
         """The update that contributions make together, the buffers, and the share of the update that counts."""

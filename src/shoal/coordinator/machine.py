@@ -23,6 +23,7 @@ from shoal.coordinator.policies import Policies
 from shoal.coordinator.publisher import Publisher
 from shoal.coordinator.seals import seal
 from shoal.coordinator.state import (
+    Adopted,
     Called,
     Concluded,
     Event,
@@ -35,6 +36,7 @@ from shoal.coordinator.state import (
     Spoiled,
     State,
     Tick,
+    Upstream,
     Waiting,
     accepted,
 )
@@ -125,6 +127,8 @@ class Coordinator:
                 self.stop_for(event.reason)
             case Concluded():
                 self.emit(*self.book.write_off())
+            case Adopted():
+                self._adopt(event)
         return False
 
     def emit(self, *effects: Effect) -> None:
@@ -234,7 +238,8 @@ class Coordinator:
         common = {"version": self.state.version, "step": self.step, "done": self.finished, "most_lag": most_lag}
         if self.policies.contribution.alone and have > _NO_WEIGHTS:
             worker.began_at = self.now
-            common["inner_steps"] = steps_for(self.policies, self.plan, self.state.version, worker, self.members, self.now)
+            steps = steps_for(self.policies, self.plan, self.state.version, worker, self.members, self.now)
+            common["inner_steps"] = min(steps, self.state.upstream.get("inner_steps", steps))
         if self.tasks is not None:
             common |= self.tasks.place(worker)
         self.emit(Reply(caller, header | common | fields, frames))
@@ -315,7 +320,7 @@ class Coordinator:
     def _welcome(self, worker: Worker) -> dict[str, Any]:
         epoch, position = self.state.positions.get(str(worker.seat), (0, 0))
         last = self.state.sequences.get(worker.name, -1)
-        known = {"name": worker.name, "session": worker.session, "seat": worker.seat}
+        known = {"name": worker.name, "session": worker.session, "seat": self.plan.data_seat(worker.seat)}
         return {"kind": "welcome", **known, "epoch": epoch, "position": position, "last_seq": last}
 
     def _remove(self, worker: Worker, why: str, left: bool = False) -> None:
@@ -417,7 +422,7 @@ class Coordinator:
         self._receipt(caller, worker, asked, problem)
 
     def _accept(self, event: Called, asked: Contribute, worker: Worker, share: float) -> None:
-        number = self.policies.rounds.round_for(asked.round, self.state.version)
+        number = self.policies.rounds.round_for(asked.round, self._open_round)
         late = self.policies.rounds.window > 0 and asked.round < number
         try:
             decoded = self.book.decode(event.frames, number)
@@ -461,9 +466,14 @@ class Coordinator:
             return "moved"
         if asked.seq < self.state.sequences.get(worker.name, -1) or self._is_learned(worker.seat, asked):
             return "overtaken"
-        rounds, version = self.policies.rounds, self.state.version
+        rounds, version = self.policies.rounds, self._open_round
         has_room = self._has_room_for(worker, rounds.round_for(asked.round, version))
         return rounds.problem(asked.round, version) or ("" if has_room else "ahead")
+
+    @property
+    def _open_round(self) -> int:
+        """The round that takes contributions. While that of a relay is on its way up, it is the next one."""
+        return self.state.version + (self.book.upward is not None)
 
     def _has_room_for(self, worker: Worker, number: int) -> bool:
         """Whether a round takes one more contribution of this worker."""
@@ -515,17 +525,35 @@ class Coordinator:
     # --- rounds ------------------------------------------------------------------------------------
 
     def _close_what_is_due(self) -> None:
-        while not self.finished and self.closing.due(self.state.version, self.now):
+        while not self.finished and self.book.upward is None and self.closing.due(self.state.version, self.now):
             number = self.state.version
             held = sorted(self.rounds.open[number].held.values(), key=lambda one: (one.record["worker"], one.record["seq"]))
             if (word := self.closing.judge(self.rounds.workers(number))) is not None:
                 self.emit(word)
             if self.policies.rounds.waits_for_all:
                 self.rounds.miss(number)
-            self.record({"kind": "closed", "round": number, "contributions": [list(one.key) for one in held]})
+            kind = "closed" if self.plan.above is None else "combined"
+            self.record({"kind": kind, "round": number, "contributions": [list(one.key) for one in held]})
             if self.lender is not None:
                 self.lender.offer()
             self._release()
+
+    # --- a relay ------------------------------------------------------------------------------------
+
+    def begin_below(self, upstream: Upstream) -> None:
+        """Begin a relay's run with the weights of the coordinator above, which the learner has already."""
+        self.state.upstream = upstream._asdict()
+        self.publisher.publish(self.state.version, self.learner.vector, self.learner.buffers)
+
+    def _adopt(self, event: Adopted) -> None:
+        """The coordinator above has answered: its weights are the next version here."""
+        upward = self.book.upward
+        assert upward is not None, "an answer to nothing"
+        closed = {name: upward.record[name] for name in ("round", "contributions")}
+        self.record({"kind": "adopted", **closed, "status": event.status, "upstream": event.upstream._asdict()}, event.frames)
+        if event.done:
+            self.end_here()
+        self._release()
 
     def _lend(self, more: bool) -> None:
         if self.lender is None:
@@ -577,4 +605,4 @@ class Coordinator:
 
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
         """Records of contributions whose rounds are open: they belong to the journal that follows a snapshot."""
-        return self.rounds.pending()
+        return self.book.pending()

@@ -99,6 +99,15 @@ class Piece(NamedTuple):
     """The worker that was given it last."""
 
 
+class Above(NamedTuple):
+    """Where a relay stands at the coordinator that it is a worker of."""
+
+    seat: int
+    shards: int
+    batches_per_shard: int | None
+    """None: the data is a stream."""
+
+
 class Plan(NamedTuple):
     """The run, as far as the coordinator must know it."""
 
@@ -143,6 +152,14 @@ class Plan(NamedTuple):
     """How the data is cut into tasks, where a scheduler gives them out."""
     listed: Mapping[str, str] = MappingProxyType({})
     """Workers that the settings name, and where they are, as far as the settings say it."""
+    above: Above | None = None
+    """For a relay: its place at the coordinator that it is a worker of."""
+
+    def data_seat(self, seat: int) -> int:
+        """The seat at the data of a whole tree: a relay's workers divide what its own seat has."""
+        if self.above is None or seat < 0:
+            return seat
+        return self.above.seat * self.expected + seat % self.expected + seat // self.expected * self.above.shards * self.expected
 
     def span(self, number: int) -> Span | None:
         """The part of the weights that a round moves; None: all of them."""
@@ -203,7 +220,35 @@ class Tick(NamedTuple):
     """Time has passed."""
 
 
-Event = Called | LeaseResult | Spoiled | Exited | Opened | Interrupted | Concluded | Tick
+class Upstream(NamedTuple):
+    """What a relay was told by the coordinator that it is a worker of."""
+
+    name: str
+    """Its name there."""
+    version: int
+    """The version there that its weights are."""
+    step: float
+    inner_steps: int
+    """Steps that a worker takes alone; 0: it takes none."""
+    seq: int
+    """The number of the relay's next contribution."""
+    begun_at: int
+    """Batches of the relay's seat that were learned from before this relay began."""
+
+
+class Adopted(NamedTuple):
+    """A relay was sent new weights, in answer to what it passed on."""
+
+    upstream: Upstream
+    status: str
+    """What became of its contribution."""
+    frames: Frames
+    """The new weights, whole, and the statistics beside them."""
+    done: bool
+    """Whether the run is over."""
+
+
+Event = Called | LeaseResult | Spoiled | Exited | Opened | Interrupted | Concluded | Tick | Adopted
 
 
 class Waiting(NamedTuple):
@@ -242,6 +287,8 @@ class State:
     next_piece: int = 0
     epochs: int = 0
     """Epochs whose tasks are, or were, given out."""
+    upstream: dict[str, Any] = field(default_factory=dict)
+    """What a relay was last told by the coordinator that it is a worker of (`Upstream`)."""
 
     def piece_is_done(self, number: int) -> bool:
         gone = self.positions.get(str(number))

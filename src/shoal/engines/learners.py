@@ -54,6 +54,14 @@ class OuterStep:
         return OuterLearner(engine, self, spans)
 
 
+@dataclass(frozen=True)
+class Adoption:
+    """The weights are those of another coordinator, as it sends them: a relay's."""
+
+    def learner(self, engine: SingleEngine, spans: tuple[Span, ...]) -> EngineLearner:
+        return AdoptingLearner(engine)
+
+
 class EngineLearner:
     """An engine that is stepped along what workers send."""
 
@@ -86,6 +94,24 @@ class EngineLearner:
 
     def _step(self, update: Tensor, step: float, share: float) -> Mapping[str, float]:
         return {name: float(value) for name, value in self.engine.apply(update, step, share).items()}
+
+
+class AdoptingLearner(EngineLearner):
+    """Weights that come from another coordinator."""
+
+    meaningless = ("learning_rate",)
+
+    def apply(self, update: Tensor, buffers: Tensor, step: float, share: float) -> Mapping[str, float]:
+        self.begin(update, buffers)
+        self.engine.step_count += 1
+        return {}
+
+    def begin(self, weights: Tensor, buffers: Tensor) -> None:
+        """Take these weights."""
+        self.engine.vector.copy_(weights)
+        self.engine.changed()
+        if buffers.numel():
+            self.engine.load_buffers(buffers)
 
 
 class OuterLearner(EngineLearner):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shoal.runs.coordinating import Coordinating
     from shoal.runs.given import Given
     from shoal.runs.inviting import Invitation
+    from shoal.runs.joining import Joined
     from shoal.runs.loop import Loop
     from shoal.runs.recorder import Reporter
 
@@ -59,6 +60,8 @@ class Asked(NamedTuple):
     """Addresses to listen on for them; none: all that this machine has."""
     live: tuple[str, ...] = ()
     """Names of what the program brings along and workers need: only threads of this process can have it."""
+    above: Joined | None = None
+    """For a relay: the coordinator that it has joined."""
 
 
 class Way(Enum):
@@ -260,6 +263,7 @@ def _put_together(
             hosts=hosts,
             transport=ground.transport,
             given=given,
+            above=asked.above,
         )
         if ground.invitation is not None:
             made = made._replace(invitation=ground.invitation)

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import Captured, Driver, Surroundings
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import Concluded, Exited, Interrupted
+from shoal.coordinator.state import Above, Concluded, Exited, Interrupted
 from shoal.coordinator.store import Board, Saved, Server, Store
 from shoal.engines import StepResult
 from shoal.engines.learners import EngineLearner
@@ -68,6 +68,16 @@ class Home(NamedTuple):
     """The same as the server, where a database keeps the leases of units."""
 
 
+class Higher(Protocol):
+    """The coordinator that this one is a worker of."""
+
+    def look(self) -> None:
+        """See whether there is something to pass on, or an answer."""
+        ...
+
+    def leave(self) -> None: ...
+
+
 class Agreed(NamedTuple):
     """What a run with workers is made of, and what all of them must agree on."""
 
@@ -78,10 +88,20 @@ class Agreed(NamedTuple):
     """The parts of the weights that rounds take in turn; none: every round moves all of them."""
     expected: int
     """Workers that the run was begun for: the data is cut into so many shards."""
+    above: Above | None = None
+    """For a relay: its place at the coordinator above."""
+
+    @property
+    def shards(self) -> int:
+        """Shards of the data. A relay's workers divide the shard that the relay has."""
+        return self.expected * (1 if self.above is None else self.above.shards)
 
 
 class ClusterLoop:
     """A run whose steps are new versions, made by workers."""
+
+    higher: Higher | None = None
+    """The coordinator that this one is a worker of, where it is a relay."""
 
     def __init__(
         self,
@@ -160,6 +180,8 @@ class ClusterLoop:
             self._coordinate()
         finally:
             self.driver.close()
+            if self.higher is not None:
+                self.higher.leave()
 
     def _coordinate(self) -> None:
         coordinator, recorder = self.coordinator, self.recorder
@@ -170,6 +192,8 @@ class ClusterLoop:
                 self._hear_verdicts()
                 self._show_status()
                 self.beside()
+            if self.higher is not None:
+                self.higher.look()
         self._show_status(last=True)
         if coordinator.stopped:
             raise ShoalError(coordinator.stopped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +16,10 @@ from shoal.config.load import Loaded
 from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import Bounds, Plan
+from shoal.coordinator.state import Above, Bounds, Plan
 from shoal.engines import choose_device
 from shoal.engines.experts import expert_blocks
-from shoal.engines.learners import EngineLearner
+from shoal.engines.learners import Adoption, EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, needed, ranks_of, weight_per_sample
 from shoal.runs.assembly import Parts, Progress, assemble, expect_same_data, tell_changes, warner, write_info
@@ -29,7 +30,9 @@ from shoal.runs.cutting import Cut, Extent, listed_workers, tasks_of
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.homes import Home, home_of
 from shoal.runs.inviting import Invitation
+from shoal.runs.joining import Joined
 from shoal.runs.recorder import Reporter
+from shoal.runs.relaying import Relay
 from shoal.runs.repairing import confirmed_in, refuse_forgotten
 from shoal.runs.run_directory import RunDirectory
 from shoal.strategies import Length
@@ -37,6 +40,7 @@ from shoal.transports import Message
 from shoal.transports.connect import needs_keys
 from shoal.updates import codecs
 
+_ENDLESS = 2**31
 _MOST_DEVICES = 8
 """Devices of a worker, where the settings say nothing: as many as one machine has."""
 
@@ -59,17 +63,25 @@ def prepare(
     hosts: tuple[str, ...] = (),
     transport: Transport | None = None,
     given: Given = NOTHING,
+    above: Joined | None = None,
 ) -> Coordinating:
-    """A coordinator, new or continued, that listens."""
+    """A coordinator, new or continued, that listens. `above`: it is a relay, which has joined another one."""
     run = loaded.run
     place = transport or run.transport
     home = home_of(run, run_dir, resume, place, hosts)
-    agreed = agree(run, home.expected or workers or run.cluster.num_workers or max(1, needed(run)), home.directory, progress, given)
+    expected = home.expected or workers or run.cluster.num_workers or max(1, needed(run))
+    if above is None:
+        agreed = agree(run, expected, home.directory, progress, given)
+    else:
+        agreed = _agree_below(run, expected, above, home.directory, progress)
     directory = home.directory or RunDirectory.create(run, run_dir)
     if home.directory is not None:
         expect_same_data(directory, agreed.parts.data)
     with directory.kept_if_begun():
-        return _coordinating(loaded, home, directory, agreed, place, hosts, resume, reporters)
+        made = _coordinating(loaded, home, directory, agreed, place, hosts, resume, reporters)
+        if above is not None:
+            made.loop.higher = Relay(above, made.loop)
+        return made
 
 
 def _coordinating(
@@ -86,7 +98,7 @@ def _coordinating(
     tell_changes(directory.write_config(loaded), reporters)
     write_info(directory, agreed.parts.data)
     _warn_of_gaps(place, hosts, warn)
-    welcome = _welcome(run, directory, agreed.parts, agreed.length, agreed.expected)
+    welcome = _welcome(run, directory, agreed.parts, agreed.length, agreed.shards)
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
@@ -122,7 +134,43 @@ def agree(run: Run, expected: int, directory: RunDirectory | None, progress: Pro
     return Agreed(parts, policies, lengths[0], policies.spans(parts.single.layouts), expected)
 
 
+def _agree_below(run: Run, expected: int, joined: Joined, directory: RunDirectory | None, progress: Progress | None) -> Agreed:
+    """The same for a relay's own workers: the run is as long, and as large, as the coordinator above has it."""
+    header, policies = joined.welcome.header, strategies.of(run, expected)
+    if reason := strategies.no_relay(run, policies):
+        raise ShoalError(f"this run cannot have relays: {reason}")
+    most = devices_of(run) // ranks_of(run)
+    if expected > most:
+        raise ShoalError(
+            f"a relay for {expected} workers, and the run above lets one that joins count for {most} "
+            f"(coordinator.devices_per_worker): take fewer, or raise it there"
+        )
+    made = agree(run, header["shards"], directory, progress, NOTHING)
+    above = Above(header["seat"], header["shards"], made.length.batches_per_shard)
+    return made._replace(policies=replace(policies, apply=Adoption()), expected=expected, above=above)
+
+
 def plan_of(run: Run, agreed: Agreed) -> Plan:
+    """The run, as far as its coordinator must know it. A relay's ends when the coordinator above says so."""
+    plan, above = _plan_of(run, agreed), agreed.above
+    if above is None:
+        return plan
+    return plan._replace(
+        total_steps=_ENDLESS,
+        total_batches=None,
+        worker_steps=_ENDLESS,
+        batches_per_step=agreed.length.batches_per_contribution * agreed.expected,
+        batches_per_shard=extent_of(run, agreed.parts.data, agreed.shards).batches_of_shard(agreed.shards),
+        above=above,
+    )
+
+
+def devices_of(run: Run) -> int:
+    """Devices that one who joins may count for."""
+    return run.coordinator.devices_per_worker or max(_MOST_DEVICES, ranks_of(run))
+
+
+def _plan_of(run: Run, agreed: Agreed) -> Plan:
     feed, length, samples = agreed.policies.feed, agreed.length, agreed.parts.data.train
     return Plan(
         updates=run.updates,
@@ -148,7 +196,7 @@ def plan_of(run: Run, agreed: Agreed) -> Plan:
             joins_per_minute=run.coordinator.joins_per_minute,
             failures=run.coordinator.failures_per_worker,
             sessions=run.coordinator.workers_at_once,
-            devices=run.coordinator.devices_per_worker or max(_MOST_DEVICES, ranks_of(run)),
+            devices=devices_of(run),
         ),
         tasks=_cut(run, agreed).tasks if run.scheduled else None,
         listed=listed_workers(run),

@@ -82,6 +82,8 @@ class Joined:
         self.courier = Courier(self.lines[0], self.protocol, tell)
         self.worker: Worker | None = None
         self.island: Island | None = None
+        self.doing = "preparing"
+        """What it does where no engine works here."""
         self._stopping, self._closed = threading.Event(), threading.Event()
         try:
             if way.name:
@@ -161,7 +163,7 @@ class Joined:
 
     @property
     def state(self) -> str:
-        return self.worker.doing if self.worker else "preparing"
+        return self.worker.doing if self.worker else self.doing
 
     def _worker(self, progress: Progress | None, here: Place | None, given: Given) -> Worker:
         meeting = self._meet(here) if here is not None else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import Run, plugins
-from shoal.config.load import File, Override, resolve
+from shoal.config.load import File, Loaded, Override, resolve
 from shoal.config.problems import ConfigError
 from shoal.data import fingerprint
 from shoal.engines import Meeting, choose_device
@@ -61,13 +61,18 @@ def configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:
     for override in overrides:
         if not override.path.startswith(OWN_SETTINGS):
             raise ShoalError(f"`{override.path}` is the run's to set, not a worker's; a worker may set {', '.join(OWN_SETTINGS)}")
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(text, encoding="utf-8")
-        loaded = resolve([File(str(path))], list(overrides), dialect="shoal", resolved=True)
+    loaded = settings_of(header, overrides)
     if not loaded.ok:
         raise ConfigError(loaded.problems)
     return loaded.run
+
+
+def settings_of(header: dict[str, Any], overrides: Sequence[Override]) -> Loaded:
+    """The settings that a coordinator sent, with others on top."""
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(header["config"], encoding="utf-8")
+        return resolve([File(str(path))], list(overrides), dialect="shoal", resolved=True)
 
 
 def unpack(folder: Path, names: Sequence[str], frames: Frames) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from shoal.config import Run
 from shoal.strategies.policies import Extent, Length, Policies
+from shoal.strategies.relaying import no_relay
 
-__all__ = ["Extent", "Length", "Policies", "of"]
+__all__ = ["Extent", "Length", "Policies", "no_relay", "of"]
 
 
 def of(run: Run, expected: int) -> Policies:

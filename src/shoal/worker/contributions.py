@@ -295,6 +295,8 @@ class Gradients:
     """Whether slower workers take fewer steps."""
     fragments: int = 1
     """Parts of the weights that take turns."""
+    overlap: int = 0
+    """Steps that a worker goes on while its contribution is on its way."""
 
     def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
         """What makes the contributions of a worker. `keeper` keeps what only the worker knows; `spans`: parts of the weights that rounds
@@ -313,8 +315,6 @@ class Movement(Gradients):
     alone: bool = True
     averages: bool = False
     """Whether the new weights are the mean of the workers' own: then those are sent, not how far they moved."""
-    overlap: int = 0
-    """Steps that a worker goes on while its contribution is on its way."""
 
     def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
         return MovementProducer(worker, self, keeper, spans)

@@ -94,6 +94,10 @@ class Courier:
         started = self.clock()
         if soon and (question := self.protocol.question(started)) is not None and self._post(question):
             return _Posted(lambda: self._converse(started, question))
+        return self.begin()
+
+    def begin(self) -> Future[list[Event]]:
+        """Have a thread say what there is to say."""
         future: Future[list[Event]] = Future()
         self._start_thread()
         self._jobs.put(future)

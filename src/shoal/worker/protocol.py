@@ -166,6 +166,11 @@ class Protocol:
         if made.unit < 0:
             self.place = (made.epoch, made.position)
 
+    def pass_on(self, asked: Contribute, frames: Frames) -> None:
+        """Send what a relay's workers learned, under the number that it was written down with, now or before this process began."""
+        self.pending = _Pending(asked._replace(have=max(0, self.have)), frames)
+        self.seq, self.place = max(self.seq, asked.seq + 1), (asked.epoch, asked.position)
+
     def claim(self) -> None:
         """Ask for a unit of the data."""
         self._claims = True

@@ -1,0 +1,83 @@
+"""A relay's side of the conversation with the coordinator above, without the waiting: it is a worker whose engine is a coordinator.
+
+What its round made goes up under the number that its journal has for it; the answer brings the weights that its own workers go on with.
+A relay that was killed between the two confirmations says the same again under the same number, and the coordinator above takes it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from shoal.config.schema.updates import NoCodec
+from shoal.updates import codecs
+from shoal.updates.messages import Contribute
+from shoal.worker.protocol import Event, Frames, News, Protocol, Receipt
+from shoal.worker.receipts import Receipts
+
+_PLAIN = NoCodec()
+_GONE = "overtaken"
+"""What became of a contribution whose place at the data another worker has taken meanwhile."""
+
+
+class Answered(NamedTuple):
+    """What the coordinator above said to a contribution."""
+
+    status: str
+    frames: Frames
+    """Its newest weights, whole, and the statistics beside them."""
+
+
+class Climber:
+    """Passes on one contribution at a time, and knows the weights above."""
+
+    version = -1
+    step = 0.0
+    inner_steps = 0
+
+    def __init__(self, protocol: Protocol, size: int, buffers: int, receipts: Receipts) -> None:
+        """`buffers`: numbers of the statistics beside the weights."""
+        self.protocol, self.receipts = protocol, receipts
+        self.weights = torch.zeros(size)
+        self.statistics = torch.zeros(buffers)
+        self._under_way = False
+        self._status = ""
+
+    def offer(self, asked: Contribute, frames: Frames) -> bool:
+        """Have a contribution said, which survives this process. Return whether it is new: then the conversation is to begin."""
+        if self._under_way:
+            return False
+        self.protocol.pass_on(asked, frames)
+        self._under_way, self._status = True, ""
+        return True
+
+    def hear(self, events: Iterable[Event]) -> Answered | None:
+        """What came of a conversation; None: what was offered is not settled."""
+        for event in events:
+            if isinstance(event, Receipt):
+                self._status = event.status
+                self.receipts.write(self.protocol.name, event)
+            elif isinstance(event, News):
+                self._learn(event)
+        if not self._under_way or self.protocol.pending is not None:
+            return None
+        self._under_way = False
+        return Answered(self._status or _GONE, self.frames())
+
+    def frames(self) -> list[memoryview]:
+        """The weights above, as they are written down."""
+        vectors = [self.weights, self.statistics] if self.statistics.numel() else [self.weights]
+        return [frame for vector in vectors for frame in codecs.encode(_PLAIN, vector.clone(), None)]
+
+    def _learn(self, news: News) -> None:
+        header, kind = news.header, news.header.get("weights", "same")
+        self.step, self.inner_steps = float(header["step"]), int(header.get("inner_steps", self.inner_steps))
+        if kind == "same":
+            return
+        extra = self.statistics.numel()
+        codecs.renew(self.weights, kind, _PLAIN, news.frames[:-1] if extra else news.frames)
+        if extra:
+            codecs.decode(_PLAIN, extra, news.frames[-1:], out=self.statistics)
+        self.version = int(header["version"])
