@@ -168,7 +168,7 @@ MIXTURE = {
     },
 }
 FEATURES = MIXTURE | {
-    "mixture_of_heads": {"enabled": True, "active_share": 0.5, "shared_heads": 0, "balance_weight": 0.0},
+    "mixture_of_heads": {"enabled": True, "active_share": 0.5, "shared_heads": 0, "balance_weight": 0.5},
     "mixture_of_activations": {"enabled": True},
     "cross_attention": {"enabled": True, "every_layers": 1},
     "retrieval": {"enabled": True, "chunk_size": 4},
