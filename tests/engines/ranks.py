@@ -167,13 +167,20 @@ MIXTURE = {
         "bias_step": 0.01,
     },
 }
+FEATURES = MIXTURE | {
+    "mixture_of_heads": {"enabled": True, "active_share": 0.5, "shared_heads": 0, "balance_weight": 0.5},
+    "mixture_of_activations": {"enabled": True},
+    "cross_attention": {"enabled": True, "every_layers": 1},
+    "retrieval": {"enabled": True, "chunk_size": 4},
+}
+REMEMBERING = FEATURES | {"episodic_memory": {"enabled": True, "capacity": 8, "chunk_size": 4, "replay_rate": 0.25}}
 IDLE = "blocks.0.feed_forward.router.bias_E"
 
 
-def mixture_engine(world: World | None, engine: dict[str, Any], **training: Any) -> Engine:
+def mixture_engine(world: World | None, engine: dict[str, Any], settings: dict[str, Any] = MIXTURE, **training: Any) -> Engine:
     """An engine with a mixture in which one expert is never chosen."""
     run = run_of(engine, optimizer=PLAIN, **training)
-    run = run.replace(model=resolve_data({"model": MIXTURE}, name="test", dialect="shoal", environ={}).run.model)
+    run = run.replace(model=resolve_data({"model": settings}, name="test", dialect="shoal", environ={}).run.model)
     players = build_models(run, Shapes())
     players["model"].get_buffer(IDLE)[0] = -1.0
     task, device = LanguageModelling(players), choose_device(DEVICE, world.rank if world else 0)
@@ -221,6 +228,40 @@ def half_mixtures(world: World, *engines: str) -> dict[str, Any]:
 def mixtures(world: World, *engines: str) -> dict[str, Any]:
     """The mixture's gradient and biases under each engine, as every rank sees them."""
     return {text: mixture_of(world, json.loads(text), gradient_checkpointing=True) for text in engines}
+
+
+def with_passages(step: int, rank: int = 0, size: int = 1) -> list[Batch]:
+    """The batches of a step with two passages for each row, one to be read by the second chunk and one by the third."""
+    found = batches(step, rank, size)
+    for batch in found:
+        ids = batch["input_ids"]
+        starts = torch.tensor([4, 8]).expand(len(ids), 2)
+        batch |= {"passage_ids": torch.stack([ids[:, :5], ids[:, 3:8]], dim=1), "passage_from": starts}
+    return found
+
+
+def feature_gradient(world: World | None, engine: dict[str, Any]) -> list[float]:
+    """The gradient of the third step of a mixture with every feature that is the same in one process and in several."""
+    made = mixture_engine(world, engine, FEATURES)
+    for step in range(2):
+        made.step(with_passages(step, made.world.rank, made.world.size))
+    made.gradients(with_passages(2, made.world.rank, made.world.size))
+    gradient: list[float] = made.gradient.tolist()
+    return gradient
+
+
+def features(world: World, *engines: str) -> dict[str, Any]:
+    return {text: feature_gradient(world, json.loads(text)) for text in engines}
+
+
+def remembering(world: World, *engines: str) -> dict[str, Any]:
+    """The losses of a few steps of a mixture that replays what it remembers, and all that it has kept then."""
+    found = {}
+    for text in engines:
+        made = mixture_engine(world, json.loads(text), REMEMBERING, gradient_checkpointing=True)
+        losses = [float(world.total(made.step(with_passages(step % 2, world.rank, world.size)).metrics)["loss"]) for step in range(6)]
+        found[text] = {"losses": losses, "kept": made.buffers.tolist()}
+    return found
 
 
 def statistics(world: World) -> dict[str, Any]:

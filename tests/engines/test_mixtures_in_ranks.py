@@ -45,3 +45,17 @@ def test_zero_takes_a_mixtures_gradient_as_one_process_does_also_with_idle_exper
         single.step(ranks.batches(0))
     for seen in found:
         assert seen["writing"] == {FSDP: wanted, ZERO[2]: wanted}, "all ranks write what one process writes"
+
+
+@needs_deepspeed
+def test_every_feature_learns_under_zero_as_in_one_process() -> None:
+    found = ranks.together("several", 2, json.dumps(["features", *ZERO]), json.dumps(["remembering", *ZERO]))
+    gradient = torch.tensor(ranks.feature_gradient(None, {"kind": "single"}))
+    assert gradient.isfinite().all()
+    for seen in found:
+        for name, own in seen["features"].items():
+            torch.testing.assert_close(torch.tensor(own), gradient, rtol=1e-4, atol=1e-6, msg=name)
+    for name, first in found[0]["remembering"].items():
+        assert first == found[1]["remembering"][name], "both ranks have kept the same"
+        assert first["losses"][-1] < first["losses"][0], name
+        assert any(first["kept"]), name

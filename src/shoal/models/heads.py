@@ -42,13 +42,12 @@ class MixtureOfHeads(Attention):
         gates_BLR = torch.zeros_like(probability_BLR).scatter(-1, top.indices, chosen)
         gates_BHL = torch.cat([torch.ones_like(gates_BLR[..., :1]).expand(-1, -1, self.shared), gates_BLR], dim=-1).transpose(1, 2)
         weighed_BHLE = attended_BHLE * gates_BHL.unsqueeze(-1).to(attended_BHLE.dtype)
-        return weighed_BHLE, self._balance(probability_BLR, top.indices, sight.counted_BL)
+        return weighed_BHLE, self._choices(probability_BLR, top.indices, sight.counted_BL)
 
-    def _balance(self, probability_BLR: Tensor, chosen: Tensor, counted_BL: Tensor | None) -> Told:
-        """As for experts: the number of heads × Σ share of the choices · mean probability; 1 where all heads are used alike."""
+    def _choices(self, probability_BLR: Tensor, chosen: Tensor, counted_BL: Tensor | None) -> Told:
+        """How often the tokens that count chose each routed head, and its mean probability. The model makes a loss of it."""
         if counted_BL is None:
             return {}
-        counted = counted_BL.sum().clamp(min=1)
         load_R = torch.bincount(chosen[counted_BL].flatten(), minlength=self.routed).float()
-        mean_R = (probability_BLR * counted_BL.unsqueeze(-1)).sum((0, 1)) / counted
-        return {"head_balance": self.routed * (load_R / load_R.sum().clamp(min=1) * mean_R).sum()}
+        mean_R = (probability_BLR * counted_BL.unsqueeze(-1)).sum((0, 1)) / counted_BL.sum().clamp(min=1)
+        return {"head_load_R": load_R, "head_probability_R": mean_R}

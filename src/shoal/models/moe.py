@@ -33,8 +33,9 @@ class Moe(Trunk):
         parts = partial(block_parts, settings, vocab_size)
         super().__init__(settings, vocab_size, parts, settings.initializer_range, reader)
         self.memory = EpisodicMemory(settings) if settings.episodic_memory.enabled else None
-        if settings.mixture_of_heads.enabled and settings.mixture_of_heads.balance_weight:
-            self.loss_weights["head_balance"] = settings.mixture_of_heads.balance_weight
+        self.head_balance_weight = settings.mixture_of_heads.balance_weight
+        routed = [part.routed for part in self.modules() if isinstance(part, MixtureOfHeads)]
+        self.head_loads = StepLoads(settings.num_layers, routed[0]) if routed else None
         experts = settings.experts
         self.balance_weight = experts.aux_loss_weight
         if experts.z_loss_weight:
@@ -44,26 +45,54 @@ class Moe(Trunk):
 
     def tell(self, told: list[Told], beside: Beside) -> None:
         super().tell(told, beside)
-        routed = [own for own in told if "load_E" in own]
+        self._balance("", self.balance_weight, self.loads, told, beside)
+        if self.head_loads is not None:
+            self._balance("head_", self.head_balance_weight, self.head_loads, told, beside)
+
+    def _balance(self, what: str, weight: float, loads: StepLoads, told: list[Told], beside: Beside) -> None:
+        """Count the choices of all layers, and put down how balanced they are: the number of experts, or heads, × Σ share of the choices
+        · mean probability; 1 where all are used alike."""
+        end = "R" if what else "E"
+        routed = [own for own in told if f"{what}load_{end}" in own]
         if not routed:
             return
-        load_LE = torch.stack([own["load_E"] for own in routed])
-        shares_LE = self.loads.shares(load_LE, self.training)
-        if all("probability_E" in own for own in routed):
-            probability_LE = torch.stack([own["probability_E"] for own in routed])
-            balance_L = shares_LE.shape[1] * (shares_LE * probability_LE).sum(1)
-            beside.figures |= {f"layers/{layer}/balance": one for layer, one in enumerate(balance_L.detach())}
-        if self.balance_weight and all("probability_E" in own for own in routed):
-            beside.losses.append(Auxiliary("balance", self.balance_weight, balance_L.mean()))
+        shares_LE = loads.shares(torch.stack([own[f"{what}load_{end}"] for own in routed]), self.training)
+        if not all(f"{what}probability_{end}" in own for own in routed):
+            return
+        probability_LE = torch.stack([own[f"{what}probability_{end}"] for own in routed])
+        balance_L = shares_LE.shape[1] * (shares_LE * probability_LE).sum(1)
+        beside.figures |= {f"layers/{layer}/{what}balance": one for layer, one in enumerate(balance_L.detach())}
+        if weight:
+            beside.losses.append(Auxiliary(f"{what}balance", weight, balance_L.mean()))
 
 
-class Loads(Kept):
-    """How many tokens each expert of each layer was chosen for in this step, over all processes and the batches so far; and what the
-    biases of routers make of it."""
+class StepLoads(Kept):
+    """How often each expert, or each routed head, of each layer was chosen in this step, over all processes and the batches so far."""
+
+    def __init__(self, layers: int, count: int) -> None:
+        super().__init__()
+        self.register_buffer("load_LE", torch.zeros(layers, count), persistent=False)
+
+    load_LE: Tensor
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def shares(self, load_LE: Tensor, training: bool) -> Tensor:
+        """The share of each in the choices of this step so far; when nothing is learned, in those of this batch."""
+        if training:
+            seen_LE = self.total(load_LE if self.counting else torch.zeros_like(load_LE))
+            self.load_LE = load_LE = self.load_LE.to(load_LE) + seen_LE
+        return load_LE / load_LE.sum(1, keepdim=True).clamp(min=1)
+
+    def begin_step(self) -> None:
+        self.load_LE = torch.zeros_like(self.load_LE, dtype=torch.float32)
+
+
+class Loads(StepLoads):
+    """The loads of experts, and what the biases of routers make of them."""
 
     def __init__(self, layers: int, experts: int, routers: list[SigmoidBiasRouter]) -> None:
-        super().__init__()
-        self.register_buffer("load_LE", torch.zeros(layers, experts), persistent=False)
+        super().__init__(layers, experts)
         self.register_buffer("reported_LE", torch.zeros(layers, experts), persistent=False)
         self.reports = False
         """Whether a worker reports each expert's share in the choices since its last report. A coordinator's are of its last round."""
@@ -72,21 +101,8 @@ class Loads(Kept):
         self._decided: list[Tensor] = []
         self._moved: list[Tensor] = []
 
-    load_LE: Tensor
     reported_LE: Tensor
     routers: list[SigmoidBiasRouter]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @torch.no_grad()
-    def shares(self, load_LE: Tensor, training: bool) -> Tensor:
-        """Each expert's share in the choices of this step so far; when nothing is learned, in those of this batch."""
-        if training:
-            seen_LE = self.total(load_LE if self.counting else torch.zeros_like(load_LE))
-            self.load_LE = load_LE = self.load_LE.to(load_LE) + seen_LE
-        return load_LE / load_LE.sum(1, keepdim=True).clamp(min=1)
-
-    def begin_step(self) -> None:
-        self.load_LE = torch.zeros_like(self.load_LE, dtype=torch.float32)
 
     def end_step(self) -> None:
         self._decided = [router.movement(load_E) for router, load_E in zip(self.routers, self.load_LE, strict=False)]

@@ -182,7 +182,7 @@ class Training(Section):
     batch_size: PositiveInt | None = None
     """Samples per batch on each device; null: 32, or 16 for sequences longer than 128 tokens."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Batches whose gradients make one step."""
+    """Batches whose gradients make one step. Where nobody says it, it follows from a global batch of a run alone."""
     global_batch_size: PositiveInt | None = None
     """Samples per step over all devices; checked against batch_size × accumulation × devices. null: that product."""
     epochs: PositiveInt | None = None
