@@ -1,0 +1,48 @@
+"""A round whose experts are weighed by reported tokens: what the records say is all that the new weights follow from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tiny_cluster import RATE, Numbers, strategy_of
+
+from shoal.config.schema.strategy import DiLoCo
+from shoal.config.schema.updates import NoCodec, Updates
+from shoal.coordinator.book import Book
+from shoal.coordinator.state import Plan
+from shoal.updates import codecs
+from shoal.updates.experts import ExpertBlocks
+
+BLOCKS = ExpertBlocks((((1, 2),), ((2, 3),)), layers=1, per_token=1, cap=1.5)
+"""Four numbers: the second and the third are experts."""
+
+
+def after_a_round(*reports: list[float]) -> torch.Tensor:
+    """The weights after one round, taken from records as a journal has them: each worker moved all its numbers by its own number."""
+    learner: Any = Numbers()
+    learner.buffers = torch.zeros(2)
+    plan = Plan(Updates(), 0, 2, 1, 100, None, 16, 5.0, 0.5, experts=BLOCKS)
+    book = Book(plan, strategy_of(DiLoCo(expert_weight_cap=1.5, rounds=4), 2), learner)
+    for number, report in enumerate(reports):
+        frames = [codecs.encode(NoCodec(), values, None)[0] for values in (torch.full((4,), float(number)), torch.tensor(report))]
+        about = {"worker": f"w{number}", "seq": 0, "seat": number, "base": 0, "round": 0, "share": 1.0, "weight": 1.0, "samples": 2}
+        book.take({"kind": "accepted", **about, "epoch": 0, "position": 1, "batches": 1, "metrics": {}}, frames)
+    book.take({"kind": "closed", "round": 0, "contributions": [(f"w{number}", 0) for number in range(len(reports))]})
+    return -learner.vector / RATE
+
+
+def test_a_round_weighs_each_expert_by_what_its_records_hold() -> None:
+    found = after_a_round([0.6, 0.4], [0.4, 0.6])
+    torch.testing.assert_close(found, torch.tensor([0.5, 0.4, 0.6, 0.5]))
+
+
+def test_a_worker_that_claims_everything_counts_up_to_the_cap() -> None:
+    found = after_a_round([0.5, 0.5], [3e38, 3e38])
+    torch.testing.assert_close(found, torch.tensor([0.5, 0.5, 0.5, 0.5]))
+    found = after_a_round([0.1, 0.9], [3e38, 0.0])
+    torch.testing.assert_close(found, torch.tensor([0.5, 0.75, 0.25, 0.5]))
+
+
+def test_one_contribution_alone_is_taken_as_it_is() -> None:
+    torch.testing.assert_close(after_a_round([0.0, 1.0]), torch.zeros(4))
