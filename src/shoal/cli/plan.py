@@ -70,7 +70,7 @@ def _measured(run: Run) -> dict[str, MachineKind]:
     from shoal.runs.assembly import assemble
     from shoal.simulate import measured_step_s
 
-    parts = assemble(run.replace(engine=type(run).fields()["engine"].default))
+    parts = assemble(run)
     steps_per_s = float(f"{1 / measured_step_s(parts):.3g}")
     kind = MachineKind(count=run.cluster.num_workers or 1, memory_gb=_memory_gb(parts.engine.device), steps_per_s=steps_per_s)
     memory = "" if kind.memory_gb is None else f"memory_gb: {kind.memory_gb:g}, "

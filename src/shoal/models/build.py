@@ -14,10 +14,11 @@ from shoal.models.shapes import Shapes
 Players = dict[str, nn.Module]
 
 
-def build(run: Run, shapes: Shapes) -> Players:
-    """The networks of `run.model` by name. The same seed gives the same weights, on the CPU, whatever was drawn before."""
+def build(run: Run, shapes: Shapes, device: str = "cpu") -> Players:
+    """The networks of `run.model` by name. The same seed gives the same weights, on the CPU, whatever was drawn before. On the device
+    `meta` they have shapes and no numbers."""
     builder = run.model.builder()
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.device(device):
         # torch.manual_seed would also seed the GPUs, and nothing puts those back
         torch.default_generator.manual_seed(run.seed)
         players: Players = builder(run.model, run, shapes)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shoal import data, strategies
+from shoal import data, models, strategies
 from shoal.config import Run
 from shoal.config.machines import MachineKind
 from shoal.engines import SingleEngine
@@ -64,8 +64,10 @@ class Sketch(NamedTuple):
 def sketch(run: Run) -> Sketch:
     """Read the data, and lay out the networks without their numbers: so a model that fits nowhere here can be planned, too."""
     samples = data.load(run)
+    known = run.model.kind in ("mlp", "lstm", "gpt", "moe", "dcgan")  # others are read from files, or made by a program, with their numbers
+    players = models.build(run, samples.info, "meta") if known else players_of(run, NOTHING, samples.info)
     with torch.device("meta"):
-        task = task_of(run, NOTHING, players_of(run, NOTHING, samples.info), samples.info)
+        task = task_of(run, NOTHING, players, samples.info)
         engine = SingleEngine(run, task, torch.device("meta"), 1)
     return Sketch(run, Parts(run, samples, engine, feed_of(run, samples)))
 
