@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 
 .venv/dev: .venv/core
 	@echo "installing what tests need into .venv (once)…"
-	@$(PIP) --editable '.[classroom,deepspeed,hf,privacy,tensorboard,wandb,dev]'
+	@$(PIP) --editable '.[classroom,deepspeed,hf,privacy,serve,tensorboard,wandb,dev]'
 	@touch $@
 
 demo: .venv/core

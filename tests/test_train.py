@@ -272,7 +272,7 @@ def test_what_is_not_built_is_refused_by_name(folder: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     "setting",
     [
-        "serving.api_port=1",
+        "serving.num_nodes=2",
         "engine.kind=pipeline",
     ],
 )

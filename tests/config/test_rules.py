@@ -46,6 +46,22 @@ BROKEN = [
     ("router", "model: {kind: moe, experts: {router: soft}}\n", ["model.experts.router"]),
     ("router", "model: {kind: moe, experts: {router: gshard, per_token: 1}}\n", ["model.experts.per_token", "model.experts.router"]),
     ("experts", "model: {kind: moe, experts: {count: 2, per_token: 3}}\n", ["model.experts.per_token", "model.experts.count"]),
+    ("experts", "strategy: {kind: diloco, expert_weight_cap: 2}\nmodel: {kind: gpt}\n", ["strategy.expert_weight_cap", "model.kind"]),
+    (
+        "experts",
+        "strategy: {kind: diloco, expert_weight_cap: 2}\nmodel: {kind: moe}\nupdates: {aggregation: {kind: median}}\n",
+        ["strategy.expert_weight_cap", "updates.aggregation.kind"],
+    ),
+    (
+        "experts",
+        "strategy: {kind: diloco, expert_weight_cap: 2}\nmodel: {kind: moe}\nupdates: {clip_norm: 1.0, privacy: {enabled: true}}\n",
+        ["strategy.expert_weight_cap", "updates.privacy.enabled"],
+    ),
+    (
+        "experts",
+        "model: {kind: gpt}\nupdates: {experts_apart: true, aggregation: {kind: geometric-median}}\n",
+        ["updates.experts_apart", "model.kind"],
+    ),
     (
         "sequence-length",
         "model: {kind: gpt, max_seq_len: 64}\ndata: {sequence_length: 65}\n",
@@ -213,6 +229,7 @@ WARNED = [
     "engine: {kind: deepspeed, stage3_max_live_parameters: 7}\n",
     "strategy: {kind: syncps}\ncluster: {num_workers: 2}\nupdates: {aggregation: {kind: trimmed-mean}}\n",
     "strategy: {kind: async, contributions_per_update: 2}\nupdates: {aggregation: {kind: median}}\n",
+    "strategy: {kind: syncps}\nmodel: {kind: moe}\nupdates: {experts_apart: true}\n",
 ]
 
 

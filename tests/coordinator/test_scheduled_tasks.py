@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from test_driver import Walker, World
 from tiny_cluster import Cluster, FakeWorker, believing, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import Claimed, Task, Tasks
+from shoal.coordinator.audit import audit
+from shoal.coordinator.driver import Driver
+from shoal.coordinator.evidence import gather
+from shoal.coordinator.state import Claimed, Exited, Task, Tasks
 from shoal.scheduling import KINDS
 
 
@@ -205,3 +210,40 @@ def test_batches_that_no_worker_can_send_anything_of_are_given_up_after_three_ha
     assert not any(batch in (start[1], start[1] + 1) for epoch, batch in cluster.learned if epoch == 0)
     assert max(epoch for epoch, _ in cluster.learned) > 3
     assert set(cluster.learned.values()) == {1}
+
+
+class TaskedWorld(World):
+    """Virtual time, a driver with its store, and data that is cut into tasks."""
+
+    tasks = cut(9, 5, 7, 3, epochs=2)
+
+    def begin(self, resume: bool) -> Driver:
+        self.plan = self.plan._replace(tasks=self.tasks, total_batches=48, batches_per_step=2)
+        return super().begin(resume)
+
+
+@pytest.mark.parametrize("settings", [Async(contributions_per_update=2), Edp(pull_every_steps=2), SyncPs(round_timeout_s=5.0)])
+def test_tasks_survive_a_coordinator_that_dies_twice_and_workers_that_die(tmp_path: Path, settings: Any) -> None:
+    world = TaskedWorld(tmp_path, strategy_of(settings, 3), seed=3)
+    for number in range(3):
+        Walker(world, f"w{number}", 1.0 + number)
+    for when, what in ((4.0, world.crash), (7.5, lambda: world.driver.happen(Exited("w2"))), (11.0, world.crash)):
+        world.at(when, what)
+    world.run()
+    found: list[str] = []
+    evidence = gather(tmp_path / "coordinator", (tmp_path / "workers").glob("*.jsonl"), found)
+    assert audit(evidence, found, tasks=True).violations == []
+    assert world.driver.coordinator.state.batches >= 48
+
+
+def test_an_audit_finds_a_batch_that_two_tasks_had(tmp_path: Path) -> None:
+    world = TaskedWorld(tmp_path, strategy_of(Async()), seed=3)
+    Walker(world, "w0", 1.0)
+    world.run()
+    evidence = gather(tmp_path / "coordinator", [], [])
+    first = evidence.ledger[0][1]["from"][0]
+    place, line = evidence.ledger[-1]
+    other = [*line["from"][0][:5], 99, *first[6:]]
+    evidence.ledger[-1] = (place, line | {"from": [other]})
+    assert any("in epoch 0 is in w0's" in one for one in audit(evidence, [], tasks=True).violations)
+    assert not any("in epoch 0 is in w0's" in one for one in audit(evidence, []).violations)

@@ -384,8 +384,8 @@ def test_bad_preferences(tmp_path: Path, make_run: Make) -> None:
 
 def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("first\n\nsecond\n")
-    assert read_prompts(tmp_path / "a.txt") == ["first", "second"]
-    assert read_prompts(write_rows(tmp_path / "a.jsonl", [{"prompt": "third"}])) == ["third"]
+    assert read_prompts(tmp_path / "a.txt") == [("first", None), ("second", None)]
+    assert read_prompts(write_rows(tmp_path / "a.jsonl", [{"prompt": "third", "answer": 4}])) == [("third", "4")]
     with pytest.raises(ShoalError, match=r"b\.jsonl:1: `prompt` must be a text"):
         read_prompts(write_rows(tmp_path / "b.jsonl", [{"question": "?"}]))
 

@@ -82,7 +82,7 @@ def test_a_documented_file_trains_to_its_end_and_learns_from_no_batch_twice(tmp_
     assert set(learned(tmp_path).values()) == {1}
     found: list[str] = []
     evidence = gather(tmp_path / "run" / "coordinator", (tmp_path / "run" / "workers").glob("*.jsonl"), found)
-    assert audit(evidence, found).violations == []
+    assert audit(evidence, found, tasks=True).violations == []
     assert main(["status", str(tmp_path / "run")]) == 0
     shown = capsys.readouterr().out
     assert "scheduler gale-shapley" in shown

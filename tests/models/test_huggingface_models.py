@@ -16,6 +16,10 @@ from shoal.config.schema.data import Data
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 from shoal.models import build, generate
+from shoal.models.sampling import sample
+from shoal.models.scored import Scored
+from shoal.runs.rollouts import as_text
+from shoal.tasks.answers import as_used, log_probs
 
 transformers = pytest.importorskip("transformers")
 GREEDY = Decoding(active="greedy")
@@ -298,3 +302,27 @@ def test_a_model_without_a_cache_says_so():
     network.register_parameter("nothing", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(ShoalError, match=r"Forgetful .* keeps no cache"):
         list(generate(network, prompt(), max_new_tokens=1, decoding=GREEDY))
+
+
+def test_a_score_is_read_from_the_hidden_states_and_exported_as_a_classifier(shapes, folder: Path, tmp_path: Path) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    network = built(shapes, folder)
+    hidden = network.hidden(ids)
+    assert torch.allclose(network.inner.get_output_embeddings()(hidden), network(ids), atol=1e-5)
+    padded, mask = torch.tensor([[1, 1, 5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
+    assert torch.allclose(network.hidden(padded, attention_mask=mask)[:, 2:], hidden, atol=1e-4)
+    model = Scored(network)
+    torch.nn.init.normal_(model.head.weight)
+    score = model(ids)[0, -1]
+    model.save(tmp_path / "classifier")
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier").eval()
+    loaded.config.pad_token_id = 39
+    assert torch.allclose(loaded(ids).logits[0, 0], score, atol=1e-4)
+
+
+def test_answers_of_prompts_of_unequal_length_are_scored_as_they_were_drawn(shapes, folder: Path) -> None:
+    network = built(shapes, folder)
+    generator = torch.Generator().manual_seed(0)
+    drawn = sample(network, [[5, 6, 7], [8]], max_new_tokens=4, temperature=0.8, generator=generator, eos_id=None, pad_id=0)
+    with as_used(network), torch.no_grad():
+        assert torch.allclose(log_probs(network, as_text(drawn), 0.8)[:, -4:], drawn.log_probs_BT, atol=1e-4)

@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from layered import loaded, merged
+
+from shoal.coordinator import book
+from shoal.engines.experts import expert_blocks
+from shoal.runs.assembly import assemble
+from shoal.updates.experts import ExpertBlocks, believable, combine_apart, mean_by_experts
 
 MOE = {
     "model": {
@@ -53,3 +59,91 @@ def test_one_worker_moves_weights_and_biases_as_one_process_does(
     assert biases(single).any()
     for name, value in single.items():
         torch.testing.assert_close(together[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+WEIGHED = {"strategy": {"kind": "diloco", "inner_steps": 4, "round_timeout_s": 60.0, "expert_weight_cap": 1.5}}
+
+
+@pytest.fixture
+def seen_loads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The loads that each round's contributions were weighed by."""
+    found: list[torch.Tensor] = []
+
+    def noting(blocks: ExpertBlocks, vectors: Any, weights: Any, loads: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        found.append(loads)
+        return mean_by_experts(blocks, vectors, weights, loads, out)
+
+    monkeypatch.setattr(book, "mean_by_experts", noting)
+    return found
+
+
+@pytest.mark.parametrize("changed", [{}, {"fragments": 2}], ids=["whole", "fragments"])
+def test_workers_report_the_tokens_that_experts_are_weighed_by(
+    cluster: Callable[..., Any], seen_loads: list[torch.Tensor], changed: dict[str, Any]
+) -> None:
+    together = cluster(MOE, WEIGHED, {"strategy": changed}, workers=2)
+    assert together.loss < 5.6
+    assert len(seen_loads) == 2 * changed.get("fragments", 1)
+    for loads in seen_loads:
+        torch.testing.assert_close(loads.view(2, 2, 4).sum(2), torch.ones(2, 2, dtype=torch.float64))
+        assert not torch.equal(loads[0], loads[1]), "each has tokens of its own"
+
+
+def test_one_worker_that_reports_its_loads_learns_as_one_process_does(cluster: Callable[..., Any], alone: Callable[..., Any]) -> None:
+    together = cluster(MOE, WEIGHED, {"strategy": {"outer": AVERAGED}}, workers=1).weights
+    for name, value in alone(MOE).engine.weights().items():
+        torch.testing.assert_close(together[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_worker_that_claims_all_tokens_is_believed_no_further_than_its_batches(
+    cluster: Callable[..., Any], seen_loads: list[torch.Tensor]
+) -> None:
+    def lie(joined: Any) -> None:
+        if joined.protocol.name == "w1":
+            joined.worker.engine.take_report = lambda: torch.full_like(joined.worker.engine.buffers, 1e30)
+
+    together = cluster(MOE, WEIGHED, workers=2, change=lie)
+    assert together.loss < 5.6
+    for loads in seen_loads:
+        assert float(loads.max()) <= 0.5, "of two experts for each token, one has half of the choices at most"
+        torch.testing.assert_close(loads, believable(loads.view(-1, 4), 2).view_as(loads))
+
+
+def test_the_blocks_of_experts_are_where_the_network_has_them() -> None:
+    biased = merged(MOE, WEIGHED, {"model": {"bias": True, "feed_forward": "gelu"}})
+    engine = assemble(loaded(biased).run, None, None, lambda samples: 8).single
+    blocks = expert_blocks(engine, 1.5)
+    assert blocks is not None
+    assert blocks.per_token == 2
+    for number, spans in enumerate(blocks.spans_X):
+        before = engine.vector.clone()
+        part = engine.task.players["model"].blocks[number // 4].feed_forward
+        with torch.no_grad():
+            for parameter in (part.up, part.down, part.up_bias, part.down_bias):
+                parameter[number % 4] += 1
+        moved = torch.zeros_like(before, dtype=torch.bool)
+        for start, end in spans:
+            moved[start:end] = True
+        assert torch.equal(engine.vector != before, moved)
+    assert expert_blocks(engine, None) is None
+
+
+def test_a_rule_takes_each_expert_from_a_worker_of_its_own_choice(cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks: list[torch.Tensor] = []
+    combined: list[torch.Tensor] = []
+
+    def noting(blocks: ExpertBlocks, *given: Any) -> Any:
+        update, state = combine_apart(blocks, *given)
+        stacks.append(given[2])
+        combined.append(update.clone())  # the learner steps along the vector itself, and may scale it
+        return update, state
+
+    monkeypatch.setattr(book, "combine_apart", noting)
+    rule = {"updates": {"experts_apart": True, "aggregation": {"kind": "krum", "byzantine": 0}}, "training": {"max_steps": 2}}
+    together = cluster(MOE, {"strategy": STRATEGIES["syncps"]}, rule, workers=3)
+    blocks = together.loop.coordinator.plan.experts
+    assert len(combined) == 2
+    for stack, update in zip(stacks, combined, strict=True):
+        for spans in blocks.spans_X:
+            own = [torch.cat([values[..., start:end] for start, end in spans], -1) for values in (stack, update)]
+            assert any(torch.equal(row, own[1]) for row in own[0]), "an expert's update is one worker's own"

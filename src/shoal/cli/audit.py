@@ -64,7 +64,8 @@ def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, boo
     evidence, running = (_from_database if in_database else _from_files)(folder, settings, own, claims, violations)
     first = None if _at(settings, "checkpoint", "resume_from") else 0
     complete = not running and _says_complete(folder, settings)
-    return audit(evidence, violations, first, units=_leases_units(settings), complete=complete), running
+    tasks = _at(settings, "scheduler", "kind") not in (None, "none")
+    return audit(evidence, violations, first, units=_leases_units(settings), complete=complete, tasks=tasks), running
 
 
 def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[Evidence, bool]:

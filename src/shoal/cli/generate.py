@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 
 WAYS: tuple[str, ...] = get_args(get_type_hints(Decoding)["active"])
 """How a token may be chosen: what `serving.decoding.active` takes."""
+_COMPARED = 3
+"""Answers of each run that `--compare` shows."""
 
 
 def run(argv: list[str]) -> int:
@@ -23,6 +28,9 @@ def run(argv: list[str]) -> int:
 
     from shoal.runs.trained import open_run
 
+    if arguments.compare:
+        _compare(arguments)
+        return 0
     trained = open_run(arguments.run, lambda text: print(f"warning: {text}", file=sys.stderr))
     if arguments.grid:
         _draw(trained, arguments.grid)
@@ -33,7 +41,8 @@ def run(argv: list[str]) -> int:
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
     made = argparse.ArgumentParser("shoal generate", description="Let a run's newest checkpoint write or draw.")
-    made.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
+    made.add_argument("run", metavar="RUN", nargs="?", help="a run's folder, or one of its checkpoints")
+    made.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"), help="print what two runs answer, side by side")
     made.add_argument("--prompt", default="", help="what the text begins with")
     made.add_argument("--context", default="", help="a text that a model with cross-attention reads beside it")
     made.add_argument("--max-new-tokens", type=int, metavar="N", help="length of the text (default: the run's setting)")
@@ -44,6 +53,10 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     add_plugin_option(made)
     arguments = made.parse_args(argv)
     load_plugins(arguments)
+    if bool(arguments.run) == bool(arguments.compare):
+        made.error("name one RUN, or two with --compare BEFORE AFTER")
+    if arguments.compare and arguments.grid:
+        made.error("--compare prints texts; --grid draws images")
     if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
         made.error("--max-new-tokens must be at least 1")
     if arguments.temperature is not None and not 0 <= arguments.temperature < float("inf"):
@@ -69,16 +82,42 @@ def _draw(trained: Trained, file: str) -> None:
 
 
 def _write(trained: Trained, arguments: argparse.Namespace) -> None:
+    sys.stdout.write(arguments.prompt)
+    for piece in _pieces(trained, arguments, arguments.seed):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _pieces(trained: Trained, arguments: argparse.Namespace, seed: int) -> Iterator[str]:
     from shoal.runs.trained import generate_text
 
     count = arguments.max_new_tokens or trained.run.serving.max_new_tokens
     decoding = _decoding(trained.run.serving.decoding, arguments)
-    sys.stdout.write(arguments.prompt)
-    given = {"max_new_tokens": count, "seed": arguments.seed, "decoding": decoding, "context": arguments.context}
-    for piece in generate_text(trained, arguments.prompt, **given):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    given = {"max_new_tokens": count, "seed": seed, "decoding": decoding, "context": arguments.context}
+    return generate_text(trained, arguments.prompt, **given)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    """What two runs answer to the same prompt, with the same random numbers, in two columns."""
+    from shoal.runs.trained import open_run
+
+    names, columns = arguments.compare, []
+    for name in names:
+        trained = open_run(name, lambda text: print(f"warning: {text}", file=sys.stderr))
+        columns.append(["".join(_pieces(trained, arguments, arguments.seed + number)) for number in range(_COMPARED)])
+    print(f"prompt: {arguments.prompt}")
+    for row in [tuple(names), *zip(*columns, strict=True)]:
+        print("\n".join(side_by_side(*row)), end="\n\n")
+
+
+def side_by_side(left: str, right: str, width: int = 58) -> list[str]:
+    """Two texts in columns, as lines."""
+    columns = [
+        [piece for line in text.splitlines() or [""] for piece in textwrap.wrap(line, width, drop_whitespace=False) or [""]]
+        for text in (left, right)
+    ]
+    return [f"{one:{width}} │ {other}".rstrip() for one, other in zip_longest(*columns, fillvalue="")]
 
 
 def _decoding(settings: Decoding, arguments: argparse.Namespace) -> Decoding:

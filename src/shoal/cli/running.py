@@ -42,9 +42,15 @@ def _speaks_for_all() -> bool:
     return here is None or (here.rank == 0 and not here.file)
 
 
+def goes_on_by_folder(arguments: argparse.Namespace) -> bool:
+    """Whether a run is resumed by its folder, which holds all its settings."""
+    settings = os.path.join(arguments.run_dir or "", "config.yaml")
+    return bool(arguments.resume and arguments.run_dir and (arguments.files or [settings]) == [settings] and not arguments.config)
+
+
 def _continued(arguments: argparse.Namespace) -> bool:
     """A run that is resumed by its folder alone goes on with the settings in it."""
-    alone = bool(arguments.resume and arguments.run_dir and not arguments.files and not arguments.config)
+    alone = goes_on_by_folder(arguments)
     if arguments.resume and arguments.run_dir:
         from shoal.runs.plugins import expect_those_of
 

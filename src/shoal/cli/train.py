@@ -19,7 +19,9 @@ def run(argv: list[str]) -> int:
     )
     made.add_argument("--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)")
     arguments, overrides = parse(made, argv)
-    from shoal.cli.running import carry_out, planned, weather_and_speeds
+    from shoal.cli.phases import train_in_phases
+    from shoal.cli.running import carry_out, goes_on_by_folder, planned, weather_and_speeds
+    from shoal.launch.phases import in_phases
     from shoal.launch.starting import Asked
 
     if place() is not None:
@@ -30,6 +32,8 @@ def run(argv: list[str]) -> int:
             _refuse(arguments, option, "is for workers that Shoal starts here, and torchrun has started these: leave it out")
         elif plan.run.alone:
             _refuse(arguments, option, "needs workers: add --workers N")
+    if in_phases(plan.run) and not goes_on_by_folder(arguments):
+        return train_in_phases(plan, arguments, overrides, argv)
     return carry_out(plan, argv, weather_and_speeds(arguments.netem, arguments.slowdown))
 
 

@@ -19,6 +19,10 @@ from shoal.config.text import Node, node_of
 Key = tuple[str, ...]
 
 
+DERIVED = "derived"
+"""The layer of values that follow from others."""
+
+
 class Layer(NamedTuple):
     """One origin of settings. A higher rank wins."""
 
@@ -204,7 +208,7 @@ class Settings:
         """Give a setting the value that follows from others."""
         source = Source(because, kind="default")
         node = node_of(value, source.whole(), dotted)
-        self.add(Assignment(tuple(dotted.split(".")), node, node.span, Layer("derived", 1_000_000), because=because))
+        self.add(Assignment(tuple(dotted.split(".")), node, node.span, Layer(DERIVED, 1_000_000), because=because))
 
 
 # --- the schema, asked by path --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from shoal.config.text import Entry, Node, interpolate, parse_value, python_node
 VARIABLES = {
     "DB_PASSWORD": "transport[postgres].password",
     "HF_TOKEN": "hub.token",
+    "SHOAL_API_KEY": "serving.api_key",
     "TELEMETRY_ALPHA": "coordinator.telemetry_alpha",
     "LOG_LEVEL": "log_level",
 }
@@ -205,7 +206,7 @@ class _Loader:
         for name, target in VARIABLES.items():
             text = self.environ.get(name)
             if text:
-                shown = "********" if name in ("DB_PASSWORD", "HF_TOKEN") else text
+                shown = "********" if name in ("DB_PASSWORD", "HF_TOKEN", "SHOAL_API_KEY") else text
                 span = Source(f"environment variable {name}", f"{name}={shown}", kind="environment", order=1000).whole()._replace(line=1)
                 path, only_for = parse_target(target)
                 node = Node(text, span, user_path=name) if text is not shown else parse_value(text, span, self.report, name)

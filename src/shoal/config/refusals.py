@@ -26,10 +26,6 @@ _MOST_PLACES = 6
 
 _UNBUILT = {
     "serving.num_nodes": "serving over several machines",
-    "serving.api_port": "the web interface",
-    "serving.page_port": "the web interface",
-    "serving.request_timeout_s": "serving over several machines",
-    "rlhf": "reinforcement learning from feedback",
 }
 """Settings that ask for a part which does not exist yet. None of them may be ignored."""
 _UNBUILT_CHOICES = {
@@ -71,6 +67,12 @@ _PACKAGES = (
         lambda run: run.model.kind == "huggingface",
         "models of kind huggingface need transformers: pip install 'shoal[hf]'",
     ),
+    Package(
+        "rlhf.reward.kind",
+        "vaderSentiment",
+        lambda run: run.rlhf is not None and run.rlhf.reward.kind == "sentiment" and run.chosen_task.needs == "prompts",
+        "the reward sentiment needs vaderSentiment: pip install 'shoal[rlhf]'",
+    ),
     Package("model.retrieval.enabled", "faiss", _retrieves, "model.retrieval needs FAISS: pip install 'shoal[rag]'"),
     Package(
         "model.retrieval.encoder",
@@ -97,6 +99,8 @@ def refusals(loaded: Loaded, *, packages: Severity = "error") -> list[Problem]:
 def _unbuilt_parts(loaded: Loaded) -> Iterator[Problem]:
     run = loaded.run
     chosen: dict[str, Part | None] = {"model.kind": run.model, "task.kind": run.task, "data.source.kind": run.data.source}
+    if run.rlhf is not None:
+        chosen["rlhf.reward.kind"] = run.rlhf.reward
     for path, part in chosen.items():
         if part is not None and not part.is_built():
             others = ", ".join(name for name, kind in part.kinds.items() if kind.is_built())

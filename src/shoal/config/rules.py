@@ -16,6 +16,7 @@ from shoal.config.layers import Settings, UnavailableError, default_at
 from shoal.config.problems import Severity
 from shoal.config.schema.data import DataSource
 from shoal.config.schema.model import Model
+from shoal.config.schema.rlhf import Rlhf, TrainedReward
 from shoal.config.schema.strategy import Strategy
 from shoal.config.schema.task import TEXT, Task
 from shoal.config.schema.training import EMULATED, WHOLE_MATRICES
@@ -250,6 +251,28 @@ def overlap_ends_within_the_round(settings: Settings, overlap: int, inner: int, 
         settings.report("overlap", message, "strategy.overlap_steps", "strategy.inner_steps")
 
 
+@rule("strategy.expert_weight_cap", "model.kind")
+def only_a_mixture_has_experts_to_weigh(settings: Settings, cap: float | None, model: str) -> None:
+    if cap is not None and model != "moe":
+        message = f"a model of the kind {model} has no experts to weigh by their tokens"
+        settings.report("experts", message, "strategy.expert_weight_cap", "model.kind", help="set strategy.expert_weight_cap to null")
+
+
+@rule("strategy.expert_weight_cap", "updates.aggregation.kind", "updates.mixing.kind")
+def only_the_mean_weighs_experts(settings: Settings, cap: float | None, rule: str, mixing: str) -> None:
+    for kind, plain, path in ((rule, "mean", "updates.aggregation.kind"), (mixing, "none", "updates.mixing.kind")):
+        if cap is not None and kind != plain:
+            message = f"experts are weighed by the tokens that workers report, and {kind} goes by nothing that a worker says of itself"
+            settings.report("experts", message, "strategy.expert_weight_cap", path, help="set strategy.expert_weight_cap to null")
+
+
+@rule("strategy.expert_weight_cap", "updates.privacy.enabled")
+def reported_loads_are_not_private(settings: Settings, cap: float | None, private: bool) -> None:
+    if cap is not None and private:
+        message = "workers report how many of their tokens chose each expert, and updates.privacy adds no noise to that"
+        settings.report("experts", message, "strategy.expert_weight_cap", "updates.privacy.enabled")
+
+
 @rule("strategy.quorum", "strategy.grace_s")
 def grace_follows_a_quorum(settings: Settings, quorum: int | None, grace: float) -> None:
     if grace and quorum is None:
@@ -278,6 +301,20 @@ def steps_alone_have_no_single_samples(settings: Settings, inner: int, private: 
     if private and unit == "sample":
         message = "a worker of diloco sends where many steps led it: there is no gradient of a sample to clip"
         settings.report("privacy", message, "updates.privacy.unit", "strategy.kind", help="set updates.privacy.unit to contribution")
+
+
+@rule("updates.experts_apart", "model.kind")
+def only_a_mixture_has_experts_to_compare(settings: Settings, apart: bool, model: str) -> None:
+    if apart and model != "moe":
+        message = f"a model of the kind {model} has no experts that a rule could look at"
+        settings.report("experts", message, "updates.experts_apart", "model.kind", help="set updates.experts_apart to false")
+
+
+@rule("updates.experts_apart", "updates.aggregation.kind", "updates.mixing.kind")
+def columns_are_apart_already(settings: Settings, apart: bool, kind: str, mixing: str) -> None:
+    if apart and Aggregation.kinds[kind].by_column and mixing != "nearest-neighbours":
+        message = f"`{settings.spelling('updates.experts_apart')}` has no effect: the rule {kind} looks at each number by itself"
+        settings.report("no-effect", message, "updates.experts_apart", severity="warning")
 
 
 @rule("updates.mixing.kind", "updates.mixing.byzantine")
@@ -590,6 +627,45 @@ def whole_networks_compare(settings: Settings, task: Task | None, engine: str) -
     if task is not None and task.needs in ("pairs", "prompts") and engine in ("fsdp", "deepspeed", "collectives"):
         message = f"the task {task.kind} needs whole networks in each process, and the engine {engine} has none"
         settings.report("engine", message, "engine.kind", "task.kind", help="choose single or ddp")
+
+
+@rule("task", "engine.kind", "strategy.kind")
+def rollouts_are_made_by_one_process(settings: Settings, task: Task | None, engine: str, strategy: str) -> None:
+    if task is None or task.needs != "prompts":
+        return
+    for path, value, only in (("engine.kind", engine, "single"), ("strategy.kind", strategy, "local")):
+        if value != only:
+            message = f"answers are made by one process as yet, and {path} is {value}"
+            settings.report("not-built", message, path, "task.kind", help=f"set {path} to {only}")
+
+
+@rule("task", "rlhf", "training.gradient_accumulation_steps")
+def policies_have_settings(settings: Settings, task: Task | None, rlhf: Rlhf | None, pieces: int) -> None:
+    if task is None or task.needs != "prompts":
+        return
+    if rlhf is None:
+        settings.report("task", f"the task {task.kind} needs a section rlhf: it says what is rewarded", "task.kind")
+        return
+    answers, mini, group = rlhf.ppo.rollout_size, rlhf.ppo.mini_batch_size, rlhf.group_size
+    for whole, part, names in (
+        (answers, mini, ("rlhf.ppo.rollout_size", "rlhf.ppo.mini_batch_size")),
+        (mini, pieces, ("rlhf.ppo.mini_batch_size", "training.gradient_accumulation_steps")),
+        (answers, 1 if rlhf.algorithm == "ppo" else group, ("rlhf.ppo.rollout_size", "rlhf.group_size")),
+    ):
+        if whole % part:
+            settings.report("rollouts", f"`{names[0]}` of {whole} is no multiple of `{names[1]}`, {part}", *names)
+
+
+@rule("rlhf")
+def rewards_can_be_given(settings: Settings, rlhf: Rlhf | None) -> None:
+    if rlhf is None:
+        return
+    if rlhf.reward.kind == "exact" and rlhf.prompts is None:
+        message = "the reward exact needs prompts with their right answers, and there is no file of them"
+        settings.report("reward", message, "rlhf.reward.kind", help="set rlhf.prompts")
+    if isinstance(rlhf.reward, TrainedReward) and rlhf.reward.run is None and rlhf.reward.preferences is None:
+        message = "a trained reward needs the run that trained it, or preferences to train it from"
+        settings.report("reward", message, "rlhf.reward.kind", help="set rlhf.reward.run or rlhf.reward.preferences")
 
 
 @rule("task.label_smoothing")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal.config.fields import Secret, Section, as_data, did_you_mean, word_of
-from shoal.config.layers import Assignment, Key, Settings, checker_at, default_at, section_at, union_at
+from shoal.config.layers import DERIVED, Assignment, Key, Settings, checker_at, default_at, section_at, union_at
 from shoal.config.load import Loaded
 from shoal.config.problems import ConfigError, Problem, masked
 from shoal.config.text import data_of
@@ -70,6 +70,30 @@ def show(loaded: Loaded, *, origin: bool = False, style: str = "yaml") -> str:
         values = {".".join(path): {"value": as_data(value), "origin": origins[path]} for path, value in flat(loaded.run)}
         return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     return to_yaml(data, origins)
+
+
+def brief(loaded: Loaded) -> str:
+    """A native file of the settings that are neither defaults nor derived from others, which gives the same run. Secrets are left out:
+    they come from the environment again."""
+    text = to_yaml(_brief(loaded.run, (), loaded.settings))
+    return "dialect: shoal\n" + text.replace("${", "$${")  # variables were expanded; what looks like one now is plain text
+
+
+def _brief(section: Section, path: Key, settings: Settings) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for name, field in section.fields().items():
+        value, here = getattr(section, name), (*path, name)
+        if isinstance(value, Section) and not word_of(value):
+            if value != field.default and (inner := _brief(value, here, settings)):
+                data[name] = inner
+        elif name == "kind" or not (isinstance(value, Secret) or value == field.default or _is_derived(here, settings)):
+            data[name] = as_data(value, mask=None)
+    return data
+
+
+def _is_derived(path: Key, settings: Settings) -> bool:
+    assignment = settings.last(path)
+    return assignment is not None and assignment.layer.name == DERIVED
 
 
 def flat(section: Section, path: Key = ()) -> Iterator[tuple[Key, Any]]:

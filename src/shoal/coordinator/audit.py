@@ -83,13 +83,16 @@ class Tally:
         return any(worker == key[0] and first <= key[1] <= last for worker, first, last in self.lost)
 
 
-def audit(evidence: Evidence, violations: list[str], first: int | None = 0, units: bool = False, complete: bool = False) -> Report:
+def audit(
+    evidence: Evidence, violations: list[str], first: int | None = 0, units: bool = False, complete: bool = False, tasks: bool = False
+) -> Report:
     """Check a run by what it left behind. `first`: the version it began with, None where any will do; `units`: whether its data was leased
-    in units, so that each must be somewhere; `complete`: whether the run says that it has done all of its epochs; `violations`: what could
-    not even be read."""
+    in units, so that each must be somewhere; `complete`: whether the run says that it has done all of its epochs; `tasks`: whether a
+    scheduler gave out shares of the same data, so that no two seats may have a batch in common; `violations`: what could not even be
+    read."""
     report = Report(violations=violations)
     tally = _add_up(evidence.ledger, first, not units, report.violations)
-    report.violations += _doubled_batches(tally.known.values())
+    report.violations += _doubled_batches(tally.known.values(), tasks)
     follower = Follower(tally)
     report.violations += follower.follow(evidence.records)
     open_now = follower.left
@@ -169,13 +172,17 @@ def _set_aside(tally: Tally, kind: str, found: list[list[Any]]) -> Iterator[str]
         tally.fates[kind] += 1
 
 
-def _doubled_batches(contributions: Iterable[Contribution]) -> Iterator[str]:
-    """No two contributions may be made of the same batch of a seat."""
-    spans = sorted((one.seat, one.epoch, max(0, one.position - one.batches), one.position, one.worker, one.seq) for one in contributions)
+def _doubled_batches(contributions: Iterable[Contribution], shared: bool) -> Iterator[str]:
+    """No two contributions may be made of the same batch of a seat. `shared`: all seats are at the same batches."""
+    spans = sorted(
+        (0 if shared else one.seat, one.epoch, max(0, one.position - one.batches), one.position, one.worker, one.seq)
+        for one in contributions
+    )
     for before, after in pairwise(spans):
         if before[:2] == after[:2] and after[2] < before[3]:
             seat, epoch, start = after[:3]
-            yield f"batch {start} of seat {seat} in epoch {epoch} is in {before[4]}'s contribution {before[5]} and {after[4]}'s {after[5]}"
+            where = "" if shared else f" of seat {seat}"
+            yield f"batch {start}{where} in epoch {epoch} is in {before[4]}'s contribution {before[5]} and {after[4]}'s {after[5]}"
 
 
 # --- the journal and the snapshot ---------------------------------------------------------------------------

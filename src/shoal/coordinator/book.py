@@ -19,6 +19,7 @@ the same code. It knows no clock and no member.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from shoal.coordinator.seals import digest_of
 from shoal.coordinator.state import Held, Learner, Piece, Plan, State, former_key_of, ledger_line, mean_metrics
 from shoal.coordinator.units import Settled
 from shoal.updates import codecs, rules
+from shoal.updates.experts import ExpertBlocks, combine_apart, mean_by_experts
 
 _PLAIN = NoCodec()
 _LEAST_REMEMBERED = 256
@@ -206,10 +208,24 @@ class Book:
         if len(held) == 1 and updates.aggregation.kind == "mean":
             return held[0].vector, buffers, 1.0
         if updates.aggregation.kind == "mean" and isinstance(updates.mixing, NoMixing):
-            return rules.mean_of_vectors([one.vector for one in held], weights, self._room(held[0].vector.numel())), buffers, 1.0
-        stack = torch.stack([one.vector for one in held])
-        update, self.centre = rules.combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed)
+            return self._mean(held, weights), buffers, 1.0
+        stack, experts = torch.stack([one.vector for one in held]), self._experts(held)
+        combine = rules.combine if experts is None else partial(combine_apart, experts)
+        update, self.centre = combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed)
         return update, buffers, 1.0
+
+    def _experts(self, held: list[Held]) -> ExpertBlocks | None:
+        """Where the experts lie in contributions to a round, if they are looked at by themselves."""
+        experts = self.plan.experts
+        return None if experts is None else experts.within(self.plan.span(held[0].record["round"]))
+
+    def _mean(self, held: list[Held], weights: Tensor) -> Tensor:
+        vectors, room = [one.vector for one in held], self._room(held[0].vector.numel())
+        experts = self._experts(held)
+        if experts is None or experts.cap is None:
+            return rules.mean_of_vectors(vectors, weights, room)
+        loads = torch.stack([experts.loads_of(one.buffers) for one in held])
+        return mean_by_experts(experts, vectors, weights, loads, room)
 
     def _remember(self, worker: str, vector: Tensor, share: float) -> Tensor:
         """The worker's running mean with this one in it. The longest silent are forgotten, so that many names do not fill the memory."""

@@ -140,7 +140,14 @@ class Membership:
         self._named = 0
 
     def add(
-        self, name: str, session: str, about: Mapping[str, str], now: float, instance: str = "", guest: str = "", seat: int | None = None
+        self,
+        name: str,
+        session: str,
+        about: Mapping[str, str],
+        now: float,
+        instance: str = "",
+        guest: str = "",
+        seat: int | None = None,
     ) -> Worker:
         """`seat`: where somebody else gives out the seats; None: the one that it had, or the first free one."""
         seat = self.seats.take(self.known.get(name)) if seat is None else seat

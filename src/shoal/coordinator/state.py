@@ -13,6 +13,7 @@ from shoal.config.schema.updates import Updates
 from shoal.coordinator.effects import Frames
 from shoal.coordinator.units import Cut
 from shoal.scheduling import Matching
+from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
 from shoal.updates.messages import Asked, Contribute, Delivered, FromLeases
 
@@ -126,6 +127,8 @@ class Plan(NamedTuple):
     """Steps of one worker in the whole run, where it takes many alone between contributions."""
     spans: tuple[Span, ...] = ()
     """The parts of the weights that rounds take in turn; none: every round moves all of them."""
+    experts: ExpertBlocks | None = None
+    """Where the experts of a mixture lie, where they are weighed by themselves; None: they are part of the whole."""
     receipt_key: bytes = b""
     """What receipts are sealed with (`seals.py`); empty: they are not."""
     samples_per_batch: int | None = None

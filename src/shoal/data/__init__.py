@@ -6,7 +6,7 @@ from shoal.data.interfaces import IGNORED, Batch, Data, Info, PassageFinder, Pro
 from shoal.data.load import load
 from shoal.data.pieces import PieceFeed, Pieces
 from shoal.data.retrieval.load import open_finder
-from shoal.data.text.preferences import PreferencePairs, read_preferences, read_prompts
+from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_preferences, read_prompts
 from shoal.data.text.tokenizers import StreamedText, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -20,11 +20,13 @@ __all__ = [
     "Pieces",
     "PreferencePairs",
     "Progress",
+    "Prompt",
     "Samples",
     "State",
     "Stream",
     "StreamedText",
     "Tokenizer",
+    "answer_samples",
     "fingerprint",
     "kept_fingerprint",
     "load",

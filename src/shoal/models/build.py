@@ -8,7 +8,7 @@ from torch import nn
 from shoal.config import Run
 from shoal.config.schema.model import Model
 from shoal.errors import ShoalError
-from shoal.models.scored import Scored
+from shoal.models.scored import Scored, add_value
 from shoal.models.shapes import Shapes
 
 Players = dict[str, nn.Module]
@@ -21,9 +21,17 @@ def build(run: Run, shapes: Shapes) -> Players:
         # torch.manual_seed would also seed the GPUs, and nothing puts those back
         torch.default_generator.manual_seed(run.seed)
         players: Players = builder(run.model, run, shapes)
-        if run.chosen_task.scores:
-            players["model"] = Scored(players["model"], head_only=bool(getattr(run.task, "head_only", False)))
-        return players
+        return _with_heads(run, players)
+
+
+def _with_heads(run: Run, players: Players) -> Players:
+    """The networks with what their task reads besides logits."""
+    task, rlhf = run.task, run.rlhf
+    if task is not None and task.scores:
+        return {"model": Scored(players["model"], head_only=bool(getattr(task, "head_only", False)))}
+    if task is not None and task.needs == "prompts" and rlhf is not None and rlhf.algorithm == "ppo":
+        return players | add_value(players["model"], rlhf.value)
+    return players
 
 
 def only_its_program(settings: Model, run: Run, shapes: Shapes) -> Players:

@@ -16,7 +16,7 @@ _ROOM = 128
 
 
 def padded_rows(rows: Sequence[Tensor], room: int = 0) -> Tensor:
-    """Keys or values [1, K, L, E] of several rows as one [B, K, S, E] whose last tokens stand in one column: zeros come first."""
+    """Keys or values [1, K, L, E] of several rows as one [B, K, S, E]: zeros before the shorter ones."""
     longest = max(row.shape[2] for row in rows)
     _, K, _, E = rows[0].shape
     joined_BKSE = rows[0].new_zeros(len(rows), K, longest + room, E)

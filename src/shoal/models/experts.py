@@ -39,6 +39,8 @@ class Experts(BlockPart):
 
     stacks = ("up", "down")
     """The parameters that hold a matrix for each expert: an optimizer that looks at matrices looks at each of them."""
+    per_expert = (*stacks, "up_bias", "down_bias")
+    """The parameters whose first dimension is the experts."""
 
     def __init__(self, settings: schema.Moe, vocab_size: int) -> None:
         super().__init__()

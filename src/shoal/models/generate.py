@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
@@ -57,7 +58,7 @@ def _check_vocabulary(model: Any, input_ids: Tensor) -> None:
 def _tokens(model: nn.Module, context: Context, max_new_tokens: int, chooser: _Chooser, eos_id: int | None) -> Iterator[Tensor]:
     ended_B = torch.zeros(len(context.unseen_BL), dtype=torch.bool, device=context.unseen_BL.device)
     for step in range(max_new_tokens):
-        with _evaluating(model):
+        with evaluating(model):
             logits_BV = context.next_logits()
         next_B = chooser.next(logits_BV)
         if eos_id is not None:
@@ -104,8 +105,11 @@ class _Chooser:
 class Context:
     """The tokens a model sees, and its cache of them."""
 
-    def __init__(self, model: Any, prompt_BL: Tensor, max_new_tokens: int, beside: ReadBeside | None = None) -> None:
-        self.model, self.beside = model, beside
+    def __init__(
+        self, model: Any, prompt_BL: Tensor, max_new_tokens: int, beside: ReadBeside | None = None, mask_BL: Tensor | None = None
+    ) -> None:
+        """`mask_BL`: False at padding, which stands before a prompt. A prompt with padding must fit whole."""
+        self.model, self.beside, self.mask_BS = model, beside, mask_BL
         self.longest: int | None = model.max_seq_len
         self.unseen_BL = prompt_BL if self.longest is None else prompt_BL[:, -self.longest :]
         wanted = self.unseen_BL.shape[1] + max_new_tokens
@@ -120,7 +124,7 @@ class Context:
     def next_logits(self) -> Tensor:
         """Logits [B, V] of the next token, from the tokens not seen yet and the cache of the others."""
         self.length += self.unseen_BL.shape[1]
-        keywords = self._new_to_read()
+        keywords = self._new_to_read() | ({} if self.mask_BS is None else {"attention_mask": self.mask_BS})
         logits_BV: Tensor = self.model.next_logits(self.unseen_BL, self.cache, **keywords)
         return logits_BV
 
@@ -137,6 +141,8 @@ class Context:
 
     def append(self, next_B: Tensor) -> None:
         self.recent.append(next_B)
+        if self.mask_BS is not None:
+            self.mask_BS = F.pad(self.mask_BS, (0, 1), value=True)
         if self.length == self.longest:
             self.unseen_BL = torch.stack(tuple(self.recent), dim=1)
             self._start()
@@ -145,7 +151,7 @@ class Context:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout off for one step only: between the steps the model belongs to the caller."""
     training = [module for module in model.modules() if module.training] if model.training else []
     for module in training:

@@ -93,17 +93,21 @@ class Loads(StepLoads):
 
     def __init__(self, layers: int, experts: int, routers: list[SigmoidBiasRouter]) -> None:
         super().__init__(layers, experts)
+        self.register_buffer("reported_LE", torch.zeros(layers, experts), persistent=False)
+        self.reports = False
+        """Whether a worker reports each expert's share in the choices since its last report. A coordinator's are of its last round."""
         # Not as submodules: they are the blocks' own
         self.__dict__["routers"] = routers
         self._decided: list[Tensor] = []
         self._moved: list[Tensor] = []
 
+    reported_LE: Tensor
     routers: list[SigmoidBiasRouter]
 
     def end_step(self) -> None:
         self._decided = [router.movement(load_E) for router, load_E in zip(self.routers, self.load_LE, strict=False)]
-        moved = self._moved or [torch.zeros_like(one) for one in self._decided]
-        self._moved = [before + now for before, now in zip(moved, self._decided, strict=True)]
+        now = [*self._decided, *([self.load_LE.float()] if self.reports else [])]
+        self._moved = [before + one for before, one in zip(self._moved, now, strict=True)] if self._moved else now
 
     def figures(self) -> dict[str, Tensor]:
         """How uneven the loads of the step were. The entropy is a share of that of even loads: 1 is even, 0 is one expert for all."""
@@ -132,18 +136,26 @@ class Loads(StepLoads):
         self._decided = []
 
     def state(self) -> list[Tensor]:
-        return [router.bias_E for router in self.routers]
+        return [*(router.bias_E for router in self.routers), *([self.reported_LE] if self.reports else [])]
 
     def take_movement(self) -> list[Tensor]:
-        moved, self._moved = self._moved or [torch.zeros_like(one) for one in self.state()], []
+        moved, self._moved = self._so_far(), []
+        if self.reports:
+            moved[-1] = moved[-1] / moved[-1].sum(1, keepdim=True).clamp(min=1)
         return moved
 
+    def _so_far(self) -> list[Tensor]:
+        """How far the biases moved since the last report, and the loads where those are reported."""
+        return self._moved or [torch.zeros_like(one) for one in self.state()]
+
     def share_movement(self, mean: Callable[[Tensor], Tensor]) -> None:
-        self._moved = [mean(one) for one in self.take_movement()]
+        self._moved = [mean(one) for one in self._so_far()]
 
     def follow(self, movement: list[Tensor]) -> None:
-        for router, movement_E in zip(self.routers, movement, strict=True):
+        for router, movement_E in zip(self.routers, movement, strict=False):
             router.shift(movement_E)
+        if self.reports:
+            self.reported_LE.copy_(movement[-1].clamp(0, 1))
 
 
 def block_parts(settings: schema.Moe, vocab_size: int, layer: int) -> tuple[BlockPart, BlockPart]:
@@ -156,4 +168,6 @@ def block_parts(settings: schema.Moe, vocab_size: int, layer: int) -> tuple[Bloc
 
 
 def players(model: schema.Moe, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
-    return {"model": Moe(model, vocab_size_for(model.vocab_size, shapes))}
+    network = Moe(model, vocab_size_for(model.vocab_size, shapes))
+    network.loads.reports = run.strategy.weighs_experts
+    return {"model": network}

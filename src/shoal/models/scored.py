@@ -5,6 +5,7 @@ Shapes: B batch, L tokens, D width.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ class Scored(nn.Module):
         if not hasattr(trunk, "hidden"):
             raise ShoalError(f"a {type(trunk).__name__} gives no hidden states, which a score is read from")
         self.trunk = trunk.requires_grad_(False) if head_only else trunk
-        self.head = nn.Linear(width_of(trunk), 1, bias=False)
-        nn.init.zeros_(self.head.weight)
+        self.head = Row(width_of(trunk))
         if not head_only:
             freeze_output(trunk)
 
     def forward(self, input_ids_BL: Tensor, **given: Any) -> Tensor:
         """A number for each token [B, L], in float32; `given` is what the trunk takes besides."""
-        return score_of(self.head, self.trunk.hidden(input_ids_BL, **given))
+        scores_BL: Tensor = self.head(self.trunk.hidden(input_ids_BL, **given))
+        return scores_BL
 
     def save(self, folder: Path) -> None:
         """As transformers loads a classifier of sequences with one label, where the trunk is a model of theirs. The model is used up."""
@@ -45,9 +46,26 @@ class Scored(nn.Module):
         return super().__getattr__(name)
 
 
-def score_of(head: nn.Linear, hidden_BLD: Tensor) -> Tensor:
-    """In the type of the head: half precision has about three digits, and scores are compared."""
-    return (hidden_BLD.to(head.weight.dtype) * head.weight[0]).sum(-1)
+def add_value(model: Any, kind: str) -> dict[str, nn.Module]:
+    """What predicts an answer's score, for a policy: a network of its own, or a head of the policy itself."""
+    if kind == "network":
+        return {"value": Scored(copy.deepcopy(model))}
+    if not hasattr(model, "output_weight"):
+        raise ShoalError("rlhf.value: head needs a model of Shoal's own (gpt, moe); for others choose network")
+    model.value_head = Row(width_of(model))
+    return {}
+
+
+class Row(nn.Linear):
+    """One row of weights that makes a number of each hidden state. It starts at zero."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1, bias=False)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hidden_BLD: Tensor) -> Tensor:
+        """In the type of the weights: half precision has about three digits, and scores are compared."""
+        return (hidden_BLD.to(self.weight.dtype) * self.weight[0]).sum(-1)
 
 
 def width_of(model: Any) -> int:

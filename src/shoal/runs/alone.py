@@ -22,10 +22,12 @@ from shoal.runs.assembly import (
     warner,
     write_info,
 )
-from shoal.runs.checkpoint import Checkpoint, find, read
+from shoal.runs.beginnings import FILE, start_weights
+from shoal.runs.checkpoint import Checkpoint, find, read, save_weights
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.loop import Loop
 from shoal.runs.recorder import Recorder, Reporter
+from shoal.runs.rollouts import RolloutFeed
 from shoal.runs.run_directory import RunDirectory, SilentDirectory
 
 
@@ -71,8 +73,16 @@ def _loop(
     tell_changes(directory.write_config(loaded), reporters)
     if parts.engine.world.first:
         write_info(directory, parts.data)
+        if run.rlhf is not None and run.rlhf.policy is not None and not (directory.path / FILE).exists():
+            save_weights(directory.path / FILE, start_weights(parts.engine.task.players))
     recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)
-    loop = Loop(recorder, parts.engine, parts.feed, held_out(run, parts.data.eval), sampler(parts, directory))
+    judged = held_out(run, parts.data.eval)
+    loop = Loop(recorder, parts.engine, parts.feed, judged, sampler(parts, directory))
+    if isinstance(parts.feed, RolloutFeed):
+        parts.feed.warn = warner(reporters)
+        if checkpoint is None and parts.feed.starts_at_random:
+            parts.feed.warn("rlhf.policy is not given: the policy starts from random weights")
+        loop.held_out = parts.feed.judged if parts.feed.held_out and run.evaluation.strategy != "never" else None
     if checkpoint is not None:
         loop.resume(checkpoint, same_run=True)
     elif start is not None:

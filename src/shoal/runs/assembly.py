@@ -17,14 +17,18 @@ from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
 from shoal.runs import plugins
+from shoal.runs.beginnings import begin, root_of
 from shoal.runs.checkpoint import Checkpoint, Checkpoints
 from shoal.runs.given import NOTHING, Given, players_of, samples_of, task_of
 from shoal.runs.going_on import Change, forbidden, listed
 from shoal.runs.recorder import Reporter
+from shoal.runs.rollouts import RolloutFeed, prompts_of
 from shoal.runs.run_directory import RunDirectory
 from shoal.strategies import lengths
 from shoal.tasks import Draws
 from shoal.tasks.images import grid, save_png
+from shoal.tasks.policy_gradient import PolicyGradient
+from shoal.worker.interfaces import Feed
 
 Progress = Callable[[str, int, int | None], None]
 StepsOf = Callable[[data.Data], int]
@@ -36,7 +40,7 @@ class Parts(NamedTuple):
     run: Run
     data: data.Data
     engine: Engine
-    feed: data.Feed
+    feed: Feed
 
     @property
     def single(self) -> SingleEngine:
@@ -60,17 +64,32 @@ def assemble(
     trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `given` are live parts
     that a program has brought along.
     """
-    saved = tokenizer_of / "tokenizer" if tokenizer_of else None
+    policy = run.rlhf.policy if run.rlhf is not None else None
+    saved = tokenizer_of / "tokenizer" if tokenizer_of else root_of(policy) / "tokenizer" if policy else None
     source = run.replace(data=run.data.replace(tokenizer=str(saved))) if saved and saved.is_dir() else run
     samples = samples_of(run, given, lambda: data.load(source, progress=progress))
-    task = task_of(run, given, players_of(run, given, samples.info), samples.info)
+    players = players_of(run, given, samples.info)
+    begin(run, players, tokenizer_of)
+    task = task_of(run, given, players, samples.info)
     rank, ranks = (world.rank, world.size) if world else (0, 1)
     torch.manual_seed(run.seed + 1_000_003 * rank)
+    device = choose_device(run.training.device, here.local_rank if here else 0)
+    if isinstance(task, PolicyGradient):
+        return _with_rollouts(run, samples, task, device)
     feed = feed_of(run, samples, part=(rank, ranks))
     steps = lengths.alone(run, feed.batches_per_epoch, ranks) if length is None else length(samples)
-    device = choose_device(run.training.device, here.local_rank if here else 0)
     engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps)
     return Parts(run, samples, engine, feed)
+
+
+def _with_rollouts(run: Run, samples: data.Data, task: PolicyGradient, device: torch.device) -> Parts:
+    """A run whose feed makes its batches with the model itself."""
+    assert run.rlhf is not None
+    assert samples.info.tokenizer is not None
+    ppo = run.rlhf.ppo
+    engine = SingleEngine(run, task, device, ppo.steps * ppo.epochs * ppo.rollout_size // ppo.mini_batch_size)
+    reward = run.rlhf.reward.builder()(run.rlhf.reward, run)
+    return Parts(run, samples, engine, RolloutFeed(run, task, samples.info.tokenizer, *prompts_of(run, samples), reward))
 
 
 def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: tuple[int, int] = (0, 1)) -> data.Feed:
@@ -78,6 +97,8 @@ def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: 
 
     `part`: which of the seat's processes this is, and of how many; together they take `batch_size` samples each.
     """
+    if run.scheduled:  # all seats are stretches of the same order, and positions are those of the whole data
+        seat, shards = 0, 1
     batch_size, seed = run.training.batch_size, run.data.shuffle_seed
     assert batch_size is not None  # derived with the configuration, like the seed
     assert seed is not None
@@ -231,4 +252,7 @@ def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
             folder.mkdir(exist_ok=True)
             (folder / f"step-{step:08d}.txt").write_text(written, encoding="utf-8")
 
+    if isinstance(parts.feed, RolloutFeed):
+        answers = parts.feed
+        return lambda step: answers.write_shown(folder / f"step-{step:08d}.txt")
     return {"images": images, "text": text, "": lambda step: None}[run.chosen_task.shows]

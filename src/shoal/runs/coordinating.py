@@ -17,6 +17,7 @@ from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
 from shoal.coordinator.state import Bounds, Plan
 from shoal.engines import choose_device
+from shoal.engines.experts import expert_blocks
 from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, needed, ranks_of, weight_per_sample
@@ -24,7 +25,7 @@ from shoal.runs.assembly import Parts, Progress, assemble, expect_same_data, tel
 from shoal.runs.checkpoint import find, load_weights
 from shoal.runs.cluster_loop import Agreed, ClusterLoop
 from shoal.runs.cluster_loop import Home as Place
-from shoal.runs.cutting import Extent, listed_workers, tasks_of
+from shoal.runs.cutting import Cut, Extent, listed_workers, tasks_of
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.homes import Home, home_of
 from shoal.runs.inviting import Invitation
@@ -90,8 +91,8 @@ def _coordinating(
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
     plan = plan_of(run, agreed)
-    if run.scheduled:
-        plan = _with_tasks(plan, run, agreed, learner, reporters)
+    for reporter in reporters if run.scheduled and _cut(run, agreed).note else ():
+        reporter.message(_cut(run, agreed).note)
     bounds = plan.bounds._replace(guests=opened.guests)
     plan = plan._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key, bounds=bounds)
     coordinator = Coordinator(plan, agreed.policies, learner)
@@ -138,6 +139,7 @@ def plan_of(run: Run, agreed: Agreed) -> Plan:
         attempts=feed.attempts,
         worker_steps=length.worker_steps,
         spans=agreed.spans,
+        experts=expert_blocks(agreed.parts.single, agreed.policies.expert_cap, run.updates.experts_apart),
         samples_per_batch=run.training.batch_size,
         samples_per_epoch=len(samples) if isinstance(samples, data.Samples) else None,
         weight_per_sample=weight_per_sample(run, samples),
@@ -148,26 +150,23 @@ def plan_of(run: Run, agreed: Agreed) -> Plan:
             sessions=run.coordinator.workers_at_once,
             devices=run.coordinator.devices_per_worker or max(_MOST_DEVICES, ranks_of(run)),
         ),
+        tasks=_cut(run, agreed).tasks if run.scheduled else None,
         listed=listed_workers(run),
     )
 
 
-def _with_tasks(plan: Plan, run: Run, agreed: Agreed, learner: EngineLearner, reporters: list[Reporter]) -> Plan:
+def _cut(run: Run, agreed: Agreed) -> Cut:
     """The data cut into tasks. What a contribution takes on its way decides how much a worker's bandwidth counts."""
-    length, size = agreed.length, learner.vector.numel()
-    travels = codecs.encoded_bytes(run.updates.codec, size) + 4 * size
+    length, size = agreed.length, agreed.parts.engine.vector.numel()
     extent = Extent(
         batches=length.batches_per_epoch or 0,
         grain=length.batches_per_contribution,
-        workers=max(agreed.expected, plan.needed),
+        workers=max(agreed.expected, needed(run)),
         parameters=size,
         vocabulary=agreed.parts.data.info.vocab_size or 0,
-        megabits=8e-6 * travels,
+        megabits=8e-6 * (codecs.encoded_bytes(run.updates.codec, size) + 4 * size),
     )
-    cut = tasks_of(run, extent)
-    for reporter in reporters if cut.note else ():
-        reporter.message(cut.note)
-    return plan._replace(tasks=cut.tasks)
+    return tasks_of(run, extent)
 
 
 def _go_on(loop: ClusterLoop, run: Run, resume: bool, warn: Callable[[str], None]) -> None:

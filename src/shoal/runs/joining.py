@@ -332,10 +332,7 @@ class Share(NamedTuple):
         crew = self.parts.engine.crew
         if self.pieces is not None:
             return self.pieces.at(epoch, position)
-        if self.parts.run.scheduled:  # positions are those of the whole data
-            feed = feed_of(self.parts.run, self.parts.data, part=(crew.rank, crew.size))
-        else:
-            feed = feed_of(self.parts.run, self.parts.data, seat, self.shards, (crew.rank, crew.size))
+        feed = feed_of(self.parts.run, self.parts.data, seat, self.shards, (crew.rank, crew.size))
         _go_to(feed, epoch, -(-position // crew.size))
         return feed
 

@@ -55,7 +55,7 @@ class Loop:
     @property
     def _epochs_are_over(self) -> bool:
         """Whether a stream was read as often as the run is to read it. How many steps that takes is not known beforehand."""
-        epochs = self.run.training.epochs
+        epochs = getattr(self.feed, "epochs", self.run.training.epochs)  # a feed that makes its own batches knows how often
         if epochs is None or self.feed.batches_per_epoch is not None:
             return False
         return self.feed.epoch + self.feed.at_epoch_end >= epochs
@@ -76,7 +76,8 @@ class Loop:
         return step % every == 0
 
     def more_figures(self) -> dict[str, float]:
-        return {}
+        """What the feed has found out about its own batches, where it makes them itself."""
+        return dict(getattr(self.feed, "figures", {}))
 
     def totals(self) -> dict[str, int]:
         return {}

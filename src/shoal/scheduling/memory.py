@@ -49,4 +49,7 @@ def _activations(run: Run, parameters: int, vocabulary: int) -> int:
     heads = getattr(model, "num_heads", None)
     rows = (_ROWS_OF_BLOCK if heads else _ROWS_OF_LSTM) * width
     attention = 2.5 * heads * length if heads else 0
-    return int(_FLOAT * batch * length * (layers * (rows + attention) + width + 2 * vocabulary))
+    blocks = layers * (rows + attention)
+    if run.training.gradient_checkpointing:  # each block keeps its input, and one at a time is computed again
+        blocks = layers * width + rows + attention
+    return int(_FLOAT * batch * length * (blocks + width + 2 * vocabulary))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.models.decoding import Draws, Penalties, Warp, choose, penalised
+from shoal.models.decoding import NO_PENALTIES, Draws, Penalties, Warp, choose, penalised
 from shoal.serve.stages import Stages
 
 _SMALLEST_PIECE = 16
@@ -58,8 +58,8 @@ class Job:
     max_tokens: int
     draws: Draws
     hear: Callable[[Heard], bool]
-    warp: Warp = field(default_factory=Warp)
-    penalties: Penalties = field(default_factory=Penalties)
+    warp: Warp
+    penalties: Penalties = NO_PENALTIES
     eos_ids: frozenset[int] = frozenset()
     top_logprobs: int | None = None
     """How many of the most likely tokens are told with each token; null: no probabilities at all."""

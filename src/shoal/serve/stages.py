@@ -6,7 +6,7 @@ Shapes: B batch, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,16 @@ from shoal.models.cache import mask_of_rows
 
 _LONGEST_UNBOUNDED = 32_768
 """Tokens that a request may have where the model itself has no longest sequence: its cache, or the time to read it, is bounded so."""
+
+
+class Machine(NamedTuple):
+    """One machine that holds layers of the model."""
+
+    name: str
+    parameters: int
+    layers: tuple[int, int] | None = None
+    """The first and the last; null: all of them."""
+    alive: bool = True
 
 
 class Stages(Protocol):
@@ -35,6 +45,10 @@ class Stages(Protocol):
 
     def release(self, request: int) -> None:
         """Forget what is kept of a request."""
+        ...
+
+    def machines(self) -> list[Machine]:
+        """Who holds which layers."""
         ...
 
 
@@ -85,6 +99,9 @@ class OneNode:
         self._lengths.pop(request, None)
         if not any(member in self._lengths for member in self._members):
             self._members, self._joined = [], None
+
+    def machines(self) -> list[Machine]:
+        return [Machine("this machine", sum(parameter.numel() for parameter in self.model.parameters()))]
 
     def _own(self, request: int) -> Any:
         """The request's cache outside the joined one."""

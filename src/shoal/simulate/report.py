@@ -5,10 +5,20 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Curve = list[tuple[float, float]]
 POINTS = 120
 """Points of a curve over the whole time."""
+
+
+class Moment(NamedTuple):
+    """How far a run had come when a version was made."""
+
+    hours: float
+    samples: int
+    bytes: float
+    """Both ways."""
 
 
 @dataclass
@@ -48,6 +58,9 @@ class Report:
     """Hours, and the workers that were there."""
     rates: Curve = field(default_factory=list)
     """Hours, and samples a second."""
+    first: Moment | None = None
+    last: Moment | None = None
+    """When the first and the last version were made: what lies between them holds neither a beginning nor half a round."""
     digest: int = 0
     """Of the ledger: the same settings, machines and seed give the same."""
     violations: list[str] = field(default_factory=list)

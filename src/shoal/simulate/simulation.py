@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from shoal import data
 from shoal.config import Run
 from shoal.errors import ShoalError
 from shoal.runs.agreement import needed, ranks_of
+from shoal.runs.assembly import Parts
 from shoal.runs.cluster_loop import Agreed
 from shoal.runs.coordinating import agree, plan_of
 from shoal.runs.given import NOTHING
@@ -54,7 +57,7 @@ def simulated(run: Run, asked: Asked, look: Callable[[int, World], None] | None)
     there are; `look` is called at each round of scheduling, with its number."""
     count = asked.workers or run.cluster.num_workers or max(1, needed(run))
     agreed, settings = _agreed(run, count), run.simulation
-    step_s = asked.step_s or measured_step_s(agreed)
+    step_s = asked.step_s or measured_step_s(agreed.parts)
     heartbeats_s = settings.heartbeats * settings.heartbeat_interval_s
     rounds_s = settings.scheduling_rounds * settings.scheduling_interval_s
     hours = asked.hours or max(heartbeats_s, rounds_s) / 3600
@@ -94,12 +97,11 @@ def _weather(run: Run, asked: Asked, count: int, step_s: float, hours: float) ->
 def _agreed(run: Run, workers: int) -> Agreed:
     if run.alone:
         raise ShoalError("one worker alone has nobody to simulate: choose a strategy for several workers, as in --set strategy.kind=async")
-    return agree(run, _shards(run, workers), None, None, NOTHING)
+    return agree(run, shards_of(run, data.load(run).train, workers), None, None, NOTHING)
 
 
-def _shards(run: Run, workers: int) -> int:
+def shards_of(run: Run, samples: object, workers: int) -> int:
     """Workers that the data is cut for: as many as are simulated, as far as each has a batch of its own."""
-    samples = data.load(run).train
     if not isinstance(samples, data.Samples):
         return workers
     return max(1, min(workers, len(samples) // (run.training.batch_size or 1)))
@@ -118,13 +120,15 @@ def scenario_of(run: Run, agreed: Agreed, learns: bool) -> Scenario:
     return Scenario(plan._replace(spans=()), policies, Drift(timing.size), timing, run.updates.codec.kind, run.strategy.kind)
 
 
-def measured_step_s(agreed: Agreed) -> float:
+def measured_step_s(parts: Parts) -> float:
     """What a batch takes on this machine: the best of a few, since something else may go on here."""
-    engine, feed, found = agreed.parts.single, agreed.parts.feed, []
+    engine, feed, found = parts.single, parts.feed, []
     for _ in range(_TIMED + 1):
         batch = next(feed)
         began = time.perf_counter()
         engine.gradients([batch])
+        if engine.device.type == "cuda":  # it may not be done with what it was told to compute
+            torch.cuda.synchronize(engine.device)
         found.append(time.perf_counter() - began)
     feed.close()
     return min(found[1:])

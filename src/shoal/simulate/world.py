@@ -15,7 +15,7 @@ from shoal.simulate.learning import Learning, Timing, seeded
 from shoal.simulate.links import Cores, Link
 from shoal.simulate.machines import Machine, Weather
 from shoal.simulate.memory import Desk, Memory
-from shoal.simulate.report import POINTS, Report
+from shoal.simulate.report import POINTS, Moment, Report
 from shoal.simulate.timeline import Timeline
 from shoal.simulate.worker import VirtualWorker
 from shoal.strategies import Policies
@@ -28,7 +28,7 @@ _HEADER_BYTES = 300
 _LONGEST_GOODBYE_S = 60.0
 SERVICE_S = 0.0003
 SERVICE_BYTES_PER_S = 0.7e9
-"""What a question costs a coordinator that does one after the other: measured on two slow cores (`benchmarks/ingest.py`)."""
+"""What a question is taken to cost a coordinator that does one after the other: an estimate for two slow cores, not a measurement."""
 
 
 class Scenario(NamedTuple):
@@ -166,6 +166,9 @@ class World:
     # --- watching ----------------------------------------------------------------------------------------
 
     def published(self, version: Published, replaying: bool) -> None:
+        report = self.report
+        report.last = Moment(self.timeline.now / 3600, self.coordinator.state.samples, report.received_bytes + report.sent_bytes)
+        report.first = report.first or report.last
         if "loss" in version.metrics:
             self._losses = (self._losses[0] + version.weight * version.metrics["loss"], self._losses[1] + version.weight)
 

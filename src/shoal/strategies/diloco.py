@@ -1,7 +1,8 @@
 """DiLoCo: every worker takes many steps alone; an outer optimizer then applies the mean of how far they moved.
 
 Holds: all start a round at the same weights θ₀, and return to them before the outer step; the outer gradient is the mean of θ₀ − θ over the
-workers, weighed by what they learned from. Inner optimizers and their schedule go on through all rounds.
+workers, weighed by what they learned from, or in an expert of a mixture by the tokens that it saw. Inner optimizers and their schedule go
+on through all rounds.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def policies(run: Run, expected: int) -> Policies:
         admission=Discounted() if weighs else Everything(),
         apply=OuterStep(settings.outer, settings.outer_schedule, settings.outer_clip_norm, averages(run)),
         pull=Pulling(blend=settings.overlap_blend if settings.overlap_steps else 1.0),
+        expert_cap=settings.expert_weight_cap,
     )
 
 

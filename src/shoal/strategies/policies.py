@@ -68,6 +68,8 @@ class Policies:
     """How an update moves the weights."""
     pull: Pulling = Pulling()  # noqa: RUF009
     """When a worker takes new weights, and how."""
+    expert_cap: float | None = None
+    """How many times its share in the plain mean a contribution may count in an expert; None: experts are not weighed by their tokens."""
 
     @property
     def pull_every(self) -> int:

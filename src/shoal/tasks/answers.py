@@ -57,6 +57,11 @@ def log_softmax(model: Any, text: Text, temperature: float = 1.0, given: dict[st
         logits_NV = F.linear(model.hidden(text.input_ids_BL, **given)[text.counted_BL], model.output_weight)
     else:
         logits_NV = model(text.input_ids_BL, **given)[text.counted_BL]
+    return at_temperature(logits_NV, temperature)
+
+
+def at_temperature(logits_NV: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities at a temperature, in float32 at least."""
     return (logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature).log_softmax(-1)
 
 

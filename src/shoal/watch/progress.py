@@ -15,7 +15,7 @@ from rich.text import Text
 from shoal.runs.recorder import Recorder, Reporter
 from shoal.watch import classroom
 
-_LOUD = ("loss", "accuracy", "perplexity", "discriminator_loss", "generator_loss", "discriminator_accuracy", "epsilon")
+_LOUD = ("loss", "accuracy", "perplexity", "discriminator_loss", "generator_loss", "discriminator_accuracy", "epsilon", "score", "kl")
 
 
 def figures(record: dict[str, Any]) -> str:

@@ -210,7 +210,7 @@ class Worker:
         if self.feed is not feed:  # the coordinator gave the worker another place at the data meanwhile: this is another's to send
             return None
         pace = Pace(self.courier.round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
-        overlaps = not self._at_its_end and may_overlap(self.policies, self.producer.overlap, pace)
+        overlaps = not self._is_through and may_overlap(self.policies, self.producer.overlap, pace)
         soon = self._step_s < _SOON_S and (self.policies.contribution.own_steps or not overlaps)
         self._send(made, frames, soon and not self.policies.contribution.alone)
         if not overlaps:
@@ -218,8 +218,8 @@ class Worker:
         return None
 
     @property
-    def _at_its_end(self) -> bool:
-        """Whether this was the last batch of the worker's task: what comes next is for the coordinator to say."""
+    def _is_through(self) -> bool:
+        """Whether the worker's place at the data ends here: what comes next is for the coordinator to say."""
         until = self.protocol.until
         return until is not None and self.feed.state_dict()["position"] >= until
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from shoal.config.fields import NonNegativeFloat, Port, PositiveFloat, PositiveInt, PositiveShare, Section
+from shoal.config.fields import NonNegativeFloat, Port, PositiveFloat, PositiveInt, PositiveShare, Secret, Section
 
 
 class Greedy(Section):
@@ -74,5 +74,11 @@ class Serving(Section):
     """Port of the HTTP API."""
     page_port: Port = 5050
     """Port of the chat page."""
+    api_key: Secret | None = None
+    """What clients must show; better in the environment as SHOAL_API_KEY. Null: only this machine may ask."""
+    max_running: PositiveInt = 8
+    """Answers that are written at once; each has a cache of its own."""
+    max_waiting: PositiveInt = 64
+    """Answers that may wait for a place; more are told to come again."""
     request_timeout_s: PositiveFloat = 300.0
     """Longest time a request may take."""

@@ -3,7 +3,17 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from shoal.config.fields import EMPTY, Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Section
+from shoal.config.fields import (
+    EMPTY,
+    AtLeastOne,
+    Decay,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Section,
+)
 from shoal.config.parts import Part
 from shoal.config.schema.training import OptimizerName
 
@@ -19,6 +29,16 @@ class Strategy(Part, noun="strategy"):
     """Whether a scheduler can tell workers after every step which task to go on with."""
     leases_units: ClassVar[bool] = False
     """Whether workers lease units of the data, so that every sample of an epoch is learned from, or given up by name."""
+
+    @property
+    def weighs_experts(self) -> bool:
+        """Whether an expert's update is weighed by the tokens that it saw, so that workers report those."""
+        return False
+
+    @classmethod
+    def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
+        """Settings of this strategy that `shoal plan` tries for so many workers, besides the kind; none: it tries something else."""
+        return ()
 
 
 class Local(Strategy):
@@ -43,6 +63,10 @@ class WorkUnits(Strategy, built_by="shoal.strategies.workunits:policies"):
     max_retries: PositiveInt = 3
     """Attempts at a unit, in all, before it is given up."""
 
+    @classmethod
+    def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
+        return ({"units_per_update": workers},)
+
 
 class Edp(Strategy, built_by="shoal.strategies.edp:policies"):
     """Elastic and asynchronous: every gradient is applied on arrival, weighted by 1/(1+lag)."""
@@ -56,6 +80,10 @@ class Edp(Strategy, built_by="shoal.strategies.edp:policies"):
     look_ahead: bool | None = None
     """As under async; null: where workers pull at every step. Between pulls their own steps lead them elsewhere."""
 
+    @classmethod
+    def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
+        return ({"pull_every_steps": 1}, {"pull_every_steps": 10})
+
 
 class SyncPs(Strategy, built_by="shoal.strategies.syncps:policies"):
     """Synchronous parameter server: a round closes when every live worker has sent, or at the deadline."""
@@ -68,6 +96,10 @@ class SyncPs(Strategy, built_by="shoal.strategies.syncps:policies"):
     """Seconds after the first contribution at which a round closes without the late ones."""
     window: PositiveInt = 1
     """Rounds a worker may be ahead of the slowest before it waits; 1 is a strict barrier."""
+
+    @classmethod
+    def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
+        return ({},)
 
 
 class Async(Strategy, built_by="shoal.strategies.asynchronous:policies"):
@@ -94,6 +126,10 @@ class Async(Strategy, built_by="shoal.strategies.asynchronous:policies"):
 
     It changes the result: it halves what lag costs. Files of dialects, whose documents know nothing of it, have it off unless told.
     """
+
+    @classmethod
+    def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
+        return ({}, {"contributions_per_update": workers}) if workers > 1 else ({},)
 
 
 class OuterOptimizer(Section):
@@ -140,3 +176,21 @@ class DiLoCo(Strategy, built_by="shoal.strategies.diloco:policies"):
     """Steps that a worker goes on while what it sent is on its way; 0: it waits."""
     overlap_blend: PositiveShare = 0.5
     """Share of the new weights in the worker's own, where it went on meanwhile; else they replace them."""
+    expert_weight_cap: AtLeastOne | None = None
+    """In a mixture, each expert's outer gradient is weighed by the tokens that it saw at a worker, which the worker reports.
+
+    No contribution counts more in an expert than this many times its share in the plain mean. null: the plain mean.
+    """
+
+    @property
+    def weighs_experts(self) -> bool:
+        return self.expert_weight_cap is not None
+
+    @classmethod
+    def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
+        plain = tuple({"inner_steps": steps} for steps in (1, 10, 50, 100, 500))
+        if workers < 3:  # one of two is no quorum: each update would be one worker's
+            return plain
+        quorum = {"quorum": workers * 3 // 4, "late": "weigh"}
+        uneven = tuple({"inner_steps": steps, **other} for steps in (50, 500) for other in ({"balance_speeds": True}, quorum))
+        return plain + uneven

@@ -84,11 +84,12 @@ class Dpo(Task, built_by="shoal.tasks.dpo:build"):
     """How probable it is that a pair is the wrong way round; below 0.5."""
 
 
-class PpoTask(Task):
-    """Reinforcement learning from feedback."""
+class PpoTask(Task, built_by="shoal.tasks.policy_gradient:build"):
+    """Reinforcement learning from feedback: the section `rlhf` says how."""
 
     kind: Literal["ppo"] = "ppo"
     needs = "prompts"
+    drops = False
     shows = "text"
     does = "writes text"
     pipeline = "text-generation"

@@ -85,6 +85,8 @@ class Aggregation(Part, noun="aggregation rule"):
 
     withstands: ClassVar[tuple[int, int] | None] = None
     """a and b of the a·f + b contributions that withstand f false ones, where `byzantine` is f; None: one contribution is enough."""
+    by_column: ClassVar[bool] = False
+    """Whether each number of the update follows from the same number of the contributions alone."""
     works_from: ClassVar[int] = 1
     """Contributions from different workers from which on it withstands a false one. With fewer it works, and is no more than the mean."""
 
@@ -93,12 +95,14 @@ class Mean(Aggregation, built_by="shoal.updates.rules:by_mean"):
     """The mean, weighted by samples. One false contribution can move it anywhere."""
 
     kind: Literal["mean"] = "mean"
+    by_column = True
 
 
 class TrimmedMean(Aggregation, built_by="shoal.updates.rules:by_trimmed_mean"):
     """The mean without the extremes, per coordinate."""
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"
+    by_column = True
     works_from = 3
     trim_ratio: Share = 0.3
     """Share that is dropped, half of it at each end; never fewer than one at each end from three contributions on. 0: none."""
@@ -108,6 +112,7 @@ class Median(Aggregation, built_by="shoal.updates.rules:by_median"):
     """The middle value, per coordinate."""
 
     kind: Literal["median"] = "median"
+    by_column = True
     works_from = 3
 
 
@@ -219,6 +224,11 @@ class Updates(Section):
     """Share of a worker's earlier contributions in what the rule sees; null: 0.9 for top-k updates under a rule that compares, else 0.
 
     Two workers' largest 1 % hardly overlap, so that a rule which compares coordinates would see zeros; with a memory it sees directions.
+    """
+    experts_apart: bool = False
+    """In a mixture, the rule looks at each expert by itself and at everything else together, not at whole contributions.
+
+    It then finds what is false in one expert only. A radius (centered-clipping) is that of each part.
     """
     below_quorum: Literal["wait", "stop"] = "wait"
     """When too few workers are left for the aggregation rule."""

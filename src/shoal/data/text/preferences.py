@@ -128,23 +128,32 @@ def _split(chosen: str, rejected: str) -> Pair:
     return Pair(chosen[:at], chosen[at:], rejected[at:])
 
 
-def read_prompts(path: str | Path) -> list[str]:
-    """Prompts, one a line, or JSON objects with a field `prompt`."""
+class Prompt(NamedTuple):
+    """What an answer is asked for, and the right one where the file has it."""
+
+    text: str
+    answer: str | None = None
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Prompts, one a line, or JSON objects with a field `prompt` and perhaps an `answer`."""
     prompts = [prompt for file in find_files(Path(path).expanduser()) for prompt in _prompts(file)]
     if not prompts:
         raise ShoalError(f"there are no prompts in {path}")
     return prompts
 
 
-def _prompts(file: Path) -> list[str]:
+def _prompts(file: Path) -> list[Prompt]:
     with open_file(file) as content:
         if not is_rows(file):
-            return [line for line in decode(content.read(), str(file)).splitlines() if line.strip()]
+            return [Prompt(line) for line in decode(content.read(), str(file)).splitlines() if line.strip()]
         return [_prompt(row, where) for row, where, _, _ in read_rows(file, content)]
 
 
-def _prompt(row: dict[str, object], where: str) -> str:
-    prompt = row.get(_PROMPT)
+def _prompt(row: dict[str, object], where: str) -> Prompt:
+    prompt, answer = row.get(_PROMPT), row.get("answer")
+    if isinstance(prompt, list):
+        prompt = _dialogue(prompt, _PROMPT, where) + _TURN
     if not isinstance(prompt, str) or not prompt:
         raise ShoalError(f"{where}: `{_PROMPT}` must be a text: the fields are {', '.join(f'`{key}`' for key in row)}")
-    return prompt
+    return Prompt(prompt, None if answer is None else str(answer))

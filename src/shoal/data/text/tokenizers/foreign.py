@@ -20,5 +20,14 @@ class Foreign(ABC):
     def encode(self, text: str) -> list[int]:
         return [int(i) for i in self.encode_batch([text])[0]]
 
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """What the library itself puts before every text. Training in Shoal adds nothing; a model from elsewhere expects it."""
+        plain, marked = self.encode("a"), self._with_specials("a")
+        return tuple(marked[: marked.index(plain[0])]) if plain and plain[0] in marked else ()
+
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
+
+    @abstractmethod
+    def _with_specials(self, text: str) -> list[int]: ...

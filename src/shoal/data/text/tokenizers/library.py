@@ -51,6 +51,10 @@ class LibraryTokenizer(Foreign):
         encodings: list[Any] = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return encodings
 
+    def _with_specials(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text

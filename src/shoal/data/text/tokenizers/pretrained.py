@@ -27,6 +27,10 @@ class PretrainedTokenizer(Foreign):
         encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
 
+    def _with_specials(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        return ids
+
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
         return text

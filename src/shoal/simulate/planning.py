@@ -1,0 +1,273 @@
+"""Which settings suit a model and some machines: candidates are simulated, for times and bytes only, and the best is named with the reason.
+
+A coarse pass simulates every strategy for a short time; a fine one simulates the fastest of them for longer, with other codecs and batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from shoal.config import Run
+from shoal.config.load import Loaded
+from shoal.config.machines import MachineKind
+from shoal.config.problems import errors
+from shoal.config.refusals import refusals
+from shoal.config.schema.strategy import Strategy
+from shoal.errors import ShoalError
+from shoal.runs.cluster_loop import Agreed
+from shoal.simulate.machines import Machine, listed
+from shoal.simulate.report import Report
+from shoal.simulate.simulation import scenario_of
+from shoal.simulate.sketch import Sketch, fitting, machines_of
+from shoal.simulate.world import World
+from shoal.updates import codecs
+
+CODECS = ("none", "fp16", "int8", "int4")
+"""From what loses nothing to what loses most. The last is for updates that many steps made."""
+_COARSE = ("none", "int8")
+_MANY_STEPS = 50
+_NEAR = 0.95
+"""Candidates with at least this share of the best throughput count as equally fast: a simulation is no better than that."""
+_FINEST = 3
+"""Candidates of the coarse pass that the fine one looks at more closely."""
+_CONTRIBUTIONS = {"coarse": 120, "fine": 400}
+"""Contributions that a simulation has, where the slowest machine has sent three by then."""
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
+
+Settings = Mapping[str, Any]
+Variant = Callable[[Settings], Loaded]
+Progress = Callable[[int, int, str], None]
+
+
+class Candidate(NamedTuple):
+    """Settings that may suit."""
+
+    strategy: tuple[tuple[str, Any], ...]
+    """Of the strategy, its kind first."""
+    codec: str
+    batch: int
+
+    def settings(self, workers: int) -> dict[str, Any]:
+        """What it changes. The machines that are planned for take the place of those that the settings list."""
+        own = {f"strategy.{name}": value for name, value in self.strategy}
+        machines = {"cluster.num_workers": workers, "cluster.workers": []}
+        return own | machines | {"updates.codec.kind": self.codec, "training.batch_size": self.batch}
+
+    def __str__(self) -> str:
+        (_, kind), *others = self.strategy
+        return " ".join([kind, *(f"{name}={value}" for name, value in others)])
+
+
+class Prediction(NamedTuple):
+    """What a candidate would do."""
+
+    candidate: Candidate
+    loaded: Loaded
+    workers: int
+    samples_per_s: float
+    bytes_per_sample: float
+    apart: float
+    """Batches, of the size that was written, that a worker learns from before it knows what the others learned meanwhile."""
+    samples: int
+    """Of the whole run."""
+    memory_gb: float
+    price_per_hour: float
+    order: int
+    """Its place among all that were tried."""
+
+    @property
+    def hours(self) -> float:
+        return self.samples / self.samples_per_s / 3600
+
+    @property
+    def bytes(self) -> float:
+        return self.bytes_per_sample * self.samples
+
+    @property
+    def cost(self) -> float:
+        return self.price_per_hour * self.hours
+
+
+class Planned(NamedTuple):
+    """What came of it."""
+
+    predictions: list[Prediction]
+    """The fastest first."""
+    first: Prediction
+    reason: str
+    refused: dict[str, str]
+    """Candidates that cannot be run, and why."""
+    alone: tuple[str, float]
+    """The machine that is fastest by itself, and its samples a second without a coordinator."""
+
+
+def plan(found: Sketch, kinds: dict[str, MachineKind], variant: Variant, progress: Progress, seed: int = 0) -> Planned:
+    """Try what may suit. Raises ShoalError where nothing can be run. `variant` gives the run with some settings changed."""
+    kinds = fitting(found, _with_batch(found, 1), kinds)
+    planner = _Planner(found, kinds, variant, progress, seed)
+    planner.try_all(list(_coarse(found, kinds)), "coarse")
+    planner.try_all(list(_fine(planner.ranked(), found, kinds)), "fine")
+    ranked = planner.ranked()
+    if not ranked:
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(planner.refused.items())[:3])
+        raise ShoalError(f"no strategy can train this on these machines. {why}")
+    first = chosen(ranked)
+    return Planned(ranked, first, reason_for(first, ranked), planner.refused, _alone(found, kinds))
+
+
+def _alone(found: Sketch, kinds: dict[str, MachineKind]) -> tuple[str, float]:
+    run = _with_batch(found, _largest_batch(found, kinds, 1))
+    rates = {name: (run.training.batch_size or 1) / found.step_s(run, kind) for name, kind in fitting(found, run, kinds).items()}
+    name = max(rates, key=lambda one: rates[one])
+    return name, rates[name]
+
+
+class _Planner:
+    def __init__(self, found: Sketch, kinds: dict[str, MachineKind], variant: Variant, progress: Progress, seed: int) -> None:
+        self._found, self._kinds, self._variant, self._progress, self._seed = found, kinds, variant, progress, seed
+        self._predictions: dict[Candidate, Prediction] = {}
+        self.refused: dict[str, str] = {}
+
+    def ranked(self) -> list[Prediction]:
+        return sorted(self._predictions.values(), key=lambda one: -one.samples_per_s)
+
+    def try_all(self, candidates: list[Candidate], depth: str) -> None:
+        for number, candidate in enumerate(candidates):
+            self._progress(number + 1, len(candidates), f"{depth}: {candidate}, codec {candidate.codec}, batch {candidate.batch}")
+            try:
+                self._predictions[candidate] = self._predict(candidate, _CONTRIBUTIONS[depth])
+            except ShoalError as error:
+                self.refused[str(candidate)] = _first_reason(error)
+
+    def _predict(self, candidate: Candidate, contributions: int) -> Prediction:
+        found = self._found
+        workers = sum(kind.count for kind in self._kinds.values())
+        loaded = self._variant(candidate.settings(workers))
+        run = loaded.run  # raises ConfigError where the settings do not go together
+        there = fitting(found, run, self._kinds)
+        machines = machines_of(found, run, there)
+        if not machines:
+            raise ShoalError(f"with a batch of {candidate.batch} it fits no machine: it needs {found.memory(run).gb:.3g} GB")
+        if len(machines) != workers:
+            loaded = self._variant(candidate.settings(len(machines)))
+            run = loaded.run
+        if refused := errors(refusals(loaded, packages="warning")):
+            raise ShoalError(refused[0].message)
+        agreed = found.agreed(run, len(machines))
+        span_s = _span_s(found, agreed, loaded, machines, contributions)
+        report = World(scenario_of(run, agreed, learns=False), listed(machines), span_s / 3600, self._seed).run()
+        price = sum(kind.count * kind.price_per_hour for kind in there.values())
+        order = self._predictions[candidate].order if candidate in self._predictions else len(self._predictions)
+        rate, each = _steady(report)
+        apart = _apart(report, agreed, len(machines)) * candidate.batch / (found.run.training.batch_size or 1)
+        samples = report.samples if report.finished else _batches_of(agreed) * candidate.batch
+        return Prediction(candidate, loaded, len(machines), rate, each, apart, samples, found.memory(run).gb, price, order)
+
+
+def _first_reason(error: ShoalError) -> str:
+    problems = errors(getattr(error, "problems", ()))
+    return problems[0].message if problems else str(error)
+
+
+# --- what is tried ------------------------------------------------------------------------------------
+
+
+def _coarse(found: Sketch, kinds: dict[str, MachineKind]) -> Iterator[Candidate]:
+    workers, batch = sum(kind.count for kind in kinds.values()), _largest_batch(found, kinds, 1)
+    for name, section in Strategy.kinds.items():
+        for settings in section.worth_trying(workers):
+            for codec in _COARSE:
+                yield Candidate((("kind", name), *settings.items()), codec, batch)
+
+
+def _fine(ranked: list[Prediction], found: Sketch, kinds: dict[str, MachineKind]) -> Iterator[Candidate]:
+    """The fastest strategies, and those that are as fast and nearer together: with other codecs, and batches that all machines bear."""
+    near = [one for one in ranked if one.samples_per_s >= _NEAR * ranked[0].samples_per_s]
+    best = [*sorted(near, key=_faithful)[:_FINEST], *ranked[:_FINEST]]
+    seen = set[Candidate]()
+    for one in best:
+        base = one.candidate
+        steps = dict(base.strategy).get("inner_steps", 1)
+        others = [codec for codec in CODECS if codec != CODECS[-1] or steps >= _MANY_STEPS]
+        batches = [base._replace(batch=batch) for batch in _batches(found, kinds)]
+        for candidate in [base, *(base._replace(codec=codec) for codec in others), *batches]:
+            if candidate not in seen:
+                seen.add(candidate)
+                yield candidate
+
+
+def _batches(found: Sketch, kinds: dict[str, MachineKind]) -> list[int]:
+    """Twice the batch; and where the batch does not fit everywhere, the largest one that does."""
+    batch, everywhere = found.run.training.batch_size or 1, _largest_batch(found, kinds, len(kinds))
+    return [2 * batch] if everywhere == batch else [everywhere]
+
+
+def _largest_batch(found: Sketch, kinds: dict[str, MachineKind], least: int) -> int:
+    """The batch of the settings, or the half, the quarter … of it with which training fits so many kinds of machines."""
+    batch = found.run.training.batch_size or 1
+    while batch > 1 and len(fitting(found, _with_batch(found, batch), kinds)) < least:
+        batch //= 2
+    return batch
+
+
+def _with_batch(found: Sketch, batch: int) -> Run:
+    run: Run = found.run.replace(training=found.run.training.replace(batch_size=batch))
+    return run
+
+
+# --- what a simulation tells --------------------------------------------------------------------------
+
+
+def _span_s(found: Sketch, agreed: Agreed, loaded: Loaded, machines: list[Machine], contributions: int) -> float:
+    """Virtual seconds: some rounds of the slowest machine, fewer where the others send much meanwhile."""
+    size, batches = found.parameters, agreed.length.batches_per_contribution
+    bits = 8.0 * (codecs.encoded_bytes(loaded.run.updates.codec, size) + 4 * size)
+    takes = [one.step_s * batches + bits / (1e6 * (one.link.mbit_per_s or 1e6)) + one.link.round_trip_ms / 500 for one in machines]
+    slowest, together = max(takes), sum(1 / one for one in takes)
+    return max(_LEAST_ROUNDS * slowest, min(_MOST_ROUNDS * slowest, contributions / together))
+
+
+def _steady(report: Report) -> tuple[float, float]:
+    """Samples a second, and bytes for each, from the first version to the last. Raises ShoalError where nothing was learned."""
+    first, last = report.first, report.last
+    if first is None or last is None or not report.samples:
+        raise ShoalError("no update was made in the time in which the slowest machine sends three")
+    if last.samples == first.samples or last.hours == first.hours:
+        return report.samples_per_s, (report.received_bytes + report.sent_bytes) / report.samples
+    learned = last.samples - first.samples
+    return learned / (3600 * (last.hours - first.hours)), (last.bytes - first.bytes) / learned
+
+
+def _apart(report: Report, agreed: Agreed, workers: int) -> float:
+    each = agreed.length.batches_per_contribution
+    return each * (1 + report.mean_lag * report.accepted / max(1, report.versions) / workers)
+
+
+def _batches_of(agreed: Agreed) -> int:
+    """Batches of the whole run."""
+    length = agreed.length
+    return length.batches or length.steps * length.batches_per_step
+
+
+# --- the choice ---------------------------------------------------------------------------------------
+
+
+def _faithful(one: Prediction) -> tuple[float, int, int]:
+    return round(one.apart), CODECS.index(one.candidate.codec), one.order
+
+
+def chosen(ranked: list[Prediction]) -> Prediction:
+    """Of those that are about as fast as the fastest: the one that is nearest to the learning of one machine, then the one whose codec
+    loses least. Throughput is no learning: workers that go far apart need more samples for the same loss."""
+    near = [one for one in ranked if one.samples_per_s >= _NEAR * ranked[0].samples_per_s]
+    return min(near, key=_faithful)
+
+
+def reason_for(first: Prediction, ranked: list[Prediction]) -> str:
+    fastest = ranked[0]
+    if first is fastest:
+        others = [one for one in ranked if one.samples_per_s >= _NEAR * fastest.samples_per_s]
+        return "it is the fastest" + (", and of those that are about as fast its workers are least apart" if len(others) > 1 else "")
+    share = first.samples_per_s / fastest.samples_per_s
+    return f"it has {share:.0%} of the throughput of the fastest, and of those that are about as fast its workers are least apart"

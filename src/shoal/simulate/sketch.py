@@ -1,0 +1,113 @@
+"""A run whose networks have shapes and no numbers: how large it is, what it needs, and how it goes on given machines."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from shoal import data, strategies
+from shoal.config import Run
+from shoal.config.machines import MachineKind
+from shoal.engines import SingleEngine
+from shoal.errors import ShoalError
+from shoal.runs.agreement import extent_of
+from shoal.runs.assembly import Parts, feed_of
+from shoal.runs.cluster_loop import Agreed
+from shoal.runs.given import NOTHING, players_of, task_of
+from shoal.scheduling import memory
+from shoal.simulate.machines import CALM, Machine
+from shoal.simulate.simulation import shards_of
+
+_PASSES = 6
+"""Operations for each weight and token: two forward, four backward."""
+
+
+class Sketch(NamedTuple):
+    """What is the same whatever the strategy, the codec and the batch are."""
+
+    run: Run
+    parts: Parts
+
+    @property
+    def parameters(self) -> int:
+        return self.parts.single.vector.numel()
+
+    def agreed(self, run: Run, workers: int) -> Agreed:
+        """What so many workers of a run would agree on. Raises ShoalError where the settings and the data do not fit."""
+        samples = self.parts.data
+        expected = shards_of(run, samples.train, workers)
+        policies = strategies.of(run, expected)
+        length = policies.length(extent_of(run, samples, expected))
+        return Agreed(self.parts, policies, length, (), expected)
+
+    def memory(self, run: Run) -> memory.Memory:
+        return memory.of_training(run, self.parameters, self.parts.data.info.vocab_size or 0)
+
+    def step_s(self, run: Run, kind: MachineKind) -> float:
+        """Seconds that a batch takes on a machine. A batch of twice the size takes twice as long."""
+        if kind.steps_per_s is not None:
+            return (run.training.batch_size or 1) / (self.run.training.batch_size or 1) / kind.steps_per_s
+        assert kind.flops is not None  # else the file was refused
+        return self.operations(run) / kind.flops
+
+    def operations(self, run: Run) -> float:
+        """What a batch takes to compute. Raises ShoalError for convolutions, which use a weight at every place of an image."""
+        if any(value.dim() > 3 for player in self.parts.engine.task.players.values() for value in player.parameters()):
+            raise ShoalError("the model has convolutions, so what a batch takes does not follow from its size: give steps_per_s, not flops")
+        tokens = run.data.sequence_length or getattr(run.model, "max_seq_len", None) or 1
+        again = 4 / 3 if run.training.gradient_checkpointing else 1.0
+        return again * _PASSES * self.parameters * tokens * (run.training.batch_size or 1)
+
+
+def sketch(run: Run) -> Sketch:
+    """Read the data, and lay out the networks without their numbers: so a model that fits nowhere here can be planned, too."""
+    samples = data.load(run)
+    with torch.device("meta"):
+        task = task_of(run, NOTHING, players_of(run, NOTHING, samples.info), samples.info)
+        engine = SingleEngine(run, task, torch.device("meta"), 1)
+    return Sketch(run, Parts(run, samples, engine, feed_of(run, samples)))
+
+
+def machines_of(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> list[Machine]:
+    """The machines one by one, as a simulation has them. They are there from the beginning."""
+    made = []
+    for name, kind in kinds.items():
+        link = CALM._replace(round_trip_ms=kind.latency_ms, mbit_per_s=kind.bandwidth_mbps)
+        names = [name] if kind.count == 1 else [f"{name}-{number + 1}" for number in range(kind.count)]
+        made += [Machine(one, found.step_s(run, kind), link, start_s=0.0) for one in names]
+    return made
+
+
+def fitting(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> dict[str, MachineKind]:
+    """The machines whose memory is large enough to train this."""
+    needs_gb = found.memory(run).gb
+    return {name: kind for name, kind in kinds.items() if kind.memory_gb is None or needs_gb <= kind.memory_gb}
+
+
+def what_would_fit(found: Sketch, run: Run, memory_gb: float) -> list[str]:
+    """What would let a machine with so much memory train the model, for people: one way on each line."""
+    training, ways = run.training, list[str]()
+    batches = [training.batch_size or 1]
+    while batches[-1] > 1:
+        batches.append(batches[-1] // 2)
+    for checkpointing in (False, True) if found.memory(run).activations and getattr(run.model, "num_layers", None) else (False,):
+        for batch in batches:
+            tried = training.replace(batch_size=batch, gradient_checkpointing=checkpointing or training.gradient_checkpointing)
+            if (needs := found.memory(run.replace(training=tried)).gb) <= memory_gb:
+                switched = "training.gradient_checkpointing=true and " if checkpointing and not training.gradient_checkpointing else ""
+                ways.append(f"{switched}training.batch_size={batch}: {needs:.3g} GB")
+                break
+    return ways or _in_parts(found, run, memory_gb)
+
+
+def _in_parts(found: Sketch, run: Run, memory_gb: float) -> list[str]:
+    """Several devices share weights, gradients and the optimizer; each keeps the activations of its own batch."""
+    least = found.memory(run.replace(training=run.training.replace(batch_size=1)))
+    room, shared = memory_gb - least.activations / 1e9, least.gb - least.activations / 1e9
+    whole = f"a machine with {least.gb:.3g} GB, with training.batch_size=1"
+    if room <= 0:
+        return [whole]
+    devices = max(2, math.ceil(shared / room))
+    return [f"engine.kind=fsdp over {devices} devices of {memory_gb:.3g} GB, with training.batch_size=1", whole]

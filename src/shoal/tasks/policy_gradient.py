@@ -1,0 +1,127 @@
+"""A policy learns from its own answers: tokens with an advantage become more probable, but not by more than a little at a time (PPO).
+
+What an answer was worth is decided where it was made (`runs/rollouts.py`); a batch holds the answers with what was found out there.
+
+Shapes: B answers, L tokens of prompt and answer, T tokens of the longest answer (the last T of L), N tokens that count, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.config import Run
+from shoal.config.schema import task as schema
+from shoal.config.schema.rlhf import Rlhf
+from shoal.tasks.answers import Text, as_used, at_temperature, chosen, given_to, log_softmax, spread, with_auxiliary
+from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
+
+
+def build(task: schema.PpoTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> PolicyGradient:
+    return PolicyGradient(players, run.rlhf or Rlhf())
+
+
+class Scored(NamedTuple):
+    """What a policy says of the answers in a batch."""
+
+    log_probs_BT: Tensor
+    entropy_BT: Tensor
+    values_BT: Tensor | None
+
+
+class PolicyGradient:
+    """All losses are means over the tokens of answers. With a value network of its own there are two, else one sum."""
+
+    headline = "score"
+    higher_is_better = True
+
+    def __init__(self, players: dict[str, nn.Module], settings: Rlhf) -> None:
+        self.players, self.settings, self.ppo = players, settings, settings.ppo
+        self.approximate_kl: Tensor = torch.zeros(())
+        """How far the policy has moved from the one that gave the last batch's answers, in nats per token."""
+
+    def count(self, batch: Batch) -> int:
+        return int(Text.of(batch).counted_BL.sum())
+
+    def compile(self) -> None:
+        for player in self.players.values():
+            player.compile()
+
+    def losses(self, batch: Batch) -> Iterator[Loss]:
+        model, text = self.players["model"], Text.of(batch)
+        given, width = given_to(model, text), batch["log_probs"].shape[1]
+        real_BT = text.counted_BL[:, -width:]
+        with as_used(*self.players.values()):
+            scored = self.scored(text, width, given)
+        loss, metrics = self.policy_loss(scored, batch, real_BT)
+        if scored.values_BT is not None:
+            value_loss = self.value_loss(scored.values_BT, batch, real_BT)
+            metrics["value_loss"] = value_loss
+            loss = loss + self.ppo.value_weight * value_loss
+        yield Loss("model", with_auxiliary(loss, metrics, [given]), metrics)
+        if "value" in self.players:
+            with as_used(self.players["value"]):
+                value_loss = self.value_loss(self.values(text, width), batch, real_BT)
+            yield Loss("value", self.ppo.value_weight * value_loss, {"value_loss": value_loss})
+
+    def scored(self, text: Text, width: int, given: dict[str, Any] | None = None) -> Scored:
+        """One pass of the policy: log-probabilities and entropies, and values where it predicts them itself."""
+        model: Any = self.players["model"]
+        given = given_to(model, text) if given is None else given
+        if not hasattr(model, "value_head"):
+            log_p_NV, values_BT = log_softmax(model, text, self.ppo.temperature, given), None
+        else:
+            hidden_BLD = model.hidden(text.input_ids_BL, **given)
+            log_p_NV = at_temperature(F.linear(hidden_BLD[text.counted_BL], model.output_weight), self.ppo.temperature)
+            values_BT = model.value_head(hidden_BLD[:, -width:])
+        entropy_BL = spread(-(log_p_NV.exp() * log_p_NV).sum(-1), text)
+        return Scored(chosen(log_p_NV, text)[:, -width:], entropy_BL[:, -width:], values_BT)
+
+    def values(self, text: Text, width: int) -> Tensor | None:
+        """What the rest of each answer is expected to bring, before each of its tokens [B, T]; None: nobody predicts it."""
+        if "value" not in self.players:
+            return self.scored(text, width).values_BT
+        value = self.players["value"]
+        values_BL: Tensor = value(text.input_ids_BL, **given_to(value, text))
+        return values_BL[:, -width:]
+
+    def policy_loss(self, scored: Scored, batch: Batch, real_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The smaller of the two gains: with the ratio of the probabilities as it is, and clipped."""
+        change_BT, advantages_BT = scored.log_probs_BT - batch["log_probs"], batch["advantages"]
+        ratio_BT = change_BT.exp()
+        plain_BT = -advantages_BT * ratio_BT
+        clipped_BT = -advantages_BT * ratio_BT.clamp(1 - self.ppo.clip_range, 1 + self.ppo.clip_range)
+        entropy = over(scored.entropy_BT, real_BT)
+        loss = over(torch.maximum(plain_BT, clipped_BT), real_BT)
+        self.approximate_kl = over(ratio_BT - 1 - change_BT, real_BT).detach()
+        metrics = {
+            "policy_loss": loss,
+            "entropy": entropy,
+            "clip_share": over((clipped_BT > plain_BT).float(), real_BT),
+            "approximate_kl": self.approximate_kl,
+        }
+        return loss - self.ppo.entropy_weight * entropy, metrics
+
+    def value_loss(self, values_BT: Tensor | None, batch: Batch, real_BT: Tensor) -> Tensor:
+        """Half the squared error, or that of a value which moved no further than the clip range, whichever is larger."""
+        assert values_BT is not None
+        before_BT, returns_BT, reach = batch["values"], batch["returns"], self.ppo.value_clip_range
+        near_BT = torch.minimum(torch.maximum(values_BT, before_BT - reach), before_BT + reach)
+        return 0.5 * over(torch.maximum((values_BT - returns_BT).square(), (near_BT - returns_BT).square()), real_BT)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """The means over answers to held-out prompts: each batch has figures of some answers, by name."""
+        mean = Mean()
+        for batch in batches:
+            mean.add({name: values.float().mean() for name, values in batch.items()}, len(next(iter(batch.values()))))
+        return mean.result()
+
+
+def over(values_BT: Tensor, real_BT: Tensor) -> Tensor:
+    """The mean over the tokens that count. What stands elsewhere has no part in it, nor in its gradient."""
+    return torch.where(real_BT, values_BT, 0.0).sum() / real_BT.sum().clamp(min=1)

@@ -1,0 +1,135 @@
+"""Contributions to a mixture of experts: what each worker's tokens taught one expert is weighed, or compared, by itself.
+
+Holds: an expert is a few stretches of the vector, one in each stacked tensor of its layer. In no expert does a contribution count more
+than `cap` times its share in the plain mean, whatever its worker says of the tokens.
+
+Shapes: N contributions, L layers, E experts of a layer, X = L · E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.config.schema import updates as schema
+from shoal.updates.fragments import Span
+from shoal.updates.rules import combine, mean_of_vectors
+
+
+class ExpertBlocks(NamedTuple):
+    """Where the experts of a mixture lie in the vector, and what workers report of them."""
+
+    spans_X: tuple[tuple[Span, ...], ...]
+    """The stretches of each expert, layer after layer."""
+    layers: int
+    per_token: int
+    """Experts that a token chooses in a layer."""
+    loads_at: int = 0
+    """Where the reported loads begin in what a worker sends beside its update."""
+    cap: float | None = None
+    """How many times its share in the plain mean a contribution may count in an expert; None: loads are not reported."""
+
+    def loads_of(self, report: Tensor) -> Tensor:
+        """The loads in a worker's report, as far as they can be true: [X]."""
+        reported_LE = report[self.loads_at : self.loads_at + len(self.spans_X)].view(self.layers, -1)
+        return believable(reported_LE, self.per_token).flatten()
+
+    def within(self, span: Span | None) -> ExpertBlocks:
+        """The same blocks in a vector that holds this part of the weights only; parts are cut between tensors."""
+        if span is None:
+            return self
+        first, last = span
+        kept = (tuple((start - first, end - first) for start, end in own if first <= start < last) for own in self.spans_X)
+        return self._replace(spans_X=tuple(kept))
+
+
+def believable(reported_LE: Tensor, per_token: int) -> Tensor:
+    """Shares in the choices of a layer that its tokens can have made. A token chooses different experts, so that none has more than 1/k
+    of the choices, and all of them together have all choices at most."""
+    share_LE = reported_LE.double().nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0 / per_token)
+    return share_LE / share_LE.sum(1, keepdim=True).clamp(min=1.0)
+
+
+def capped_shares(loads_NX: Tensor, weights_N: Tensor, cap: float) -> Tensor:
+    """Each contribution's share in each expert, in proportion to the tokens that the expert saw and `cap` times its plain share at most.
+
+    What the cap leaves over goes to the others in the same proportion; where they saw nothing, by their plain shares. A cap of 1 is the
+    plain mean.
+    """
+    plain_N1 = (weights_N.double() / weights_N.double().sum())[:, None]
+    seen_NX = loads_NX.double() * plain_N1
+    most_NX = (cap * plain_N1).expand_as(seen_NX)
+    shares_NX = _fill(seen_NX, most_NX, torch.ones_like(seen_NX[0]))
+    left_X = (1 - shares_NX.sum(0)).clamp(min=0)
+    return shares_NX + _fill(plain_N1.expand_as(seen_NX), most_NX - shares_NX, left_X)
+
+
+def _fill(wanted_NX: Tensor, room_NX: Tensor, amount_X: Tensor) -> Tensor:
+    """Give out an amount in proportion to what is wanted, to each as much as it has room for. Each turn fills one at least, or is the
+    last."""
+    given_NX = torch.zeros_like(wanted_NX)
+    for _ in range(len(wanted_NX)):
+        open_NX = torch.where(given_NX < room_NX, wanted_NX, 0.0)
+        left_X = (amount_X - given_NX.sum(0)).clamp(min=0)
+        more_NX = open_NX * (left_X / open_NX.sum(0).clamp(min=1e-300))
+        given_NX = torch.minimum(given_NX + more_NX, room_NX)
+    return given_NX
+
+
+def mean_by_experts(blocks: ExpertBlocks, vectors: Sequence[Tensor], weights_N: Tensor, loads_NX: Tensor, out: Tensor) -> Tensor:
+    """The mean of vectors, in `out`: each expert by the tokens that it saw, everything else by the weights."""
+    assert blocks.cap is not None
+    shares_NX = capped_shares(loads_NX, weights_N, blocks.cap)
+    for (start, end), number in stretches(blocks.spans_X, len(out)):
+        shares_N = weights_N if number is None else shares_NX[:, number]
+        mean_of_vectors([vector[start:end] for vector in vectors], shares_N, out[start:end])
+    return out
+
+
+def stretches(spans_X: Sequence[Sequence[Span]], size: int) -> Iterator[tuple[Span, int | None]]:
+    """The whole vector from its beginning to its end: stretches of experts with the expert's number, and what lies between them."""
+    at = 0
+    for (start, end), number in sorted((span, number) for number, own in enumerate(spans_X) for span in own):
+        if start > at:
+            yield (at, start), None
+        yield (start, end), number
+        at = end
+    if at < size:
+        yield (at, size), None
+
+
+def combine_apart(
+    blocks: ExpertBlocks,
+    aggregation: schema.Aggregation,
+    mixing: schema.Mixing,
+    stack_ND: Tensor,
+    weights_N: Tensor,
+    state: Tensor | None,
+    seed: int,
+) -> tuple[Tensor, Tensor | None]:
+    """As `rules.combine`, for each expert by itself and for the rest together: a contribution that is false in one expert only is compared
+    where it differs, and may be chosen elsewhere. `state` is as long as the vector, where the rule has one."""
+    update, remembered = torch.empty_like(stack_ND[0]), None
+    rest = tuple(span for span, number in stretches(blocks.spans_X, stack_ND.shape[1]) if number is None)
+    for spans in (own for own in (rest, *blocks.spans_X) if own):
+        before = None if state is None else _taken(state, spans)
+        own_update, after = combine(aggregation, mixing, _taken(stack_ND, spans), weights_N, before, seed)
+        _put(update, spans, own_update)
+        if after is not None:
+            remembered = torch.empty_like(update) if remembered is None else remembered
+            _put(remembered, spans, after)
+    return update, remembered
+
+
+def _taken(values: Tensor, spans: Sequence[Span]) -> Tensor:
+    """The columns of some stretches, end to end."""
+    return torch.cat([values[..., start:end] for start, end in spans], dim=-1)
+
+
+def _put(target_D: Tensor, spans: Sequence[Span], values: Tensor) -> None:
+    """Put back what `_taken` gave."""
+    for (start, end), own in zip(spans, torch.split(values, [end - start for start, end in spans]), strict=True):
+        target_D[start:end] = own

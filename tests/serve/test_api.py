@@ -1,0 +1,251 @@
+"""The API as its clients see it: OpenAI's own, and plain HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import running, small_model, small_served
+
+from shoal.config.fields import Secret
+from shoal.errors import ShoalError
+from shoal.models.decoding import Warp
+from shoal.serve.answering import warp_for
+from shoal.serve.bodies import RefusedError, read_chat, read_completion, read_json
+from shoal.serve.server import Service, refuse_open_door
+
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 5}
+
+
+def url(service: Service, port: int = 0) -> str:
+    return f"http://127.0.0.1:{service.ports[port]}"
+
+
+def chat(service: Service, **fields) -> httpx.Response:
+    return httpx.post(f"{url(service)}/v1/chat/completions", json=ASK | fields, timeout=60)
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def free(service: Service) -> bool:
+    """Whether every place is free again, within a few tokens."""
+    end = time.monotonic() + 20
+    while service.engine.busy and time.monotonic() < end:
+        time.sleep(0.01)
+    return not service.engine.busy and not service.engine.stages._lengths
+
+
+@pytest.fixture(scope="module")
+def client(service):
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{url(service)}/v1", api_key="none", max_retries=0)
+
+
+def test_the_openai_client_chats(client):
+    answer = client.chat.completions.create(**ASK, logprobs=True, top_logprobs=3, n=2)
+    assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
+    assert answer.choices[0].message.content != answer.choices[1].message.content
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+    tokens = answer.choices[0].logprobs.content
+    assert "".join(token.token for token in tokens) == answer.choices[0].message.content
+    assert all(len(token.top_logprobs) == 3 for token in tokens)
+
+
+def test_a_stream_says_the_same_as_an_answer_at_once(client):
+    whole = client.chat.completions.create(**ASK).choices[0].message.content
+    chunks = list(client.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage.completion_tokens == 12
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+
+
+def test_the_openai_client_completes_and_lists_models(client):
+    answer = client.completions.create(model="tiny", prompt=["ab", [97, 98, 99]], max_tokens=5, temperature=0, logprobs=2, echo=True)
+    assert [choice.text[:2] for choice in answer.choices] == ["ab", "ab"]
+    assert len(answer.choices[0].logprobs.token_logprobs) == 5
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_errors_reach_the_openai_client_in_its_own_classes(client):
+    openai = pytest.importorskip("openai")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**ASK, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert (refused.value.param, refused.value.code) == ("tools", "unsupported_parameter")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(**ASK | {"model": "gpt-9"})
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(**ASK | {"max_tokens": 1000})
+    assert long.value.code == "context_length_exceeded"
+
+
+def test_a_stop_word_ends_the_text_before_it(service):
+    whole = text_of(chat(service, max_tokens=40))
+    word = whole[10:13]
+    stopped = chat(service, max_tokens=40, stop=[word]).json()["choices"][0]
+    assert stopped["message"]["content"] == whole[: whole.index(word)]
+    assert stopped["finish_reason"] == "stop"
+
+
+def test_fields_of_a_request_replace_those_of_the_settings_one_by_one():
+    served = small_served()
+    read = lambda **fields: warp_for(read_chat(ASK | fields), served)  # noqa: E731
+    assert read() == Warp(1.0, 40, None, None)
+    assert read(temperature=0.5) == Warp(0.5, 40, None, None)
+    assert read(top_k=0, top_p=0.7, min_p=0.1) == Warp(1.0, None, 0.7, 0.1)
+    assert read(strategy="top_k_top_p", top_k=3) == Warp(1.0, 3, 0.9, None)
+    assert read(strategy="greedy").temperature == 0
+
+
+def test_the_seed_decides_the_text_and_without_one_it_differs(service):
+    assert text_of(chat(service)) == text_of(chat(service)) != text_of(chat(service, seed=6))
+    assert text_of(chat(service, seed=None)) != text_of(chat(service, seed=None))
+
+
+def test_both_ports_serve_the_same(service):
+    assert len(set(service.ports)) == 2
+    answers = [httpx.post(f"{url(service, port)}/v1/chat/completions", json=ASK, timeout=60) for port in (0, 1)]
+    assert text_of(answers[0]) == text_of(answers[1])
+
+
+def test_health_readiness_and_figures(service):
+    assert httpx.get(f"{url(service)}/health").json()["status"] == "ok"
+    before = service.engine.tokens_written
+    ready = httpx.get(f"{url(service)}/ready", timeout=30)
+    assert ready.status_code == 200
+    assert service.engine.tokens_written > 0
+    figures = httpx.get(f"{url(service)}/metrics").text
+    assert "shoal_requests_running 0" in figures
+    assert f"shoal_written_tokens_total {max(before, service.engine.tokens_written)}" in figures
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stop": ["a"] * 9}, "stop"),
+        ({"seed": True}, "seed"),
+    ],
+)
+def test_a_fault_names_its_parameter(service, fields, param):
+    answer = chat(service, **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"model": NaN}', b"[" * 100_000, b'{"model": 1' + b"0" * 9999 + b"}"])
+def test_a_body_that_is_no_request_is_refused(service, body):
+    answer = httpx.post(f"{url(service)}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_half_a_character_is_refused_and_plain_text_is_no_request(service):
+    body = json.dumps(ASK | {"messages": [{"role": "user", "content": "\ud800"}]}).encode()
+    answer = httpx.post(f"{url(service)}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert httpx.post(f"{url(service)}/v1/chat/completions", content=body, headers={"content-type": "text/plain"}).status_code == 415
+    assert httpx.get(f"{url(service)}/v1/nothing").json()["error"]["type"] == "invalid_request_error"
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "1"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+FIELDS = [
+    *ASK,
+    "prompt",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "stop",
+    "logprobs",
+    "top_logprobs",
+    "logit_bias",
+    "stream_options",
+    "x",
+]
+
+
+@settings(max_examples=2000)
+@given(st.dictionaries(st.sampled_from(FIELDS), anything, max_size=6), st.booleans())
+def test_any_body_is_read_or_refused(fields, whole):
+    for read in (read_chat, read_completion):
+        with contextlib.suppress(RefusedError):
+            read(read_json(json.dumps((ASK if whole else {}) | fields).encode()))
+
+
+def test_a_client_that_hangs_up_frees_its_place(service):
+    with httpx.stream("POST", f"{url(service)}/v1/chat/completions", json=ASK | {"max_tokens": 200, "stream": True}, timeout=60) as stream:
+        next(stream.iter_lines())
+    assert free(service)
+    assert service.engine.tokens_written > 0
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url(service)}/v1/chat/completions", json=ASK | {"max_tokens": 230, "n": 8}, timeout=0.05)
+    assert free(service)
+
+
+def test_a_full_queue_says_when_to_come_again():
+    with running(small_served(small_model(4096), max_running=1, max_waiting=1)) as service:
+        body = ASK | {"max_tokens": 4000, "stream": True}
+        with httpx.stream("POST", f"{url(service)}/v1/chat/completions", json=body, timeout=60) as first:
+            lines = first.iter_lines()  # httpx hangs up when nobody holds this
+            next(lines)
+            with httpx.stream("POST", f"{url(service)}/v1/chat/completions", json=body, timeout=60):
+                refused = chat(service)
+                assert refused.status_code == 429
+                assert refused.headers["retry-after"] == "1"
+        assert free(service)
+
+
+def test_an_answer_that_takes_too_long_is_ended():
+    with running(small_served(small_model(4096), request_timeout_s=0.05)) as service:
+        answer = chat(service, max_tokens=4000)
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "timeout"
+        assert free(service)
+
+
+def test_with_a_key_only_its_holder_may_ask():
+    key = "a-long-and-secret-key"
+    with running(small_served(api_key=Secret(key))) as service:
+        assert chat(service).status_code == 401
+        assert httpx.get(f"{url(service)}/health").status_code == 200
+        wrong = httpx.get(f"{url(service)}/v1/models", headers={"authorization": "Bearer a-long-and-secret-kez"})
+        assert wrong.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(f"{url(service)}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+
+
+def test_without_a_key_nobody_from_elsewhere_is_let_in(service):
+    for host in ("0.0.0.0", "192.168.1.5", "::"):
+        with pytest.raises(ShoalError, match="a key is needed"):
+            refuse_open_door(host, None)
+    with pytest.raises(ShoalError, match="16 letters"):
+        refuse_open_door("0.0.0.0", "short")
+    answer = httpx.get(f"{url(service)}/v1/models", headers={"host": "evil.example:8080"})
+    assert answer.status_code == 403
+    assert answer.headers["content-security-policy"].startswith("default-src 'self'")

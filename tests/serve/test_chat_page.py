@@ -1,0 +1,121 @@
+"""The chat page in a real browser: it chats, keeps conversations, asks nobody else for anything, and logs no error."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from serving import running, small_model, small_served
+
+from shoal.serve.server import Service
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright")
+CHROMIUM = shutil.which("chromium")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[sync_api.Browser]:
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def slow_service() -> Iterator[Service]:
+    """Its answers are long enough to be stopped."""
+    with running(small_served(small_model(8192), max_new_tokens=60)) as one:
+        yield one
+
+
+@pytest.fixture
+def page(browser: sync_api.Browser, slow_service: Service) -> Iterator[sync_api.Page]:
+    """The page; at its end nothing must have gone wrong in it."""
+    context = browser.new_context()
+    opened, faults = context.new_page(), []
+    home = f"http://127.0.0.1:{slow_service.ports[0]}/"
+    opened.on("console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None)
+    opened.on("pageerror", lambda error: faults.append(str(error)))
+    opened.on("request", lambda request: None if request.url.startswith(home) else faults.append(request.url))
+    opened.goto(home)
+    sync_api.expect(opened.locator("#model")).to_have_text("tiny")
+    yield opened
+    context.close()
+    assert not faults
+
+
+def ask(page: sync_api.Page, text: str) -> None:
+    page.locator("#question").fill(text)
+    page.locator("#question").press("Enter")
+
+
+def test_a_question_is_answered_again_and_kept(page):
+    page.locator("[name=seed]").fill("7")
+    ask(page, "hello")
+    answer = page.locator(".turn.assistant div")
+    sync_api.expect(page.locator("#again")).to_be_enabled(timeout=30_000)
+    first = answer.inner_text()
+    assert len(first) > 10
+    page.locator("#again").click()
+    sync_api.expect(page.locator("#stop")).to_be_hidden(timeout=30_000)
+    assert answer.inner_text() == first, "the seed decides"
+    page.locator("#new").click()
+    sync_api.expect(page.locator(".turn")).to_have_count(0)
+    sync_api.expect(page.locator("#conversations li")).to_have_count(2)
+    page.reload()
+    page.locator("#conversations button", has_text="hello").first.click()
+    sync_api.expect(answer).to_have_text(first, use_inner_text=True)
+
+
+def test_escape_stops_an_answer_and_frees_its_place(page, slow_service):
+    page.locator("[name=max_tokens]").fill("8000")
+    ask(page, "a long one")
+    sync_api.expect(page.locator(".turn.assistant div")).not_to_be_empty()
+    page.keyboard.press("Escape")
+    sync_api.expect(page.locator("#state")).to_have_text("stopped")
+    page.wait_for_function("() => fetch('v1/status').then((answer) => answer.json()).then((told) => told.running === 0)")
+    assert not slow_service.engine.busy
+
+
+def test_an_error_in_the_middle_of_an_answer_is_shown_and_what_came_is_kept(page):
+    body = 'data: {"choices": [{"delta": {"content": "half"}}]}\n\ndata: {"error": {"message": "a machine is gone"}}\n\n'
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    ask(page, "hello")
+    sync_api.expect(page.locator("#state")).to_have_text("a machine is gone")
+    sync_api.expect(page.locator(".turn.assistant div")).to_have_text("half")
+
+
+def test_what_a_model_writes_never_becomes_html(page):
+    text = "# T\n\n<img src=x onerror=alert(1)> **b** `c` [l](javascript:x) [m](https://a.example/)\n\n- one\n- two\n\n```py\n<b>\n"
+    shown = page.evaluate(
+        """async (text) => {
+          const { render } = await import("./markdown.js");
+          const box = document.createElement("div");
+          box.append(...render(text));
+          return box.innerHTML;
+        }""",
+        text,
+    )
+    assert "<img" not in shown
+    assert "<h3>T</h3>" in shown
+    assert '<strong>b</strong> <code>c</code> [l](javascript:x) <a href="https://a.example/"' in shown
+    assert "<ul><li>one</li><li>two</li></ul>" in shown
+    assert "<code>&lt;b&gt;</code></pre>" in shown
+
+
+def test_the_page_fits_a_phone_and_everything_has_a_name(page):
+    page.set_viewport_size({"width": 360, "height": 640})
+    assert page.evaluate("document.documentElement.scrollWidth <= 360")
+    for control in page.locator("button, input, select, textarea").all():
+        named = control.evaluate("(one) => one.textContent.trim() || one.getAttribute('aria-label') || one.labels?.length")
+        assert named

@@ -1,0 +1,215 @@
+"""`shoal serve`: what it opens, and that it answers as `shoal generate` does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import running
+
+from commands import processes_in, wait_for
+from shoal.cli.main import main
+from shoal.config.load import parse_override
+from shoal.errors import ShoalError
+from shoal.runs.trained import generate_text, open_run
+from shoal.serve.chat import template_in
+from shoal.serve.opening import open_served
+
+TEXT = ["data.source.kind=text", "data.source.path=text.txt", "data.tokenizer=bytes", "data.sequence_length=16"]
+SHORT = ["training.max_steps=3", "training.batch_size=2", "training.device=cpu"]
+SMALL = ["model.kind=gpt", "model.hidden_size=16", "model.num_layers=1", "model.num_heads=2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was trained for a moment."""
+    made = tmp_path_factory.mktemp("serve")
+    (made / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    (made / "config.yaml").write_text("dialect: shoal\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        settings = [word for setting in [*TEXT, *SHORT, *SMALL] for word in ("--set", setting)]
+        assert main(["train", "config.yaml", "--run-dir", "run", *settings]) == 0
+    return made
+
+
+def complete(port: int, name: str, prompt: str, **fields) -> str:
+    body = {"model": name, "prompt": prompt, "max_tokens": 8, "seed": 4} | fields
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def test_a_run_is_served_as_a_process_and_writes_what_generate_writes(folder):
+    trained = open_run(str(folder / "run"), lambda text: None)
+    expected = "".join(generate_text(trained, "the ", max_new_tokens=8, seed=4))
+    with processes_in(folder) as processes:
+        process = processes.start("serve", "run", "--port", "0")
+        port = int(wait_for(process, r"run answers at http://127.0.0.1:(\d+)/v1"))
+        assert complete(port, "run", "the ") == expected
+
+
+def test_settings_of_the_run_can_be_changed_for_serving(folder):
+    served = open_served([str(folder / "run")], [parse_override("serving.max_running=3")], lambda text: None)
+    assert served.settings.max_running == 3
+
+
+def test_a_folder_of_hugging_face_is_served(tmp_path, shared_data):
+    pytest.importorskip("transformers")
+    config, tokens = story_folder(shared_data / "lm", tmp_path / "stories")
+    served = open_served([str(tmp_path / "stories")], [parse_override("training.device=cpu")], lambda text: None)
+    assert served.start_ids == (1,)
+    with running(served) as service:
+        body = {"model": "stories", "prompt": config["reference"]["prompt_ids"], "max_tokens": 40, "temperature": 0}
+        answer = httpx.post(f"http://127.0.0.1:{service.ports[0]}/v1/completions", json=body, timeout=60).json()
+    written = config["reference"]["greedy_ids"][:40]
+    assert answer["choices"][0]["text"] == tokens.decode(written)
+
+
+def story_folder(source: Path, folder: Path):
+    """The smallest story model as Hugging Face keeps a Llama: its weights, and a vocabulary of words that are not joined."""
+    import numpy as np
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, processors
+
+    config = json.loads((source / "stories260K.config.json").read_text())
+    with np.load(source / "stories260K.npz") as arrays:
+        weights = {key: torch.from_numpy(array.astype(np.float32)) for key, array in arrays.items()}
+    shape = transformers.LlamaConfig(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["dim"],
+        intermediate_size=config["hidden_dim"],
+        num_hidden_layers=config["n_layers"],
+        num_attention_heads=config["n_heads"],
+        num_key_value_heads=config["n_kv_heads"],
+        max_position_embeddings=config["max_seq_len"],
+        rms_norm_eps=config["norm_eps"],
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = transformers.LlamaForCausalLM(shape)
+    model.load_state_dict(llama_weights(weights, config), strict=False)
+    model.save_pretrained(folder)
+    words = {f"w{i}": i for i in range(config["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(single="w1 $0", special_tokens=[("w1", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return config, tokenizer
+
+
+def llama_weights(arrays, config):
+    """The names that Hugging Face gives them; it turns the two halves of a head where llama2.c turns neighbours."""
+    import torch
+
+    def halves(matrix: torch.Tensor, heads: int) -> torch.Tensor:
+        return matrix.view(heads, -1, 2, matrix.shape[1]).transpose(1, 2).reshape(matrix.shape)
+
+    found = {"model.embed_tokens.weight": arrays["tok_embeddings"], "model.norm.weight": arrays["norm"]}
+    found["lm_head.weight"] = arrays["tok_embeddings"]
+    for i in range(config["n_layers"]):
+        place = f"model.layers.{i}"
+        found |= {
+            f"{place}.input_layernorm.weight": arrays["attention_norm"][i],
+            f"{place}.self_attn.q_proj.weight": halves(arrays["wq"][i], config["n_heads"]),
+            f"{place}.self_attn.k_proj.weight": halves(arrays["wk"][i], config["n_kv_heads"]),
+            f"{place}.self_attn.v_proj.weight": arrays["wv"][i],
+            f"{place}.self_attn.o_proj.weight": arrays["wo"][i],
+            f"{place}.post_attention_layernorm.weight": arrays["ffn_norm"][i],
+            f"{place}.mlp.gate_proj.weight": arrays["w1"][i],
+            f"{place}.mlp.up_proj.weight": arrays["w3"][i],
+            f"{place}.mlp.down_proj.weight": arrays["w2"][i],
+        }
+    return found
+
+
+def test_a_model_that_is_not_trained_or_not_there_is_refused():
+    with pytest.raises(ShoalError, match="must be trained first"):
+        open_served(["demo-gpt"], [], lambda text: None)
+    with pytest.raises(ShoalError, match="nowhere"):
+        open_served(["nowhere"], [], lambda text: None)
+    assert main(["serve", "nowhere"]) == 2
+
+
+def test_a_chat_template_is_the_models_own(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "bos_token": {"content": "<s>"},
+                "chat_template": "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+                "{% if add_generation_prompt %}[assistant]{% endif %}",
+            }
+        )
+    )
+    messages = [{"role": "user", "content": "hi"}]
+    assert template_in([tmp_path]).prompt(messages) == "<s>[user]hi[assistant]"
+    assert template_in([tmp_path / "none"]).prompt(messages) == "User: hi\nAssistant:"
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system here') }}")
+    with pytest.raises(ShoalError, match="no system here"):
+        template_in([tmp_path]).prompt(messages)
+    (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
+    with pytest.raises(ShoalError, match="refuses"):
+        template_in([tmp_path]).prompt(messages)
+
+
+def test_a_gguf_file_is_converted_once_and_keeps_its_weights(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    gguf = pytest.importorskip("gguf")
+    import numpy as np
+
+    from shoal.serve.gguf import converted, demo_file
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    file = tmp_path / "small.gguf"
+    weights = write_gguf(gguf, np, file)
+    folder = converted(file)
+    from safetensors.numpy import load_file
+
+    found = load_file(folder / "model.safetensors")
+    np.testing.assert_array_equal(found["model.embed_tokens.weight"], weights["token_embd.weight"])
+    before = (folder / "config.json").stat().st_mtime_ns
+    assert converted(file) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == before
+    (tmp_path / "bad.gguf").write_bytes(b"no model")
+    with pytest.raises(ShoalError, match="cannot be read"):
+        converted(tmp_path / "bad.gguf")
+    monkeypatch.setattr("shoal.serve.gguf._PACKAGE", "no_such_package")
+    with pytest.raises(ShoalError, match="pip install"):
+        demo_file()
+
+
+def write_gguf(gguf, np, file: Path):
+    """A Llama with one layer, in the form of llama.cpp."""
+    width, inner, words = 32, 48, 40
+    writer, chance = gguf.GGUFWriter(str(file), "llama"), np.random.default_rng(0)
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(words)
+    letters = sorted(chr(ord("a") + i) for i in range(26))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<s>", "</s>", *letters, "ab", *(f"w{i}" for i in range(words - 29))])
+    writer.add_token_types([3, 3, *([1] * (words - 2))])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    shapes = {"token_embd": (words, width), "output_norm": (width,), "output": (words, width), "blk.0.attn_norm": (width,)}
+    shapes |= {f"blk.0.attn_{name}": (width, width) for name in ("q", "k", "v", "output")} | {"blk.0.ffn_norm": (width,)}
+    shapes |= {"blk.0.ffn_gate": (inner, width), "blk.0.ffn_up": (inner, width), "blk.0.ffn_down": (width, inner)}
+    weights = {f"{name}.weight": chance.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    for name, value in weights.items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights

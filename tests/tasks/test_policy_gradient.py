@@ -1,0 +1,356 @@
+"""Learning from one's own answers: every formula against its definition, in float64 where numbers are compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.config.load import resolve_data
+from shoal.config.schema import model as schema
+from shoal.config.schema.rlhf import ExactReward as Exact
+from shoal.config.schema.rlhf import JudgeReward, Kl, Ppo, Rlhf, SumReward, WeightedReward
+from shoal.config.schema.rlhf import SentimentReward as Sentiment
+from shoal.data import load_tokenizer
+from shoal.errors import ShoalError
+from shoal.models.gpt import Gpt
+from shoal.models.sampling import sample
+from shoal.models.scored import Scored, add_value
+from shoal.runs.alone import prepare
+from shoal.runs.rewards.interface import Answer
+from shoal.runs.rollouts import Asked, RolloutFeed, as_text
+from shoal.tasks import credit
+from shoal.tasks.answers import Text, as_used, log_probs
+from shoal.tasks.policy_gradient import PolicyGradient
+
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 24}
+RUN = resolve_data({"model": {"kind": "gpt"}, "rlhf": {}}, name="test", dialect="shoal", environ={}).run
+
+
+def gpt(**more: Any) -> Gpt:
+    torch.manual_seed(0)
+    return Gpt(schema.Gpt(**SIZES, **more), 257)
+
+
+def real(lengths: list[int], width: int) -> Tensor:
+    return torch.arange(width) < torch.tensor(lengths)[:, None]
+
+
+# --- credit -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gamma", "decay"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.99, 0.0)])
+def test_advantages_are_the_sum_of_their_definition(gamma: float, decay: float) -> None:
+    torch.manual_seed(0)
+    rewards, values, there = torch.randn(3, 6).double(), torch.randn(3, 6).double(), real([6, 4, 1], 6)
+    found = credit.gae(rewards, values, there, gamma, decay)
+    for row, length in enumerate([6, 4, 1]):
+        for t in range(6):
+            total = 0.0
+            for k in range(t, length):
+                following = float(values[row, k + 1]) if k + 1 < length else 0.0
+                total += (gamma * decay) ** (k - t) * (float(rewards[row, k]) + gamma * following - float(values[row, k]))
+            assert float(found[row, t]) == pytest.approx(total if t < length else 0.0, abs=1e-12)
+            if decay == 1.0 and gamma == 1.0 and t < length:
+                assert float(found[row, t]) == pytest.approx(float(rewards[row, t:length].sum() - values[row, t]), abs=1e-12)
+
+
+def test_an_answers_rewards_add_up_to_its_score_less_the_penalty_and_nothing_follows_its_end() -> None:
+    torch.manual_seed(0)
+    scores, difference, there = torch.randn(3).double(), torch.randn(3, 5).double(), real([5, 3, 1], 5)
+    rewards = credit.token_rewards(scores, credit.kl_penalty(difference, "kl"), 0.3, there)
+    for row, length in enumerate([5, 3, 1]):
+        assert float(rewards[row].sum()) == pytest.approx(float(scores[row] - 0.3 * difference[row, :length].sum()), abs=1e-12)
+        assert not rewards[row, length:].any()
+        assert float(rewards[row, length - 1]) == pytest.approx(float(scores[row] - 0.3 * difference[row, length - 1]), abs=1e-12)
+    assert torch.equal(credit.kl_penalty(difference, "abs"), difference.abs())
+    assert torch.equal(credit.kl_penalty(difference, "mse"), 0.5 * difference**2)
+
+
+def test_answers_are_compared_with_the_others_to_the_same_prompt() -> None:
+    totals = torch.tensor([1.0, 2.0, 6.0, 3.0, 3.0, 3.0]).double()
+    assert torch.allclose(credit.leave_one_out(totals, 3), torch.tensor([1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0]).double())
+    grouped = credit.group_relative(totals, 3)
+    assert torch.allclose(grouped[:3], (totals[:3] - 3) / totals[:3].std())
+    assert not grouped[3:].any(), "a group without a difference teaches nothing"
+
+
+def test_whitening_looks_at_real_tokens_only() -> None:
+    torch.manual_seed(0)
+    values, there = torch.randn(3, 5).double(), real([5, 2, 3], 5)
+    changed = torch.where(there, values, 1e6)
+    white = credit.whiten(values, there)
+    assert torch.equal(white, credit.whiten(changed, there))
+    assert float(white[there].mean()) == pytest.approx(0, abs=1e-9)
+    assert float(white[there].var(correction=0)) == pytest.approx(1, abs=1e-6)
+    assert float(credit.whiten(values, there, shift=False)[there].mean()) == pytest.approx(float(values[there].mean()))
+    assert torch.equal(credit.gae(values, values, there, 0.9, 0.9), credit.gae(changed, changed, there, 0.9, 0.9))
+
+
+def test_the_coefficient_follows_its_closed_form() -> None:
+    for kl, error in ((6.3, 0.05), (60.0, 0.2), (0.1, -0.2), (6.0, 0.0)):
+        assert credit.adapted(0.2, kl, 6.0, 64, 10_000) == pytest.approx(0.2 * (1 + error * 64 / 10_000), rel=1e-12)
+
+
+def test_the_spread_of_all_numbers_so_far_is_their_standard_deviation() -> None:
+    torch.manual_seed(0)
+    numbers, spread = torch.randn(30).double() * 3 + 5, credit.Spread()
+    assert spread.deviation == 1.0
+    for some in numbers.split([7, 1, 22]):
+        spread.add(some)
+    assert spread.deviation == pytest.approx(float(numbers.std(correction=0)), rel=1e-12)
+
+
+# --- answers ------------------------------------------------------------------------------------------------------------
+
+
+def answers(model: Gpt, temperature: float = 1.0, prompts: Any = ([5, 6, 7, 8], [9], [3, 4])) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return sample(model, prompts, max_new_tokens=7, temperature=temperature, generator=generator, eos_id=256, pad_id=256)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_generation_and_scoring_agree_with_and_without_padding(positions: Any, temperature: float) -> None:
+    model = gpt(positions=positions, dropout=0.3)
+    drawn = answers(model, temperature)
+    assert model.training, "the model is given back as it was"
+    text = as_text(drawn)
+    with as_used(model), torch.no_grad():
+        scored = log_probs(model, text, temperature)[:, -7:]
+        assert torch.allclose(scored, drawn.log_probs_BT, atol=1e-4)
+        for row, prompt in enumerate(([5, 6, 7, 8], [9], [3, 4])):
+            answer = drawn.answer_BT[row][drawn.real_BT[row]]
+            whole = torch.cat([torch.tensor(prompt), answer])[None]
+            alone = (model(whole[:, :-1])[0] / temperature).log_softmax(-1)[len(prompt) - 1 :].gather(1, answer[:, None])[:, 0]
+            assert torch.allclose(alone, drawn.log_probs_BT[row][drawn.real_BT[row]], atol=1e-4)
+
+
+def test_an_answer_ends_with_the_token_that_ends_it() -> None:
+    generator, model = torch.Generator().manual_seed(3), Gpt(schema.Gpt(**SIZES), 5)
+    drawn = sample(model, [[1], [2], [3]] * 2, max_new_tokens=7, temperature=1.0, generator=generator, eos_id=4, pad_id=0)
+    assert drawn.stopped_B.any()
+    for row in range(6):
+        there = drawn.answer_BT[row][drawn.real_BT[row]].tolist()
+        assert (there[-1] == 4) == bool(drawn.stopped_B[row])
+        assert 4 not in there[:-1]
+        assert not drawn.log_probs_BT[row][~drawn.real_BT[row]].any()
+
+
+def test_prompts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ShoalError, match=r"rlhf\.ppo\.response_length"):
+        answers(gpt(), prompts=[list(range(20))])
+    with pytest.raises(ShoalError, match="a prompt is empty"):
+        answers(gpt(), prompts=[[1], []])
+
+
+# --- losses -------------------------------------------------------------------------------------------------------------
+
+
+def task_and_batch(algorithm: Any = "ppo", value: Any = "network", score: Any = None, **more: Any) -> tuple[RolloutFeed, dict[str, Tensor]]:
+    model = gpt(dropout=0.3)
+    players: dict[str, Any] = {"model": model}
+    if algorithm == "ppo":
+        players |= add_value(model, value)
+    ppo = Ppo(rollout_size=8, mini_batch_size=4, epochs=2, response_length=6, prompt_length=4, **more)
+    settings = Rlhf(algorithm=algorithm, value=value, group_size=4, ppo=ppo, kl=Kl(coefficient=0.0, adaptive=False))
+    run = RUN.replace(rlhf=settings)
+    prompts = [Asked([65 + i] * (1 + i % 3), "A") for i in range(5)]
+    feed = RolloutFeed(
+        run,
+        PolicyGradient(players, settings),
+        load_tokenizer("bytes"),
+        prompts,
+        prompts,
+        score or (lambda some: [float(i) for i in range(len(some))]),
+    )
+    next(feed)
+    assert feed.buffer is not None
+    return feed, feed.buffer
+
+
+@pytest.mark.parametrize("value", ["network", "head"])
+def test_the_first_mini_batch_has_a_ratio_of_one_and_no_kl(value: str) -> None:
+    feed, batch = task_and_batch(value=value)
+    losses = list(feed.task.losses(batch))
+    assert [loss.player for loss in losses] == (["model", "value"] if value == "network" else ["model"])
+    metrics = losses[0].metrics
+    assert float(metrics["approximate_kl"]) == pytest.approx(0, abs=1e-8)
+    assert float(metrics["clip_share"]) == 0
+    counted = Text.of(batch).counted_BL[:, -6:]
+    assert float(metrics["policy_loss"].detach()) == pytest.approx(-float(batch["advantages"][counted].mean()), abs=1e-5)
+    assert feed.figures["kl"] == pytest.approx(0, abs=1e-4), "the policy is its own reference"
+    errors = (batch["values"] - batch["returns"])[counted]
+    assert float(losses[-1].metrics["value_loss"].detach()) == pytest.approx(0.5 * float(errors.square().mean()), rel=1e-4)
+
+
+def slopes(task: PolicyGradient, batch: dict[str, Tensor], share: float = 1.0) -> list[Tensor]:
+    found = []
+    for loss in task.losses(batch):
+        parameters = [parameter for parameter in task.players[loss.player].parameters() if parameter.requires_grad]
+        found += [slope * share for slope in torch.autograd.grad(loss.value, parameters)]
+    return found
+
+
+def test_one_batch_and_four_pieces_have_the_same_gradient_and_padding_none() -> None:
+    feed, batch = task_and_batch()
+    task = feed.task
+    for player in task.players.values():
+        player.double()
+    batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    whole, total = slopes(task, batch), task.count(batch)
+    pieces = [{name: value[i : i + 2] for name, value in batch.items()} for i in range(0, 8, 2)]
+    parts = [slopes(task, piece, task.count(piece) / total) for piece in pieces]
+    for own, several in zip(whole, zip(*parts, strict=True), strict=True):
+        assert torch.allclose(own, sum(several), rtol=1e-9, atol=1e-12)
+    outside = ~Text.of(batch).mask_BL
+    junk = {name: value.clone() for name, value in batch.items()}
+    junk["input_ids"][outside] = 7
+    after = ~Text.of(batch).counted_BL[:, -6:]
+    for name in ("log_probs", "advantages", "values", "returns"):
+        junk[name][after] = 100.0
+    for own, other in zip(whole, slopes(task, junk), strict=True):
+        assert torch.allclose(own, other, rtol=1e-9, atol=1e-12)
+
+
+def test_prompts_get_no_gradient_of_the_logits() -> None:
+    feed, batch = task_and_batch("rloo")
+    model: Any = feed.task.players["model"]
+    seen: list[Tensor] = []
+    inner = model.hidden
+
+    def watched(*given: Any, **more: Any) -> Tensor:
+        hidden: Tensor = inner(*given, **more)
+        hidden.retain_grad()
+        seen.append(hidden)
+        return hidden
+
+    model.hidden = watched
+    (loss,) = feed.task.losses(batch)
+    loss.value.backward()
+    counted = Text.of(batch).counted_BL
+    assert seen[0].grad is not None
+    assert not seen[0].grad[~counted].any(), "exactly 0 in prompts and padding"
+    assert seen[0].grad[counted].any()
+
+
+def test_equal_scores_teach_nothing_at_no_penalty() -> None:
+    feed, batch = task_and_batch("grpo", score=lambda some: [1.0] * len(some))
+    for slope in slopes(feed.task, batch):
+        assert not slope.any()
+
+
+def test_a_policy_that_moved_too_far_gets_new_answers() -> None:
+    feed, _ = task_and_batch(stop_kl=0.1)
+    feed.task.approximate_kl = torch.tensor(0.05)
+    assert not feed.at_epoch_end
+    feed.task.approximate_kl = torch.tensor(0.2)
+    assert feed.at_epoch_end
+    next(feed)
+    assert (feed.epoch, feed.position) == (1, 1)
+
+
+def test_collapsing_answers_are_told() -> None:
+    feed, _ = task_and_batch()
+    told: list[str] = []
+    feed.warn = told.append
+    feed.first = {"score": -5.0, "answer_length": 100.0, "distinct_share": 0.1}
+    feed.position = feed.most_batches
+    next(feed)
+    assert told
+    assert "answers collapse" in told[0]
+
+
+# --- rewards ------------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_are_functions_of_answers() -> None:
+    pytest.importorskip("vaderSentiment")
+    some = [Answer("2+2=", " 4\nand so on", "4"), Answer("2+2=", "I love happy days", "4")]
+    exact, sentiment = (kind.builder()(kind, RUN) for kind in (Exact(), Sentiment()))
+    assert exact(some) == [1.0, 0.0]
+    assert sentiment(some)[1] > 0.8 > abs(sentiment(some)[0])
+    total = SumReward(parts=(WeightedReward(reward=Exact(), weight=2.0), WeightedReward(reward=Sentiment(), weight=-1.0)))
+    assert total.builder()(total, RUN)(some) == pytest.approx([2.0, -sentiment(some)[1]])
+    with pytest.raises(ShoalError, match="needs the right answers"):
+        exact([Answer("2+2=", "4")])
+
+
+def test_a_judge_is_asked_and_says_how_probable_yes_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, bytes_ = Gpt(schema.Gpt(**SIZES | {"max_seq_len": 64}), 257), load_tokenizer("bytes")
+    monkeypatch.setattr("shoal.runs.rewards.judge._judge", lambda settings, run: (model, bytes_))
+    judge = JudgeReward(model="somewhere", question="{prompt}{answer} {good}?")
+    found = judge.builder()(judge, RUN)([Answer("2+2=", "4"), Answer("a longer one", " {prompt}")])
+    for asked, score in zip(("2+2=4 {good}?", "a longer one {prompt} {good}?"), found, strict=True):
+        gains = []
+        for word in (" yes", " no"):
+            ids = torch.tensor([bytes_.encode(asked + word)])
+            log_p = model(ids[:, :-1])[0].log_softmax(-1)[-len(word) :]
+            gains.append(log_p.gather(1, ids[0, -len(word) :, None]).sum())
+        assert score == pytest.approx(float(torch.sigmoid(gains[0] - gains[1]).detach()), abs=1e-5)
+
+
+# --- whole runs ---------------------------------------------------------------------------------------------------------
+
+
+def settings(tmp_path: Path, **rlhf: Any) -> Any:
+    rows = [{"prompt": f"{i}", "answer": "!"} for i in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ppo = {"rollout_size": 16, "mini_batch_size": 8, "epochs": 2, "steps": 4, "prompt_length": 4, "response_length": 3}
+    tree = {
+        "model": {"kind": "gpt", **SIZES},
+        "training": {"epochs": 1, "device": "cpu", "gradient_accumulation_steps": 2, "optimizer": {"learning_rate": 0.003}},
+        "checkpoint": {"every_steps": 3},
+        "data": {"max_samples": 50},
+        "rlhf": {"reward": "exact", "prompts": str(tmp_path / "prompts.jsonl"), "ppo": ppo} | rlhf,
+        "output_dir": str(tmp_path),
+    }
+    return resolve_data(tree, name="test", dialect="shoal", environ={})
+
+
+@pytest.mark.parametrize("more", [{}, {"value": "head"}, {"algorithm": "grpo"}], ids=["network", "head", "grpo"])
+def test_a_policy_resumes_in_the_middle_of_a_rollout_to_the_same_numbers(tmp_path: Path, more: dict[str, Any]) -> None:
+    whole = prepare(settings(tmp_path, **more), run_dir=str(tmp_path / "whole"), resume=False, reporters=[])
+    summary = whole.train()
+    assert (summary["status"], summary["steps"]) == ("completed", 16)
+    assert {"score", "kl", "answer_length", "stopped_share"} <= set(summary["metrics"]["eval"])
+    assert {"score", "kl_coefficient", "entropy", "clip_share", "approximate_kl"} <= set(summary["metrics"]["train"])
+    half = prepare(settings(tmp_path, **more), run_dir=str(tmp_path / "half"), resume=False, reporters=[])
+    step = half.engine.step
+
+    def until_six(batches: Any) -> Any:
+        half.interrupt() if half.step == 5 else None
+        return step(batches)
+
+    half.engine.step = until_six  # type: ignore[method-assign]
+    half.train()
+    assert half.step == 6
+    again = prepare(settings(tmp_path, **more), run_dir=str(tmp_path / "half"), resume=True, reporters=[])
+    again.train()
+    for name, value in whole.engine.weights().items():
+        assert torch.equal(value, again.engine.weights()[name]), name
+    assert list((tmp_path / "whole" / "samples").glob("*.txt"))
+
+
+def test_a_policy_learns_what_is_rewarded() -> None:
+    """Answers come to be made of ASCII; half of all bytes are none. GRPO, since a value would have to be learned first."""
+    feed, _ = task_and_batch("grpo", score=lambda some: [sum(letter < "\x80" for letter in one.text) / 6 for one in some])
+    optimizer = torch.optim.Adam(feed.task.players["model"].parameters(), 0.01)
+    first = feed.figures["score"]
+    for _ in range(90):
+        (loss,) = feed.task.losses(next(feed))
+        optimizer.zero_grad()
+        loss.value.backward()
+        optimizer.step()
+    assert feed.figures["score"] > first + 0.3
+
+
+def test_a_network_of_its_own_predicts_values_with_a_trunk_that_is_no_part_of_the_policy() -> None:
+    model = gpt()
+    value = add_value(model, "network")["value"]
+    assert isinstance(value, Scored)
+    assert not {id(parameter) for parameter in value.parameters()} & {id(parameter) for parameter in model.parameters()}

@@ -1,0 +1,82 @@
+"""`shoal train` with an rlhf layer: phases, each with a folder of its own, resumed and compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.runs.rewards.interface import Answer
+from shoal.runs.trained import open_run
+
+pytest.importorskip("vaderSentiment")
+SMALL = [
+    *("--set", "model.hidden_size=16", "--set", "model.num_layers=1", "--set", "model.num_attention_heads=2"),
+    *(
+        "--set",
+        "model.intermediate_size=16",
+        "--set",
+        "data.max_samples=60",
+        "--set",
+        "training.max_steps=3",
+        "--set",
+        "data.max_length=32",
+    ),
+]
+
+
+def train(*more: str) -> int:
+    return int(main(["train", "gpu/tiny", "--rlhf_config", "rlhf/test_cpu", *SMALL, *more]))
+
+
+def test_the_documented_command_trains_a_base_and_then_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train("--run-dir", "run") == 0
+    told = capsys.readouterr().err
+    assert "phase 1, base: rlhf.policy is not given, and the model is small: its base is trained first" in told
+    assert "phase 2, policy" in told
+    base, policy = (json.loads(Path("run", name, "summary.json").read_text()) for name in ("base", "policy"))
+    assert (base["steps"], policy["steps"]) == (3, 5 * 2 * 8 // 4), "the policy's length is rlhf.ppo.steps"
+    run = open_run("run/base", print).run
+    assert run.rlhf is None
+    assert run.training.optimizer.learning_rate == 0.001, "the base is trained with the layers below rlhf"
+    assert open_run("run/policy", print).run.training.optimizer.learning_rate == 1e-5
+    assert Path("run/policy/start.safetensors").exists()
+    assert main(["generate", "--compare", "run/base", "run/policy", "--prompt", "def ", "--max-new-tokens", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "run/base" in shown
+    assert "│" in shown
+    assert train("--run-dir", "run", "--resume") == 0
+    assert "phase 2, policy: done already" in capsys.readouterr().err
+    assert train("--run-dir", "run") == 2
+    assert "add --resume" in capsys.readouterr().err
+
+
+def test_a_reward_model_is_trained_first_where_pairs_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Q{i}: ", "chosen": "yes", "rejected": "no, never"} for i in range(60)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = {"kind": "trained", "preferences": "pairs.jsonl", "epochs": "8", "learning_rate": "0.01"}
+    settings = [word for name, value in more.items() for word in ("--set", f"rlhf.reward.{name}={value}")]
+    assert train("--run-dir", "run", *settings, "--set", "rlhf.ppo.steps=1") == 0
+    assert [Path("run", name, "summary.json").exists() for name in ("base", "reward", "policy")] == [True] * 3
+    reward = json.loads(Path("run/reward/summary.json").read_text())
+    assert reward["metrics"]["eval"]["accuracy"] == 1.0
+    run = open_run("run/policy", print).run
+    assert run.rlhf is not None
+    good, bad = run.rlhf.reward.builder()(run.rlhf.reward, run)([Answer("Q7: ", "yes"), Answer("Q7: ", "no, never")])
+    assert good > bad
+
+
+def test_a_large_model_without_a_base_is_refused_with_the_command_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "gpu/base", "--rlhf_config", "rlhf/test_cpu"]) == 2
+    told = capsys.readouterr().err
+    assert "Train it first: shoal train gpu/base --run-dir base; then add --set rlhf.policy=base" in told
+    assert list(tmp_path.iterdir()) == []
