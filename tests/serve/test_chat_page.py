@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from serving import running, small_model, small_served
 
+from commands import HANG_S
 from shoal.serve.server import Service
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright")
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium h
 def browser() -> Iterator[sync_api.Browser]:
     with sync_api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+        sync_api.expect.set_options(timeout=HANG_S * 1000)
         yield started
         started.close()
 
@@ -43,6 +45,7 @@ def page(browser: sync_api.Browser, slow_service: Service) -> Iterator[sync_api.
     """The page; at its end nothing must have gone wrong in it."""
     context = browser.new_context()
     opened, faults = context.new_page(), []
+    opened.set_default_timeout(HANG_S * 1000)
     home = f"http://127.0.0.1:{slow_service.ports[0]}/"
     opened.on("console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None)
     opened.on("pageerror", lambda error: faults.append(str(error)))
