@@ -22,20 +22,20 @@ def asked(**given: str) -> argparse.Namespace:
 def test_a_token_needs_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "token"
     file.write_text("from a file\n")
-    assert parse(join._typed(asked(token_file=str(file))).address).password == "from a file"
+    assert parse(join.typed(asked(token_file=str(file))).address).password == "from a file"
     monkeypatch.setenv("SHOAL_TOKEN", "from the environment")
-    assert parse(join._typed(asked()).address).password == "from the environment"
+    assert parse(join.typed(asked()).address).password == "from the environment"
     monkeypatch.delenv("SHOAL_TOKEN")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("getpass.getpass", lambda prompt, stream: "typed")
-    assert parse(join._typed(asked()).address).password == "typed"
-    assert join._typed(asked(address="tcp://h:1")).token == "typed"
+    assert parse(join.typed(asked()).address).password == "typed"
+    assert join.typed(asked(address="tcp://h:1")).token == "typed"
     with pytest.raises(ShoalError, match="--token-file"):
-        join._typed(asked(token_file=str(tmp_path / "none")))
+        join.typed(asked(token_file=str(tmp_path / "none")))
 
 
 def test_the_pin_survives_the_way_from_the_line_to_the_connection() -> None:
-    assert parse(join._typed(asked(token="t")).address).options == "pin=acaefe20e847802e276561bc0a9b825c"
+    assert parse(join.typed(asked(token="t")).address).options == "pin=acaefe20e847802e276561bc0a9b825c"
 
 
 def test_zsh_and_powershell_leave_the_line_as_it_is() -> None:
