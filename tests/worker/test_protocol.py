@@ -264,3 +264,14 @@ def test_a_worker_that_cannot_go_on_says_why_and_waits_no_longer_than_for_a_word
     assert question is not None
     assert question.asked == Leave("s", 2, "x" * 500)
     assert question.timeout_s == ANSWER_S
+
+
+def test_a_worker_that_is_asked_to_stop_does_not_join_a_coordinator_that_came_back() -> None:
+    """Its successor may be there already, under the same name and with the same key."""
+    protocol = joined()
+    protocol.contribute(MADE, (b"x",), pulls=True)
+    asked(protocol)
+    protocol.stop()
+    protocol.hear({"kind": "refused", "reason": "unknown-session"})
+    assert protocol.left
+    assert protocol.question(0.0) is None

@@ -298,8 +298,8 @@ class Protocol:
     def _refused(self, asked: Asked, header: Mapping[str, Any]) -> list[Event]:
         reason = header.get("reason")
         self._join_anew()
-        if isinstance(asked, Leave):
-            self.left = True
+        if isinstance(asked, Leave) or (reason == "unknown-session" and self.stopping):
+            self.left = True  # a coordinator that came back has others by now: one that is about to leave must not take their place
         elif reason == "unknown-session":
             self.session = ""
             self._returns.clear()  # the coordinator that lent the units has forgotten them
