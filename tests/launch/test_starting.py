@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal import TrainerConfig, train
-from shoal.cli.join import _check_trust
+from shoal.cli.join import check_trust
 from shoal.config.dialects import in_words_of
 from shoal.config.load import Loaded, Override, resolve_data
 from shoal.errors import ShoalError
@@ -87,9 +87,9 @@ class FakeWorker:
 def test_a_worker_calls_only_functions_that_it_was_told_to() -> None:
     settings = {"model": {"kind": "factory", "function": "parts:net"}, "data": {"source": {"kind": "factory", "function": "parts:rows"}}}
     worker: Any = FakeWorker(settings)
-    _check_trust(worker, ["parts:net", "parts:rows"])
+    check_trust(worker, ["parts:net", "parts:rows"])
     with pytest.raises(ShoalError, match="join with --factory parts:rows"):
-        _check_trust(worker, ["parts:net"])
+        check_trust(worker, ["parts:net"])
     assert "parts:rows" in worker.said, "the coordinator hears why it goes"
 
 

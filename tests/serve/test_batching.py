@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from shoal.config.schema import model as schema
+from shoal.errors import ShoalError
 from shoal.models.decoding import Draws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.lstm import Lstm
+from shoal.models.moe import Moe
 from shoal.serve.engine import Ended, Engine, FullError, Job
 from shoal.serve.stages import OneNode
 
@@ -37,6 +39,8 @@ def make_model(kind: str) -> torch.nn.Module:
         model: torch.nn.Module = Lstm(schema.Lstm(hidden_size=24, num_layers=2), VOCABULARY)
     elif kind == "rotary":
         model = Gpt(schema.Gpt(**sizes, positions="rotary", norm="rms", feed_forward="swiglu", bias=False, num_kv_heads=2), VOCABULARY)
+    elif kind == "moe":
+        model = Moe(schema.Moe(**sizes, experts=schema.Experts(count=4, per_token=2)), VOCABULARY)
     elif kind == "learned":
         model = Gpt(schema.Gpt(**sizes), VOCABULARY)
     else:
@@ -85,7 +89,7 @@ def alone(model: torch.nn.Module, prompt: list[int], tokens: int) -> list[int]:
     return heard.tokens
 
 
-@pytest.mark.parametrize("kind", ["learned", "rotary", "lstm", "gpt2", "llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["learned", "rotary", "moe", "lstm", "gpt2", "llama", "qwen2"])
 def test_requests_that_come_and_go_give_the_text_they_give_alone(kind):
     model, chance = make_model(kind), random.Random(5)
     prompts = [[chance.randrange(VOCABULARY) for _ in range(chance.choice([1, 3, 9, 40]))] for _ in range(7)]
@@ -169,3 +173,14 @@ def test_probabilities_of_tokens_are_those_of_the_model():
         exact = model(torch.tensor([[4, 5]]))[0, -1].log_softmax(-1)
     assert found[0].logprob == pytest.approx(float(exact.max()))
     assert [other.logprob for other in found[0].others] == pytest.approx(exact.topk(2).values.tolist())
+
+
+@pytest.mark.parametrize("feature", ["cross_attention", "episodic_memory"])
+def test_a_model_that_reads_something_beside_its_prompt_is_refused(feature: str) -> None:
+    reading = {
+        "cross_attention": schema.CrossAttention(enabled=True),
+        "episodic_memory": schema.EpisodicMemory(enabled=True, chunk_size=4),
+    }[feature]
+    settings = schema.Moe(hidden_size=16, num_layers=2, num_heads=2, max_seq_len=16, **{feature: reading})
+    with pytest.raises(ShoalError, match="is not served yet"):
+        OneNode(Moe(settings, VOCABULARY))

@@ -61,6 +61,13 @@ def test_every_slip_in_a_file_of_machines_is_told_at_its_place(tmp_path: Path) -
     assert places == {"unknown-key": (4, "did you mean `bandwidth_mbps`?"), "out-of-range": (5, "")}
 
 
+def test_names_below_a_key_of_their_own_are_told_where_they_belong(tmp_path: Path) -> None:
+    (tmp_path / "machines.yaml").write_text("machines:\n  fast: {steps_per_s: 40}\n")
+    with pytest.raises(ConfigError) as refused:
+        read_machines(str(tmp_path / "machines.yaml"))
+    assert [problem.help for problem in refused.value.problems] == ["the names of machines are the file's own keys: leave `machines:` out"]
+
+
 def test_a_machine_must_say_how_fast_it_is(tmp_path: Path) -> None:
     file = tmp_path / "machines.yaml"
     file.write_text("laptop: {memory_gb: 4}\n")

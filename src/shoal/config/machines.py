@@ -68,7 +68,9 @@ def _problem(fault: Fault) -> Problem:
     """A fault, at the place of the file where it stands."""
     path = ".".join(str(step) for step in fault.path)
     message = fault.message if fault.code == "unknown-key" else f"`{path}`: {fault.message}"
-    return Problem(fault.code, message, (Label(_span(fault)),), path, fault.help)
+    nested = fault.code == "unknown-key" and fault.path[:1] == ("machines",)
+    help = "the names of machines are the file's own keys: leave `machines:` out" if nested else fault.help
+    return Problem(fault.code, message, (Label(_span(fault)),), path, help)
 
 
 def _span(fault: Fault) -> Span:

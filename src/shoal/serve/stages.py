@@ -58,10 +58,8 @@ class OneNode:
     def __init__(self, model: Any) -> None:
         if not hasattr(model, "next_logits"):
             raise ShoalError(f"a {type(model).__name__} does not write text; serving needs model.kind lstm, gpt, moe or huggingface")
-        if getattr(model, "memory", None) is not None or getattr(model, "reads", False):
-            raise ShoalError(
-                "serving a model that reads passages, a context or its memory is not built yet; `shoal generate` writes with it"
-            )
+        if getattr(model, "memory", None) is not None or getattr(model, "reader", None) is not None:
+            raise ShoalError("a model that reads passages, a context or its memory is not served yet; `shoal generate` writes with it")
         self.model = model.eval()
         self.device = next(model.parameters()).device
         self.vocab_size: int = model.vocab_size

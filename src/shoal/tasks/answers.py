@@ -8,7 +8,7 @@ Shapes: B batch, L tokens, N tokens that count, D width, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.tasks.base import Batch
+from shoal.tasks.base import Batch, Loss, Mean
 from shoal.tasks.language import IGNORED
 
 
@@ -113,6 +113,34 @@ def as_used(*models: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+class Pairwise:
+    """What tasks that learn from pairs of answers share: a pair counts as one, and `compare` says what one batch of them costs."""
+
+    players: dict[str, nn.Module]
+
+    def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
+        """The loss, figures, and what was given to the model and came back beside its output."""
+        raise NotImplementedError
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["chosen_input_ids"])
+
+    def compile(self) -> None:
+        self.players["model"].compile()
+
+    def losses(self, batch: Batch) -> Iterator[Loss]:
+        with as_used(self.players["model"]):
+            loss, metrics, givens = self.compare(batch)
+        yield Loss("model", with_auxiliary(loss, metrics, givens), metrics)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        mean = Mean()
+        for batch in batches:
+            mean.add(self.compare(batch)[1], self.count(batch))
+        return mean.result()
 
 
 class Reference:

@@ -5,17 +5,15 @@ Shapes: B batch, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config import Run
 from shoal.config.schema import task as schema
-from shoal.tasks.answers import Reference, Text, as_used, given_to, log_probs, share_won, with_auxiliary
-from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
+from shoal.tasks.answers import Pairwise, Reference, Text, given_to, log_probs, share_won
+from shoal.tasks.base import Batch, TaskInfo
 
 _SIDES = ("chosen_", "rejected_")
 
@@ -24,7 +22,7 @@ def build(task: schema.Dpo, run: Run, players: dict[str, nn.Module], info: TaskI
     return Dpo(players, task.beta, task.label_smoothing)
 
 
-class Dpo:
+class Dpo(Pairwise):
     """−log σ(β · ((log π − log π₀) of the chosen answer − the same of the rejected one)). The reference is no player: it never learns."""
 
     headline = "loss"
@@ -35,25 +33,7 @@ class Dpo:
         self.beta, self.label_smoothing = beta, label_smoothing
         self.reference = Reference(players["model"])
 
-    def count(self, batch: Batch) -> int:
-        return len(batch["chosen_input_ids"])
-
-    def compile(self) -> None:
-        self.players["model"].compile()
-
-    def losses(self, batch: Batch) -> Iterator[Loss]:
-        with as_used(self.players["model"]):
-            loss, metrics, givens = self._compare(batch)
-        yield Loss("model", with_auxiliary(loss, metrics, givens), metrics)
-
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
-        for batch in batches:
-            mean.add(self._compare(batch)[1], self.count(batch))
-        return mean.result()
-
-    def _compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
+    def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
         model, texts = self.players["model"], [Text.of(batch, side) for side in _SIDES]
         givens = [given_to(model, text) for text in texts]
         gains = []

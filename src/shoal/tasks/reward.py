@@ -5,24 +5,22 @@ Shapes: B batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.config import Run
 from shoal.config.schema import task as schema
-from shoal.tasks.answers import Text, as_used, at_the_end, given_to, share_won, with_auxiliary
-from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
+from shoal.tasks.answers import Pairwise, Text, at_the_end, given_to, share_won
+from shoal.tasks.base import Batch, TaskInfo
 
 
 def build(task: schema.Reward, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Reward:
     return Reward(players)
 
 
-class Reward:
+class Reward(Pairwise):
     """−log σ(score of the chosen answer − score of the rejected one), each read at its last real token."""
 
     headline = "accuracy"
@@ -31,24 +29,6 @@ class Reward:
     def __init__(self, players: dict[str, nn.Module]) -> None:
         self.players = players
 
-    def count(self, batch: Batch) -> int:
-        return len(batch["chosen_input_ids"])
-
-    def compile(self) -> None:
-        self.players["model"].compile()
-
-    def losses(self, batch: Batch) -> Iterator[Loss]:
-        with as_used(self.players["model"]):
-            loss, metrics, givens = self._compare(batch)
-        yield Loss("model", with_auxiliary(loss, metrics, givens), metrics)
-
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        mean = Mean()
-        for batch in batches:
-            mean.add(self._compare(batch)[1], self.count(batch))
-        return mean.result()
-
     def score(self, text: Text) -> Tensor:
         """The scores of texts [B]."""
         return self._score(text, given_to(self.players["model"], text))
@@ -56,7 +36,7 @@ class Reward:
     def _score(self, text: Text, given: dict[str, Any]) -> Tensor:
         return at_the_end(self.players["model"](text.input_ids_BL, **given), text)
 
-    def _compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
+    def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
         texts = [Text.of(batch, side) for side in ("chosen_", "rejected_")]
         givens = [given_to(self.players["model"], text) for text in texts]
         chosen_B, rejected_B = (self._score(text, given) for text, given in zip(texts, givens, strict=True))

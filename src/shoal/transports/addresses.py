@@ -6,6 +6,7 @@ import contextlib
 import errno
 import ipaddress
 import os
+import random
 import socket
 import struct
 import sys
@@ -14,6 +15,8 @@ from urllib.parse import urlsplit
 
 from shoal.errors import ShoalError
 
+# Systems give outgoing connections a port above these, so a coordinator that comes back finds its own port free.
+LASTING_PORTS = range(20_000, 32_000)
 _DOCUMENTATION = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
@@ -72,8 +75,15 @@ def is_listening(host: str, port: int) -> bool:
 
 
 def free_port(host: str, port: int = 0) -> int | None:
-    """A port nobody listens on at this host: `port` itself, or None where it is taken; any for 0."""
+    """A port nobody listens on at this host: `port` itself, or None where it is taken; for 0 one that can be had again after a restart."""
     numeric = resolve(host)
+    if port:
+        return _if_free(numeric, port)
+    tries = random.SystemRandom().sample(LASTING_PORTS, 20)
+    return next(filter(None, (_if_free(numeric, candidate) for candidate in tries)), None) or _if_free(numeric, 0)
+
+
+def _if_free(numeric: str, port: int) -> int | None:
     with socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM) as probe:
         if os.name == "posix":  # elsewhere it would mean that a port may be shared
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,7 +92,7 @@ def free_port(host: str, port: int = 0) -> int | None:
         except OSError as problem:
             if problem.errno == errno.EADDRINUSE:
                 return None
-            raise ShoalError(f"this machine cannot listen on {bracketed(host)}:{port}: {problem.strerror}") from None
+            raise ShoalError(f"this machine cannot listen on {bracketed(numeric)}:{port}: {problem.strerror}") from None
         return int(probe.getsockname()[1])
 
 

@@ -40,6 +40,7 @@ class XmlRpcServer:
     ) -> None:
         host = addresses.resolve(host)
         only_here(host, insecure)
+        port = port or addresses.free_port(host) or 0
         self.traffic = Traffic()
         self._desk = Desk(wire.Limits(max_frame_bytes, max_header_bytes), self.traffic, rate)
         try:

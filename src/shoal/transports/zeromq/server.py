@@ -188,11 +188,11 @@ def _guard(socket: Socket, token: str, own: keys.Keys | None, guests: Callable[[
 def _bind(socket: Socket, hosts: Sequence[str], port: int) -> tuple[str, ...]:
     """Listen on every host, all with the same port; the addresses that workers should use."""
     public = []
+    port = port or addresses.free_port(hosts[0]) or 0
     for host in hosts:
         try:
-            socket.bind(f"tcp://{addresses.bracketed(host)}:{port or '*'}")
+            socket.bind(f"tcp://{addresses.bracketed(host)}:{port}")
         except zmq.ZMQError as problem:
             raise ShoalError(f"cannot listen on {host} port {port}: {problem.strerror}. Is another coordinator running?") from None
-        port = port or addresses.parse(socket.getsockopt_string(zmq.LAST_ENDPOINT)).port
         public.append(str(addresses.Address("tcp", addresses.to_tell(host), port)))
     return tuple(public)
