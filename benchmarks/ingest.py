@@ -5,6 +5,9 @@ snapshots, an optimizer step for every arrival, records. Only the workers are pl
 gradient again and again. The peer is the least that ZeroMQ can do: a ROUTER that receives without copying and answers, and DEALERs
 that send without copying, the same number of processes, the same frames both ways, the same security, the better of one and two messages
 under way per sender. It looks at nothing, keeps nothing and computes nothing. `benchmarks/ingest.py where` tells where our time goes.
+
+Beside each ratio stands the processor time of a contribution, ours and the peer's: on a machine that is busy with other things the time on
+the wall says little.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import zmq
-from processes import Helper
+from processes import Helper, seconds_of
 from run import Row
 
 from shoal.config.load import File, Override, resolve
@@ -39,6 +42,9 @@ HIDDEN, SIZE = "[2048, 2976]", 4 * 6_270_762
 SENDERS = 4
 SECONDS = 8.0
 WARM_UP_S = 2.0
+FIRST = 16
+"""What each sender sends before the time begins: 1.6 GB in all. By then the coordinator writes its journal over an old one, as it does for
+the rest of a run. To write 25 MB at the end of a growing file takes the system 27 ms here, and 5 to write them over old ones."""
 COMMON = {
     "model.hidden_sizes": HIDDEN,
     "evaluation.strategy": "never",
@@ -72,6 +78,8 @@ class Outcome(NamedTuple):
 
     megabytes_per_s: float
     where: dict[str, float]
+    processor_ms: tuple[float, float]
+    """Of a contribution: where it is received, and where it is sent."""
 
 
 def exchange(serving: Helper, sender: str, **given: Any) -> Outcome:
@@ -88,11 +96,19 @@ def exchange(serving: Helper, sender: str, **given: Any) -> Outcome:
         span = Span(start + WARM_UP_S, start + WARM_UP_S + SECONDS)
         for helper in helpers:
             helper.say(span)
+        before, after = [_processor_s(helpers, at) for at in span]
         answers = sum(helper.hear() for helper in senders)
-        return Outcome(answers * size / 1e6 / SECONDS, serving.hear())
+        received, *sent = ((end - begin) * 1e3 / max(1, answers) for begin, end in zip(before, after, strict=True))
+        return Outcome(answers * size / 1e6 / SECONDS, serving.hear(), (received, sum(sent)))
     finally:
         for helper in helpers:
             helper.close()
+
+
+def _processor_s(helpers: list[Helper], at: float) -> list[float]:
+    """What each process has had by this time."""
+    time.sleep(max(0.0, at - time.time()))
+    return [seconds_of(helper.process.pid) for helper in helpers]
 
 
 def through_shoal(curve: bool, strategy: str, weights: bool, where: bool = False) -> Outcome:
@@ -118,7 +134,14 @@ def measure() -> Iterator[Row]:
                 ours = through_shoal(curve, strategy, weights)
                 name = f"ingest, {strategy}, {security}, {back}"
                 ratio = ours.megabytes_per_s / peer.megabytes_per_s
-                yield Row(name, ours.megabytes_per_s, peer.megabytes_per_s, "MB/s in", ratio, "≥ 0.6")
+                yield Row(name, ours.megabytes_per_s, peer.megabytes_per_s, "MB/s in", ratio, "≥ 0.6", _processors(ours, peer))
+
+
+def _processors(ours: Outcome, peer: Outcome) -> str:
+    return "; ".join(
+        f"processor ms {told}: {one:.1f}, peer {other:.1f}"
+        for told, one, other in zip(("to receive", "to send"), ours.processor_ms, peer.processor_ms, strict=True)
+    )
 
 
 def where() -> None:
@@ -127,6 +150,7 @@ def where() -> None:
         for weights in (False, True):
             told = through_shoal(False, strategy, weights, where=True)
             print(f"{strategy}, {'weights' if weights else 'no weights'} back, PLAIN: {told.megabytes_per_s:.0f} MB/s")
+            print(f"  processor ms a contribution: {told.processor_ms[0]:.1f} to receive, {told.processor_ms[1]:.1f} to send")
             for name, share in sorted(told.where.items(), key=lambda item: -item[1]):
                 print(f"  {100 * share:5.1f} %  {name}")
 
@@ -233,6 +257,8 @@ class Sender:
 
 def send(given: dict[str, Any]) -> None:
     sender = Sender(json.loads(sys.stdin.readline()), given["weights"])
+    for _ in range(FIRST):
+        sender.contribute()
     print(json.dumps(4 * sender.size), flush=True)
     span = Span(*json.loads(sys.stdin.readline()))
     answers = 0

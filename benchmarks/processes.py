@@ -133,12 +133,13 @@ def _busy(pid: int) -> dict[int, float]:
     """Seconds of processor time that a process and each of its children have had."""
     try:
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        return {one: _seconds(one) for one in (pid, *children)}
+        return {one: seconds_of(one) for one in (pid, *children)}
     except OSError:
         return {}
 
 
-def _seconds(pid: int) -> float:
+def seconds_of(pid: int) -> float:
+    """Processor time that a process has had."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -15,6 +15,7 @@ from shoal.config.schema.updates import Codec
 from shoal.updates import codecs
 from shoal.updates.fragments import Span
 from shoal.updates.frames import Frames, frame_of
+from shoal.updates.rooms import room
 
 MOST_REPLICA_BYTES = 2 << 30
 """Memory for all replicas together, and one more while workers move on from one to the next; workers beyond it get full weights."""
@@ -108,7 +109,7 @@ class Publisher:
         if shorter is None and span is None:
             if replica is not None:
                 return self._way(None, None)
-            copy = self.vector.clone()
+            copy = _copied(self.vector)
             return Way("full", (frame_of(copy.numpy()),), None, Replica(copy, fixed=True) if self._has_room() else None)
         kind, frames = shorter or ("full", (frame_of(target.clone().numpy()),))
         moved = None if replica is None else self._movable(replica)
@@ -147,6 +148,11 @@ class Publisher:
 
     def _buffer_frame(self) -> Frames:
         return (frame_of(self.buffers.clone().numpy()),) if self.buffers.numel() else ()
+
+
+def _copied(vector: Tensor) -> Tensor:
+    """A copy in memory that was used before: to have the system clear fresh pages takes longer than to copy."""
+    return torch.frombuffer(room(4 * vector.numel()), dtype=torch.float32).copy_(vector) if vector.numel() else vector.clone()
 
 
 class Notice(NamedTuple):

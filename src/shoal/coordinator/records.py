@@ -17,7 +17,6 @@ from __future__ import annotations
 import mmap
 import secrets
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -26,6 +25,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from shoal.coordinator.effects import Frames
 from shoal.errors import ShoalError
+from shoal.updates.checksums import crc32
 
 MAGIC = b"SHOALJ2\n"
 MARK_BYTES = 8
@@ -74,7 +74,7 @@ def new_head(before: Place) -> tuple[bytes, Head]:
     """The bytes that a new journal begins with, and what they say."""
     mark = secrets.token_bytes(MARK_BYTES)
     content = _HEAD.pack(MAGIC, mark, before.checksum, before.length)
-    checksum = zlib.crc32(content)
+    checksum = crc32(content)
     return content + _SUM.pack(checksum), Head(mark, before, Place(HEAD_BYTES, checksum), True)
 
 
@@ -83,9 +83,9 @@ def parts_of(record: dict[str, Any], frames: Frames, head: Head, after: Place) -
     header: bytes = msgpack.packb({"record": record, "frames": [len(frame) for frame in frames]})
     body = sum(len(frame) for frame in frames)
     begin = _PREFIX.pack(len(header), body, after.checksum) + header
-    checksum = zlib.crc32(begin, zlib.crc32(head.mark))
+    checksum = crc32(begin, crc32(head.mark))
     for frame in frames:
-        checksum = zlib.crc32(frame, checksum)
+        checksum = crc32(frame, checksum)
     end = Place(after.length + len(begin) + body + _SUM.size + MARK_BYTES, checksum)
     return [begin, *frames, _SUM.pack(checksum) + head.mark], end
 
@@ -99,7 +99,7 @@ def head_of(path: Path) -> Head | None:
     if len(content) == HEAD_BYTES:
         _, mark, checksum, length = _HEAD.unpack_from(content)
         (own,) = _SUM.unpack_from(content, _HEAD.size)
-        if zlib.crc32(MAGIC + content[len(MAGIC) : _HEAD.size]) == own:  # also where the magic itself was damaged
+        if crc32(MAGIC + content[len(MAGIC) : _HEAD.size]) == own:  # also where the magic itself was damaged
             return Head(mark, Place(length, checksum), Place(HEAD_BYTES, own), True)
     if content.startswith(MAGIC):
         raise Damaged(path, NOWHERE, 0, "its head does not match its checksum")
@@ -187,13 +187,13 @@ def _whole(file: BinaryIO, total: int, head: Head) -> _Whole | None:
     if begins + _PREFIX.size + size + body + _SUM.size > total:
         return None
     header = file.read(size)
-    checksum = zlib.crc32(header, zlib.crc32(prefix, zlib.crc32(head.mark)))
+    checksum = crc32(header, crc32(prefix, crc32(head.mark)))
     fields = _fields(header, body)
     if fields is None:
         return None
     frames = tuple(file.read(length) for length in fields["frames"])
     for frame in frames:
-        checksum = zlib.crc32(frame, checksum)
+        checksum = crc32(frame, checksum)
     if _SUM.unpack(file.read(_SUM.size))[0] != checksum:
         return None
     file.seek(MARK_BYTES, 1)
@@ -210,7 +210,7 @@ def _whole_unchecked(file: BinaryIO, total: int, head: Head) -> _Whole | None:
     if not size or end + MARK_BYTES > total:
         return None
     header = file.read(size)
-    fields = _fields(header, body) if zlib.crc32(header) == checksum else None
+    fields = _fields(header, body) if crc32(header) == checksum else None
     if fields is None:
         return None
     frames = tuple(file.read(length) for length in fields["frames"])

@@ -19,7 +19,6 @@ import errno
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.runs.sharded import Shards, write_shards
+from shoal.updates.checksums import crc32
 from shoal.updates.packing import packed, unpacked
 from shoal.worker.interfaces import Writers
 
@@ -172,7 +172,7 @@ def read(path: Path, verify: bool = True) -> Checkpoint:
 def _with_checksum(text: str) -> bytes:
     """An object of JSON with one more field at its end: the checksum of everything before that."""
     content = text.removesuffix("}").encode()
-    return content + f'{_OWN_CHECKSUM}{zlib.crc32(content):08x}"}}'.encode()
+    return content + f'{_OWN_CHECKSUM}{crc32(content):08x}"}}'.encode()
 
 
 def _header_of(path: Path) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _header_of(path: Path) -> dict[str, Any]:
     content = (path / "state.json").read_bytes()
     header: dict[str, Any] = json.loads(content)
     body, field, checksum = content.rpartition(_OWN_CHECKSUM.encode())
-    if (field or header["format"] == _FORMAT) and checksum != f'{zlib.crc32(body):08x}"}}'.encode():
+    if (field or header["format"] == _FORMAT) and checksum != f'{crc32(body):08x}"}}'.encode():
         raise ShoalError(f"checkpoint {path} is damaged: state.json does not match its checksum")
     return header
 
@@ -255,5 +255,5 @@ def _checksum(path: Path) -> str:
     value = 0
     with path.open("rb") as stream:
         while chunk := stream.read(1 << 22):
-            value = zlib.crc32(chunk, value)
+            value = crc32(chunk, value)
     return f"{value:08x}"

@@ -10,7 +10,6 @@ Checksums cover what is written, and each record names that of the one before it
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from shoal.transports.interface import Frame
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres.line import Connection
 from shoal.transports.postgres.server import PostgresServer
+from shoal.updates.checksums import crc32
 from shoal.updates.packing import packed, unpacked
 
 Frames = Sequence[Frame]
@@ -32,9 +32,9 @@ Frames = Sequence[Frame]
 
 def checksum_of(journal: int, record: bytes, frames: Frames) -> int:
     """The checksum of a record, with its place and all that belongs to it."""
-    checksum = zlib.crc32(record, zlib.crc32(f"{journal} {len(record)}".encode()))
+    checksum = crc32(record, crc32(f"{journal} {len(record)}".encode()))
     for frame in frames:
-        checksum = zlib.crc32(frame, checksum)
+        checksum = crc32(frame, checksum)
     return checksum
 
 
@@ -124,7 +124,7 @@ class Ledger:
             self._server.fetch(
                 "INSERT INTO shoal.ledger (line, entry, checksum, record) SELECT coalesce(max(l.line), 0) + 1, %s, %s,"
                 " (SELECT r.id FROM shoal.records r ORDER BY r.id DESC LIMIT 1) FROM shoal.ledger l RETURNING 1",
-                (entry, zlib.crc32(entry.encode())),
+                (entry, crc32(entry.encode())),
             )
 
     @property
@@ -184,7 +184,7 @@ class Snapshots:
 
         def write() -> None:
             files = [save({name: value.cpu().contiguous() for name, value in each.items()}) for each in (copies, tensors)]
-            header = json.dumps({"format": 1, "step": step, "checksums": [zlib.crc32(file) for file in files], "state": plain})
+            header = json.dumps({"format": 1, "step": step, "checksums": [crc32(file) for file in files], "state": plain})
             self._server.freed_beside += self._server.beside(lambda connection: self._write(connection, step, header, files))
 
         return write
@@ -196,7 +196,7 @@ class Snapshots:
         ids = blobs.store(connection, files)
         connection.execute(
             "INSERT INTO shoal.snapshots (number, header, frames, checksum) VALUES (%s, %s, %s::uuid[], %s)",
-            (step, header, ids, zlib.crc32(header.encode())),
+            (step, header, ids, crc32(header.encode())),
         )
         gone = connection.execute(
             "DELETE FROM shoal.snapshots WHERE number NOT IN (SELECT number FROM shoal.snapshots ORDER BY number DESC LIMIT %s)"
@@ -226,12 +226,12 @@ class Snapshots:
         ((text, ids, checksum),) = self._server.fetch(
             "SELECT header, frames, checksum FROM shoal.snapshots WHERE number = %s", (int(path.name.partition("-")[2]),)
         )
-        if checksum is not None and zlib.crc32(text.encode()) != checksum:
+        if checksum is not None and crc32(text.encode()) != checksum:
             raise ShoalError(f"snapshot {path} is damaged: its state does not match its checksum")
         try:
             header = json.loads(text)
             files = [bytes(file) for file in self._server.read(ids)]
-            if [zlib.crc32(file) for file in files] != header["checksums"]:
+            if [crc32(file) for file in files] != header["checksums"]:
                 raise ShoalError(f"snapshot {path} is damaged: it does not match its checksums")
             weights, tensors = map(load, files)
             return Snapshot(path, header["step"], weights, unpacked(header["state"], tensors))

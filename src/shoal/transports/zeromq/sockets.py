@@ -137,9 +137,9 @@ class _Pieces:
     def part(self, size: int) -> memoryview:
         if size <= PIECE_BYTES:
             return self._of(size)
-        import numpy as np  # memory that is not filled with zeros first
+        from shoal.updates.rooms import room  # NumPy is loaded where long frames come
 
-        whole: memoryview = np.empty(size, np.uint8).data
+        whole = room(size)
         for start in range(0, size, PIECE_BYTES):
             whole[start : start + PIECE_BYTES] = self._of(min(PIECE_BYTES, size - start))
         return whole
