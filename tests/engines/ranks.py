@@ -287,6 +287,52 @@ def small_last_batch(world: World) -> list[float]:
     return vector
 
 
+PIPELINE = json.dumps({"kind": "pipeline", "micro_batches": 2})
+GPIPE = json.dumps({"kind": "pipeline", "micro_batches": 2, "schedule": "gpipe"})
+DEEP = {"kind": "gpt", "hidden_size": 16, "num_layers": 3, "num_heads": 2, "max_seq_len": 12}
+DEEP_MIXTURE = MIXTURE | {"num_layers": 3}
+
+
+def pipeline_engine(world: World | None, model: dict[str, Any], engine: dict[str, Any], **training: Any) -> Engine:
+    """An engine for a model of three layers; without a world one process, which is given micro-batches as if they were batches."""
+    run = run_of(engine, optimizer=PLAIN, **training)
+    run = run.replace(model=resolve_data({"model": model}, name="test", dialect="shoal", environ={}).run.model)
+    task, device = LanguageModelling(build_models(run, Shapes())), choose_device(DEVICE, world.rank if world else 0)
+    return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
+
+
+def cut_in_two(found: list[Batch]) -> list[Batch]:
+    """The micro-batches of a step."""
+    return [{name: value[half] for name, value in batch.items()} for batch in found for half in (slice(0, BATCH), slice(BATCH, None))]
+
+
+def learned(engine: Engine, cut: Any = lambda found: found) -> dict[str, Any]:
+    """The figures of two steps, the gradient of the third, the weights after it, how it is judged, and what it writes."""
+    figures = [engine.world.total(engine.step(cut(batches(step))).metrics) for step in range(2)]
+    engine.gradients(cut(batches(2)))
+    gradient = engine.gradient.tolist()
+    engine.apply(torch.tensor(gradient), 10)
+    judged = engine.evaluate(iter(batches(7)))
+    engine.task.players["model"].eval()
+    tokens = generate(engine.task.players["model"], torch.tensor([[1, 2, 3]]), max_new_tokens=4, decoding=Decoding(active="greedy"))
+    written = [int(one) for one in tokens]
+    engine.task.players["model"].train()
+    return {
+        "figures": [{name: float(value) for name, value in one.items()} for one in figures],
+        "gradient": gradient,
+        "vector": engine.vector.tolist(),
+        "buffers": engine.buffers.tolist(),
+        "judged": judged,
+        "written": written,
+    }
+
+
+def pipelines(world: World) -> dict[str, Any]:
+    """What a GPT and a mixture learn as pipelines."""
+    asked = {"gpt": (DEEP, PIPELINE), "mixture": (DEEP_MIXTURE, PIPELINE), "gpipe": (DEEP, GPIPE)}
+    return {name: learned(pipeline_engine(world, model, json.loads(engine))) for name, (model, engine) in asked.items()}
+
+
 def main() -> None:
     here = place()
     assert here is not None

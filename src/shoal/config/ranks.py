@@ -73,6 +73,11 @@ def of_several(run: Run) -> bool:
     return run.engine.kind != "single"
 
 
+def reading(run: Run, rank: int, size: int) -> tuple[int, int]:
+    """Which part of every batch a process of a worker reads, and of how many. All stages of a pipeline read whole batches."""
+    return (0, 1) if run.engine.kind == "pipeline" else (rank, size)
+
+
 def environment_of(here: Place) -> dict[str, str]:
     """The variables that tell a process its place; those that say where torchrun's meet are there already."""
     numbers = {name: str(number) for name, number in zip(_NAMES, here[:4], strict=True)}

@@ -100,6 +100,16 @@ class World:
         dist.all_gather(found, own.contiguous(), group=self.talk)
         return found
 
+    def texts(self, own: str) -> list[str]:
+        """The texts of all processes, in the order of the ranks."""
+        if self.size == 1:
+            return [own]
+        written = own.encode()
+        lengths = [int(length) for length in self.each(torch.tensor([len(written)]))]
+        letters = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        letters[: len(written)] = torch.tensor(list(written), dtype=torch.uint8)
+        return [bytes(one[:length].tolist()).decode() for one, length in zip(self.each(letters), lengths, strict=True)]
+
     def wait(self) -> None:
         """Wait until all processes have called this."""
         if self.size > 1:

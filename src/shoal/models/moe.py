@@ -73,7 +73,7 @@ class Moe(Trunk):
         balance_L = shares_LE.shape[1] * (shares_LE * probability_LE).sum(1)
         beside.figures |= {f"layers/{layer}/{what}balance": one for layer, one in enumerate(balance_L.detach(), self.first_layer)}
         if weight:
-            beside.losses.append(Auxiliary(f"{what}balance", self.share * weight, balance_L.mean()))
+            beside.losses.append(Auxiliary(f"{what}balance", weight, self.share * balance_L.mean()))
 
 
 class StepLoads(Kept):
@@ -96,6 +96,11 @@ class StepLoads(Kept):
 
     def begin_step(self) -> None:
         self.load_LE = torch.zeros_like(self.load_LE, dtype=torch.float32)
+
+    def take_over(self, part: Kept, first: int, total: Callable[[Tensor], Tensor]) -> None:
+        assert isinstance(part, StepLoads)
+        self.load_LE[first : first + len(part.load_LE)] = part.load_LE
+        self.load_LE = total(self.load_LE)
 
 
 class Loads(StepLoads):

@@ -39,7 +39,7 @@ class Auxiliary(NamedTuple):
     name: str
     weight: float
     value: Tensor
-    """The mean over the tokens of this batch that count, as the task's own loss is."""
+    """The mean over the tokens of this batch that count, as the task's own loss is; of some of the layers their share of it."""
 
 
 class Beside:
@@ -239,7 +239,7 @@ class Trunk(nn.Module):
         for name, weight in self.loss_weights.items():
             values = [own[name] for own in told if name in own]
             if values:
-                beside.losses.append(Auxiliary(name, self.share * weight, torch.stack(values).mean()))
+                beside.losses.append(Auxiliary(name, weight, self.share * torch.stack(values).mean()))
         for layer, own in enumerate(told, self.first_layer):
             beside.figures |= {f"layers/{layer}/{name}": value.detach() for name, value in own.items() if not value.dim()}
 
