@@ -25,6 +25,7 @@ from shoal.launch import nursery
 from shoal.models import build as build_models
 from shoal.models.generate import generate
 from shoal.models.routers.base import LearnedRouter
+from shoal.runs.checkpoint import Checkpoints
 from shoal.tasks import Batch
 from shoal.tasks.gan import Gan
 from shoal.tasks.language import LanguageModelling
@@ -285,6 +286,133 @@ def small_last_batch(world: World) -> list[float]:
     engine.step([{name: value[:1][world.rank :: world.size] for name, value in whole.items()}])
     vector: list[float] = engine.vector.tolist()
     return vector
+
+
+PIPELINE = json.dumps({"kind": "pipeline", "micro_batches": 2})
+GPIPE = json.dumps({"kind": "pipeline", "micro_batches": 2, "schedule": "gpipe"})
+DEEP = {"kind": "gpt", "hidden_size": 16, "num_layers": 3, "num_heads": 2, "max_seq_len": 12}
+DEEP_MIXTURE = MIXTURE | {"num_layers": 3}
+
+
+def pipeline_engine(world: World | None, model: dict[str, Any], engine: dict[str, Any], **training: Any) -> Engine:
+    """An engine for a model of three layers; without a world one process, which is given micro-batches as if they were batches."""
+    run = run_of(engine, **{"optimizer": PLAIN} | training)
+    run = run.replace(model=resolve_data({"model": model}, name="test", dialect="shoal", environ={}).run.model)
+    task, device = LanguageModelling(build_models(run, Shapes())), choose_device(DEVICE, world.rank if world else 0)
+    return build(run, task, device, STEPS, world) if world else SingleEngine(run, task, device, STEPS)
+
+
+def cut_in_two(found: list[Batch]) -> list[Batch]:
+    """The micro-batches of a step."""
+    return [{name: value[half] for name, value in batch.items()} for batch in found for half in (slice(0, BATCH), slice(BATCH, None))]
+
+
+def learned(engine: Engine, cut: Any = lambda found: found) -> dict[str, Any]:
+    """The figures of two steps, the gradient of the third, the weights after it, how it is judged, and what it writes."""
+    figures = [engine.world.total(engine.step(cut(batches(step))).metrics) for step in range(2)]
+    engine.gradients(cut(batches(2)))
+    gradient = engine.gradient.tolist()
+    engine.apply(torch.tensor(gradient), 10)
+    judged = engine.evaluate(iter(batches(7)))
+    engine.task.players["model"].eval()
+    tokens = generate(engine.task.players["model"], torch.tensor([[1, 2, 3]]), max_new_tokens=4, decoding=Decoding(active="greedy"))
+    written = [int(one) for one in tokens]
+    engine.task.players["model"].train()
+    return {
+        "figures": [{name: float(value) for name, value in one.items()} for one in figures],
+        "gradient": gradient,
+        "vector": engine.vector.tolist(),
+        "buffers": engine.buffers.tolist(),
+        "judged": judged,
+        "written": written,
+    }
+
+
+def dropped(world: World) -> list[float]:
+    """The gradient of a model that drops a good part of everything."""
+    engine = pipeline_engine(world, DEEP | {"dropout": 0.4}, json.loads(PIPELINE), gradient_checkpointing=True)
+    torch.manual_seed(5 + world.rank)
+    engine.step(batches(0))
+    engine.gradients(batches(1))
+    gradient: list[float] = engine.gradient.tolist()
+    return gradient
+
+
+def saved(engine: Engine, folder: str) -> None:
+    """Two steps, and a checkpoint of them."""
+    losses_together(engine, 0, 2)
+    Checkpoints(Path(folder), 1).save_together(2, engine.weights(), {"engine": engine.state_dict()}, engine.world)
+
+
+def gone_on(engine: Engine, folder: str) -> list[float]:
+    """The losses of two more steps after a checkpoint."""
+    found = Checkpoints(Path(folder), 1).newest(print)
+    assert found is not None
+    engine.load_weights(found.weights)
+    engine.load_state_dict(found.state["engine"])
+    return losses_together(engine, 2, 4)
+
+
+def losses_together(engine: Engine, first: int, last: int) -> list[float]:
+    return [float(engine.world.total(engine.step(batches(step)).metrics)["loss"]) for step in range(first, last)]
+
+
+def with_moments(world: World | None, engine: str) -> Engine:
+    """A mixture whose optimizer remembers, and of which some steps are clipped."""
+    adam = {"name": "AdamW", "learning_rate": 3e-3, "weight_decay": 0.1}
+    return pipeline_engine(world, DEEP_MIXTURE, json.loads(engine), optimizer=adam, gradient_health={"enabled": True})
+
+
+def oracle(world: World) -> dict[str, list[float]]:
+    """The gradient of a batch as torch's own pipeline takes it."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    engine = pipeline_engine(None, DEEP | {"tied_embeddings": False}, {"kind": "single"})
+    model: Any = engine.task.players["model"]
+    batch = batches(0)[0]
+    part = Halves(model, world.rank)
+    stage = PipelineStage(part, world.rank, 2, torch.device("cpu"))
+    counted = (batch["labels"] != -100).sum()
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda logits, labels: summed(logits, labels) / counted, scale_grads=False)
+    schedule.step(batch["input_ids"]) if world.first else schedule.step(target=batch["labels"])
+    gradient = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {name: value.flatten().tolist() for name, value in gradient.items()}
+
+
+def summed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+class Halves(torch.nn.Module):
+    """Two layers of three, or the last."""
+
+    def __init__(self, model: Any, rank: int) -> None:
+        super().__init__()
+        self.model, self.rank = model, rank
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        if self.rank == 0:
+            ids = given
+            x = self.model.embed(ids)
+        else:
+            ids, x = torch.zeros(given.shape[:2], dtype=torch.long), given
+        x = self.model.only(*((0, 2) if self.rank == 0 else (2, 3))).through(x, ids)
+        return x if self.rank == 0 else torch.nn.functional.linear(self.model.norm(x), self.model.output_weight)
+
+
+def pipelines(world: World, folder: str) -> dict[str, Any]:
+    """What a GPT and a mixture learn as pipelines; a checkpoint is left, and one of a pipeline of two is gone on with."""
+    asked = {"gpt": (DEEP, PIPELINE), "mixture": (DEEP_MIXTURE, PIPELINE), "gpipe": (DEEP, GPIPE)}
+    found: dict[str, Any] = {name: learned(pipeline_engine(world, model, json.loads(engine))) for name, (model, engine) in asked.items()}
+    found["dropped"] = dropped(world)
+    if world.size == 2:
+        saved(with_moments(world, PIPELINE), folder)
+        untied = pipeline_engine(world, DEEP | {"tied_embeddings": False}, json.loads(PIPELINE) | {"layers": [2, 1]})
+        untied.gradients(batches(0)[:1])
+        found["untied"] = {name: value.flatten().tolist() for name, value in untied._slopes("model")}
+        found["oracle"] = oracle(world)
+    found["gone on"] = gone_on(with_moments(world, PIPELINE), folder)
+    return found
 
 
 def main() -> None:

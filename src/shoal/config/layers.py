@@ -179,7 +179,9 @@ class Settings:
         return assignment.layer.rank if assignment else -1
 
     def devices(self) -> int | None:
-        """Devices of a run without other workers; None: the run takes those that it finds."""
+        """Devices that take batches of their own in a run without other workers; None: the run takes those that it finds."""
+        if self.get("engine.kind") == "pipeline":
+            return 1
         each, nodes = self.get("launch.devices_per_node"), self.get("launch.nodes")
         if each:
             return int(each) * (nodes or 1)

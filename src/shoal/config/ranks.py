@@ -13,6 +13,8 @@ RENDEZVOUS = "SHOAL_RENDEZVOUS"
 """A file in which the processes that Shoal starts on one machine find each other; torchrun's find each other at an address."""
 GROUP = "SHOAL_GROUP"
 """Which of several groups of torchrun's processes it belongs to, where each is a worker of its own."""
+APART = "SHOAL_APART"
+"""Says that the processes are on machines that share no folder."""
 STRATEGY_FOR_WORKERS = "syncps"
 """The strategy where several workers are asked for and none is configured: its results are those of one process."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -35,6 +37,8 @@ class Place(NamedTuple):
     """How often torchrun has started the processes again."""
     group: str = ""
     """Which part of torchrun's processes these are; empty: all."""
+    apart: bool = False
+    """The processes are on machines that share no folder: the first one keeps the run's, and hands out what others need of it."""
 
     @property
     def nodes(self) -> int:
@@ -56,7 +60,7 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
         raise ShoalError("the environment has RANK and WORLD_SIZE, but no MASTER_ADDR and MASTER_PORT: start with torchrun")
     rank, size, local_rank, local_size = numbers
     hosted = there.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, size, local_rank, local_size, file, address, port, hosted, restart, there.get(GROUP, ""))
+    return Place(rank, size, local_rank, local_size, file, address, port, hosted, restart, there.get(GROUP, ""), APART in there)
 
 
 def started(environ: Mapping[str, str]) -> int | None:
@@ -73,12 +77,18 @@ def of_several(run: Run) -> bool:
     return run.engine.kind != "single"
 
 
+def reading(run: Run, rank: int, size: int) -> tuple[int, int]:
+    """Which part of every batch a process of a worker reads, and of how many. All stages of a pipeline read whole batches."""
+    return (0, 1) if run.engine.kind == "pipeline" else (rank, size)
+
+
 def environment_of(here: Place) -> dict[str, str]:
     """The variables that tell a process its place; those that say where torchrun's meet are there already."""
     numbers = {name: str(number) for name, number in zip(_NAMES, here[:4], strict=True)}
-    return numbers | {RENDEZVOUS: here.file, GROUP: here.group} | ({"TORCHELASTIC_USE_AGENT_STORE": "True"} if here.hosted else {})
+    at = {"MASTER_ADDR": here.address, "MASTER_PORT": str(here.port), APART: "1"} if here.apart else {}
+    return numbers | at | {RENDEZVOUS: here.file, GROUP: here.group} | ({"TORCHELASTIC_USE_AGENT_STORE": "True"} if here.hosted else {})
 
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables for a process that is not one of several."""
-    return {name: value for name, value in environ.items() if name not in (*_NAMES, RENDEZVOUS, GROUP)}
+    return {name: value for name, value in environ.items() if name not in (*_NAMES, RENDEZVOUS, GROUP, APART)}

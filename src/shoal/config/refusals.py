@@ -28,9 +28,6 @@ _UNBUILT = {
     "serving.num_nodes": "serving over several machines",
 }
 """Settings that ask for a part which does not exist yet. None of them may be ignored."""
-_UNBUILT_CHOICES = {
-    "engine.kind": ({"pipeline"}, "the engine {} is not built yet; choose single, ddp, fsdp, deepspeed or collectives"),
-}
 
 
 class Package(NamedTuple):
@@ -92,7 +89,7 @@ _PACKAGES = (
 
 def refusals(loaded: Loaded, *, packages: Severity = "error") -> list[Problem]:
     """Everything that a run with these settings is refused for. `packages`: how bad it is that one is not installed."""
-    unbuilt = [*_unbuilt_parts(loaded), *_unbuilt_choices(loaded), *_unbuilt_precisions(loaded), *_unbuilt_settings(loaded)]
+    unbuilt = [*_unbuilt_parts(loaded), *_unbuilt_precisions(loaded), *_unbuilt_settings(loaded)]
     return [*unbuilt, *_missing_packages(loaded, packages)]
 
 
@@ -106,14 +103,6 @@ def _unbuilt_parts(loaded: Loaded) -> Iterator[Problem]:
             others = ", ".join(name for name, kind in part.kinds.items() if kind.is_built())
             message = f"the {part.noun} `{part.kind}` is not built yet; choose another: {others}"
             yield Problem(NOT_BUILT, message, loaded.settings.labels(path), loaded.settings.spelling(path))
-
-
-def _unbuilt_choices(loaded: Loaded) -> Iterator[Problem]:
-    settings = loaded.settings
-    for path, (kinds, message) in _UNBUILT_CHOICES.items():
-        chosen = settings.get(path)
-        if chosen in kinds:
-            yield Problem(NOT_BUILT, message.format(chosen), settings.labels(path), settings.spelling(path))
 
 
 def _unbuilt_precisions(loaded: Loaded) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ OF_SEVERAL = {
     "ddp": ("ddp", "DdpEngine"),
     "fsdp": ("fsdp", "FsdpEngine"),
     "deepspeed": ("deepspeed", "DeepSpeedEngine"),
+    "pipeline": ("pipeline", "PipelineEngine"),
     "collectives": ("replicas", "Replicas"),
 }
 """Engines of several processes: the module, and the class in it."""

@@ -154,8 +154,10 @@ class Follower(Rank):
 class Island(Rank):
     """The first process: to the worker's loop it is an engine of one process, with all weights in one vector."""
 
-    def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: Keepsakes) -> None:
+    def __init__(self, engine: Engine, feed_for: Callable[[int, int, int], Feed], keepsakes: Keepsakes, readers: int) -> None:
+        """`readers`: how many of the processes take batches of their own."""
         super().__init__(engine, feed_for, keepsakes)
+        self.readers = readers
         self.world = World()
         """The worker's loop sees one process."""
         self.device, self.layouts = engine.device, engine.layouts
@@ -177,7 +179,7 @@ class Island(Rank):
     def sit(self, seat: int, epoch: int, position: int) -> Shared:
         """Let all processes take their parts of a seat at the data."""
         self._say(Order.SIT, seat, epoch, position)
-        return Shared(self.feed_for(seat, epoch, position), self.crew.size)
+        return Shared(self.feed_for(seat, epoch, position), self.readers)
 
     # --- computing ---------------------------------------------------------------------------------
 
@@ -276,7 +278,7 @@ class Island(Rank):
 
 
 class Shared:
-    """The first process's part of the data. It counts batches as a worker of one process does: one for each process at a time."""
+    """The first process's part of the data. It counts batches as a worker of one process does: one for each that reads."""
 
     def __init__(self, feed: Feed, ranks: int) -> None:
         self._feed, self._ranks = feed, ranks

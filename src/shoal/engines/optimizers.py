@@ -88,7 +88,7 @@ def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
 
     Muon's steps are made as large as AdamW's, so that one learning rate suits both, unless `kwargs` says otherwise.
     """
-    tables, stacks = _tables(network.network), _stacks(network)
+    tables, stacks = tables_of(network.network), _stacks(network)
     matrices = [parameter for parameter in network.parameters if parameter.ndim == 2 and id(parameter) not in tables]
     known = {id(one) for one in matrices} | stacks.keys()
     others = [parameter for parameter in network.parameters if id(parameter) not in known]
@@ -125,8 +125,13 @@ def matrices_of(stack: Any, made: list[nn.Parameter] | None = None) -> list[nn.P
     return found
 
 
-def _tables(network: nn.Module) -> set[int]:
-    """The parameters that have a row for each word: a batch moves few of them, and not in the direction that Muon would make of it."""
+def tables_of(network: nn.Module) -> set[int]:
+    """The parameters that have a row for each word: a batch moves few of them, and not in the direction that Muon would make of it.
+
+    A part of a network was told which they are: it may have the output matrix without the embedding."""
+    known: set[int] | None = getattr(network, "tables", None)
+    if known is not None:
+        return known
     tables = [module.weight for module in network.modules() if isinstance(module, nn.Embedding)]
     words = {len(table) for table in tables}
     last = [module.weight for module in network.modules() if isinstance(module, nn.Linear)][-1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.engines.world import World
+from shoal.errors import ShoalError
 from shoal.tasks import Batch
 
 
@@ -36,6 +37,28 @@ class Weighing:
     def share(self, number: int) -> float:
         """The share of one of this process's batches in all that counts."""
         return self._counts[number] / self.total
+
+
+class WeighedTogether(Weighing):
+    """For processes that all see the same batches: what one counts is what all count. The first process's word is everybody's."""
+
+    def __init__(self, counts: list[int], samples: int, world: World, word: int) -> None:
+        """`word`: a whole number below 2^53."""
+        self._counts, self._world, self._own = counts, world, [float(sum(counts)), float(samples)]
+        self._sum = world.begin_sum([*self._own, world.leaving, float(word) if world.first else 0.0])
+        self._sums = None
+
+    def _known(self) -> list[float]:
+        if self._sums is None:
+            found = super()._known()
+            if found[:2] != [number * self._world.size for number in self._own]:
+                raise ShoalError("the processes of the pipeline do not read the same batches: each needs the same data and settings")
+            self._sums = [*self._own, *found[2:]]
+        return self._sums
+
+    @property
+    def word(self) -> int:
+        return int(self._known()[3])
 
 
 def length(batch: Batch) -> int:

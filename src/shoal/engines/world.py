@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
 
@@ -19,14 +19,16 @@ _MEET_S = 120.0
 """How long a process waits for all others to start."""
 _SILENCE = timedelta(days=2)
 """How long a process waits for a message of another: an island waits for its coordinator. A dead process is noticed at once."""
+_LONGEST_PIECE = 64 << 20
 Result = TypeVar("Result")
 
 
 class World:
     """This process and the others it steps with. For a process alone all methods return at once."""
 
-    def __init__(self, rank: int = 0, size: int = 1, talk: dist.ProcessGroup | None = None) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, size: int = 1, talk: dist.ProcessGroup | None = None, apart: bool = False) -> None:
+        self.rank, self.size, self.apart = rank, size, apart
+        """`apart`: the processes share no folder."""
         self.talk = talk
         """The group for small tensors in main memory; gradients go through the default group, which on GPUs is NCCL's."""
         self.leaving = False
@@ -100,6 +102,40 @@ class World:
         dist.all_gather(found, own.contiguous(), group=self.talk)
         return found
 
+    def texts(self, own: str) -> list[str]:
+        """The texts of all processes, in the order of the ranks."""
+        if self.size == 1:
+            return [own]
+        written = own.encode()
+        lengths = [int(length) for length in self.each(torch.tensor([len(written)]))]
+        letters = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        letters[: len(written)] = torch.tensor(list(written), dtype=torch.uint8)
+        return [bytes(one[:length].tolist()).decode() for one, length in zip(self.each(letters), lengths, strict=True)]
+
+    def collected(self, own: bytes) -> Iterator[bytes]:
+        """For the first process the bytes of the others, one after the other; all must go through this."""
+        for rank in range(1, self.size):
+            length = torch.tensor([len(own)])
+            if self.first:
+                dist.recv(length, rank, group=self.talk)
+                found = torch.empty(int(length), dtype=torch.uint8)
+                for piece in torch.split(found, _LONGEST_PIECE):
+                    dist.recv(piece, rank, group=self.talk)
+                yield found.numpy().tobytes()
+            elif self.rank == rank:
+                dist.send(length, 0, group=self.talk)
+                for piece in torch.split(torch.frombuffer(bytearray(own), dtype=torch.uint8), _LONGEST_PIECE):
+                    dist.send(piece, 0, group=self.talk)
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        """The first process's bytes, in all processes."""
+        if self.size == 1 or not int(length := self.broadcast(torch.tensor([len(content)]))):
+            return content if self.size == 1 else b""
+        values = torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.first else torch.empty(int(length), dtype=torch.uint8)
+        for piece in torch.split(values, _LONGEST_PIECE):
+            self.broadcast(piece)
+        return content if self.first else values.numpy().tobytes()
+
     def wait(self) -> None:
         """Wait until all processes have called this."""
         if self.size > 1:
@@ -157,7 +193,7 @@ class Meeting:
         backend, patience = ("nccl", None) if on_gpu else ("gloo", _SILENCE)
         dist.init_process_group(backend, store=self.store, rank=self.here.rank, world_size=self.here.size, timeout=patience, device_id=own)
         talk = dist.new_group(backend="gloo", timeout=_SILENCE) if on_gpu else dist.group.WORLD
-        return World(self.here.rank, self.here.size, talk)
+        return World(self.here.rank, self.here.size, talk, self.here.apart)
 
     def _found(self, look: Callable[[], Result]) -> Result:
         try:

@@ -51,6 +51,10 @@ class Kept(nn.Module):
     def share_movement(self, mean: Callable[[Tensor], Tensor]) -> None:
         """Processes that step by themselves agree on how far their steps would move it: `mean` is over all of them."""
 
+    def take_over(self, part: Kept, first: int, total: Callable[[Tensor], Tensor]) -> None:
+        """Where each process has other layers: take over what `part` saw in the layers from number `first` on, and the `total` of all
+        processes' parts. Then this is what was seen in all layers."""
+
     def follow(self, movement: list[Tensor]) -> None:
         """Move the state as workers report. What they report is a claim: it must not lead out of the state's bounds."""
 

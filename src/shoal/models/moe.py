@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,15 @@ class Moe(Trunk):
         routers = [router for router in self.modules() if isinstance(router, SigmoidBiasRouter)]
         self.loads = Loads(settings.num_layers, experts.count, routers)
 
+    def only(self, first: int, last: int) -> Self:
+        """Loads are counted anew, for these layers alone."""
+        part = super().only(first, last)
+        routers = [router for router in part.blocks.modules() if isinstance(router, SigmoidBiasRouter)]
+        part.loads = Loads(last - first, self.loads.load_LE.shape[1], routers, first)
+        part.loads.reports = self.loads.reports
+        part.head_loads = StepLoads(last - first, self.head_loads.load_LE.shape[1]) if self.head_loads is not None else None
+        return part
+
     def tell(self, told: list[Told], beside: Beside) -> None:
         super().tell(told, beside)
         self._balance("", self.balance_weight, self.loads, told, beside)
@@ -61,9 +71,9 @@ class Moe(Trunk):
             return
         probability_LE = torch.stack([own[f"{what}probability_{end}"] for own in routed])
         balance_L = shares_LE.shape[1] * (shares_LE * probability_LE).sum(1)
-        beside.figures |= {f"layers/{layer}/{what}balance": one for layer, one in enumerate(balance_L.detach())}
+        beside.figures |= {f"layers/{layer}/{what}balance": one for layer, one in enumerate(balance_L.detach(), self.first_layer)}
         if weight:
-            beside.losses.append(Auxiliary(f"{what}balance", weight, balance_L.mean()))
+            beside.losses.append(Auxiliary(f"{what}balance", weight, self.share * balance_L.mean()))
 
 
 class StepLoads(Kept):
@@ -87,12 +97,19 @@ class StepLoads(Kept):
     def begin_step(self) -> None:
         self.load_LE = torch.zeros_like(self.load_LE, dtype=torch.float32)
 
+    def take_over(self, part: Kept, first: int, total: Callable[[Tensor], Tensor]) -> None:
+        assert isinstance(part, StepLoads)
+        self.load_LE[first : first + len(part.load_LE)] = part.load_LE
+        self.load_LE = total(self.load_LE)
+
 
 class Loads(StepLoads):
     """The loads of experts, and what the biases of routers make of them."""
 
-    def __init__(self, layers: int, experts: int, routers: list[SigmoidBiasRouter]) -> None:
+    def __init__(self, layers: int, experts: int, routers: list[SigmoidBiasRouter], first: int = 0) -> None:
+        """`first`: the number of the first layer."""
         super().__init__(layers, experts)
+        self.first = first
         self.register_buffer("reported_LE", torch.zeros(layers, experts), persistent=False)
         self.reports = False
         """Whether a worker reports each expert's share in the choices since its last report. A coordinator's are of its last round."""
@@ -119,11 +136,13 @@ class Loads(StepLoads):
             "dead_experts": (share_LE == 0).sum(1).float(),
             "load_entropy": entropy_L,
         }
-        return {f"layers/{layer}/{name}": values_L[layer] for name, values_L in by_name.items() for layer in range(len(share_LE))}
+        return {f"layers/{layer}/{name}": value for name, values_L in by_name.items() for layer, value in enumerate(values_L, self.first)}
 
     def details(self) -> dict[str, Tensor]:
         """Each expert's share in the choices of the step."""
-        return {f"layers/{layer}/load/{i}": one for layer, share_E in enumerate(self._shares()) for i, one in enumerate(share_E)}
+        return {
+            f"layers/{layer}/load/{i}": one for layer, share_E in enumerate(self._shares(), self.first) for i, one in enumerate(share_E)
+        }
 
     def _shares(self) -> Tensor:
         """Without layers where nothing was seen: a coordinator computes no step."""

@@ -9,9 +9,10 @@ Shapes: B batch, L tokens, S tokens seen (L and those in the cache), D width, V 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,8 @@ from shoal.models.rotary import Rotary
 INITIAL_STD = 0.02
 NEVER = 2**62
 """A place that no token of a sequence has."""
+_ENDS = ("token_embedding", "position_embedding", "norm", "output")
+"""The modules before and after the layers."""
 Told = dict[str, Tensor]
 """What a part gives beside the stream, by name: auxiliary losses, and figures to record."""
 
@@ -36,7 +39,7 @@ class Auxiliary(NamedTuple):
     name: str
     weight: float
     value: Tensor
-    """The mean over the tokens of this batch that count, as the task's own loss is."""
+    """The mean over the tokens of this batch that count, as the task's own loss is; of some of the layers their share of it."""
 
 
 class Beside:
@@ -125,13 +128,15 @@ class Trunk(nn.Module):
         width = settings.hidden_size
         self.vocab_size, self.max_seq_len, self.dropout = vocab_size, settings.max_seq_len, settings.dropout
         self.checkpointing = False
+        self.first_layer, self.share = 0, 1.0
+        """The number of the first layer that is here, and the share of the layers that are: see `only`."""
         self.loss_weights: dict[str, float] = {}
         """What the parts tell that is a loss, and how much it weighs; everything else is a figure."""
         self.token_embedding = nn.Embedding(vocab_size, width)
         learned = settings.positions == "learned"
         self.position_embedding = nn.Embedding(settings.max_seq_len, width) if learned else None
         self.rotary = None if learned else Rotary(settings.max_seq_len, _rotary_head_size(settings))
-        self.blocks = nn.ModuleList(Block(settings, *parts(layer)) for layer in range(settings.num_layers))
+        self.blocks: Any = nn.ModuleList(Block(settings, *parts(layer)) for layer in range(settings.num_layers))
         self.norm = norm(settings)
         self.output = None if settings.tied_embeddings else nn.Linear(width, vocab_size, bias=False)
         self._initialise(initial_std)
@@ -156,17 +161,28 @@ class Trunk(nn.Module):
         beside: Beside | None = None,
     ) -> Tensor:
         """What the output matrix reads: logits = hidden @ output_weight.T."""
+        x_BLD = self.embed(input_ids_BL, cache.length if cache else 0, attention_mask)
+        hidden_BLD: Tensor = self.norm(self.through(x_BLD, input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
+        return hidden_BLD
+
+    def through(
+        self,
+        x_BLD: Tensor,
+        input_ids_BL: Tensor,
+        *,
+        cache: KeyValueCache | None = None,
+        attention_mask: Tensor | None = None,
+        beside: Beside | None = None,
+    ) -> Tensor:
+        """The stream after the layers that are here, from the stream before them."""
         past, length = cache.length if cache else 0, input_ids_BL.shape[1]
-        if past + length > self.max_seq_len:
-            raise ShoalError(f"a sequence of {past + length} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
-        x_BLD = self._embed(input_ids_BL, past, attention_mask)
         turns = self._turns(past, length, attention_mask if cache else None)
         sight = _sight(input_ids_BL, turns, past, attention_mask)
         context = self._context(input_ids_BL, beside, cache)
         sight = sight._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past)
         told: list[Told] = []
         sight = self._remember(-1, x_BLD, sight, cache)
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(self.blocks.children()):
             if self.checkpointing and cache is None and torch.is_grad_enabled():
                 x_BLD, own = checkpoint(block, x_BLD, sight, use_reentrant=False)
             else:
@@ -175,8 +191,23 @@ class Trunk(nn.Module):
             sight = self._remember(i, x_BLD, sight, cache)
         if beside is not None:
             self.tell(told, beside)
-        hidden_BLD: Tensor = self.norm(x_BLD)
-        return hidden_BLD
+        return x_BLD
+
+    def only(self, first: int, last: int) -> Self:
+        """The layers [first, last) alone, without embeddings, last normalisation and output matrix. Parameters are shared, and keep their
+        names."""
+        part = copy.copy(self)
+        # A shallow copy shares the tables of modules with the original
+        part._modules = {name: module for name, module in self._modules.items() if name == "rotary"}
+        part.blocks = nn.ModuleDict({str(layer): self.blocks[layer] for layer in range(first, last)})
+        part.first_layer, part.share = first, (last - first) / len(self.blocks)
+        return part
+
+    def without_layers(self) -> Self:
+        """What comes before and after the layers. Parameters are shared, and keep their names."""
+        part = copy.copy(self)
+        part._modules = {name: module for name, module in self._modules.items() if name in _ENDS}
+        return part
 
     def _remember(self, layer: int, x_BLD: Tensor, sight: Sight, cache: KeyValueCache | None) -> Sight:
         """At the memory's layer, what the layers above may read of it; and while learning, what it may write down."""
@@ -208,11 +239,15 @@ class Trunk(nn.Module):
         for name, weight in self.loss_weights.items():
             values = [own[name] for own in told if name in own]
             if values:
-                beside.losses.append(Auxiliary(name, weight, torch.stack(values).mean()))
-        for layer, own in enumerate(told):
+                beside.losses.append(Auxiliary(name, weight, self.share * torch.stack(values).mean()))
+        for layer, own in enumerate(told, self.first_layer):
             beside.figures |= {f"layers/{layer}/{name}": value.detach() for name, value in own.items() if not value.dim()}
 
-    def _embed(self, input_ids_BL: Tensor, past: int, attention_mask: Tensor | None) -> Tensor:
+    def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
+        """The stream before the first layer."""
+        length = past + input_ids_BL.shape[1]
+        if length > self.max_seq_len:
+            raise ShoalError(f"a sequence of {length} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
         x_BLD: Tensor = self.token_embedding(input_ids_BL)
         if self.position_embedding is not None and attention_mask is None:
             x_BLD = x_BLD + self.position_embedding.weight[past : past + input_ids_BL.shape[1]]

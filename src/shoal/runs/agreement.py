@@ -9,6 +9,7 @@ import torch
 from shoal import data
 from shoal.config import Run
 from shoal.config.derive import quorum
+from shoal.config.ranks import reading
 from shoal.config.schema.updates import Bucketing, NearestNeighbours
 from shoal.runs.assembly import feed_of
 from shoal.strategies import Extent
@@ -23,8 +24,8 @@ def needed(run: Run) -> int:
 
 
 def ranks_of(run: Run) -> int:
-    """Processes of a worker, as far as the settings say; each takes batches of its own. A worker may have others, and counts its own."""
-    return 1 if run.engine.kind == "single" else (run.launch.devices_per_node or 1) * (run.launch.nodes or 1)
+    """Processes of a worker that take batches of their own, as far as the settings say. A worker may have others, and counts its own."""
+    return 1 if run.engine.kind == "single" else reading(run, 0, (run.launch.devices_per_node or 1) * (run.launch.nodes or 1))[1]
 
 
 def extent_of(run: Run, samples: data.Data, expected: int) -> Extent:

@@ -8,6 +8,7 @@ from pathlib import Path
 from shoal.config import Run
 from shoal.config.load import Loaded
 from shoal.config.ranks import Place
+from shoal.data import kept_fingerprint
 from shoal.engines import World, choose_device, enter
 from shoal.errors import ShoalError
 from shoal.runs.assembly import (
@@ -23,7 +24,7 @@ from shoal.runs.assembly import (
     write_info,
 )
 from shoal.runs.beginnings import FILE, start_weights
-from shoal.runs.checkpoint import Checkpoint, find, read, save_weights
+from shoal.runs.checkpoint import Checkpoint, find, handed_out, read, save_weights
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.loop import Loop
 from shoal.runs.recorder import Recorder, Reporter
@@ -45,12 +46,15 @@ def prepare(
     run = loaded.run
     warn = warner(reporters)
     world = enter(here, choose_device(run.training.device, here.local_rank)) if here else None
-    directory, checkpoint, start = _first_decides(world, lambda: _begin_with(run, run_dir, resume, here, warn))
+    own = Path(run_dir or run.output_dir)
+    directory, checkpoint, start = _first_decides(world, lambda: _begin_with(run, run_dir, resume, here, warn), own)
     parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, given=given)
     if directory is not None and checkpoint is not None and parts.engine.world.first:
         expect_same_data(directory, parts.data)
     if directory is None:
-        directory = _made_by_first(world, lambda: RunDirectory.create(run, run_dir))
+        directory = _made_by_first(world, lambda: RunDirectory.create(run, run_dir), own)
+    if world is not None and world.apart:
+        _expect_the_same_data(world, parts)
     with directory.kept_if_begun():
         return _loop(loaded, parts, directory, reporters, checkpoint, start)
 
@@ -106,22 +110,36 @@ def _begin_with(run: Run, run_dir: str | None, resume: bool, here: Place | None,
     return directory, checkpoint, start
 
 
-def _first_decides(world: World | None, decide: Callable[[], Beginning]) -> Beginning:
-    """One process looks and verifies; the others read what it chose."""
+def _first_decides(world: World | None, decide: Callable[[], Beginning], own: Path) -> Beginning:
+    """One process looks and verifies; the others read what it chose. `own`: a folder of this process, where they share none."""
     if world is None:
         return decide()
     found = decide() if world.first else (None, None, None)
     paths = ["" if one is None else str(one.path) for one in found]
     directory, *checkpoints = [Path(path) if path else None for path in world.broadcast_text("\n".join(paths)).split("\n")]
+    if world.apart:
+        checkpoints = [handed_out(path, world, own) if path else None for path in checkpoints]
+        directory = own if directory else None
     if world.first:
         return found
     checkpoint, start = [read(path, verify=False) if path else None for path in checkpoints]
     return SilentDirectory(directory) if directory else None, checkpoint, start
 
 
-def _made_by_first(world: World | None, make: Callable[[], RunDirectory]) -> RunDirectory:
+def _expect_the_same_data(world: World, parts: Parts) -> None:
+    """Machines that share no folder have data of their own. Raises ShoalError where it is not the same."""
+    first, *others = world.texts(str(kept_fingerprint(parts.data)))
+    wrong = [rank for rank, one in enumerate(others, 1) if one != first]
+    if wrong:
+        raise ShoalError(
+            f"the data of machine {wrong[0]} of {world.size} is not that of the first: put the same files in place there, "
+            "or name them when it joins: --set data.source.path=…"
+        )
+
+
+def _made_by_first(world: World | None, make: Callable[[], RunDirectory], own: Path) -> RunDirectory:
     if world is None:
         return make()
     made = make() if world.first else None
     path = world.broadcast_text(str(made.path) if made else "")
-    return made or SilentDirectory(Path(path))
+    return made or SilentDirectory(own if world.apart else Path(path))

@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal import data, models
 from shoal.config import Run
-from shoal.config.ranks import Place
+from shoal.config.ranks import Place, reading
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
@@ -76,8 +76,9 @@ def assemble(
     device = choose_device(run.training.device, here.local_rank if here else 0)
     if isinstance(task, PolicyGradient):
         return _with_rollouts(run, samples, task, device)
-    feed = feed_of(run, samples, part=(rank, ranks))
-    steps = lengths.alone(run, feed.batches_per_epoch, ranks) if length is None else length(samples)
+    part = reading(run, rank, ranks)
+    feed = feed_of(run, samples, part=part)
+    steps = lengths.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
     engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps)
     return Parts(run, samples, engine, feed)
 

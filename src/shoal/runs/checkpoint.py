@@ -18,17 +18,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.runs.sharded import Shards, write_shards
+from shoal.runs.sharded import Shards, hand_over, write_shards
 from shoal.updates.checksums import crc32
 from shoal.updates.packing import packed, unpacked
 from shoal.worker.interfaces import Writers
@@ -37,7 +38,17 @@ _FORMAT = 3
 _UNCHECKED = 2
 """The format of earlier versions, in which state.json had no checksum."""
 _OWN_CHECKSUM = ', "checksum": "'
+_PLAIN_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _FILES = ("weights.safetensors", "state.safetensors")
+
+
+class Spreading(Protocol):
+    """Processes of which the first has files that the others need."""
+
+    @property
+    def first(self) -> bool: ...
+    def broadcast_text(self, text: str) -> str: ...
+    def broadcast_bytes(self, content: bytes) -> bytes: ...
 
 
 class Checkpoint(NamedTuple):
@@ -83,8 +94,11 @@ class Checkpoints:
         plain = packed(state, "", tensors)
         self._alone(writers, lambda: self._begin(partial), partial)
         try:
-            write_shards(partial / "weights", weights, writers.talk)
-            write_shards(partial / "state", tensors, writers.talk)
+            for kind, there in (("weights", weights), ("state", tensors)):
+                if writers.apart:
+                    hand_over(partial / kind, there, writers)
+                else:
+                    write_shards(partial / kind, there, writers.talk)
         except ShoalError as error:
             raise self._failed(partial, error) from None
         self._alone(writers, lambda: self._finish(partial, step, plain), partial)
@@ -167,6 +181,22 @@ def read(path: Path, verify: bool = True) -> Checkpoint:
         raise ShoalError(f"checkpoint {path} is not whole: {Path(error.filename).name} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
+
+
+def handed_out(path: Path, world: Spreading, own: Path) -> Path:
+    """A checkpoint of the first process in every process: the others write a copy below a folder of their own, in an older one's place."""
+    names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file()) if world.first else []
+    copy = path if world.first else own / "checkpoints" / "of-the-first"
+    if not world.first:
+        shutil.rmtree(copy.parent, ignore_errors=True)
+    for name in world.broadcast_text("\n".join(names)).split("\n"):
+        if not _PLAIN_NAME.fullmatch(name):
+            raise ShoalError(f"the first process has a file with an impossible name in its checkpoint: {name!r}")
+        content = world.broadcast_bytes((path / name).read_bytes() if world.first else b"")
+        if not world.first:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes(content)
+    return copy
 
 
 def _with_checksum(text: str) -> bytes:

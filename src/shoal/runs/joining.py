@@ -17,7 +17,7 @@ import torch
 from shoal import data, strategies
 from shoal.config.environment import state_folder
 from shoal.config.load import Override
-from shoal.config.ranks import Place
+from shoal.config.ranks import Place, reading
 from shoal.data.images.serving import Offer, fetched, is_without_images
 from shoal.engines import Meeting, World
 from shoal.engines.island import Follower, Island
@@ -172,7 +172,7 @@ class Joined:
         feed_for: Callable[[int, int, int], Any] = share.feed_for
         keeper: Any = share.keepsakes
         if meeting is not None:
-            engine = keeper = self.island = Island(share.parts.engine, share.feed_for, share.keepsakes)
+            engine = keeper = self.island = Island(share.parts.engine, share.feed_for, share.keepsakes, part_of(share.parts)[1])
             feed_for = self.island.sit
         strategy = share.strategy
         return Worker(
@@ -182,7 +182,7 @@ class Joined:
             WorkerPolicies(strategy.feed, strategy.contribution, strategy.pull, strategy.rounds.window, strategy.spans(engine.layouts)),
             self.run.updates,
             accumulation=self.run.training.gradient_accumulation_steps,
-            ranks=1 if meeting is None else meeting.here.size,
+            ranks=1 if meeting is None else reading(self.run, 0, meeting.here.size)[1],
             receipts=Receipts(self.way.receipts),
             keeper=keeper,
             slowdown=self.way.slowdown,
@@ -331,17 +331,23 @@ class Share(NamedTuple):
 
     def feed_for(self, seat: int, epoch: int, position: int) -> data.Feed | data.PieceFeed:
         """The batches of a seat, from a position that counts batches of one process; or those of a leased unit."""
-        crew = self.parts.engine.crew
+        part = part_of(self.parts)
         if self.pieces is not None:
             return self.pieces.at(epoch, position)
-        feed = feed_of(self.parts.run, self.parts.data, seat, self.shards, (crew.rank, crew.size))
-        _go_to(feed, epoch, -(-position // crew.size))
+        feed = feed_of(self.parts.run, self.parts.data, seat, self.shards, part)
+        _go_to(feed, epoch, -(-position // part[1]))
         return feed
+
+
+def part_of(parts: Parts) -> tuple[int, int]:
+    """Which part of every batch this process reads, and of how many."""
+    crew = parts.engine.crew
+    return reading(parts.run, crew.rank, crew.size)
 
 
 def pieces_of(parts: Parts, strategy: Policies) -> data.Pieces:
     """The data as units that are leased. Of a worker of several processes each takes its part of every batch."""
-    run, crew = parts.run, parts.engine.crew
+    run = parts.run
     if not isinstance(parts.data.train, data.Samples):
         raise ShoalError("work units are pieces of data that has an end")
     return data.Pieces(
@@ -351,7 +357,7 @@ def pieces_of(parts: Parts, strategy: Policies) -> data.Pieces:
         reshuffle=run.data.reshuffle_each_epoch,
         loader=run.data.loader,
         batches_per_piece=strategy.feed.batches,
-        part=(crew.rank, crew.size),
+        part=part_of(parts),
     )
 
 

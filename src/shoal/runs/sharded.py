@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.worker.interfaces import Writers
 
 _INFO = "DCP_SHARDING_INFO"
 
@@ -26,15 +28,39 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
     """Every process's part of these tensors. All must call. Raises ShoalError, in all of them."""
     from torch.distributed.checkpoint.api import CheckpointException  # here: it takes as long to import as half of torch
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.checkpoint.state_dict_saver import save as save_together
 
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, about torch's own
-            save(dict(tensors), storage_writer=writer, process_group=group)
+            save_together(dict(tensors), storage_writer=writer, process_group=group)
     except (CheckpointException, SafetensorError, OSError) as error:
         raise ShoalError(f"cannot write {folder}: {_reason(error)}") from None
+
+
+def hand_over(folder: Path, tensors: Mapping[str, Tensor], writers: Writers) -> None:
+    """The same where the processes share no folder: the first one writes what all have, a file for each. Raises ShoalError, in all."""
+    own = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    problem, known = "", set(own)
+    if writers.first:
+        problem = _written(folder, 0, own)
+    for number, content in enumerate(writers.collected(b"" if writers.first else save(own)), 1):
+        theirs = {name: value for name, value in load(content).items() if name not in known}
+        known |= set(theirs)
+        problem = problem or _written(folder, number, theirs)
+    if problem := writers.broadcast_text(problem):
+        raise ShoalError(problem)
+
+
+def _written(folder: Path, number: int, tensors: dict[str, Tensor]) -> str:
+    """Write one process's tensors; what went wrong."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / f"process-{number:05d}.safetensors")
+    except (OSError, SafetensorError) as error:
+        return f"cannot write {folder}: {_reason(error)}"
+    return ""
 
 
 def _reason(error: BaseException) -> str:

@@ -125,16 +125,22 @@ class LanguageModelling:
         Padding on the right needs no mask: a causal model never looks there, and the fast attention takes none.
         """
         model: Any = self.players["model"]
-        ids, beside = batch["input_ids"], None
-        keywords: dict[str, Any] = {}
-        if hasattr(model, "new_beside"):
-            columns = {name: batch[name] for name in READ_BESIDE if name in batch}
-            keywords["beside"] = beside = model.new_beside(counted_BL=batch["labels"] != IGNORED, **columns)
-        if self.left_padding and "attention_mask" in batch:
-            keywords["attention_mask"] = batch["attention_mask"]
+        ids, keywords = batch["input_ids"], self.beside_tokens(batch)
+        beside = keywords.get("beside")
         if ids.is_cuda and hasattr(model, "output_weight"):
             return F.linear(model.hidden(ids, **keywords), F.pad(model.output_weight, (0, 0, 0, -self.vocab_size % 64))), beside
         return model(ids, **keywords), beside
+
+    def beside_tokens(self, batch: Batch) -> dict[str, Any]:
+        """What the model is given beside the tokens of a batch."""
+        model: Any = self.players["model"]
+        keywords: dict[str, Any] = {}
+        if hasattr(model, "new_beside"):
+            columns = {name: batch[name] for name in READ_BESIDE if name in batch}
+            keywords["beside"] = model.new_beside(counted_BL=batch["labels"] != IGNORED, **columns)
+        if self.left_padding and "attention_mask" in batch:
+            keywords["attention_mask"] = batch["attention_mask"]
+        return keywords
 
     @property
     def vocab_size(self) -> int:

@@ -9,9 +9,13 @@ from torch import Tensor
 
 
 def packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Nested data with each tensor replaced by its name in `tensors`. Keys that are numbers are kept so."""
+    """Nested data with each tensor replaced by its name in `tensors`. Keys that are numbers are kept so.
+
+    A tensor without numbers (of the device `meta`) stands for one that another process writes under this name.
+    """
     if isinstance(value, Tensor):
-        tensors[name] = value.clone()
+        if not value.is_meta:
+            tensors[name] = value.clone()
         return {"$tensor": name}
     if isinstance(value, dict):
         return {"$items": [[key, packed(item, f"{name}.{key}", tensors)] for key, item in value.items()]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -43,11 +44,17 @@ class Writers(Protocol):
 
     size: int
     talk: ProcessGroup | None
+    apart: bool
+    """Whether they share no folder: then the first one writes for all."""
 
     @property
     def first(self) -> bool: ...
     def broadcast_text(self, text: str) -> str:
         """The first process's text, in all of them."""
+        ...
+
+    def collected(self, own: bytes) -> Iterator[bytes]:
+        """For the first process the bytes of the others, one after the other."""
         ...
 
 

@@ -57,6 +57,10 @@ class Pipeline(Section):
     kind: Literal["pipeline"] = "pipeline"
     micro_batches: PositiveInt = 4
     """Parts a batch is cut into, so that all blocks work at once."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """1f1b takes a backward pass as soon as it can, and keeps few activations; gpipe takes all forward passes of a step first."""
+    layers: tuple[PositiveInt, ...] = ()
+    """Layers of each block, from the first on; none: so that the slowest machine is done as soon as it can be."""
     timeout_s: PositiveFloat = 300.0
     """Longest wait for a neighbour or a request."""
 

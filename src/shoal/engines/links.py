@@ -1,0 +1,130 @@
+"""The links of a stage to the stages before and after it: streams go on, their gradients come back.
+
+Every tensor comes after a header that says what it is, so batches may have any lengths. While a step runs, a thread for each neighbour
+receives what that one sends, in order, and the stage takes whatever is there.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.engines.world import World
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LONGEST = 6
+"""Dimensions that a tensor may have."""
+_AHEAD = 4
+"""Tensors that may be on their way to a neighbour, where nothing comes back from it."""
+
+
+class Direction(IntEnum):
+    """Which way a tensor goes. Its number is also the tag of its messages."""
+
+    ON = 1
+    BACK = 2
+
+
+class Links:
+    """This stage's links. For a pipeline of one stage nothing is ever sent."""
+
+    def __init__(self, world: World, device: torch.device, patience_s: float) -> None:
+        """`patience_s`: how long a neighbour may be silent while it is waited for. All stages must make their links together."""
+        self.world, self.device = world, device
+        self.on_gpu = device.type == "cuda"
+        patience = timedelta(seconds=patience_s)
+        self._letters = dist.new_group(backend="gloo", timeout=patience) if world.size > 1 else None
+        # On GPUs one group for each direction: within a group NCCL handles messages in the order in which they were asked for
+        ways = {way: dist.new_group(backend="nccl", timeout=patience) for way in Direction} if self.on_gpu and world.size > 1 else {}
+        self._groups = {way: ways.get(way, self._letters) for way in Direction}
+        self._side = {way: torch.cuda.Stream(device) if self.on_gpu else None for way in Direction}  # type: ignore[no-untyped-call]
+        self._sent: deque[tuple[list[Any], list[Tensor]]] = deque()
+        self._arrivals: queue.SimpleQueue[tuple[Direction, Tensor] | BaseException] = queue.SimpleQueue()
+
+    # --- sending -----------------------------------------------------------------------------------
+
+    def send(self, way: Direction, tensor: Tensor) -> None:
+        """Begin to send a tensor. It must not be written to before `settle`."""
+        there = tensor.detach().contiguous()
+        there = there if self.on_gpu else there.cpu()
+        header = torch.zeros(2 + _LONGEST, dtype=torch.int64)
+        header[0], header[1] = _TYPES.index(there.dtype), there.dim()
+        header[2 : 2 + there.dim()] = torch.tensor(there.shape)
+        peer = self.world.rank + (1 if way is Direction.ON else -1)
+        works = [dist.isend(header, peer, group=self._letters, tag=way), dist.isend(there, peer, group=self._groups[way], tag=2 + way)]
+        self._sent.append((works, [header, there]))
+
+    def settle(self, left: int = 0) -> None:
+        """Wait until all but so many tensors are sent."""
+        while len(self._sent) > left:
+            works, _ = self._sent.popleft()
+            for work in works:
+                work.wait()
+
+    def send_ahead(self, tensor: Tensor) -> None:
+        """Pass a stream on where no gradient will come back: not further ahead of the next stage than a few."""
+        self.send(Direction.ON, tensor)
+        self.settle(_AHEAD)
+
+    # --- receiving ---------------------------------------------------------------------------------
+
+    def receive(self, way: Direction) -> Tensor:
+        """The next tensor of a neighbour."""
+        peer = self.world.rank - (1 if way is Direction.ON else -1)
+        header = torch.zeros(2 + _LONGEST, dtype=torch.int64)
+        dist.recv(header, peer, group=self._letters, tag=way)
+        kind, dimensions, *shape = header.tolist()
+        side = self._side[way]
+        with nullcontext() if side is None else torch.cuda.stream(side):
+            tensor = torch.empty(shape[:dimensions], dtype=_TYPES[kind], device=self.device if self.on_gpu else "cpu")
+            dist.recv(tensor, peer, group=self._groups[way], tag=2 + way)
+            if side is not None:
+                side.synchronize()
+                tensor.record_stream(torch.cuda.default_stream(self.device))
+        return tensor.to(self.device)
+
+    @contextmanager
+    def listening(self, counts: dict[Direction, int]) -> Iterator[None]:
+        """Receive so many tensors of each kind meanwhile; `next` and `waiting` give them out."""
+        threads = [
+            threading.Thread(target=self._listen, args=(way, count), name=f"stage-{way.name.lower()}", daemon=True)
+            for way, count in counts.items()
+            if count
+        ]
+        for thread in threads:
+            thread.start()
+        yield
+        for thread in threads:
+            thread.join()
+        self.settle()
+
+    def _listen(self, way: Direction, count: int) -> None:
+        try:
+            if self.on_gpu:
+                torch.cuda.set_device(self.device)
+            for _ in range(count):
+                self._arrivals.put((way, self.receive(way)))
+        except Exception as error:
+            self._arrivals.put(error)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something has arrived that was not taken yet."""
+        return not self._arrivals.empty()
+
+    def next(self) -> tuple[Direction, Tensor]:
+        """What arrived next, as soon as it is there. Raises what went wrong with a neighbour."""
+        found = self._arrivals.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found

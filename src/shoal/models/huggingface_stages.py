@@ -1,0 +1,386 @@
+"""Any causal language model of transformers in pieces, without knowing its family.
+
+A stage is the model's own class, built with as many layers as the stage has. The stream is put in before its first layer and taken after
+its last; what the class computes before and after is thrown away, and its parameters there are zeros that take no memory. The ends are the same
+class with one layer that computes nothing. That this gives the whole model's numbers is not taken for granted: `anatomy` compares them.
+
+Shapes: B batch, L tokens, S tokens seen (L and those in the cache), D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Container, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.errors import ShoalError
+from shoal.models.huggingface import CACHE_NAMES, HuggingFace, HuggingFaceCache
+from shoal.models.stages import Ends, Stage, skeleton
+from shoal.models.trunk import Beside
+
+_WIDTHS = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "ffn_dim": 24,
+    "n_inner": 24,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "word_embed_proj_dim": 32,
+    "vocab_size": 40,
+}
+"""The sizes of the small copy that is compared whole and cut. Depth, and whatever is listed layer by layer, stay as they are."""
+
+
+class HuggingFaceStage(Stage):
+    """Layers of a model of transformers."""
+
+    def __init__(self, model: HuggingFace, first: int, last: int, seen: Anatomy | None = None) -> None:
+        super().__init__(first, last)
+        whole = _plain(model)
+        if seen is None:
+            anatomy(whole)
+        body, place = _body(whole.config, first, last), _place(whole)
+        own = layers_of(body)
+        for layer, source in zip(own, layers_of(whole)[first:last], strict=True):
+            _adopt(layer, source)
+        _hollow(body, place)
+        # Not as a submodule: its layers are registered under the names that they have in the whole model
+        self.__dict__["body"], self.__dict__["decoder"] = body, body.get_decoder()
+        _register(self, ["inner", *place.split(".")], {str(first + i): layer for i, layer in enumerate(own)})
+        self.accepts = frozenset(inspect.signature(self.decoder.forward).parameters)
+        self.checkpointing = False
+        self.joins_rows = model.joins_rows
+        self.train(whole.training)
+
+    body: Any
+    decoder: Any
+
+    def forward(
+        self, x_BLD: Tensor, input_ids_BL: Tensor, *, cache: Any = None, attention_mask: Tensor | None = None, beside: Beside | None = None
+    ) -> Tensor:
+        if self.checkpointing and cache is None and torch.is_grad_enabled():
+            again: Tensor = checkpoint(self._through, x_BLD, None, attention_mask, use_reentrant=False)
+            return again
+        return self._through(x_BLD, cache, attention_mask)
+
+    def _through(self, x_BLD: Tensor, cache: HuggingFaceCache | None, attention_mask: Tensor | None) -> Tensor:
+        arguments = _arguments(self.accepts, x_BLD.shape[1], attention_mask)
+        arguments["use_cache"] = cache is not None
+        if cache is not None:
+            arguments[CACHE_NAMES[0]] = cache.past
+        layers, taken = layers_of(self.body), list[Tensor]()
+        hooks = [
+            layers[0].register_forward_pre_hook(_putting(x_BLD), with_kwargs=True),
+            layers[-1].register_forward_hook(lambda module, given, output: taken.append(_stream(output))),
+        ]
+        try:
+            output = self.decoder(inputs_embeds=x_BLD.detach(), **arguments)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if cache is not None:
+            cache.past = output.past_key_values
+        return taken[0]
+
+    def new_cache(self, capacity: int) -> HuggingFaceCache:
+        return HuggingFaceCache()
+
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        self.checkpointing = enabled
+
+    def train(self, mode: bool = True) -> HuggingFaceStage:
+        self.body.train(mode)
+        super().train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HuggingFaceStage:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # The layers moved; what the body computes beside them, such as rotary positions, moves too
+        for _, module in _outside(self.body, _place(self.body)):
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = fn(buffer) if buffer is not None else None
+        return self
+
+
+class HuggingFaceEnds(Ends):
+    """Everything of a model of transformers but its layers."""
+
+    def __init__(self, model: HuggingFace, entry: bool, exit: bool, seen: Anatomy | None = None) -> None:
+        super().__init__(entry, exit)
+        whole = _plain(model)
+        seen = seen or anatomy(whole)
+        self.vocab_size, self.max_seq_len = model.vocab_size, model.max_seq_len
+        self.inner = _body(whole.config, 0, 1)
+        place = _place(whole)
+        self._stub = _Stub(layers_of(self.inner)[0], seen.returns_tuple)
+        _adopt(self.inner, whole, but=place)
+        used = (seen.before if entry else frozenset()) | (seen.after if exit else frozenset())
+        for name, module in _outside(self.inner, place):
+            if name not in used:
+                _empty(module)
+        self.train(whole.training)
+
+    def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
+        decoder = self.inner.get_decoder()
+        accepts = inspect.signature(decoder.forward).parameters
+        arguments = _arguments(accepts, input_ids_BL.shape[1], attention_mask)
+        if past and attention_mask is None and "position_ids" in accepts:
+            arguments["position_ids"] = torch.arange(past, past + input_ids_BL.shape[1], device=input_ids_BL.device)[None]
+        self._stub.stops = True
+        try:
+            decoder(input_ids=input_ids_BL, use_cache=False, **arguments)
+        except _ReachedError as reached:
+            return reached.x_BLD
+        finally:
+            self._stub.stops = False
+        raise AssertionError("the model did not come to its first layer")
+
+    def logits(self, x_BLD: Tensor) -> Tensor:
+        self._stub.puts = x_BLD
+        try:
+            logits_BLV: Tensor = self.inner(inputs_embeds=x_BLD.detach(), use_cache=False).logits
+        finally:
+            self._stub.puts = None
+        return logits_BLV
+
+
+class _ReachedError(Exception):
+    """The stream came to the first layer: what would follow is not wanted."""
+
+    def __init__(self, x_BLD: Tensor) -> None:
+        super().__init__()
+        self.x_BLD = x_BLD
+
+
+class _Stub:
+    """Takes the place of a layer's computation. The layer keeps its attributes, which some models look at."""
+
+    def __init__(self, layer: Any, returns_tuple: bool) -> None:
+        layer._modules.clear()
+        layer._parameters.clear()
+        layer._buffers.clear()
+        layer.forward = self
+        self.returns_tuple, self.stops = returns_tuple, False
+        self.puts: Tensor | None = None
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        x_BLD = given[0] if given else named["hidden_states"]
+        if self.stops:
+            raise _ReachedError(x_BLD)
+        x_BLD = x_BLD if self.puts is None else self.puts
+        return (x_BLD,) if self.returns_tuple else x_BLD
+
+
+# --- the model's own class with other layers -------------------------------------------------------------
+
+
+def layers_of(inner: Any) -> Any:
+    """The list of a model's layers."""
+    return inner.get_submodule(_place(inner))
+
+
+def _place(inner: Any) -> str:
+    """Where the list of layers is: the outermost list that is as long as the model is deep."""
+    count = inner.config.get_text_config().num_hidden_layers
+    places: list[str] = [name for name, module in inner.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not places:
+        raise ShoalError(f"{type(inner).__name__} has no list of {count} layers, so it cannot be cut into stages")
+    return min(places, key=lambda name: name.count("."))
+
+
+def _plain(model: HuggingFace) -> Any:
+    if model.has_adapters:
+        raise ShoalError(
+            "a model with LoRA's matrices beside its weights cannot be cut into stages: export it, and serve what was exported"
+        )
+    return model.inner
+
+
+def _body(config: Any, first: int, last: int) -> Any:
+    """The model's class with the layers [first, last), without numbers in its parameters."""
+    with skeleton():
+        return _made(_narrowed(config, first, last))
+
+
+def _made(config: Any) -> Any:
+    import transformers
+
+    makers: Any = transformers.AutoModelForCausalLM
+    return makers.from_config(config, dtype=torch.float32).eval()
+
+
+def _narrowed(config: Any, first: int, last: int) -> Any:
+    """The settings of these layers: lists that have an entry for each layer keep the entries of these."""
+    made = copy.deepcopy(config)
+    text = made.get_text_config()
+    count = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == count:
+            setattr(text, name, value[first:last])
+    text.num_hidden_layers = last - first
+    return made
+
+
+def _adopt(target: nn.Module, source: nn.Module, but: str = "\0") -> None:
+    """Use the parameters and buffers of another module with the same structure, without copying, except below a place."""
+    for name, module in source.named_modules(remove_duplicate=False):
+        if name != but and not name.startswith(f"{but}."):
+            own = target.get_submodule(name)
+            own._parameters.update(module._parameters)
+            own._buffers.update(module._buffers)
+
+
+def _hollow(body: nn.Module, place: str) -> None:
+    for _, module in _outside(body, place):
+        _empty(module)
+
+
+def _outside(body: nn.Module, place: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are in no layer, with their names."""
+    yield from ((name, module) for name, module in body.named_modules() if name != place and not name.startswith(f"{place}."))
+
+
+def _empty(module: nn.Module) -> None:
+    """Zeros, which take no memory, in the place of parameters: what is computed with them is not used."""
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None:
+            del module._parameters[name]
+            module.register_buffer(name, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), persistent=False)
+
+
+def _register(owner: nn.Module, path: list[str], layers: dict[str, nn.Module]) -> None:
+    for name in path[:-1]:
+        inside = nn.Module()
+        owner.add_module(name, inside)
+        owner = inside
+    owner.add_module(path[-1], nn.ModuleDict(layers))
+
+
+def _arguments(accepts: Container[str], length: int, attention_mask: Tensor | None) -> dict[str, Any]:
+    if attention_mask is None:
+        return {}
+    positions_BS = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    positions = {"position_ids": positions_BS[:, -length:]} if "position_ids" in accepts else {}
+    return {"attention_mask": attention_mask, **positions}
+
+
+def _putting(x_BLD: Tensor) -> Callable[..., Any]:
+    """A hook that puts a stream in the place of what a layer was given."""
+
+    def put(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return ((x_BLD, *given[1:]), named) if given else (given, named | {"hidden_states": x_BLD})
+
+    return put
+
+
+def _stream(output: Any) -> Tensor:
+    stream: Tensor = output[0] if isinstance(output, tuple) else output
+    return stream
+
+
+# --- what a small copy of the model shows ---------------------------------------------------------------
+
+
+class Anatomy(NamedTuple):
+    """What was seen of a model when a small copy of it ran."""
+
+    returns_tuple: bool
+    """Whether a layer gives its stream in a tuple."""
+    before: frozenset[str]
+    after: frozenset[str]
+    """The modules that compute before the first layer, and after the last."""
+
+
+_KNOWN: dict[str, Anatomy] = {}
+
+
+def anatomy(inner: Any) -> Anatomy:
+    """Compare a small copy of a model whole and cut, once for each configuration. Raises ShoalError where they differ."""
+    config = inner.config
+    key = f"{type(inner).__name__} {config.to_json_string()}"
+    if key not in _KNOWN:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            small = _small_copy(inner)
+            _KNOWN[key] = seen = _look(small)
+            try:
+                equal = _same_when_cut(HuggingFace(small), seen)
+            except (ShoalError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+                equal = False
+                del _KNOWN[key]
+                raise _uncuttable(inner) from error
+        if not equal:
+            del _KNOWN[key]
+            raise _uncuttable(inner)
+    return _KNOWN[key]
+
+
+def _uncuttable(inner: Any) -> ShoalError:
+    return ShoalError(
+        f"{type(inner).__name__} does not compute the same in pieces as whole, so its layers cannot be on several machines: "
+        "serve it from one (--nodes 1)"
+    )
+
+
+def _small_copy(inner: Any) -> Any:
+    config = copy.deepcopy(inner.config)
+    text = config.get_text_config()
+    grouped = getattr(text, "num_key_value_heads", None) not in (None, text.num_attention_heads)
+    for name, size in _WIDTHS.items():
+        if getattr(text, name, None) is not None:
+            setattr(text, name, size)
+    if getattr(text, "num_key_value_heads", None) is not None:
+        text.num_key_value_heads = 2 if grouped else 4
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, name, None)
+    small = _made(config)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return small
+
+
+@torch.no_grad()
+def _look(small: Any) -> Anatomy:
+    """Which modules compute before and after the layers, and what a layer returns."""
+    place, calls, outputs = _place(small), list[str](), list[Any]()
+    layers = small.get_submodule(place)
+    named = [(name, module) for name, module in small.named_modules() if name]
+    hooks = [module.register_forward_pre_hook(lambda module, given, name=name: calls.append(name)) for name, module in named]
+    hooks.append(layers[0].register_forward_hook(lambda module, given, output: outputs.append(output)))
+    small(input_ids=torch.arange(4)[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    first, last = calls.index(f"{place}.0"), calls.index(f"{place}.{len(layers) - 1}")
+    after = [name for name in calls[last:] if not name.startswith(f"{place}.")]
+    return Anatomy(isinstance(outputs[0], tuple), frozenset(calls[:first]), frozenset(after))
+
+
+@torch.no_grad()
+def _same_when_cut(model: HuggingFace, seen: Anatomy) -> bool:
+    """A prompt, a token after it, and a padded row beside another, whole and in pieces."""
+    count = len(layers_of(model.inner))
+    bounds = sorted({0, count // 3, 2 * count // 3, count})
+    stages = [HuggingFaceStage(model, first, last, seen) for first, last in pairwise(bounds)]
+    ends, caches, whole_cache = HuggingFaceEnds(model, True, True, seen), [stage.new_cache(0) for stage in stages], model.new_cache(0)
+    ids_BL = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]])
+    for past, piece in ((0, ids_BL), (6, ids_BL[:, :1])):
+        whole = model(piece, cache=whole_cache)
+        x_BLD = ends.embed(piece, past)
+        for stage, cache in zip(stages, caches, strict=True):
+            x_BLD = stage(x_BLD, piece, cache=cache)
+        if not torch.equal(whole, ends.logits(x_BLD)):
+            return False
+    mask_BS = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    x_BLD = ends.embed(ids_BL, 0, mask_BS)
+    for stage in stages:
+        x_BLD = stage(x_BLD, ids_BL, attention_mask=mask_BS)
+    return torch.equal(model(ids_BL, attention_mask=mask_BS), ends.logits(x_BLD))

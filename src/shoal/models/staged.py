@@ -1,0 +1,164 @@
+"""A language model of which this process has some layers: to its task and to whoever writes text with it, it is the whole model.
+
+All processes that have a part of it must call it together. The first embeds the tokens, each passes the stream on to the next, and the last
+makes the logits. How the stream travels is the engine's business.
+
+Shapes: B batch, L tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ShoalError
+from shoal.models.stages import Ends, Stage, ends_of, stage_of
+from shoal.models.trunk import Beside
+
+
+class Travel:
+    """How the stream goes between the processes. An engine sets it."""
+
+    receive: Callable[[], Tensor]
+    """The stream of the process before."""
+    send: Callable[[Tensor], None]
+    """Pass the stream on to the process after."""
+    share: Callable[[Tensor], Tensor]
+    """The last process's logits, in all processes; the others give a tensor of the same size."""
+
+
+class StagedCache:
+    """The cache of this process's layers, and how many tokens all layers have seen."""
+
+    def __init__(self, own: Any) -> None:
+        self.own, self.length = own, 0
+
+
+class StagedModel(nn.Module):
+    """The layers [first, last) of a model, and what stands before and after them where these are the first, or the last.
+
+    Its parameters have the names and the order that they have in the whole model. A tied matrix is the first process's; the last one has a
+    copy, which is none of its parameters.
+    """
+
+    def __init__(self, whole: Any, first: int, last: int, depth: int) -> None:
+        super().__init__()
+        self.vocab_size: int = whole.vocab_size
+        self.max_seq_len: int | None = whole.max_seq_len
+        self.begins, self.ends = first == 0, last == depth
+        self.stage: Stage = stage_of(whole, first, last)
+        self.entry: Ends | None = ends_of(whole, exit=self.ends) if self.begins else None
+        self.exit: Ends | None = self.entry if self.begins and self.ends else ends_of(whole, entry=False) if self.ends else None
+        self.travel = Travel()
+        shared = _shared_by_ends(whole) if not (self.begins and self.ends) else {}
+        here = {id(parameter) for _, parameter in super().named_parameters()}
+        names = {name: parameter for name, parameter in whole.named_parameters() if id(parameter) in here}
+        self.tied = next((parameter for parameter in names.values() if id(parameter) in shared), None)
+        """The matrix that the first process has and the last one copies, where this is one of them."""
+        copied = self.tied if not self.begins else None
+        self.own = {name: parameter for name, parameter in names.items() if parameter is not copied}
+        self.kept_buffers = dict(_kept_buffers(whole, self))
+        self.before_layer: Callable[[int], None] = lambda layer: None
+        """Called before each layer computes; −1 stands for the embeddings."""
+        for number, layer in layers_in(self.stage).items():
+            layer.register_forward_pre_hook(lambda module, given, number=int(number): self.before_layer(number))
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in self.own.items())
+
+    def saved(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and buffers of a checkpoint, by their names in the whole model."""
+        yield from self.own.items()
+        for name, (owner, key) in self.kept_buffers.items():
+            value = owner._buffers[key]
+            assert value is not None
+            yield name, value
+
+    def forward(
+        self, input_ids_BL: Tensor, *, cache: StagedCache | None = None, attention_mask: Tensor | None = None, beside: Beside | None = None
+    ) -> Tensor:
+        """Logits [B, L, V]; only the last process has them."""
+        assert self.exit is not None, "the last process makes the logits"
+        return self.exit.logits(self.through(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
+
+    def through(
+        self, input_ids_BL: Tensor, *, cache: StagedCache | None = None, attention_mask: Tensor | None = None, beside: Beside | None = None
+    ) -> Tensor:
+        """The stream after the layers that are here."""
+        past = cache.length if cache is not None else 0
+        if self.entry is not None:
+            self.before_layer(-1)
+            x_BLD = self.entry.embed(input_ids_BL, past, attention_mask)
+        else:
+            x_BLD = self.travel.receive()
+        own = cache.own if cache is not None else None
+        x_BLD = self.stage.forward(x_BLD, input_ids_BL, cache=own, attention_mask=attention_mask, beside=beside)
+        if cache is not None:
+            cache.length += input_ids_BL.shape[1]
+        return x_BLD
+
+    def new_cache(self, capacity: int) -> StagedCache:
+        return StagedCache(self.stage.new_cache(capacity))
+
+    def next_logits(self, input_ids_BL: Tensor, cache: StagedCache, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits [B, V] of the token after these, in all processes."""
+        x_BLD = self.through(input_ids_BL, cache=cache, attention_mask=attention_mask)
+        if self.exit is None:
+            self.travel.send(x_BLD)
+            return self.travel.share(x_BLD.new_empty(len(x_BLD), self.vocab_size, dtype=torch.float32))
+        return self.travel.share(self.exit.logits(x_BLD[:, -1:])[:, -1].float().contiguous())
+
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        self.stage.gradient_checkpointing(enabled)
+
+
+class StagedTrunk(StagedModel):
+    """Of a transformer of Shoal's own, which takes and tells things beside the tokens."""
+
+    def new_beside(self, **given: Tensor) -> Beside:
+        return Beside(**given)
+
+    def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None, beside: Beside | None = None) -> Tensor:
+        """What the output matrix reads, in the last process."""
+        exit: Any = self.exit
+        hidden_BLD: Tensor = exit.hidden(self.through(input_ids_BL, attention_mask=attention_mask, beside=beside))
+        return hidden_BLD
+
+    @property
+    def output_weight(self) -> Tensor:
+        exit: Any = self.exit
+        weight: Tensor = exit.output_weight
+        return weight
+
+
+def staged(whole: Any, first: int, last: int, depth: int) -> StagedModel:
+    """This process's part of a model. The whole one can be forgotten afterwards."""
+    kind = StagedTrunk if hasattr(whole, "new_beside") else StagedModel
+    return kind(whole, first, last, depth)
+
+
+def layers_in(stage: Stage) -> dict[str, nn.Module]:
+    """The layers of a stage, by their numbers in the whole model."""
+    found = next((module for module in stage.modules() if isinstance(module, nn.ModuleDict)), None)
+    if found is None:
+        raise ShoalError(f"a {type(stage).__name__} does not show its layers")
+    return dict(found.items())
+
+
+def _shared_by_ends(whole: Any) -> dict[int, Tensor]:
+    """The parameters that stand before the first layer and after the last: tied matrices."""
+    before, after = (ends_of(whole, entry=entry, exit=not entry) for entry in (True, False))
+    there = {id(parameter) for parameter in after.parameters()}
+    return {id(parameter): parameter for parameter in before.parameters() if id(parameter) in there}
+
+
+def _kept_buffers(whole: nn.Module, part: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """The buffers of a part that are saved: their names in the whole model, and where they are in the part."""
+    places = {id(value): (module, key) for module in part.modules() for key, value in module._buffers.items() if value is not None}
+    for prefix, module in whole.named_modules():
+        for key, value in module._buffers.items():
+            if id(value) in places and key not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{key}" if prefix else key), places[id(value)]

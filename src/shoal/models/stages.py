@@ -1,0 +1,230 @@
+"""A language model in pieces: stages, which hold consecutive layers, and the ends, which hold everything before and after them.
+
+The parameters of a stage have the names that they have in the whole model, so a checkpoint is the whole model's, whoever held which layers.
+Hidden states pass from one stage to the next; token ids, a mask and a cache go beside them to every stage that needs them.
+
+Shapes: B batch, L tokens, S tokens seen (L and those in the cache), D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import ShoalError
+from shoal.models.cache import KeyValueCache
+from shoal.models.trunk import Beside, Trunk
+
+
+class Stage(nn.Module):
+    """The layers [first, last) of a model."""
+
+    joins_rows = True
+    """Whether the caches of several requests can be joined into one."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+
+    def forward(
+        self, x_BLD: Tensor, input_ids_BL: Tensor, *, cache: Any = None, attention_mask: Tensor | None = None, beside: Beside | None = None
+    ) -> Tensor:
+        """The stream after these layers. `attention_mask` [B, S] is 0 at padding, the tokens in the cache counted; `beside` takes up what
+        these layers tell: losses count by their share of all layers."""
+        raise NotImplementedError
+
+    def new_cache(self, capacity: int) -> Any:
+        """Room for the keys and values of so many tokens in these layers; it grows where there are more."""
+        raise NotImplementedError
+
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        """Whether the backward pass computes activations again instead of keeping them."""
+        raise NotImplementedError
+
+
+class Ends(nn.Module):
+    """What comes before the first layer (`entry`) and after the last (`exit`): either, or both."""
+
+    vocab_size: int
+    max_seq_len: int | None
+
+    def __init__(self, entry: bool, exit: bool) -> None:
+        super().__init__()
+        self.entry, self.exit = entry, exit
+
+    def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
+        """The stream before the first layer. `past`: tokens in the cache."""
+        raise NotImplementedError
+
+    def logits(self, x_BLD: Tensor) -> Tensor:
+        """Logits [B, L, V] of the stream after the last layer."""
+        raise NotImplementedError
+
+
+class TrunkStage(Stage):
+    """Layers of a transformer of Shoal's own."""
+
+    def __init__(self, model: Trunk, first: int, last: int) -> None:
+        super().__init__(first, last)
+        part = model.only(first, last)
+        # Not as a submodule: its own submodules are registered here instead, under the names that they have in the whole model
+        self.__dict__["part"] = part
+        for name, module in part.named_children():
+            self.add_module(name, module)
+        self.train(model.training)
+
+    part: Trunk
+
+    def forward(
+        self, x_BLD: Tensor, input_ids_BL: Tensor, *, cache: Any = None, attention_mask: Tensor | None = None, beside: Beside | None = None
+    ) -> Tensor:
+        return self.part.through(x_BLD, input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside)
+
+    def new_cache(self, capacity: int) -> KeyValueCache:
+        return KeyValueCache(self.last - self.first, capacity)
+
+    def train(self, mode: bool = True) -> TrunkStage:
+        self.part.training = mode
+        super().train(mode)
+        return self
+
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        self.part.gradient_checkpointing(enabled)
+
+
+class TrunkEnds(Ends):
+    """Embeddings, last normalisation and output matrix of a transformer of Shoal's own. A tied matrix is there once."""
+
+    def __init__(self, model: Trunk, entry: bool, exit: bool) -> None:
+        super().__init__(entry, exit)
+        self.vocab_size, self.max_seq_len = model.vocab_size, model.max_seq_len
+        part = model.without_layers()
+        self.__dict__["part"] = part
+        if entry or part.output is None:
+            self.token_embedding = part.token_embedding
+        if entry and part.position_embedding is not None:
+            self.position_embedding = part.position_embedding
+        if exit:
+            self.norm = part.norm
+        if exit and part.output is not None:
+            self.output = part.output
+        self.train(model.training)
+
+    part: Trunk
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output matrix is the embedding."""
+        return self.part.output is None
+
+    def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
+        return self.part.embed(input_ids_BL, past, attention_mask)
+
+    def hidden(self, x_BLD: Tensor) -> Tensor:
+        """What the output matrix reads."""
+        hidden_BLD: Tensor = self.part.norm(x_BLD)
+        return hidden_BLD
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.part.output_weight
+
+    def logits(self, x_BLD: Tensor) -> Tensor:
+        return F.linear(self.hidden(x_BLD), self.output_weight)
+
+    def train(self, mode: bool = True) -> TrunkEnds:
+        self.part.training = mode
+        super().train(mode)
+        return self
+
+
+def depth(model: Any) -> int:
+    """How many layers can be put onto different machines. Raises ShoalError for a model that cannot be cut."""
+    if isinstance(model, Trunk) and model.reader is None and model.memory is None:
+        return len(model.blocks)
+    if hasattr(model, "inner"):
+        from shoal.models.huggingface_stages import layers_of
+
+        return len(layers_of(model.inner))
+    why = " that reads passages, a context or its memory" if isinstance(model, Trunk) else ""
+    raise ShoalError(f"a {type(model).__name__}{why} cannot be cut into stages; model.kind gpt, moe and huggingface can")
+
+
+def stage_of(model: Any, first: int, last: int) -> Stage:
+    """The layers [first, last) of a model, with the model's own parameters."""
+    if not 0 <= first < last <= depth(model):
+        raise ShoalError(f"a stage cannot have the layers {first} to {last - 1}: the model has {depth(model)}")
+    if isinstance(model, Trunk):
+        return TrunkStage(model, first, last)
+    from shoal.models.huggingface_stages import HuggingFaceStage
+
+    return HuggingFaceStage(model, first, last)
+
+
+def ends_of(model: Any, *, entry: bool = True, exit: bool = True) -> Ends:
+    """What is before and after the layers of a model, with the model's own parameters."""
+    depth(model)
+    if isinstance(model, Trunk):
+        return TrunkEnds(model, entry, exit)
+    from shoal.models.huggingface_stages import HuggingFaceEnds
+
+    return HuggingFaceEnds(model, entry, exit)
+
+
+def cut(model: Any, bounds: Sequence[int]) -> list[Stage]:
+    """The model in stages: the first has the layers [bounds[0], bounds[1]), the next go on from there."""
+    if list(bounds[:1]) != [0] or bounds[-1] != depth(model):
+        raise ShoalError(f"stages must begin at layer 0 and end at {depth(model)}, and these have the bounds {list(bounds)}")
+    return [stage_of(model, first, last) for first, last in pairwise(bounds)]
+
+
+@contextmanager
+def skeleton() -> Iterator[None]:
+    """Models that are made meanwhile have parameters without numbers, which take no memory; their buffers are real."""
+    original: Callable[..., None] = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        original(module, name, parameter)
+        # A tied parameter is registered twice, and must stay one
+        if parameter is not None and not parameter.is_meta:
+            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def needed(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors that must be put into a stage or into ends, by their names in the whole model; of tied ones the first name."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put tensors into a stage or into ends that was made as a skeleton. They are not copied. Raises ShoalError."""
+    homes: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for owner in module.modules():
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                homes.setdefault(id(tensor), []).append((table, name))
+    for name, tensor in needed(module).items():
+        given = tensors.get(name)
+        if given is None or given.shape != tensor.shape:
+            what = "is missing" if given is None else f"has the shape {tuple(given.shape)} instead of {tuple(tensor.shape)}"
+            raise ShoalError(f"the tensor {name} of the model {what}")
+        made = nn.Parameter(given, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else given
+        for table, key in homes[id(tensor)]:
+            table[key] = made
