@@ -15,6 +15,8 @@ GROUP = "SHOAL_GROUP"
 """Which of several groups of torchrun's processes it belongs to, where each is a worker of its own."""
 STRATEGY_FOR_WORKERS = "syncps"
 """The strategy where several workers are asked for and none is configured: its results are those of one process."""
+STRATEGY_FOR_ANSWERS = "rollouts"
+"""The same for a task whose workers answer prompts."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
