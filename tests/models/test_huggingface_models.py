@@ -16,10 +16,10 @@ from shoal.config.schema.data import Data
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 from shoal.models import build, generate
+from shoal.models.decoding import draws_of_group
 from shoal.models.sampling import sample
 from shoal.models.scored import Scored
-from shoal.runs.rollouts import as_text
-from shoal.tasks.answers import as_used, log_probs
+from shoal.tasks.answers import as_text, as_used, log_probs
 
 transformers = pytest.importorskip("transformers")
 GREEDY = Decoding(active="greedy")
@@ -322,7 +322,8 @@ def test_a_score_is_read_from_the_hidden_states_and_exported_as_a_classifier(sha
 
 def test_answers_of_prompts_of_unequal_length_are_scored_as_they_were_drawn(shapes, folder: Path) -> None:
     network = built(shapes, folder)
-    generator = torch.Generator().manual_seed(0)
-    drawn = sample(network, [[5, 6, 7], [8]], max_new_tokens=4, temperature=0.8, generator=generator, eos_id=None, pad_id=0)
+    prompts = [[5, 6, 7], [8]]
+    draws = draws_of_group(0, 0, prompts, 1)
+    drawn = sample(network, prompts, max_new_tokens=4, temperature=0.8, draws=draws, eos_id=None, pad_id=0)
     with as_used(network), torch.no_grad():
-        assert torch.allclose(log_probs(network, as_text(drawn), 0.8)[:, -4:], drawn.log_probs_BT, atol=1e-4)
+        assert torch.allclose(log_probs(network, as_text(*drawn[:4]), 0.8)[:, -4:], drawn.log_probs_BT, atol=1e-4)

@@ -17,14 +17,15 @@ from shoal.config.schema.rlhf import JudgeReward, Kl, Ppo, Rlhf, SumReward, Weig
 from shoal.config.schema.rlhf import SentimentReward as Sentiment
 from shoal.data import load_tokenizer
 from shoal.errors import ShoalError
+from shoal.models.decoding import draws_of_group
 from shoal.models.gpt import Gpt
 from shoal.models.sampling import sample
 from shoal.models.scored import Scored, add_value
 from shoal.runs.alone import prepare
 from shoal.runs.rewards.interface import Answer
-from shoal.runs.rollouts import Asked, RolloutFeed, as_text
+from shoal.runs.rollouts import Asked, RolloutFeed
 from shoal.tasks import credit
-from shoal.tasks.answers import Text, as_used, log_probs
+from shoal.tasks.answers import Text, as_text, as_used, log_probs
 from shoal.tasks.policy_gradient import PolicyGradient
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 24}
@@ -109,8 +110,8 @@ def test_the_spread_of_all_numbers_so_far_is_their_standard_deviation() -> None:
 
 
 def answers(model: Gpt, temperature: float = 1.0, prompts: Any = ([5, 6, 7, 8], [9], [3, 4])) -> Any:
-    generator = torch.Generator().manual_seed(3)
-    return sample(model, prompts, max_new_tokens=7, temperature=temperature, generator=generator, eos_id=256, pad_id=256)
+    draws = draws_of_group(3, 0, prompts, 1)
+    return sample(model, prompts, max_new_tokens=7, temperature=temperature, draws=draws, eos_id=256, pad_id=256)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
@@ -119,7 +120,7 @@ def test_generation_and_scoring_agree_with_and_without_padding(positions: Any, t
     model = gpt(positions=positions, dropout=0.3)
     drawn = answers(model, temperature)
     assert model.training, "the model is given back as it was"
-    text = as_text(drawn)
+    text = as_text(*drawn[:4])
     with as_used(model), torch.no_grad():
         scored = log_probs(model, text, temperature)[:, -7:]
         assert torch.allclose(scored, drawn.log_probs_BT, atol=1e-4)
@@ -131,8 +132,8 @@ def test_generation_and_scoring_agree_with_and_without_padding(positions: Any, t
 
 
 def test_an_answer_ends_with_the_token_that_ends_it() -> None:
-    generator, model = torch.Generator().manual_seed(3), Gpt(schema.Gpt(**SIZES), 5)
-    drawn = sample(model, [[1], [2], [3]] * 2, max_new_tokens=7, temperature=1.0, generator=generator, eos_id=4, pad_id=0)
+    model, draws = Gpt(schema.Gpt(**SIZES), 5), draws_of_group(3, 0, [[1], [2], [3]], 2)
+    drawn = sample(model, [[1], [1], [2], [2], [3], [3]], max_new_tokens=7, temperature=1.0, draws=draws, eos_id=4, pad_id=0)
     assert drawn.stopped_B.any()
     for row in range(6):
         there = drawn.answer_BT[row][drawn.real_BT[row]].tolist()

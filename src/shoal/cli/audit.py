@@ -33,6 +33,13 @@ def run(argv: list[str]) -> int:
         help="receipts of workers elsewhere: a file or a folder (may be repeated)",
     )
     made.add_argument("--relay", action="append", default=[], metavar="DIR", help="the folder of a relay of this run (may be repeated)")
+    made.add_argument(
+        "--regenerate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="make the answers of N units again, with the weights of the run's checkpoints (strategy rollouts)",
+    )
     arguments = made.parse_args(argv)
     folder = Path(arguments.run)
     settings = _settings(folder)
@@ -41,7 +48,21 @@ def run(argv: list[str]) -> int:
     for line in report.checked:
         print(line)
     relays = [one for given in arguments.relay for one in _across(folder, settings, Path(given))]
-    return _verdict([*report.violations, *relays], running)
+    return _verdict([*report.violations, *relays, *_made_again(folder, settings, arguments.regenerate)], running)
+
+
+def _made_again(folder: Path, settings: Any, most: int) -> list[str]:
+    """What is wrong with answers that workers gave, as far as they can be made again here."""
+    if most <= 0:
+        return []
+    from shoal.runs.regenerating import regenerate
+
+    found: list[str] = []
+    evidence, _ = _from_files(folder, settings, [], [], found)
+    made = regenerate(folder, (line for _, line in evidence.ledger), most)
+    for line in made.told():
+        print(line)
+    return made.violations()
 
 
 def _across(folder: Path, settings: Any, relay: Path) -> list[str]:

@@ -6,10 +6,11 @@ import argparse
 import copy
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.cli.options import LAYERS, load
-from shoal.cli.running import train
+from shoal.cli.running import train, weather_and_speeds
 from shoal.config.load import Loaded, Override
 from shoal.errors import ShoalError
 from shoal.launch.phases import Phase, is_done, phases
@@ -26,7 +27,7 @@ def train_in_phases(made: Plan, arguments: argparse.Namespace, overrides: list[O
             sys.stderr.write(f"phase {number}, {phase.name}: done already, in {folder}\n")
             continue
         sys.stderr.write(f"phase {number}, {phase.name}: {phase.why}\n")
-        code = train(_planned(phase, arguments, overrides, folder))
+        code = _train(phase, arguments, overrides, folder)
         if not is_done(folder):
             return code
     return code
@@ -49,12 +50,15 @@ def _command(arguments: argparse.Namespace) -> str:
     return " ".join(["shoal train", *arguments.files, *layers])
 
 
-def _planned(phase: Phase, arguments: argparse.Namespace, overrides: list[Override], folder: Path) -> Plan:
+def _train(phase: Phase, arguments: argparse.Namespace, overrides: list[Override], folder: Path) -> int:
+    """Train one phase, with the workers that the command asks for where the phase has some."""
     chosen = copy.copy(arguments)
     if phase.below_rlhf:
         chosen.rlhf_config = None
 
-    def resolved(more: object) -> Loaded:
-        return load(chosen, [*overrides, *phase.settings])
+    def resolved(more: Sequence[Override]) -> Loaded:
+        return load(chosen, [*overrides, *more, *phase.settings])
 
-    return plan(resolved, Asked(str(folder), resume=(folder / "config.yaml").exists()))
+    asked = Asked(str(folder), (folder / "config.yaml").exists(), arguments.workers if phase.with_workers else None)
+    made = plan(resolved, asked)
+    return train(made, weather_and_speeds(arguments.netem, arguments.slowdown)) if phase.with_workers else train(made)

@@ -17,6 +17,8 @@ APART = "SHOAL_APART"
 """Says that the processes are on machines that share no folder."""
 STRATEGY_FOR_WORKERS = "syncps"
 """The strategy where several workers are asked for and none is configured: its results are those of one process."""
+STRATEGY_FOR_ANSWERS = "rollouts"
+"""The same for a task whose workers answer prompts."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 

@@ -20,7 +20,7 @@ from shoal.config.schema.rlhf import Rlhf, TrainedReward
 from shoal.config.schema.strategy import Strategy
 from shoal.config.schema.task import TEXT, Task
 from shoal.config.schema.training import EMULATED, WHOLE_MATRICES
-from shoal.config.schema.updates import Aggregation
+from shoal.config.schema.updates import Aggregation, Updates
 
 
 class Rule(NamedTuple):
@@ -633,10 +633,52 @@ def whole_networks_compare(settings: Settings, task: Task | None, engine: str) -
 def rollouts_are_made_by_one_process(settings: Settings, task: Task | None, engine: str, strategy: str) -> None:
     if task is None or task.needs != "prompts":
         return
-    for path, value, only in (("engine.kind", engine, "single"), ("strategy.kind", strategy, "local")):
-        if value != only:
-            message = f"answers are made by one process as yet, and {path} is {value}"
-            settings.report("not-built", message, path, "task.kind", help=f"set {path} to {only}")
+    if engine != "single":
+        message = f"answers are made by one process as yet, and engine.kind is {engine}"
+        settings.report("not-built", message, "engine.kind", "task.kind", help="set engine.kind to single")
+    if strategy != "local" and not Strategy.kinds[strategy].gives_answers:
+        message = f"the strategy {strategy} has no use for answers: its workers send what they learned"
+        able = " or ".join(name for name, kind in Strategy.kinds.items() if kind.gives_answers)
+        settings.report("strategy", message, "strategy.kind", "task.kind", help=f"set strategy.kind to {able}, or to local")
+
+
+@rule("task", "strategy.kind", "transport.kind")
+def answers_are_for_policies(settings: Settings, task: Task | None, strategy: str, transport: str) -> None:
+    if not Strategy.kinds[strategy].gives_answers:
+        return
+    if task is not None and task.needs != "prompts":
+        message = f"workers of the strategy {strategy} answer prompts, and the task {task.kind} has none"
+        settings.report("strategy", message, "strategy.kind", "task.kind", help="set task to ppo, with a section rlhf")
+    if transport == "postgres":
+        message = f"a database leases units of data, and no prompts (strategy {strategy})"
+        settings.report("strategy", message, "transport.kind", "strategy.kind", help="set transport.kind to zmq")
+
+
+@rule("strategy.kind", "updates")
+def answers_are_made_with_whole_weights(settings: Settings, strategy: str, updates: Updates) -> None:
+    """Answers are no updates: nothing is done to them, and weights that were shortened on their way would give other ones."""
+    if not Strategy.kinds[strategy].gives_answers:
+        return
+    given = {
+        "updates.codec.kind": updates.codec.kind != "none",
+        "updates.aggregation.kind": updates.aggregation.kind != "mean",
+        "updates.privacy.enabled": updates.privacy.enabled,
+        "updates.clip_norm": updates.clip_norm is not None,
+        "updates.memory": bool(updates.memory),
+    }
+    for path in (path for path, chosen in given.items() if chosen):
+        message = f"workers of the strategy {strategy} send answers, and `{settings.spelling(path)}` is for updates of the weights"
+        settings.report("strategy", message, path, "strategy.kind", help="leave it out")
+
+
+@rule("rlhf", "strategy.prompts_per_unit")
+def rollouts_are_whole_units(settings: Settings, rlhf: Rlhf | None, prompts: int | None) -> None:
+    if rlhf is None or prompts is None:
+        return
+    answers = rlhf.group * prompts
+    if rlhf.ppo.rollout_size % answers:
+        names = ("rlhf.ppo.rollout_size", "strategy.prompts_per_unit")
+        settings.report("rollouts", f"`{names[0]}` of {rlhf.ppo.rollout_size} is no multiple of the {answers} answers of a unit", *names)
 
 
 @rule("task", "rlhf", "training.gradient_accumulation_steps")

@@ -78,6 +78,8 @@ class Tally:
     """Units nobody could do: epoch, first batch, batches, why."""
     lost: list[tuple[str, int, int]] = field(default_factory=list)
     """What a repair gave up, by name: worker, first and last number."""
+    inexact: list[tuple[str, int, int, str]] = field(default_factory=list)
+    """Answers that were refused: worker, number, unit, why."""
     shown_out: list[str] = field(default_factory=list)
     """Whose invitations were withdrawn, in words."""
 
@@ -107,6 +109,7 @@ def audit(
         report.violations += checked.violations(complete)
         report.checked += checked.told()
     report.checked += [f"note      {what}" for what in [*evidence.cut, *tally.shown_out, *_claimed(evidence, tally, open_now)]]
+    report.checked += _refused(tally)
     return report
 
 
@@ -146,6 +149,9 @@ def _add_up(lines: list[Line], first: int | None, in_order: bool, violations: li
                 tally.given_up.append((epoch, start, batches, str(line["failed"][3])))
             elif "lost" in line:
                 tally.lost += [(str(worker), int(begin), int(end)) for worker, begin, end in line["lost"]]
+            elif "inexact" in line:
+                worker, seq, unit, *_, reason = line["inexact"]
+                tally.inexact.append((str(worker), int(seq), int(unit), str(reason)))
             elif "withdrawn" in line:
                 tally.shown_out.append(f"the invitation of {line['withdrawn']} was withdrawn: {', '.join(line['workers'])} went")
             elif "version" in line:
@@ -329,6 +335,14 @@ def _misfit(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution])
     for worker, seq in snapshot.sequences.items():
         if newest.get(worker, -1) < seq and not tally.is_lost((worker, seq)):
             yield f"{where}: contribution {seq} of {worker} was taken, and is nowhere"
+
+
+def _refused(tally: Tally) -> list[str]:
+    """Workers whose answers were not what they should have been."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for worker, _, unit, reason in tally.inexact:
+        found.setdefault(worker, []).append((unit, reason))
+    return [f"refused   {len(units)} units of {worker}: the first was unit {units[0][0]}, {units[0][1]}" for worker, units in found.items()]
 
 
 def _told(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -> list[str]:

@@ -14,6 +14,7 @@ the same code. It knows no clock and no member.
     passed     the rest of a piece is given up: nothing came of it
     forgotten  a name is free again: nothing was ever accepted under it
     failed     a unit of the data was given up
+    inexact    what a worker sent for a unit was not computed as it should have been; the unit was given to others
     withdrawn  a person's invitation was withdrawn, and their workers were shown out
     repaired   what followed was lost, and is named; nobody uses those numbers again
 """
@@ -35,6 +36,7 @@ from shoal.coordinator.seals import digest_of
 from shoal.coordinator.state import Held, Learner, Piece, Plan, State, Upstream, former_key_of, ledger_line, mean_metrics
 from shoal.coordinator.units import Settled
 from shoal.updates import codecs, rules
+from shoal.updates.answers import digest
 from shoal.updates.experts import ExpertBlocks, combine_apart, mean_by_experts
 from shoal.updates.messages import Contribute
 
@@ -100,6 +102,24 @@ class Book:
             vector = self._decode(size, body)
         return vector, codecs.decode(_PLAIN, extra, tail) if extra else torch.empty(0)
 
+    def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "") -> tuple[Tensor, Tensor]:
+        """What came of a unit. Raises UpdateError. `worker`: who sent it now; empty: it was taken before."""
+        intake = self.plan.intake
+        if intake is None:
+            return self.decode(frames)
+        return intake.read(frames, *self._samples_of(unit), base, self.state.version, worker)
+
+    def _samples_of(self, unit: int) -> tuple[int, int]:
+        """The number of a unit's first sample among those of all epochs, and how many it has."""
+        cut = self.plan.cut
+        assert cut is not None
+        epoch, start, batches = cut.unit(unit)
+        return epoch * cut.batches_per_epoch + start, batches
+
+    def lease(self, unit: int) -> dict[str, Any]:
+        """What a worker is told with a unit, besides which batches of which epoch it is."""
+        return {} if self.plan.intake is None else {"given": self.plan.intake.lease(*self._samples_of(unit))}
+
     def _decode(self, size: int, frames: Frames) -> Tensor:
         room = self._room(size)
         try:
@@ -140,6 +160,8 @@ class Book:
             self.settled.add(record["unit"])
             self.settled.failed += 1
             return [Entry({"failed": [record[name] for name in ("epoch", "start", "batches", "reason")]})]
+        if kind == "inexact":
+            return [Entry({"inexact": [record[name] for name in ("worker", "seq", "unit", "base", "digest", "reason")]})]
         if kind == "withdrawn":
             return [Entry({"withdrawn": record["guest"], "workers": record["workers"]})]
         if kind == "repaired":
@@ -147,11 +169,16 @@ class Book:
             return [Entry({name: record[name] for name in ("lost", "reason")})]
         if kind == "held" and (self.rounds.holds(record) or (self.upward is not None and self.upward.holds(record))):
             return []
-        held = Held(record, frames, *(decoded or self.decode(frames, record["round"])))
+        held = Held(record, frames, *(decoded or self._decode_again(record, frames)))
         if kind == "held":
             self.rounds.hold(record["round"], held)
             return []
         return self._accept(record, held)
+
+    def _decode_again(self, record: dict[str, Any], frames: Frames) -> tuple[Tensor, Tensor]:
+        if "unit" in record:
+            return self.decode_unit(frames, record["unit"], record["base"])
+        return self.decode(frames, record["round"])
 
     def _seat(self, record: dict[str, Any]) -> None:
         state, name, seat = self.state, record["worker"], record["seat"]
@@ -203,6 +230,10 @@ class Book:
     def _move(self, held: list[Held]) -> list[Effect]:
         """Move the weights by what the contributions make together."""
         records = [one.record for one in held]
+        if self.plan.intake is not None:
+            units = [(*self._samples_of(one.record["unit"]), one.vector, one.buffers) for one in held]
+            figures = self.plan.intake.learn(units, self.state.version)
+            return self._advance(records, figures, answers=[[one.record["unit"], one.record["base"], digest(one.frames)] for one in held])
         rooms = [one.vector for one in held] if self.plan.updates.codec.kind != "none" else []
         update, buffers, share = self._combine(held)
         figures = self.learner.apply(update, buffers, self.step, share)

@@ -3,8 +3,9 @@
 A unit is pending, claimed, completed, failed (given up) or cancelled. This module is the meaning of those words; PostgreSQL's functions do
 the same inside a database, and one suite of tests holds both. It reads no clock: time is passed in, in seconds, and never goes back.
 
-Holds: one worker at most has a unit; nothing is accepted after its lease ended, for an older version, or beyond the quorum; a unit is tried
-in vain `attempts` times at most, and then given up, so it never keeps an epoch from ending. No call walks through all units or workers.
+Holds: one worker at most has a unit; nothing is accepted after its lease ended, for a version that is too old, or beyond the quorum; a unit
+is tried in vain `attempts` times at most, and then given up, so it never keeps an epoch from ending. No call walks through all units or
+workers, except that a new version looks at the units that workers have.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class GivenUp(NamedTuple):
 class Leases:
     """The units of one version: which wait, who holds which until when, and which have a result."""
 
-    def __init__(self, lease_s: float, attempts: int) -> None:
-        self.lease_s, self.attempts = lease_s, attempts
+    def __init__(self, lease_s: float, attempts: int, most_lag: int = 0) -> None:
+        """`most_lag`: versions that may be made while a worker has a unit, before that is cancelled."""
+        self.lease_s, self.attempts, self.most_lag = lease_s, attempts, most_lag
         self.version = -1
         self.quorum: int | None = None
         self.workers: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -60,13 +62,13 @@ class Leases:
     # --- the coordinator's side ----------------------------------------------------------------------
 
     def issue(self, version: int, units: Sequence[int], quorum: int | None) -> list[GivenUp]:
-        """Offer units, in this order. A new version cancels what is open for older ones; the same version again adds units.
+        """Offer units, in this order. A new version cancels what is open for those that are too old; the same version again adds units.
 
         A unit that is open stays as it is, and one that was given up stays so. One that has a result of this version is listed again
         because that could not be used: it was an attempt in vain. With `quorum` results of a version no more are asked for or accepted.
         """
         if version != self.version:
-            self._cancel()
+            self._cancel(version)
         self.version, self.quorum = version, quorum
         spoiled = [unit for unit in units if unit in self._completed]
         new = [unit for unit in units if not any(unit in known for known in (self._completed, self._pending, self._claimed, self.given_up))]
@@ -76,13 +78,16 @@ class Leases:
         self._totals["issued"] += len(new)
         return given_up
 
-    def _cancel(self) -> None:
+    def _cancel(self, version: int) -> None:
         for unit in self._completed:
             self._tried.pop(unit, None)
+        late = [lease for lease in self._claimed.values() if lease.version < version - self.most_lag]
         self._totals["completed"] += len(self._completed)
-        self._totals["cancelled"] += len(self._pending) + len(self._claimed)
-        for units in (self._completed, self._pending, self._claimed, self._held_by):
+        self._totals["cancelled"] += len(self._pending) + len(late)
+        for units in (self._completed, self._pending):
             units.clear()
+        for lease in late:
+            self._end(lease)
 
     def expire(self, now: float) -> list[GivenUp]:
         """End the leases whose deadline has come: their units wait again, at the end, or are given up."""
@@ -145,14 +150,14 @@ class Leases:
         last = self._last.get(worker)
         if last is not None and last[0] == (unit, version):
             return last[1]
-        outcome = CANCELLED if version < self.version else self._hand_in(worker, unit, version, now)
+        outcome = CANCELLED if version < self.version - self.most_lag else self._hand_in(worker, unit, version, now)
         self._last[worker] = (unit, version), outcome
         self.workers[worker]["completed" if outcome == ACCEPTED else outcome] += 1
         return outcome
 
     def _hand_in(self, worker: str, unit: int, version: int, now: float) -> str:
         lease = self._lease(worker, unit)
-        if lease is None or version != self.version or now >= lease.deadline:
+        if lease is None or version != lease.version or now >= lease.deadline:
             return LATE
         self._end(lease)
         if self.enough:

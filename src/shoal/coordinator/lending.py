@@ -58,7 +58,7 @@ class Lender:
     def __init__(self, host: Host, cut: Cut, quorum: int) -> None:
         self.host, self.cut, self.quorum = host, cut, quorum
         plan = host.plan
-        self.leases = None if plan.leased_elsewhere else Leases(plan.lease_s, plan.attempts)
+        self.leases = None if plan.leased_elsewhere else Leases(plan.lease_s, plan.attempts, plan.most_lag)
         self.claiming: OrderedDict[str, Claiming] = OrderedDict()
         """By session, longest waiting first."""
         self._offered: list[int] = []
@@ -163,12 +163,16 @@ class Lender:
     def _lease(self, worker: Worker) -> dict[str, Any] | None:
         """One unit at a time: a worker that holds one, and asks again, has lost the answer."""
         assert self.leases is not None
+        for lease in self.leases.held(worker.name):
+            if lease.version != self.leases.version:  # the answer brings newer weights than it was leased with
+                self.leases.give_back(worker.name, lease.unit)
         held = self.leases.held(worker.name)
-        lease = held[0] if held else self.leases.claim(worker.name, self.host.now)
-        if lease is None:
+        found = held[0] if held else self.leases.claim(worker.name, self.host.now)
+        if found is None:
             return None
-        epoch, start, batches = self.cut.unit(lease.unit)
-        return {"kind": "lease", "unit": lease.unit, "epoch": epoch, "start": start, "batches": batches}
+        epoch, start, batches = self.cut.unit(found.unit)
+        unit = {"kind": "lease", "unit": found.unit, "epoch": epoch, "start": start, "batches": batches}
+        return unit | self.host.book.lease(found.unit)
 
     def submit(self, worker: Worker, asked: Contribute, frames: Frames) -> str:
         """Take a unit's result where its lease is held. Return what became of it. Raises UpdateError."""
@@ -177,7 +181,7 @@ class Lender:
         if not self.leases.holds(worker.name, asked.unit, host.now):
             return self.leases.submit(worker.name, asked.unit, asked.base, host.now)
         try:
-            decoded = host.book.decode(frames)
+            decoded = host.book.decode_unit(frames, asked.unit, asked.base, worker.name)
         except codecs.UpdateError as error:
             self._failed(self.leases.fail(worker.name, asked.unit, f"what {worker.name} sent cannot be used: {error}"))
             raise

@@ -42,6 +42,7 @@ from shoal.coordinator.state import (
 )
 from shoal.coordinator.tasking import Taskmaster
 from shoal.updates import codecs
+from shoal.updates.answers import InexactAnswers, digest
 from shoal.updates.messages import PROTOCOL, Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Join, Leave, Pull
 
 LONGEST_WAIT_S = 5.0
@@ -442,6 +443,8 @@ class Coordinator:
             return self._turn_away(event.caller, asked, worker, "finished")
         try:
             outcome = self.lender.submit(worker, asked, event.frames)
+        except InexactAnswers as error:
+            return self._tell_inexact(event, asked, worker, str(error))
         except codecs.UpdateError as error:
             self._refuse(event.caller, "malformed", str(error))
             return self._count_failure(worker, "what it sent cannot be used")
@@ -451,6 +454,15 @@ class Coordinator:
         worker.failed = 0
         self._close_what_is_due()
         return self._receipt(event.caller, worker, asked, "accepted")
+
+    def _tell_inexact(self, event: Called, asked: Contribute, worker: Worker, why: str) -> None:
+        """Name a worker whose answers are not what they should be: in the ledger, to people, and to itself."""
+        fields = {"worker": worker.name, "seq": asked.seq, "unit": asked.unit, "base": asked.base, "reason": why}
+        self.record({"kind": "inexact", **fields, "digest": digest(event.frames)})
+        self.state.count("inexact")
+        self._tell_of_member(f"warning: unit {asked.unit} of {worker.name} is refused: {why}")
+        self._receipt(event.caller, worker, asked, "inexact")
+        self._count_failure(worker, why)
 
     def _lag(self, worker: Worker, base: int) -> int:
         """Versions that the update does not know of. A worker that steps its own weights knows those it made itself."""

@@ -36,6 +36,26 @@ class Learner(Protocol):
         ...
 
 
+class Intake(Protocol):
+    """What workers send, where that is no update of the weights: what can be used of it, and how the weights move by it.
+
+    A unit is named by the number of its first sample and by how many there are.
+    """
+
+    def lease(self, first: int, samples: int) -> dict[str, Any]:
+        """What a worker is told with a unit."""
+        ...
+
+    def read(self, frames: Frames, first: int, samples: int, base: int, version: int, worker: str = "") -> tuple[Tensor, Tensor]:
+        """What came of a unit that was leased with the version `base`. Raises UpdateError, and InexactAnswers where it was not computed as
+        it should have been. `worker`: who sent it now; empty: it was taken before, and is read again."""
+        ...
+
+    def learn(self, units: Sequence[tuple[int, int, Tensor, Tensor]], version: int) -> Mapping[str, float]:
+        """Make the next version. Each unit: its first sample, how many, and what `read` gave for it."""
+        ...
+
+
 class Bounds(NamedTuple):
     """What workers may ask of the coordinator."""
 
@@ -130,6 +150,10 @@ class Plan(NamedTuple):
     """How long a worker may take for a unit without a sign of life before others may have it."""
     attempts: int = 1
     """How often a unit is tried before it is given up."""
+    most_lag: int = 0
+    """Versions that may be made while a worker has a unit."""
+    intake: Intake | None = None
+    """Where what workers send is no update of the weights."""
     leased_elsewhere: bool = False
     """Whether a database keeps the leases, and the coordinator hears of their results."""
     worker_steps: int = 0

@@ -26,8 +26,14 @@ ScheduleKind = Literal["constant", "cosine", "linear", "polynomial"]
 class Apply(Protocol):
     """How updates move the weights."""
 
-    def learner(self, engine: SingleEngine, spans: tuple[Span, ...]) -> EngineLearner:
-        """`spans`: the parts of the weights that rounds take in turn; none: every round moves all of them."""
+    @property
+    def computes(self) -> bool:
+        """Whether the coordinator computes as workers do, and so wants the device that the settings name for them."""
+        ...
+
+    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Any = None) -> EngineLearner:
+        """`spans`: the parts of the weights that rounds take in turn; none: every round moves all of them. `feed`: the run's own, for
+        what learns from it here."""
         ...
 
 
@@ -35,7 +41,9 @@ class Apply(Protocol):
 class OptimizerStep:
     """The run's optimizer steps along each update, as if it were a gradient of its own."""
 
-    def learner(self, engine: SingleEngine, spans: tuple[Span, ...]) -> EngineLearner:
+    computes: bool = False
+
+    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Any = None) -> EngineLearner:
         return EngineLearner(engine)
 
 
@@ -49,8 +57,9 @@ class OuterStep:
     clip_norm: float | None = None
     """Limit on the norm of the outer gradient."""
     averages: bool = False
+    computes: bool = False
 
-    def learner(self, engine: SingleEngine, spans: tuple[Span, ...]) -> EngineLearner:
+    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Any = None) -> EngineLearner:
         return OuterLearner(engine, self, spans)
 
 
@@ -58,7 +67,9 @@ class OuterStep:
 class Adoption:
     """The weights are those of another coordinator, as it sends them: a relay's."""
 
-    def learner(self, engine: SingleEngine, spans: tuple[Span, ...]) -> EngineLearner:
+    computes: bool = False
+
+    def learner(self, engine: SingleEngine, spans: tuple[Span, ...], feed: Any = None) -> EngineLearner:
         return AdoptingLearner(engine)
 
 
@@ -70,6 +81,11 @@ class EngineLearner:
 
     def __init__(self, engine: SingleEngine) -> None:
         self.engine = engine
+
+    @property
+    def intake(self) -> Any:
+        """What takes in the contributions, where they are no updates of the weights; None: they are."""
+        return None
 
     @property
     def vector(self) -> Tensor:

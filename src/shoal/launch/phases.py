@@ -13,6 +13,7 @@ from typing import NamedTuple
 from shoal.config import Run
 from shoal.config.load import Override
 from shoal.config.schema.rlhf import TrainedReward
+from shoal.config.schema.strategy import Local
 from shoal.errors import ShoalError
 
 _SMALL = 30_000_000
@@ -27,6 +28,7 @@ class Phase(NamedTuple):
     settings: tuple[Override, ...]
     below_rlhf: bool = False
     """Without the rlhf layer."""
+    with_workers: bool = False
 
 
 def in_phases(run: Run) -> bool:
@@ -39,16 +41,20 @@ def phases(run: Run, root: Path, command: str) -> Iterator[Phase]:
     assert run.rlhf is not None
     policy, reward = run.rlhf.policy, run.rlhf.reward
     start: list[Override] = []
+    alone = (_set("strategy.kind", Local.kind),) if run.strategy.gives_answers else ()  # answers are for the policy's phase
     if policy is None and run.model.kind != "huggingface":
         _refuse_large(run, command)
         yield Phase(
-            "base", "rlhf.policy is not given, and the model is small: its base is trained first", (_set("rlhf", "null"),), below_rlhf=True
+            "base",
+            "rlhf.policy is not given, and the model is small: its base is trained first",
+            (_set("rlhf", "null"), *alone),
+            below_rlhf=True,
         )
         start = [_set("rlhf.policy", str(root / "base"))]
     if isinstance(reward, TrainedReward) and reward.run is None:
-        yield Phase("reward", "the reward model learns from the pairs", (*start, *_of_reward(reward)))
+        yield Phase("reward", "the reward model learns from the pairs", (*start, *_of_reward(reward), *alone))
         start += [_set("rlhf.reward.run", str(root / "reward"))]
-    yield Phase("policy", f"the policy learns from its own answers ({run.rlhf.algorithm})", tuple(start))
+    yield Phase("policy", f"the policy learns from its own answers ({run.rlhf.algorithm})", tuple(start), with_workers=not run.alone)
 
 
 def _set(path: str, value: str) -> Override:

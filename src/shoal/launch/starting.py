@@ -18,7 +18,7 @@ from shoal.config.dialects import in_words_of
 from shoal.config.former import was_a_transport
 from shoal.config.load import Loaded, Override
 from shoal.config.problems import ConfigError
-from shoal.config.ranks import STRATEGY_FOR_WORKERS, Place, of_several, place
+from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, Place, of_several, place
 from shoal.config.refusals import refusals
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
@@ -120,8 +120,10 @@ def plan(load: Load, asked: Asked) -> Plan:
     loaded, note = _good(load([])), ""
     more: list[Override] = []
     if asked.workers and loaded.run.alone:
-        note = f"strategy.kind: {STRATEGY_FOR_WORKERS}, since there are workers (edp and async are others)"
-        more = [Override("strategy.kind", STRATEGY_FOR_WORKERS, "--workers")]
+        answers = loaded.run.chosen_task.needs == "prompts"
+        chosen, others = (STRATEGY_FOR_ANSWERS, "") if answers else (STRATEGY_FOR_WORKERS, " (edp and async are others)")
+        note = f"strategy.kind: {chosen}, since there are workers{others}"
+        more = [Override("strategy.kind", chosen, "--workers")]
         loaded = _good(load(more))
     if asked.invite:
         return _invited(loaded, asked)

@@ -70,6 +70,13 @@ class Draws:
         return (int.from_bytes(word, "little") >> 11) * 2.0**-53
 
 
+def draws_of_group(seed: int, first: int, prompts: Sequence[Sequence[int]], group: int) -> list[Draws]:
+    """The draws of so many answers to each of a run's prompts. They follow from the run's seed and from the prompt's number among all of
+    them; `first` is the number of the first one here."""
+    seeds = [(seed % 2**62 << 64) + first + place for place in range(len(prompts))]
+    return [Draws(own, ids, choice) for own, ids in zip(seeds, prompts, strict=True) for choice in range(group)]
+
+
 def draws_of_rows(seed: int | None, prompts: Sequence[Sequence[int]]) -> list[Draws]:
     """The draws of several prompts: equal ones are choices of one, the others do not depend on who stands beside them."""
     seen: Counter[tuple[int, ...]] = Counter()
@@ -122,6 +129,19 @@ def _drawn(logits_BV: Tensor, warp: Warp, draws_B: Sequence[float]) -> Tensor:
     target_B1 = torch.tensor(draws_B, dtype=torch.float64, device=reached_BC.device)[:, None] * reached_BC[:, -1:]
     drawn_B1 = torch.searchsorted(reached_BC, target_B1, right=True).clamp(max=reached_BC.shape[1] - 1)
     return (drawn_B1 if ids_BC is None else ids_BC.gather(1, drawn_B1)).squeeze(1)
+
+
+def gap(logits_NV: Tensor, warp: Warp, tokens_N: Tensor, draws_N: Sequence[float]) -> Tensor:
+    """How far each draw lies from the token that was taken for it, as a share of all probability [N]. Below 0: the draw gives that token,
+    and lies so far from the nearest other one.
+
+    The probabilities of tokens lie end to end in the order of their ids, as they do where a token is drawn.
+    """
+    probabilities_NV, _ = candidates(logits_NV, warp)
+    reached_NV = torch.nn.functional.pad(probabilities_NV.double().cumsum(-1), (1, 0))
+    start_N, end_N = (reached_NV.gather(1, (tokens_N + after)[:, None]).squeeze(1) for after in (0, 1))
+    target_N = torch.tensor(draws_N, dtype=torch.float64, device=reached_NV.device) * reached_NV[:, -1]
+    return torch.maximum(target_N - end_N, start_N - target_N)
 
 
 def candidates(logits_BV: Tensor, warp: Warp) -> tuple[Tensor, Tensor | None]:

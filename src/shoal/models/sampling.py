@@ -1,5 +1,8 @@
 """Answers to many prompts at once, each token with the probability that it was drawn with.
 
+What is drawn is no number of a generator: it follows from a seed, the prompt, the number of the answer and the position (`Draws`). So
+whoever has the weights gets the same answers, and one pass over an answer shows whether it can have been drawn so (`decoding.gap`).
+
 Shapes: B batch, P tokens of the longest prompt, T tokens of the longest answer, V vocabulary.
 """
 
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
+from shoal.models.decoding import Draws, Warp, choose
 from shoal.models.generate import Context, evaluating
 
 
@@ -37,12 +41,12 @@ def sample(
     *,
     max_new_tokens: int,
     temperature: float,
-    generator: torch.Generator,
+    draws: Sequence[Draws],
     eos_id: int | None,
     pad_id: int,
 ) -> Sampled:
     """Draw an answer to each prompt from the model's own probabilities at a temperature: no other way of choosing has probabilities that
-    a policy can learn from. All answers have `max_new_tokens` columns."""
+    a policy can learn from. All answers have `max_new_tokens` columns. `draws`: the numbers that decide each answer."""
     prompt_BP, mask_BP = padded(prompts, pad_id, next(model.parameters()).device)
     _check_room(model, prompt_BP.shape[1], max_new_tokens)
     context = Context(model, prompt_BP, max_new_tokens, mask_BL=None if bool(mask_BP.all()) else mask_BP)
@@ -52,8 +56,9 @@ def sample(
     going_B = torch.ones(len(prompts), dtype=torch.bool, device=answer_BT.device)
     for step in range(max_new_tokens):
         with evaluating(model):
-            log_p_BV = (context.next_logits().float() / temperature).log_softmax(-1)
-        next_B = log_p_BV.exp().to(generator.device).multinomial(1, generator=generator).to(answer_BT.device).squeeze(1)
+            logits_BV = context.next_logits().float()
+        log_p_BV = (logits_BV / temperature).log_softmax(-1)
+        next_B = choose(logits_BV, [Warp(temperature)] * len(prompts), [one.at(step) for one in draws])
         answer_BT[:, step] = torch.where(going_B, next_B, pad_id)
         log_probs_BT[:, step] = log_p_BV.gather(1, next_B[:, None]).squeeze(1) * going_B
         real_BT[:, step] = going_B
@@ -84,3 +89,18 @@ def _check_room(model: nn.Module, prompt: int, answer: int) -> None:
             f"prompts of {prompt} tokens (rlhf.ppo.prompt_length) with answers of {answer} (rlhf.ppo.response_length) do not fit a model "
             f"that takes {longest}"
         )
+
+
+def answered(
+    prompt_BP: Tensor, prompt_mask_BP: Tensor, answer_BT: Tensor, log_probs_BT: Tensor, eos_id: int | None, pad_id: int
+) -> Sampled:
+    """Answers that somebody else has drawn: `answer_BT` has −1 after the end of an answer."""
+    real_BT = answer_BT >= 0
+    last_B = answer_BT.gather(1, real_BT.sum(1, keepdim=True) - 1).squeeze(1)
+    stopped_B = torch.zeros_like(last_B, dtype=torch.bool) if eos_id is None else last_B == eos_id
+    return Sampled(prompt_BP, prompt_mask_BP, answer_BT.masked_fill(~real_BT, pad_id), real_BT, log_probs_BT * real_BT, stopped_B)
+
+
+def as_drawn(drawn: Sampled) -> Tensor:
+    """The answers' tokens with −1 after the end of each, as they travel."""
+    return drawn.answer_BT.masked_fill(~drawn.real_BT, -1)

@@ -23,8 +23,8 @@ from shoal.runs.assembly import (
     warner,
     write_info,
 )
-from shoal.runs.beginnings import FILE, start_weights
-from shoal.runs.checkpoint import Checkpoint, find, handed_out, read, save_weights
+from shoal.runs.beginnings import keep_start
+from shoal.runs.checkpoint import Checkpoint, find, handed_out, read
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.loop import Loop
 from shoal.runs.recorder import Recorder, Reporter
@@ -77,8 +77,7 @@ def _loop(
     tell_changes(directory.write_config(loaded), reporters)
     if parts.engine.world.first:
         write_info(directory, parts.data)
-        if run.rlhf is not None and run.rlhf.policy is not None and not (directory.path / FILE).exists():
-            save_weights(directory.path / FILE, start_weights(parts.engine.task.players))
+        keep_start(run, parts.engine.task.players, directory.path)
     recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)
     judged = held_out(run, parts.data.eval)
     loop = Loop(recorder, parts.engine, parts.feed, judged, sampler(parts, directory))

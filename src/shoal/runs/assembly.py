@@ -57,25 +57,30 @@ def assemble(
     here: Place | None = None,
     world: World | None = None,
     given: Given = NOTHING,
+    joins: bool = False,
 ) -> Parts:
     """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder.
 
     `length` tells how many steps the run has; None: as many as one worker alone takes. `here` and `world` are for a process that
     trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `given` are live parts
-    that a program has brought along.
+    that a program has brought along. `joins`: for a worker, which gets its weights from a coordinator.
     """
     policy = run.rlhf.policy if run.rlhf is not None else None
     saved = tokenizer_of / "tokenizer" if tokenizer_of else root_of(policy) / "tokenizer" if policy else None
     source = run.replace(data=run.data.replace(tokenizer=str(saved))) if saved and saved.is_dir() else run
     samples = samples_of(run, given, lambda: data.load(source, progress=progress))
     players = players_of(run, given, samples.info)
-    begin(run, players, tokenizer_of)
+    answers = run.strategy.gives_answers and joins
+    if answers:  # what scores, and what predicts scores, is the coordinator's
+        players = {"model": players["model"]}
+    else:
+        begin(run, players, tokenizer_of)
     task = task_of(run, given, players, samples.info)
     rank, ranks = (world.rank, world.size) if world else (0, 1)
     torch.manual_seed(run.seed + 1_000_003 * rank)
     device = choose_device(run.training.device, here.local_rank if here else 0)
-    if isinstance(task, PolicyGradient):
-        return _with_rollouts(run, samples, task, device)
+    if isinstance(task, PolicyGradient) and not answers:
+        return _with_rollouts(run, samples, task, device, length)
     part = reading(run, rank, ranks)
     feed = feed_of(run, samples, part=part)
     steps = lengths.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
@@ -83,12 +88,13 @@ def assemble(
     return Parts(run, samples, engine, feed)
 
 
-def _with_rollouts(run: Run, samples: data.Data, task: PolicyGradient, device: torch.device) -> Parts:
+def _with_rollouts(run: Run, samples: data.Data, task: PolicyGradient, device: torch.device, length: StepsOf | None) -> Parts:
     """A run whose feed makes its batches with the model itself."""
     assert run.rlhf is not None
     assert samples.info.tokenizer is not None
     ppo = run.rlhf.ppo
-    engine = SingleEngine(run, task, device, ppo.steps * ppo.epochs * ppo.rollout_size // ppo.mini_batch_size)
+    steps = ppo.steps * ppo.epochs * ppo.rollout_size // ppo.mini_batch_size if length is None else length(samples)
+    engine = SingleEngine(run, task, device, steps)
     reward = run.rlhf.reward.builder()(run.rlhf.reward, run)
     return Parts(run, samples, engine, RolloutFeed(run, task, samples.info.tokenizer, *prompts_of(run, samples), reward))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.engines.base import tensors_of
 from shoal.errors import ShoalError
-from shoal.runs.checkpoint import find, load_weights, read_weights
+from shoal.runs.checkpoint import find, load_weights, read_weights, save_weights
 
 FILE = "start.safetensors"
 """What a run began with: its reference, also when the other run has gone on, or is gone."""
@@ -52,6 +52,12 @@ def _load(network: nn.Module, weights: Mapping[str, Tensor], policy: str) -> Non
                     f"rlhf.policy: the model at {policy} is another one: `{name}` does not fit; take the settings that it was trained with"
                 )
             own.copy_(plain[name])
+
+
+def keep_start(run: Run, players: Mapping[str, nn.Module], folder: Path) -> None:
+    """Keep what a policy began with in its run's folder, once."""
+    if run.rlhf is not None and run.rlhf.policy is not None and not (folder / FILE).exists():
+        save_weights(folder / FILE, start_weights(players))
 
 
 def start_weights(players: Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from shoal.runs.assembly import Parts, held_out
 from shoal.runs.checkpoint import Checkpoint, save_weights
 from shoal.runs.judging import Judge
 from shoal.runs.recorder import INTERRUPTED, Members, Recorder, Reporter
+from shoal.runs.rollouts import RolloutFeed
 from shoal.runs.run_directory import RunDirectory
 from shoal.runs.totals import Totals
 from shoal.strategies import Length, Policies
@@ -133,6 +134,9 @@ class ClusterLoop:
         self._totals = Totals(home.server.traffic, coordinator)
         self.driver = self._driver(home, welcome)
         batches = held_out(parts.run, parts.data.eval) if parts.run.evaluation.batches != 0 else None
+        if isinstance(parts.feed, RolloutFeed):
+            parts.feed.warn = lambda text: self.message(f"warning: {text}")
+            batches = parts.feed.judged if parts.feed.held_out and parts.run.evaluation.strategy != "never" else None
         self.judge = Judge(parts, batches, home.directory, judging, self.recorder.step_name) if batches is not None else None
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
         self.beside: Callable[[], None] = lambda: None

@@ -22,7 +22,8 @@ from shoal.engines.experts import expert_blocks
 from shoal.engines.learners import Adoption, EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, needed, ranks_of, weight_per_sample
-from shoal.runs.assembly import Parts, Progress, assemble, expect_same_data, tell_changes, warner, write_info
+from shoal.runs.assembly import Progress, assemble, expect_same_data, tell_changes, warner, write_info
+from shoal.runs.beginnings import keep_start
 from shoal.runs.checkpoint import find, load_weights
 from shoal.runs.cluster_loop import Agreed, ClusterLoop
 from shoal.runs.cluster_loop import Home as Place
@@ -34,6 +35,7 @@ from shoal.runs.joining import Joined
 from shoal.runs.recorder import Reporter
 from shoal.runs.relaying import Relay
 from shoal.runs.repairing import confirmed_in, refuse_forgotten
+from shoal.runs.rollouts import RolloutFeed
 from shoal.runs.run_directory import RunDirectory
 from shoal.strategies import Length
 from shoal.transports import Message
@@ -97,12 +99,13 @@ def _coordinating(
     run, warn = loaded.run, warner(reporters)
     tell_changes(directory.write_config(loaded), reporters)
     write_info(directory, agreed.parts.data)
+    keep_start(run, agreed.parts.engine.task.players, directory.path)
     _warn_of_gaps(place, hosts, warn)
-    welcome = _welcome(run, directory, agreed.parts, agreed.length, agreed.shards)
-    learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans)
+    learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans, agreed.parts.feed)
+    welcome = _welcome(run, directory, agreed, learner)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
     board = opened.board if agreed.policies.feed.leased else None
-    plan = plan_of(run, agreed)
+    plan = plan_of(run, agreed)._replace(intake=learner.intake)
     for reporter in reporters if run.scheduled and _cut(run, agreed).note else ():
         reporter.message(_cut(run, agreed).note)
     bounds = plan.bounds._replace(guests=opened.guests)
@@ -110,6 +113,9 @@ def _coordinating(
     coordinator = Coordinator(plan, agreed.policies, learner)
     around = Place(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
+    feed = agreed.parts.feed
+    if isinstance(feed, RolloutFeed) and feed.starts_at_random and not resume:
+        warn("rlhf.policy is not given: the policy starts from random weights")
     try:
         _go_on(loop, run, resume, warn)
     except BaseException:
@@ -129,7 +135,7 @@ def agree(run: Run, expected: int, directory: RunDirectory | None, progress: Pro
         lengths.append(policies.length(extent_of(run, samples, expected)))
         return lengths[0].steps
 
-    coordinated = run.replace(training=run.training.replace(device="cpu", compile=False))
+    coordinated = run if policies.apply.computes else run.replace(training=run.training.replace(device="cpu", compile=False))
     parts = assemble(coordinated, progress, directory.path if directory else None, steps, given=given)
     return Agreed(parts, policies, lengths[0], policies.spans(parts.single.layouts), expected)
 
@@ -185,11 +191,12 @@ def _plan_of(run: Run, agreed: Agreed) -> Plan:
         cut=length.cut,
         lease_s=feed.lease_s,
         attempts=feed.attempts,
+        most_lag=feed.most_lag,
         worker_steps=length.worker_steps,
         spans=agreed.spans,
         experts=expert_blocks(agreed.parts.single, agreed.policies.expert_cap, run.updates.experts_apart),
-        samples_per_batch=run.training.batch_size,
-        samples_per_epoch=len(samples) if isinstance(samples, data.Samples) else None,
+        samples_per_batch=length.samples_per_batch or run.training.batch_size,
+        samples_per_epoch=_samples_per_epoch(length, samples),
         weight_per_sample=weight_per_sample(run, samples),
         batches_per_shard=None if feed.leased else length.batches_per_shard,
         bounds=Bounds(
@@ -201,6 +208,12 @@ def _plan_of(run: Run, agreed: Agreed) -> Plan:
         tasks=_cut(run, agreed).tasks if run.scheduled else None,
         listed=listed_workers(run),
     )
+
+
+def _samples_per_epoch(length: Length, samples: object) -> int | None:
+    if length.samples_per_batch is not None and length.batches_per_epoch is not None:
+        return length.samples_per_batch * length.batches_per_epoch
+    return len(samples) if isinstance(samples, data.Samples) else None
 
 
 def _cut(run: Run, agreed: Agreed) -> Cut:
@@ -260,7 +273,7 @@ def _largest_frame(run: Run, learner: EngineLearner) -> int:
     return max(4 * size, codecs.encoded_bytes(run.updates.codec, size), 4 * learner.buffers.numel()) + (1 << 20)
 
 
-def _welcome(run: Run, directory: RunDirectory, parts: Parts, length: Length, expected: int) -> Message:
+def _welcome(run: Run, directory: RunDirectory, agreed: Agreed, learner: EngineLearner) -> Message:
     """What every worker is told: the configuration, what the data must be, and the tokenizer's files."""
     text = (directory.path / "config.yaml").read_text(encoding="utf-8")
     folder = directory.path / "tokenizer"
@@ -270,12 +283,12 @@ def _welcome(run: Run, directory: RunDirectory, parts: Parts, length: Length, ex
             "config": text,
             "plugins": needed_by(run),
             "digest": hashlib.sha256(text.encode()).hexdigest(),
-            "data": data.fingerprint(parts.data),
-            "shards": expected,
-            "total_steps": length.worker_steps,
+            "data": data.fingerprint(agreed.parts.data),
+            "shards": agreed.shards,
+            "total_steps": agreed.length.worker_steps,
             "heartbeat_s": run.coordinator.heartbeat_interval_s,
             "tokenizer": [path.name for path in files],
-            "size": parts.engine.vector.numel(),
+            "size": learner.vector.numel(),
         },
         tuple(path.read_bytes() for path in files),
     )

@@ -33,6 +33,7 @@ from shoal.strategies import Policies
 from shoal.updates.identities import Identity
 from shoal.updates.messages import PROTOCOL, Gone, header_of
 from shoal.worker.courier import Courier, Lost, Pulse
+from shoal.worker.interfaces import Feed
 from shoal.worker.protocol import Frames, Left, Protocol
 from shoal.worker.receipts import Receipts
 from shoal.worker.worker import Worker, WorkerPolicies
@@ -327,13 +328,16 @@ class Share(NamedTuple):
         else:
             torch.manual_seed(parts.run.seed + header["seat"] + 1_000_003 * parts.engine.crew.rank)
         keepsakes = _keepsakes(parts, strategy, way, header["name"], tell)
-        return cls(parts, strategy, header["shards"], keepsakes, pieces_of(parts, strategy) if strategy.feed.leased else None)
+        pieces = pieces_of(parts, strategy) if strategy.feed.leased and not strategy.feed.given else None
+        return cls(parts, strategy, header["shards"], keepsakes, pieces)
 
-    def feed_for(self, seat: int, epoch: int, position: int) -> data.Feed | data.PieceFeed:
+    def feed_for(self, seat: int, epoch: int, position: int) -> data.PieceFeed | Feed:
         """The batches of a seat, from a position that counts batches of one process; or those of a leased unit."""
         part = part_of(self.parts)
         if self.pieces is not None:
             return self.pieces.at(epoch, position)
+        if self.strategy.feed.given:  # nothing is read here
+            return self.parts.feed
         feed = feed_of(self.parts.run, self.parts.data, seat, self.shards, part)
         _go_to(feed, epoch, -(-position // part[1]))
         return feed

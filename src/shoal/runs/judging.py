@@ -15,7 +15,9 @@ from torch import Tensor
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError, out_of_memory
 from shoal.runs.assembly import Parts, sampler
+from shoal.runs.rollouts import RolloutFeed
 from shoal.runs.run_directory import RunDirectory
+from shoal.tasks.policy_gradient import PolicyGradient
 
 _NO_ROOM = "warning: the GPU has no room for an evaluation beside what workers have on it: from now on it is done on the CPU"
 
@@ -24,9 +26,12 @@ class Judge:
     """Evaluates copies of the weights beside everything else, so that no worker waits for it, where workers would compute here."""
 
     def __init__(self, parts: Parts, batches: Callable[[], Any], directory: RunDirectory, device: torch.device, step_name: str) -> None:
-        self.parts, self.batches, self.directory, self.device = parts, batches, directory, device
-        self.step_name = step_name
-        self.task = copy.deepcopy(parts.engine.task)
+        self.batches, self.directory, self.device, self.step_name = batches, directory, device, step_name
+        self.task, feed = copy.deepcopy(parts.engine.task), parts.feed
+        if isinstance(feed, RolloutFeed) and isinstance(self.task, PolicyGradient):
+            feed = feed.beside(self.task)
+            self.batches = feed.judged
+        self.parts = parts._replace(feed=feed)
         self.verdicts: queue.Queue[tuple[int, dict[str, float], str]] = queue.Queue()
         self._engine: SingleEngine | None = None
         self._waiting: deque[tuple[int, dict[str, Tensor], bool]] = deque()

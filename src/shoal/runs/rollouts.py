@@ -9,6 +9,7 @@ Shapes: B answers, P tokens of the longest prompt, T tokens of the longest answe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,16 +23,19 @@ from shoal.config import Run
 from shoal.config.schema.rlhf import Rlhf
 from shoal.data.limits import held_out_numbers
 from shoal.errors import ShoalError
+from shoal.models.decoding import draws_of_group
 from shoal.models.sampling import Sampled, sample
 from shoal.runs.rewards.interface import Answer, Score
 from shoal.tasks import Batch, credit
-from shoal.tasks.answers import Reference, Text, as_used
+from shoal.tasks.answers import Reference, Text, as_text, as_used
 from shoal.tasks.language import IGNORED
 from shoal.tasks.policy_gradient import PolicyGradient
 
 State = dict[str, Any]
 _HELD_OUT = 64
 """Prompts that an evaluation looks at, at most."""
+_HELD_OUT_FROM = 2**62
+"""The number of the first prompt that is held out: none that is learned from has such a number."""
 _MOST_PROMPTS = 10_000
 """Beginnings that are taken from a text, evenly spread over it."""
 _COLLAPSED = 0.5
@@ -119,6 +123,8 @@ class RolloutFeed:
         self.epochs = run.rlhf.ppo.steps
         """Rollouts of the whole run."""
         self.starts_at_random = run.rlhf.policy is None and run.model.kind != "huggingface"
+        self.group = run.rlhf.group
+        """Answers to each prompt."""
         self.seed, self.pieces = run.seed, run.training.gradient_accumulation_steps
         self.task, self.tokenizer = task, tokenizer
         self.warn: Callable[[str], None] = lambda text: None
@@ -141,7 +147,21 @@ class RolloutFeed:
     @property
     def most_batches(self) -> int:
         """Batches that a rollout gives if it does not end early."""
-        return self.settings.ppo.epochs * self.settings.ppo.rollout_size // self.micro_batch
+        return self.settings.ppo.epochs * self._batches_of_pass
+
+    @property
+    def _batches_of_pass(self) -> int:
+        """Batches that have every answer once. Of answers that others gave, there may be fewer than a rollout has."""
+        assert self.buffer is not None
+        return -(-len(self.buffer["labels"]) // self.micro_batch)
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.tokenizer.eos_id
+
+    @property
+    def pad_id(self) -> int:
+        return self.tokenizer.pad_id
 
     @property
     def at_epoch_end(self) -> bool:
@@ -159,9 +179,9 @@ class RolloutFeed:
             self.epoch, self.position, self.buffer = self.epoch + 1, 0, None
         if self.buffer is None:
             self.buffer = self._roll()
-        answers = self.settings.ppo.rollout_size
-        turn, at = divmod(self.position * self.micro_batch, answers)
-        order = np.random.default_rng([self.seed, self.epoch, turn, 1]).permutation(answers)[at : at + self.micro_batch]
+        turn, number = divmod(self.position, self._batches_of_pass)
+        order = np.random.default_rng([self.seed, self.epoch, turn, 1]).permutation(len(self.buffer["labels"]))
+        order = order[number * self.micro_batch : (number + 1) * self.micro_batch]
         self.position += 1
         return {name: value[torch.from_numpy(order)] for name, value in self.buffer.items()}
 
@@ -190,46 +210,66 @@ class RolloutFeed:
     # --- rollouts ----------------------------------------------------------------------------------
 
     @property
-    def group(self) -> int:
-        return 1 if self.settings.algorithm == "ppo" else self.settings.group_size
+    def prompts_per_rollout(self) -> int:
+        return self.settings.ppo.rollout_size // self.group
 
     def _roll(self) -> Batch:
-        settings = self.settings
-        asked = [one for one in self._drawn(settings.ppo.rollout_size // self.group) for _ in range(self.group)]
-        rollout = self.answered(asked, self.epoch)
-        text = rollout.text
+        first = self.epoch * self.prompts_per_rollout
+        asked = [self.prompt(first + number) for number in range(self.prompts_per_rollout)]
+        return self._learned_from(self.answered(asked, first, self.group))
+
+    def fill(self, version: int, numbers: Sequence[int], drawn: Sampled) -> None:
+        """Learn next from answers that others gave: `group` to the prompt of each number."""
+        asked = [self.prompt(number) for number in numbers for _ in range(self.group)]
+        self.epoch, self.position, self.buffer = version, 0, self._learned_from(self.scored(asked, drawn))
+
+    def empty(self) -> None:
+        """Those answers were learned from."""
+        self.position, self.buffer = 0, None
+
+    def ids_of(self, number: int) -> list[int]:
+        """The tokens of a prompt."""
+        return self.prompt(number).ids
+
+    def _learned_from(self, rollout: Rollout) -> Batch:
+        """The answers of a rollout with what each of their tokens is worth."""
+        settings, text = self.settings, rollout.text
         batch = {"input_ids": text.input_ids_BL, "labels": text.labels_BL, "attention_mask": text.mask_BL}
         batch |= {"log_probs": rollout.drawn.log_probs_BT} | self._credited(rollout)
         if settings.kl.adaptive:
             kl = settings.kl
             moved = float(rollout.figures["kl"].mean())
-            self.coefficient = credit.adapted(self.coefficient, moved, kl.target, len(asked), kl.horizon)
+            self.coefficient = credit.adapted(self.coefficient, moved, kl.target, len(rollout.answers), kl.horizon)
         self._watch(rollout)
         return {name: value.cpu() for name, value in batch.items()}
 
-    def _drawn(self, count: int) -> Iterator[Asked]:
-        """The prompts of this rollout: they follow each other in an order by seed, pass after pass."""
-        orders: dict[int, Any] = {}
-        for number in range(self.epoch * count, (self.epoch + 1) * count):
-            turn, at = divmod(number, len(self.prompts))
-            if turn not in orders:
-                orders[turn] = np.random.default_rng([self.seed, turn, 2]).permutation(len(self.prompts))
-            yield self.prompts[orders[turn][at]]
+    def prompt(self, number: int) -> Asked:
+        """The prompt of a number: they follow each other in an order by seed, pass after pass."""
+        turn, at = divmod(number, len(self.prompts))
+        if self._order is None or self._order[0] != turn:
+            self._order = turn, np.random.default_rng([self.seed, turn, 2]).permutation(len(self.prompts))
+        return self.prompts[int(self._order[1][at])]
 
-    def answered(self, asked: Sequence[Asked], number: int) -> Rollout:
-        """Answers to prompts, with their scores. What is drawn follows from the seed and the number."""
-        ppo = self.settings.ppo
-        generator = torch.Generator().manual_seed(int(np.random.default_rng([self.seed, number, 3]).integers(2**62)))
+    _order: tuple[int, Any] | None = None
+
+    def answered(self, asked: Sequence[Asked], first: int, group: int = 1) -> Rollout:
+        """Answers to prompts, `group` to each, with their scores. What is drawn follows from the seed and the numbers of the prompts, of
+        which the first has the number `first`."""
+        ppo, rows = self.settings.ppo, [one for one in asked for _ in range(group)]
         drawn = sample(
             self.task.players["model"],
-            [one.ids for one in asked],
+            [one.ids for one in rows],
             max_new_tokens=ppo.response_length,
             temperature=ppo.temperature,
-            generator=generator,
+            draws=draws_of_group(self.seed, first, [one.ids for one in asked], group),
             eos_id=self.tokenizer.eos_id,
             pad_id=self.tokenizer.pad_id,
         )
-        text = as_text(drawn)
+        return self.scored(rows, drawn)
+
+    def scored(self, asked: Sequence[Asked], drawn: Sampled) -> Rollout:
+        """Answers with their scores, and how far each token is from what the reference would say. `asked`: the prompt of each."""
+        ppo, text = self.settings.ppo, as_text(*drawn[:4])
         reference_BT = self.reference.log_probs(text, ppo.temperature)[:, -ppo.response_length :]
         difference_BT = (drawn.log_probs_BT - reference_BT) * drawn.real_BT
         answers = self._answers(asked, drawn)
@@ -294,9 +334,15 @@ class RolloutFeed:
 
     def judged(self) -> Iterator[Batch]:
         """Figures of answers to held-out prompts, for an evaluation: the same draws each time."""
-        rollout = self.answered(self.held_out, 2**31)
+        rollout = self.answered(self.held_out, _HELD_OUT_FROM)
         self.shown = list(zip(rollout.answers, rollout.scores_B.tolist(), strict=True))
         yield rollout.figures
+
+    def beside(self, task: PolicyGradient) -> RolloutFeed:
+        """The same prompts and rewards for a copy of the policy, which is judged while this one learns."""
+        other = copy.copy(self)
+        other.task, other.figures, other.reference = task, {}, self.reference.beside(task.players["model"])
+        return other
 
     shown: Sequence[tuple[Answer, float]] = ()
     """Answers of the last evaluation with their scores."""
@@ -306,14 +352,6 @@ class RolloutFeed:
         path.parent.mkdir(parents=True, exist_ok=True)
         parts = [f"[score {score:.3f}]\n{answer.prompt}⟶{answer.text}\n" for answer, score in self.shown[:8]]
         path.write_text("\n".join(parts), encoding="utf-8")
-
-
-def as_text(drawn: Sampled) -> Text:
-    """Prompts and answers in one row each, as a model reads them; the labels are the answers' tokens."""
-    whole_BL = torch.cat([drawn.prompt_BP, drawn.answer_BT], 1)
-    real_BL = torch.cat([torch.zeros_like(drawn.prompt_mask_BP), drawn.real_BT], 1)
-    mask_BL = torch.cat([drawn.prompt_mask_BP, drawn.real_BT], 1)
-    return Text(whole_BL[:, :-1], whole_BL.masked_fill(~real_BL, IGNORED)[:, 1:], mask_BL[:, :-1])
 
 
 def _explained(values_N: Tensor, returns_N: Tensor) -> float:

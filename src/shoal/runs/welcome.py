@@ -41,7 +41,7 @@ def parts_for(
     world = meeting.enter(choose_device(run.training.device, meeting.here.local_rank)) if meeting is not None else None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)
-        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world, given)
+        parts = assemble(run, progress, Path(folder), lambda samples: int(header["total_steps"]), here, world, given, joins=True)
     if fingerprint(parts.data) != header["data"]:
         raise ShoalError(
             f"the data here ({parts.data.info.name}) is not what the coordinator has: put the same files in place, "

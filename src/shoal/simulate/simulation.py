@@ -97,6 +97,8 @@ def _weather(run: Run, asked: Asked, count: int, step_s: float, hours: float) ->
 def _agreed(run: Run, workers: int) -> Agreed:
     if run.alone:
         raise ShoalError("one worker alone has nobody to simulate: choose a strategy for several workers, as in --set strategy.kind=async")
+    if run.strategy.gives_answers:
+        raise ShoalError(f"workers of the strategy {run.strategy.kind} answer prompts, and how long answers become cannot be foretold")
     return agree(run, shards_of(run, data.load(run).train, workers), None, None, NOTHING)
 
 

@@ -95,6 +95,18 @@ def in_units(run: Run, rounds: Every, batches_per_unit: int) -> Callable[[Extent
     return length
 
 
+def in_rollouts(run: Run, prompts_per_unit: int) -> Callable[[Extent], Length]:
+    """A batch is a prompt with its answers, an epoch the prompts of one rollout, and each rollout makes a version."""
+
+    def length(extent: Extent) -> Length:
+        assert run.rlhf is not None
+        prompts, steps = run.rlhf.ppo.rollout_size // run.rlhf.group, run.rlhf.ppo.steps
+        cut = Cut(prompts, prompts_per_unit, steps)
+        return Length(steps, None, prompts_per_unit, prompts, prompts, prompts, steps, cut, run.rlhf.group)
+
+    return length
+
+
 def in_rounds(run: Run, rounds: Every, inner_steps: int, by_data: bool) -> Callable[[Extent], Length]:
     """Every worker takes the steps of a run alone; each round has some of them, and the last what is left.
 

@@ -48,6 +48,8 @@ class Length(NamedTuple):
     """Steps of a worker, by which its schedule goes."""
     cut: Cut | None = None
     """How the data is cut into units, where they are leased."""
+    samples_per_batch: int | None = None
+    """None: as many as `training.batch_size` says."""
 
 
 @dataclass(frozen=True)

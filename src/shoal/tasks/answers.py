@@ -39,6 +39,14 @@ class Text(NamedTuple):
         return self.labels_BL != IGNORED
 
 
+def as_text(prompt_BP: Tensor, prompt_mask_BP: Tensor, answer_BT: Tensor, real_BT: Tensor) -> Text:
+    """Prompts, padded before, and answers in one row each, as a model reads them; the labels are the answers' tokens."""
+    whole_BL = torch.cat([prompt_BP, answer_BT], 1)
+    real_BL = torch.cat([torch.zeros_like(prompt_mask_BP), real_BT], 1)
+    mask_BL = torch.cat([prompt_mask_BP, real_BT], 1)
+    return Text(whole_BL[:, :-1], whole_BL.masked_fill(~real_BL, IGNORED)[:, 1:], mask_BL[:, :-1])
+
+
 def given_to(model: Any, text: Text) -> dict[str, Any]:
     """What a model is given besides the tokens. Padding on the right needs no mask: a causal model never looks there."""
     given: dict[str, Any] = {} if bool(text.mask_BL[:, 0].all()) else {"attention_mask": text.mask_BL}
@@ -151,6 +159,12 @@ class Reference:
         self._copy: nn.Module | None = None
         if self._adapted is None:
             self._copy = copy.deepcopy(model).requires_grad_(False).eval()
+
+    def beside(self, model: Any) -> Reference:
+        """The same for a copy of the model: the frozen weights are shared."""
+        other = copy.copy(self)
+        other._adapted = model if self._adapted is not None else None
+        return other
 
     @torch.no_grad()
     def log_probs(self, text: Text, temperature: float = 1.0) -> Tensor:

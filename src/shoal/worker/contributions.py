@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError, out_of_memory
+from shoal.models.decoding import draws_of_group
+from shoal.models.sampling import as_drawn, sample
 from shoal.tasks import Batch
+from shoal.updates.answers import pack
 from shoal.updates.fragments import Span
 from shoal.worker.interfaces import Feed, StepResult, Window
 from shoal.worker.outgoing import Engine, Outgoing
@@ -35,6 +38,8 @@ class Made(NamedTuple):
     batches: int
     span: slice = _ALL
     """Which part of the weights it is about."""
+    frames: list[memoryview] | None = None
+    """What travels, where that is no update of the weights; None: the vector, as the codec makes it smaller."""
 
 
 class Keeper(Protocol):
@@ -278,6 +283,39 @@ class UnitProducer:
         self.worker.tell(f"out of memory with {most} samples at once: going on with {self._most}")
 
 
+class AnswersProducer:
+    """Answers to the prompts of a leased unit: their tokens, and nothing that a worker could have made up."""
+
+    overlap, failure = 0, ""
+
+    def __init__(self, worker: Surroundings, policy: Answers) -> None:
+        self.worker, self.policy = worker, policy
+
+    def make(self) -> Made:
+        unit, policy, engine = self.worker.unit, self.policy, cast("Any", self.worker.engine)
+        assert unit is not None
+        prompts, end = unit.given["prompts"], unit.given["end"]
+        drawn = sample(
+            engine.task.players["model"],
+            [ids for ids in prompts for _ in range(policy.group)],
+            max_new_tokens=policy.length,
+            temperature=policy.temperature,
+            draws=draws_of_group(policy.seed, unit.given["first"], prompts, policy.group),
+            eos_id=end,
+            pad_id=0,
+        )
+        tokens_BT, weight = as_drawn(drawn), int(drawn.real_BT.sum())
+        return Made(tokens_BT, {}, weight, len(tokens_BT), self.worker.weights.version, unit.batches, frames=pack(tokens_BT))
+
+    def refreshed(self, news: News, status: str | None) -> None:
+        """There is nothing to do but to tell whoever sits here, where the coordinator cannot follow the answers."""
+        if status == "inexact":
+            self.worker.tell(
+                "warning: the coordinator gets other tokens from the same weights and draws, and refused this unit: something here "
+                "computes otherwise (another precision, a changed program, a faulty machine)"
+            )
+
+
 # --- the policies -------------------------------------------------------------------------------------------
 
 
@@ -326,3 +364,18 @@ class UnitGradient(Gradients):
 
     def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
         return UnitProducer(worker)
+
+
+@dataclass(frozen=True)
+class Answers(Gradients):
+    """A worker sends its answers to the prompts that it has leased."""
+
+    group: int = 1
+    """Answers to each prompt."""
+    length: int = 32
+    """Tokens of the longest answer."""
+    temperature: float = 1.0
+    seed: int = 0
+
+    def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
+        return AnswersProducer(worker, self)

@@ -17,6 +17,10 @@ class OwnShard:
     """How long a worker may be silent with a unit before others may have it."""
     attempts: int = 3
     """How often a unit is tried before it is given up."""
+    most_lag: int = 0
+    """Versions that may be made while a worker has a unit, before its result is too late."""
+    given: bool = False
+    """Whether all that a unit takes comes with its lease, so that a worker reads no data."""
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ class Unit(NamedTuple):
     epoch: int
     start: int
     batches: int
+    given: Mapping[str, Any] = {}
+    """What came with the lease, where a worker reads nothing itself."""
 
 
 class Receipt(NamedTuple):
@@ -371,4 +373,5 @@ class Protocol:
         news, self._claims = self._news(header, frames), False
         if header["unit"] < 0:
             return [news]
-        return [news, Unit(header["unit"], header["version"], header["epoch"], header["start"], header["batches"])]
+        unit = Unit(header["unit"], header["version"], header["epoch"], header["start"], header["batches"], header.get("given", {}))
+        return [news, unit]

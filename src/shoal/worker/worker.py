@@ -201,7 +201,7 @@ class Worker:
             raise
         if made is None:
             return self._return_unit()
-        frames = self.outgoing.frames(made.vector, made.samples, made.span)
+        frames = self.outgoing.frames(made.vector, made.samples, made.span) if made.frames is None else made.frames
         if self.slowdown > 1:
             time.sleep((self.slowdown - 1) * (self.clock() - started))
         self._step_s = self.clock() - started

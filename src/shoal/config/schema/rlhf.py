@@ -140,3 +140,8 @@ class Rlhf(Section):
     """What an answer loses that did not stop by itself."""
     ppo: Ppo = Ppo()
     kl: Kl = Kl()
+
+    @property
+    def group(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.algorithm == "ppo" else self.group_size

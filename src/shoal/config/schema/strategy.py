@@ -29,6 +29,8 @@ class Strategy(Part, noun="strategy"):
     """Whether a scheduler can tell workers after every step which task to go on with."""
     leases_units: ClassVar[bool] = False
     """Whether workers lease units of the data, so that every sample of an epoch is learned from, or given up by name."""
+    gives_answers: ClassVar[bool] = False
+    """Whether workers answer prompts, and the coordinator learns from the answers: for tasks that need prompts, and for no others."""
 
     @property
     def weighs_experts(self) -> bool:
@@ -66,6 +68,27 @@ class WorkUnits(Strategy, built_by="shoal.strategies.workunits:policies"):
     @classmethod
     def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
         return ({"units_per_update": workers},)
+
+
+class Rollouts(Strategy, built_by="shoal.strategies.rollouts:policies"):
+    """Workers answer prompts that they lease; the coordinator checks the answers, scores them and learns from them (the task `ppo`)."""
+
+    kind: Literal["rollouts"] = "rollouts"
+    update_from = "strategy.kind"
+    leases_units = True
+    gives_answers = True
+    prompts_per_unit: PositiveInt = 4
+    """Prompts that a worker leases at a time."""
+    max_lag: NonNegativeInt = 2
+    """Versions that may be made while a worker answers, before its answers are too old."""
+    inexact_share: PositiveShare = 0.02
+    """Share of a worker's tokens, over its last units, that may be other ones than the draws give at the coordinator. Numbers that were
+    rounded otherwise give another token now and then; whoever computes with other weights, at another temperature, or chooses among
+    answers gives more."""
+    lease_timeout_s: PositiveFloat = 300.0
+    """Seconds without a sign of life from who answers a unit, before it goes to somebody else."""
+    max_retries: PositiveInt = 5
+    """Attempts at a unit, in all, before it is given up."""
 
 
 class Edp(Strategy, built_by="shoal.strategies.edp:policies"):

@@ -1,0 +1,257 @@
+"""Learning from answers that others gave: each unit is checked with one pass over it, and the steps are taken here.
+
+A unit is some prompts with a few answers to each. Which token an answer has at a place follows from the weights of the version that the
+unit was leased with, and from a draw that nobody can choose (`models/decoding.py`). So one pass over the answers tells of every token
+whether the draw gives it, and how probable it was, which is what a policy learns from.
+
+Holds: no score is taken from a worker; a worker whose tokens are other ones too often is found out by their share over its last units, so
+that numbers which were rounded otherwise cost nobody anything, and choosing among near tokens does.
+
+Shapes: B answers, P tokens of the longest prompt, T tokens of the longest answer, N tokens that count, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from shoal.engines.learners import EngineLearner
+from shoal.engines.single import SingleEngine
+from shoal.errors import ShoalError
+from shoal.models.decoding import Warp, draws_of_group, gap
+from shoal.models.sampling import Sampled, answered, as_drawn, padded, sample
+from shoal.tasks import Batch
+from shoal.tasks.answers import as_text, as_used, chosen, log_softmax
+from shoal.updates.answers import InexactAnswers, unpack
+from shoal.updates.frames import Frame, UpdateError
+
+_AT_ONCE = 8
+"""Answers in one pass: the probabilities of all tokens are there at once."""
+_UNITS_REMEMBERED = 16
+_MOST_WORKERS = 4096
+"""Workers whose share is remembered: the longest silent are forgotten."""
+_DEVIATIONS = 3.0
+"""How far beyond what is allowed a share must be before it is taken for more than chance."""
+_FAR = 0.25
+"""A draw that lies so far from its token was not rounded otherwise: the token is of other weights, or of another draw."""
+_NEAR = 1e-9
+
+
+class AnswerFeed(Protocol):
+    """Prompts, and batches of what was answered to them."""
+
+    group: int
+    position: int
+    figures: dict[str, float]
+
+    @property
+    def eos_id(self) -> int | None: ...
+    @property
+    def pad_id(self) -> int: ...
+    @property
+    def most_batches(self) -> int: ...
+    @property
+    def pieces(self) -> int:
+        """Batches of a step."""
+        ...
+
+    def ids_of(self, number: int) -> list[int]:
+        """The prompt of a number."""
+        ...
+
+    def fill(self, version: int, numbers: Sequence[int], drawn: Sampled) -> None:
+        """Learn from these answers next: `group` to the prompt of each number."""
+        ...
+
+    def empty(self) -> None:
+        """They were learned from."""
+        ...
+
+    @property
+    def at_epoch_end(self) -> bool: ...
+    def __next__(self) -> Batch: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Given(NamedTuple):
+    """Answers that were checked."""
+
+    tokens_BT: Tensor
+    log_probs_BT: Tensor
+
+
+@dataclass(frozen=True)
+class FromAnswers:
+    """The coordinator learns from answers that workers gave, with the run's own optimizer and as many steps as the settings say."""
+
+    length: int
+    """Tokens of the longest answer."""
+    temperature: float
+    seed: int
+    most_lag: int
+    inexact_share: float
+    """Share of a worker's tokens that may be other ones than the draws give."""
+    computes: bool = True
+
+    def learner(self, engine: SingleEngine, spans: object, feed: Any = None) -> AnswerLearner:
+        return AnswerLearner(engine, self, feed)
+
+
+class AnswerLearner(EngineLearner):
+    """Weights that are stepped along what was answered with them, or with their last versions."""
+
+    def __init__(self, engine: SingleEngine, policy: FromAnswers, feed: AnswerFeed) -> None:
+        super().__init__(engine)
+        if engine.buffers.numel():
+            raise ShoalError("this model keeps statistics beside its weights, which answers do not tell: set strategy.kind to local")
+        self.policy, self.feed = policy, feed
+        self.network, self.model = engine.networks["model"], engine.task.players["model"]
+        self.vocabulary = int(cast("Any", self.model).vocab_size)
+        self.versions: dict[int, Tensor] = {}
+        """Weights of the last versions: a unit that was leased with one of them still counts."""
+        self.shares: OrderedDict[str, list[list[int]]] = OrderedDict()
+        """Of each worker's last units, how many tokens were other ones, and how many there were."""
+
+    @property
+    def intake(self) -> AnswerLearner:
+        return self
+
+    @property
+    def vector(self) -> Tensor:
+        """The policy alone travels: what predicts scores stays here."""
+        vector = self.network.vector
+        return vector if vector.dtype == torch.float32 and vector.device.type == "cpu" else vector.float().cpu()
+
+    # --- units -------------------------------------------------------------------------------------
+
+    def lease(self, first: int, prompts: int) -> dict[str, Any]:
+        """What a worker is told with a unit: the number of its first prompt, the prompts, and which token ends an answer."""
+        return {"first": first, "prompts": [self.feed.ids_of(first + place) for place in range(prompts)], "end": self.feed.eos_id}
+
+    def read(self, frames: Sequence[Frame], first: int, prompts: int, base: int, version: int, worker: str = "") -> tuple[Tensor, Tensor]:
+        """The tokens of a unit's answers, and how probable each was [B, T]. Raises UpdateError.
+
+        `worker`: who gave them now; empty: they were taken before, and are read again.
+        """
+        rows = prompts * self.feed.group
+        tokens_BT = unpack(frames, rows, self.policy.length, self.vocabulary, self.feed.eos_id)
+        if base != version and base not in self.versions:
+            raise UpdateError(f"answers of version {base}, which is not kept any more")
+        ids = [self.feed.ids_of(first + place) for place in range(prompts)]
+        log_probs_BT, gaps_N = self._retraced(ids, first, tokens_BT, base if base != version else None)
+        if worker:
+            self._judge(worker, gaps_N, base)
+        return Given(tokens_BT, log_probs_BT)
+
+    def answer(self, first: int, prompts: int) -> tuple[Tensor, float]:
+        """A unit's answers, made here as a worker makes them, and how near the nearest of their draws is to another token."""
+        ids = [self.feed.ids_of(first + place) for place in range(prompts)]
+        drawn = sample(
+            self.model,
+            [one for one in ids for _ in range(self.feed.group)],
+            max_new_tokens=self.policy.length,
+            temperature=self.policy.temperature,
+            draws=draws_of_group(self.policy.seed, first, ids, self.feed.group),
+            eos_id=self.feed.eos_id,
+            pad_id=0,
+        )
+        tokens_BT = as_drawn(drawn).cpu()
+        return tokens_BT, -float(self._retraced(ids, first, tokens_BT, None)[1].max())
+
+    @torch.no_grad()
+    def _retraced(self, ids: list[list[int]], first: int, tokens_BT: Tensor, base: int | None) -> tuple[Tensor, Tensor]:
+        """How probable each token was, and how far its draw lies from it, with the weights of a version; None: those there are."""
+        draws, group = draws_of_group(self.policy.seed, first, ids, self.feed.group), self.feed.group
+        rows = [one for one in ids for _ in range(group)]
+        log_probs, gaps = [], []
+        with self._at(base), as_used(self.model):
+            for start in range(0, len(rows), _AT_ONCE):
+                some = slice(start, start + _AT_ONCE)
+                text = as_text(*self._sampled(rows[some], tokens_BT[some], torch.zeros(tokens_BT[some].shape))[:4])
+                log_p_NV = log_softmax(self.model, text, self.policy.temperature)
+                log_probs.append(chosen(log_p_NV, text)[:, -tokens_BT.shape[1] :].cpu())
+                lengths = (tokens_BT[some] >= 0).sum(1).tolist()
+                wanted = [one.at(t) for one, length in zip(draws[some], lengths, strict=True) for t in range(length)]
+                gaps.append(gap(log_p_NV, Warp(1.0), text.labels_BL[text.counted_BL], wanted).cpu())
+        return torch.cat(log_probs), torch.cat(gaps)
+
+    def _sampled(self, rows: list[list[int]], tokens_BT: Tensor, log_probs_BT: Tensor) -> Sampled:
+        device = self.engine.device
+        prompt_BP, mask_BP = padded(rows, self.feed.pad_id, device)
+        return answered(prompt_BP, mask_BP, tokens_BT.to(device), log_probs_BT.to(device), self.feed.eos_id, self.feed.pad_id)
+
+    @contextmanager
+    def _at(self, base: int | None) -> Iterator[None]:
+        """The policy as it was at a version, until the end of the block."""
+        if base is None:
+            yield
+            return
+        now = self.network.vector.clone()
+        self.network.vector.copy_(self.versions[base])
+        try:
+            yield
+        finally:
+            self.network.vector.copy_(now)
+
+    def _judge(self, worker: str, gaps_N: Tensor, base: int) -> None:
+        """Raises InexactAnswers where a worker's tokens are other ones too often, or one is of another draw altogether."""
+        units = self.shares.pop(worker, [])
+        self.shares[worker] = units = [*units, [int((gaps_N > _NEAR).sum()), gaps_N.numel()]][-_UNITS_REMEMBERED:]
+        while len(self.shares) > _MOST_WORKERS:
+            self.shares.popitem(last=False)
+        inexact, tokens = (sum(unit[place] for unit in units) for place in (0, 1))
+        allowed = self.policy.inexact_share * tokens
+        far = int((gaps_N > _FAR).sum())
+        if far or inexact > allowed + _DEVIATIONS * math.sqrt(allowed):
+            raise InexactAnswers(
+                f"with the weights of version {base} the draws give other tokens at {units[-1][0]} of {units[-1][1]} places"
+                + (f", at {far} of them far from those that were sent" if far else f", and at {inexact} of {tokens} of its last units")
+            )
+
+    # --- steps -------------------------------------------------------------------------------------
+
+    def learn(self, units: Sequence[tuple[int, int, Tensor, Tensor]], version: int) -> Mapping[str, float]:
+        """Take the steps of one version. Each unit: the number of its first prompt, how many prompts, and what `read` gave for it."""
+        units = sorted(units, key=lambda unit: unit[0])  # whoever handed in first, the numbers are the same
+        numbers = [first + place for first, prompts, *_ in units for place in range(prompts)]
+        rows = [self.feed.ids_of(number) for number in numbers for _ in range(self.feed.group)]
+        drawn = self._sampled(rows, torch.cat([unit[2] for unit in units]), torch.cat([unit[3] for unit in units]))
+        self.versions[version] = self.network.vector.clone()
+        self.versions = {kept: vector for kept, vector in self.versions.items() if kept > version - self.policy.most_lag}
+        self.feed.fill(version, numbers, drawn)
+        figures = self._steps(version)
+        self.feed.empty()
+        self.engine.step_count = version + 1
+        return figures
+
+    def _steps(self, version: int) -> dict[str, float]:
+        """Steps of the optimizer, by a schedule that counts versions. The means of their figures, and the answers' own."""
+        engine, feed, sums = self.engine, self.feed, dict[str, float]()
+        taken = 0
+        while not feed.at_epoch_end:
+            result = engine.gradients([next(feed) for _ in range(feed.pieces)])
+            engine.unscale()
+            metrics = result.metrics | engine.apply_own(version + taken * feed.pieces / feed.most_batches)
+            engine.step_count, taken = version, taken + 1
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return {name: value / taken for name, value in sums.items()} | feed.figures
+
+    # --- what survives -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"feed": self.feed.state_dict(), "versions": dict(self.versions), "shares": dict(self.shares)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "feed" in state:
+            self.feed.load_state_dict(state["feed"])
+            self.versions = {int(version): vector.clone() for version, vector in state["versions"].items()}
+            self.shares = OrderedDict((worker, [list(unit) for unit in units]) for worker, units in state["shares"].items())

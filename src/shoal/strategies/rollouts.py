@@ -1,0 +1,38 @@
+"""Rollouts: workers answer the prompts that they lease, and the coordinator learns from the answers.
+
+Holds: every token of an answer follows from the version that its unit was leased with and from a draw that nobody chooses, so a unit can be
+leased again, and withholding one changes nothing but the time; what comes is checked with one pass over it before it is taken; rewards are
+computed by the coordinator. A unit whose version is a few updates old still counts, with probabilities of its own version: long answers are
+not cut off by a quorum of short ones.
+"""
+
+from __future__ import annotations
+
+from shoal.config import Run
+from shoal.config.schema.strategy import Rollouts
+from shoal.coordinator import UnitQuorum
+from shoal.engines.answering import FromAnswers
+from shoal.strategies.lengths import in_rollouts
+from shoal.strategies.policies import Policies
+from shoal.worker.contributions import Answers
+from shoal.worker.policies import LeasedUnits
+
+
+def policies(run: Run, expected: int) -> Policies:
+    settings, rlhf = run.strategy, run.rlhf
+    assert isinstance(settings, Rollouts)
+    assert rlhf is not None  # a rule sees to that
+    ppo, prompts = rlhf.ppo, settings.prompts_per_unit
+    return Policies(
+        rounds=UnitQuorum(ppo.rollout_size // rlhf.group // prompts),
+        length=in_rollouts(run, prompts),
+        feed=LeasedUnits(
+            batches=prompts,
+            lease_s=settings.lease_timeout_s,
+            attempts=settings.max_retries,
+            most_lag=settings.max_lag,
+            given=True,
+        ),
+        contribution=Answers(group=rlhf.group, length=ppo.response_length, temperature=ppo.temperature, seed=run.seed),
+        apply=FromAnswers(ppo.response_length, ppo.temperature, run.seed, settings.max_lag, settings.inexact_share),
+    )
