@@ -38,7 +38,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 def iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> int:
     capsys.readouterr()
     code = main(["status", str(folder / "run"), "--json"])
-    return json.loads(capsys.readouterr().out)["iteration"] or 0 if code == 0 else -1
+    return json.loads(capsys.readouterr().out)["version"] if code == 0 else -1
 
 
 def wait_until(folder: Path, capsys: pytest.CaptureFixture[str], least: int) -> None:

@@ -11,9 +11,10 @@ def run(argv: list[str]) -> int:
     made.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, or the newest with these settings")
     made.add_argument("--workers", type=int, metavar="N", help="also start N workers here (default: 1 if coordinator.trains, else none)")
     made.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
+    made.add_argument("--watch", action="store_true", help="show the run in the browser (see `shoal watch`)")
     arguments, overrides = parse(made, argv)
     from shoal.cli.running import carry_out, planned
     from shoal.launch.starting import Asked
 
-    asked = Asked(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host))
+    asked = Asked(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), watch=arguments.watch)
     return carry_out(planned(arguments, overrides, asked), argv)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,14 +19,19 @@ from shoal.config.problems import ConfigError
 from shoal.config.ranks import place
 from shoal.errors import ShoalError
 from shoal.launch.starting import Arguments, Asked, Plan, Way, headline, plan, started
+from shoal.launch.watching import check_dashboard, dashboard
 
 if TYPE_CHECKING:
+    from shoal.runs.cluster_loop import ClusterLoop
+    from shoal.runs.loop import Loop
     from shoal.worker.interfaces import World
 
 
 def planned(arguments: argparse.Namespace, overrides: list[Override], asked: Asked) -> Plan:
     """The plan for what the options of a command say; what is doubtful about them is told."""
     resolved = _continued(arguments)
+    if asked.watch:
+        check_dashboard()
     made = plan(lambda more: load(arguments, [*overrides, *more], resolved=resolved), asked)
     if _speaks_for_all():
         if made.note:
@@ -93,9 +99,20 @@ def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
         loop.message(headline(made, loop))
         if made.asked.invite:
             show_invitation(ready, made.asked.hosts)
-        with stopping_on_signals(loop):
+        with stopping_on_signals(loop), _watched(loop, made.asked.watch and speaks):
             outcome = ready.train()
         return show_outcome(loop, outcome) if speaks else 0, loop.engine.world
+
+
+@contextmanager
+def _watched(loop: Loop | ClusterLoop, wanted: bool) -> Iterator[None]:
+    """A dashboard beside the run, where one is wanted."""
+    if not wanted:
+        yield
+        return
+    with dashboard(loop.directory.path) as where:
+        loop.message(where)
+        yield
 
 
 def weather_and_speeds(netem: str | None, slowdown: Sequence[str]) -> Arguments:

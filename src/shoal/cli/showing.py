@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.runs.cluster_loop import ClusterLoop
     from shoal.runs.loop import Loop
     from shoal.transports.addresses import Address
+    from shoal.transports.databases import Access
 
 
 def tell(text: str) -> None:
@@ -83,6 +84,21 @@ def _show_other_addresses(here: Address) -> None:
         print(f"this machine has other addresses, too; for workers that do not reach the one above: {', '.join(others)}")
 
 
+def _show_class(started: Started, access: Access, functions: str) -> None:
+    """Print how students come to a class that meets in a database."""
+    from shoal.runs.inviting import keep_line
+
+    if started.role:
+        print("`shoal db grant student NAME FILE` lets somebody in, and prints the command:")
+        access = access._replace(user=started.role, password=None)
+    line = f"shoal join {quoted(access._replace(password=None).address)}{functions}"
+    keep_line(started.loop.directory.path, line, access.password or "")
+    print(f"{_who_joins(access.host)} with:\n  {line}")
+    if access.password:
+        print(f"and with the class's token, which is asked for (or in SHOAL_TOKEN, or in a file: --token-file):\n  {access.password}")
+    sys.stdout.flush()
+
+
 def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
     """Print the one line that a worker needs; for machines that reach this one under an address of their own, theirs.
 
@@ -90,6 +106,7 @@ def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
     """
     from shoal.config.plugins import needed_by
     from shoal.runs.given import factories_of
+    from shoal.runs.inviting import keep_line
     from shoal.transports.addresses import parse as parse_address
     from shoal.transports.databases import is_address
     from shoal.transports.databases import parse as parse_database
@@ -100,17 +117,11 @@ def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
     run = started.loop.run
     functions = "".join([*(f" --factory {name}" for name in factories_of(run)), *(f" --plugin {name}" for name in needed_by(run))])
     if is_address(invitation.address):
-        access = parse_database(invitation.address)
-        if started.role:
-            print("`shoal db grant student NAME FILE` lets somebody in, and prints the command:")
-            access = access._replace(user=started.role, password=None)
-        print(f"{_who_joins(access.host)} with:\n  shoal join {quoted(access._replace(password=None).address)}{functions}")
-        if access.password:
-            print(f"and with the class's token, which is asked for (or in SHOAL_TOKEN, or in a file: --token-file):\n  {access.password}")
-        sys.stdout.flush()
+        _show_class(started, parse_database(invitation.address), functions)
         return
     rest = f"--token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "") + functions
     here = parse_address(invitation.address)
+    keep_line(started.loop.directory.path, f"shoal join {here} {rest}")
     print(f"{_who_joins(here.host)} with:\n  shoal join {here} {rest}")
     if not hosts and getattr(run.transport, "host", None) in (None, *_EVERYWHERE):
         _show_other_addresses(here)

@@ -1,35 +1,37 @@
-"""`shoal status`: how a run goes, from its database alone, or from what its coordinator leaves in its folder."""
+"""`shoal status`: how a run goes, from what its coordinator leaves in its folder, or from its database alone."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import shutil
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.db import connected, place_of
-from shoal.cli.options import parse, parser
+from shoal.cli.options import load, parse, parser, require
+from shoal.config.load import Override
 from shoal.errors import ShoalError
 
-_FRESH_S = 10.0
+_SHOWN_EVENTS = 8
+_NO_SAMPLES = "there are no samples yet: they come with the first evaluation"
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from shoal.runs.reading import RunFolder
     from shoal.transports.postgres.view import View
 
 
 def run(argv: list[str]) -> int:
-    made = parser("status", "Show how a run goes. WHERE is a configuration, a run's folder or a postgresql:// address.")
-    made.add_argument("--once", action="store_true", help="show it once, instead of again and again on a terminal")
-    made.add_argument("--json", action="store_true", help="once, as JSON")
-    made.add_argument("--grid", metavar="FILE", help="save the newest grid of samples as a PNG")
-    made.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="how often to look (default: 2)")
-    arguments, overrides = parse(made, argv)
-    left = _left_in(arguments.files)
-    if left is not None:
-        return _show_left(left, arguments.json)
+    arguments, overrides = parse(_parser(), argv)
+    folder = folder_of(arguments.files) or _folder_of_settings(arguments, overrides)
+    if folder is not None:
+        return _show_folder(folder, arguments.json, arguments.grid)
     with place_of(arguments, overrides) as place, connected(place.access) as connection:
         from shoal.transports.postgres.view import look, picture
 
@@ -42,46 +44,85 @@ def run(argv: list[str]) -> int:
         if arguments.grid:
             drawn = picture(connection)
             if drawn is None:
-                raise ShoalError("there are no samples yet: they come with the first evaluation")
+                raise ShoalError(_NO_SAMPLES)
             Path(arguments.grid).write_bytes(drawn)
         if arguments.json:
             print(json.dumps(view()._asdict(), default=str, indent=2))
-            return 0
-        if arguments.once or not sys.stdout.isatty():
+        elif arguments.once or not sys.stdout.isatty():
             _print(view())
-            return 0
-        from rich.live import Live
-
-        try:
-            with Live(_drawn(view()), screen=False, auto_refresh=False) as live:
-                while True:
-                    time.sleep(max(0.2, arguments.every))
-                    live.update(_drawn(view()), refresh=True)
-        except KeyboardInterrupt:
-            return 0
-
-
-def _left_in(files: list[str]) -> Path | None:
-    """What a coordinator without a database has left in its run's folder."""
-    path = Path(files[0]) / "status.json" if len(files) == 1 else None
-    return path if path is not None and path.exists() else None
-
-
-def _show_left(path: Path, as_json: bool) -> int:
-    from shoal.watch.classroom import member_table, task_table
-
-    text = path.read_text(encoding="utf-8")
-    if as_json:
-        print(text)
+        else:
+            _show_live(view, arguments.every)
         return 0
-    status, age_s = json.loads(text), time.time() - path.stat().st_mtime
-    seen = "now" if age_s < _FRESH_S else f"{age_s:.0f} s ago: the coordinator is not here"
-    print(f"run          {status['strategy']}, version {status['version']} of {status['of']}, scheduler {status['scheduler']}")
-    print(f"seen         {seen}\n")
-    _print_rows(member_table(status["members"]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser(
+        "status",
+        "Show how a run goes. FILE is a run's folder (default: the newest in runs), or, for a run through PostgreSQL, its configuration "
+        "or a postgresql:// address. `shoal top` shows it live.",
+    )
+    made.add_argument("--once", action="store_true", help="from a database: show it once, instead of again and again on a terminal")
+    made.add_argument("--json", action="store_true", help="once, as JSON")
+    made.add_argument("--grid", metavar="FILE", help="save the newest grid of samples as a PNG")
+    made.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="how often to look into a database (default: 2)")
+    return made
+
+
+def _show_live(view: Callable[[], View], every_s: float) -> None:
+    from rich.live import Live
+
+    with suppress(KeyboardInterrupt), Live(_drawn(view()), screen=False, auto_refresh=False) as live:
+        while True:
+            time.sleep(max(0.2, every_s))
+            live.update(_drawn(view()), refresh=True)
+
+
+def folder_of(files: list[str]) -> RunFolder | None:
+    """The run whose folder is meant; None where a configuration or a database is. Raises ShoalError where there is no such run."""
+    from shoal.runs.reading import RunFolder, newest_run
+
+    if not files:
+        return newest_run(Path("runs")) if Path("runs").is_dir() else None
+    path = Path(files[0])
+    return RunFolder(path) if len(files) == 1 and path.is_dir() else None
+
+
+def _folder_of_settings(arguments: argparse.Namespace, overrides: list[Override]) -> RunFolder | None:
+    """The newest run of a configuration; None for one that goes through a database, which knows more than a folder."""
+    from shoal.config.schema.cluster import Postgres
+    from shoal.runs.reading import newest_run
+    from shoal.transports.databases import is_address
+
+    if arguments.files and is_address(arguments.files[0]):
+        return None
+    settings = require(load(arguments, overrides)).run
+    return None if isinstance(settings.transport, Postgres) else newest_run(Path(settings.output_dir))
+
+
+def _show_folder(folder: RunFolder, as_json: bool, grid: str | None) -> int:
+    if grid:
+        pictures = [one for one in folder.samples() if one.name.endswith(".png")]
+        if not pictures:
+            raise ShoalError(_NO_SAMPLES)
+        shutil.copyfile(folder.path / "samples" / pictures[-1].name, grid)
+    status = folder.status()
+    if as_json:
+        print(json.dumps(status, indent=2))
+        return 0
+    from shoal.watch.classroom import task_table
+    from shoal.watch.standing import event_lines, lines, member_rows
+
+    for name, text in lines(status):
+        print(f"{name:<12} {text}")
+    if status["members"] or status["gone"]:
+        print()
+        _print_rows(member_rows(status))
     if status["tasks"]:
         print()
         _print_rows(task_table(status["tasks"]))
+    if status["events"]:
+        print("\nevents")
+        print("\n".join(f"  {line}" for line in event_lines(status["events"], _SHOWN_EVENTS)))
     return 0
 
 

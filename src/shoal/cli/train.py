@@ -17,6 +17,7 @@ def run(argv: list[str]) -> int:
     made.add_argument(
         "--netem", metavar="WEATHER", help="put a network between them: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
     )
+    made.add_argument("--watch", action="store_true", help="show the run in the browser (see `shoal watch`)")
     made.add_argument("--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)")
     arguments, overrides = parse(made, argv)
     from shoal.cli.phases import train_in_phases
@@ -26,13 +27,14 @@ def run(argv: list[str]) -> int:
 
     if place() is not None:
         _refuse(arguments, "workers", "is for workers that Shoal starts here, and torchrun has started these: leave it out")
-    plan = planned(arguments, overrides, Asked(arguments.run_dir, arguments.resume, arguments.workers))
+    plan = planned(arguments, overrides, Asked(arguments.run_dir, arguments.resume, arguments.workers, watch=arguments.watch))
     for option in ("netem", "slowdown"):
         if plan.fleet is not None:
             _refuse(arguments, option, "is for workers that Shoal starts here, and torchrun has started these: leave it out")
         elif plan.run.alone:
             _refuse(arguments, option, "needs workers: add --workers N")
     if in_phases(plan.run) and not goes_on_by_folder(arguments):
+        _refuse(arguments, "watch", "shows one run, and each of these phases is one: `shoal watch RUN…` shows them, also side by side")
         return train_in_phases(plan, arguments, overrides, argv)
     return carry_out(plan, argv, weather_and_speeds(arguments.netem, arguments.slowdown))
 

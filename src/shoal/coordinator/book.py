@@ -80,6 +80,8 @@ class Book:
         """Vectors that were combined, for the next ones to be decoded into: fresh memory of that size costs more than the decoding."""
         self.memories: dict[str, Tensor] = {}
         """Of each worker, the running mean of what it sent."""
+        self._dropped: list[str] = []
+        """Workers whose contributions the rule left out of the round that is being closed."""
         self.upward: Upward | None = None
         """At a relay: what a round made, until the coordinator above has answered."""
 
@@ -236,11 +238,12 @@ class Book:
             return self._advance(records, figures, answers=[[one.record["unit"], one.record["base"], digest(one.frames)] for one in held])
         rooms = [one.vector for one in held] if self.plan.updates.codec.kind != "none" else []
         update, buffers, share = self._combine(held)
+        dropped, self._dropped = self._dropped, []
         figures = self.learner.apply(update, buffers, self.step, share)
         if len(held) > 1:
             rooms.append(update)
         self._leave(rooms)
-        return self._advance(records, figures)
+        return self._advance(records, figures, **({"dropped": dropped} if dropped else {}))
 
     def _advance(self, records: list[dict[str, Any]], figures: Mapping[str, float], **more: Any) -> list[Effect]:
         """There is a new version, made of these contributions. `more`: what the ledger says of it besides."""
@@ -332,7 +335,9 @@ class Book:
             return self._mean(held, weights), buffers, 1.0
         stack, experts = torch.stack([one.vector for one in held]), self._experts(held)
         combine = rules.combine if experts is None else partial(combine_apart, experts)
-        update, self.centre = combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed)
+        dropped: set[int] = set()
+        update, self.centre = combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed, dropped)
+        self._dropped = [held[place].record["worker"] for place in sorted(dropped)]
         return update, buffers, 1.0
 
     def _experts(self, held: list[Held]) -> ExpertBlocks | None:

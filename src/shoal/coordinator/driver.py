@@ -113,7 +113,7 @@ class Driver:
         except BadMessage as error:
             self.server.traffic.refuse("malformed")
             return self.server.reply(request, Message({"kind": "refused", "reason": "malformed", "detail": str(error)}))
-        return self.happen(Called(request, asked, request.message.frames, self.around.new_session(), request.guest))
+        return self.happen(Called(request, asked, request.message.frames, self.around.new_session(), request.guest, request.address))
 
     # --- effects -----------------------------------------------------------------------------------
 

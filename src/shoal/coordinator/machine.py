@@ -281,7 +281,7 @@ class Coordinator:
         seat = None if self.tasks is None else self.tasks.seat_for(name)
         seat = _UNSEATED if self.tasks is not None and seat is None else seat
         worker = self.members.add(name, event.session, about, self.now, asked.instance, event.guest, seat)
-        worker.challenge = challenge
+        worker.challenge, worker.address = challenge, event.address
         worker.seen_seq = self.state.sequences.get(name, -1)
         epoch, position = self.state.positions.get(str(worker.seat), (0, 0))
         worker.seen_place = epoch, position
@@ -348,7 +348,7 @@ class Coordinator:
 
     def _count_failure(self, worker: Worker, reason: str) -> None:
         """A worker that fails unit after unit, while others manage theirs, would use up everybody's attempts."""
-        worker.rejected += 1
+        worker.reject("failed")
         worker.failed += 1
         others = [one for one in self.members.by_name.values() if one is not worker and one.accepted and not one.failed]
         if worker.failed < self.plan.bounds.failures or not others:
@@ -417,7 +417,7 @@ class Coordinator:
         return self._accept(event, asked, worker, share)
 
     def _turn_away(self, caller: Any, asked: Contribute, worker: Worker, problem: str) -> None:
-        worker.rejected += 1
+        worker.reject(problem)
         self.state.count(problem)
         self._move_on(worker, asked)
         self._receipt(caller, worker, asked, problem)
@@ -428,7 +428,7 @@ class Coordinator:
         try:
             decoded = self.book.decode(event.frames, number)
         except codecs.UpdateError as error:
-            worker.rejected += 1
+            worker.reject("malformed")
             return self._refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
         self.record(accepted(worker.name, worker.seat, self.claims.believed(asked), share, number, late), event.frames, decoded)

@@ -25,6 +25,9 @@ class Worker:
     session: str
     seat: int
     seen_at: float
+    joined_at: float = 0.0
+    address: str = ""
+    """Where it is, as the transport sees it; empty: the transport does not know."""
     about: Mapping[str, str] = field(default_factory=dict)
     instance: str = ""
     challenge: int = 0
@@ -53,7 +56,14 @@ class Worker:
     """What it told of itself lately."""
     accepted: int = 0
     rejected: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    """How many of its contributions were turned away, by why."""
     received_bytes: int = 0
+
+    def reject(self, reason: str) -> None:
+        """Something that it sent was turned away."""
+        self.rejected += 1
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     @property
     def rate(self) -> float | None:
@@ -151,7 +161,7 @@ class Membership:
     ) -> Worker:
         """`seat`: where somebody else gives out the seats; None: the one that it had, or the first free one."""
         seat = self.seats.take(self.known.get(name)) if seat is None else seat
-        worker = Worker(name, session, seat, now, about, instance, guest=guest)
+        worker = Worker(name, session, seat, now, now, about=about, instance=instance, guest=guest)
         self.guests[guest] += 1
         self.by_session[session] = self.by_name[name] = worker
         return worker

@@ -201,6 +201,8 @@ class Called(NamedTuple):
     """A word that nobody can guess: for a worker that joins, what it has to sign, and then its session."""
     guest: str = ""
     """Whose invitation let the worker in; empty: the run's own token."""
+    address: str = ""
+    """Where the worker is, as far as the transport can tell."""
 
 
 class LeaseResult(NamedTuple):

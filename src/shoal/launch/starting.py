@@ -58,6 +58,8 @@ class Asked(NamedTuple):
     """Workers of other machines may join."""
     hosts: tuple[str, ...] = ()
     """Addresses to listen on for them; none: all that this machine has."""
+    watch: bool = False
+    """Show the run in the browser."""
     live: tuple[str, ...] = ()
     """Names of what the program brings along and workers need: only threads of this process can have it."""
     above: Joined | None = None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +24,7 @@ from shoal.runs.judging import Judge
 from shoal.runs.recorder import INTERRUPTED, Members, Recorder, Reporter
 from shoal.runs.rollouts import RolloutFeed
 from shoal.runs.run_directory import RunDirectory
+from shoal.runs.status import StatusWriter
 from shoal.runs.totals import Totals
 from shoal.strategies import Length, Policies
 from shoal.tasks import Draws
@@ -34,7 +33,6 @@ from shoal.updates.fragments import Span
 from shoal.updates.messages import Message
 
 _LOOK_EVERY_S = 1.0
-_STATUS_EVERY_S = 2.0
 _GOODBYE_S, _PARTING_S = 120.0, 15.0
 """How long a coordinator that is done waits for its workers to hear of it: the last weights may take long over a slow link. One that was
 interrupted waits less."""
@@ -127,7 +125,7 @@ class ClusterLoop:
         self.server, self.store, self.directory, self.board = home.server, home.store, home.directory, home.board
         self.data = SharedData(length.batches_per_epoch, lambda: coordinator.state.positions.values())
         self.recorder = Recorder(parts.run, parts.engine, self.data, home.directory, reporters, learner.meaningless)
-        self.recorder.owner, self.recorder.members, self.recorder.blackboard = self, self._members, home.server
+        self.recorder.owner, self.recorder.members, self.recorder.blackboard = self, self.members, home.server
         self.recorder.total_batches = length.batches
         self.recorder.step_name = "round" if agreed.policies.contribution.alone else "step"
         self.message = self.recorder.message
@@ -145,7 +143,8 @@ class ClusterLoop:
         """How long to wait at the end until all have heard that it is over."""
         self._lessees: list[dict[str, Any]] = []
         """Workers that lease units, as they were a moment ago."""
-        self._lessees_at = self._status_at = 0.0
+        self._lessees_at = 0.0
+        self.status = StatusWriter(self)
 
     def _driver(self, home: Home, welcome: Message) -> Driver:
         around = Surroundings(
@@ -194,21 +193,24 @@ class ClusterLoop:
         while not (coordinator.finished or recorder.stopping):
             if self.driver.step():
                 self._hear_verdicts()
-                self._show_status()
-                self.beside()
+                self._look_around()
             if self.higher is not None:
                 self.higher.look()
-        self._show_status(last=True)
         if coordinator.stopped:
             raise ShoalError(coordinator.stopped)
         self.driver.happen(Interrupted(recorder.stopping) if recorder.stopping else Concluded())
         interrupted = recorder.stopping == INTERRUPTED
-        self.driver.say_goodbye(time.monotonic() + (_PARTING_S if interrupted else self.goodbye_s), interrupted, self.beside)
+        self.driver.say_goodbye(time.monotonic() + (_PARTING_S if interrupted else self.goodbye_s), interrupted, self._look_around)
         self._finish_evaluation()
         recorder.finish(not recorder.stopping)
         self.driver.snapshot()
 
-    def _members(self) -> Members:
+    def _look_around(self) -> None:
+        ending = self.coordinator.finished or self.recorder.stopping
+        self.status.look("ending" if ending else "running")
+        self.beside()
+
+    def members(self) -> Members:
         """Who takes part: workers that lease units in a database, or the coordinator's own members."""
         if self.board is None:
             return Members(self._member_rows(), in_database=False)
@@ -223,24 +225,6 @@ class ClusterLoop:
             return rows
         here = self.coordinator.members.by_name
         return [row | {"task": tasks.task_of(here[row["worker"]])} for row in rows]
-
-    def _show_status(self, last: bool = False) -> None:
-        """Leave in the run's folder who does what, for `shoal status`. A database has that in its tables."""
-        now = time.monotonic()
-        if self.board is not None or (now < self._status_at and not last):
-            return
-        self._status_at = now + _STATUS_EVERY_S
-        tasks = self.coordinator.tasks
-        status = {
-            "strategy": self.run.strategy.kind,
-            "scheduler": self.run.scheduler.kind,
-            "version": self.coordinator.state.version,
-            "of": self.length.steps,
-            "members": self._member_rows(),
-            "tasks": tasks.table() if tasks is not None else [],
-        }
-        with suppress(ShoalError):  # it is for people to look at: the run goes on without
-            self.directory.write("status.json", json.dumps(status))
 
     # --- what the driver tells -----------------------------------------------------------------------
 
@@ -307,6 +291,10 @@ class ClusterLoop:
 
     def totals(self) -> dict[str, int]:
         return self._totals.bytes
+
+    def traffic_totals(self) -> dict[str, Any]:
+        """Bytes, and what was turned away by reason, over all starts of the coordinator."""
+        return {"refused": self._totals.refused, **self._totals.bytes}
 
     def warn_of_epsilon(self, setting: str) -> None:
         """Say what the whole run will have told about any one sample, where that protects nobody. `setting`: the user's word for noise."""
@@ -385,5 +373,4 @@ class ClusterLoop:
         self.coordinator.publisher.publish(self.step, self.learner.vector, self.learner.buffers)
 
     def _summary(self) -> dict[str, Any]:
-        totals = self._totals
-        return {"contributions": dict(self.coordinator.state.contributions), "refused": totals.refused, **totals.bytes}
+        return {"contributions": dict(self.coordinator.state.contributions), **self.traffic_totals()}

@@ -29,6 +29,14 @@ class Invitation(NamedTuple):
     """The worker's own secret key, where whoever started it has made it: the processes of an island are one worker."""
 
 
+def keep_line(folder: Path, line: str, token: str = "") -> None:
+    """Keep in a run's folder what people type to join, for those who may read the folder. `token`: a word that is asked for beside it."""
+    partial = folder / ".invitation.json"
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        json.dump({"line": line, "token": token}, file)
+    os.replace(partial, folder / "invitation.json")
+
+
 class Secrets(NamedTuple):
     """What a worker needs to be let in, kept with the run so that a coordinator that comes back is the same to its workers."""
 

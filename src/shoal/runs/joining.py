@@ -28,6 +28,7 @@ from shoal.runs.inviting import Invitation
 from shoal.runs.keepsake import Keepsakes
 from shoal.runs.lines import BoardLine, Caller, ClientLine, lines_to
 from shoal.runs.own_key import KeyFile
+from shoal.runs.recorder import peak_memory
 from shoal.runs.welcome import configuration, parts_for
 from shoal.strategies import Policies
 from shoal.updates.identities import Identity
@@ -101,11 +102,19 @@ class Joined:
 
     def _beat(self) -> None:
         """A sign of life; and, now and then, a line that tells whoever sits here how it goes."""
-        self.courier.beat(self.lines[1], self.state, self.worker.figures if self.worker else {})
+        self.courier.beat(self.lines[1], self.state, self._figures())
         if self.worker is not None and time.monotonic() - self._told_at >= _TELL_EVERY_S:
             self._told_at, before, self._told = time.monotonic(), self._told, self.progress()
             if self._told != before:
                 self.courier.tell(self._told)
+
+    def _figures(self) -> dict[str, float]:
+        """What people want to see of this worker, as signs of life carry it."""
+        worker = self.worker  # another thread may end the work meanwhile
+        if worker is None:
+            return {}
+        memory = peak_memory(worker.engine.device)
+        return worker.figures | ({} if memory is None else {"memory_bytes": memory})
 
     def progress(self) -> str:
         """How far this worker and the run are, for people."""
@@ -258,7 +267,7 @@ class Joined:
         if isinstance(board, BoardLine):
             return board.desk.is_answered()
         line = ClientLine(self.way.address, self.way.token, self.way.key)
-        beat = self.protocol.heartbeat("leaving", self.worker.figures if self.worker else {})
+        beat = self.protocol.heartbeat("leaving", self._figures())
         try:
             line.call(header_of(beat), (), _SIGN_S)
         except Lost:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from shoal.tasks import Batch, Task
 from shoal.worker.interfaces import StepResult, Window, World
 
 INTERRUPTED, STOPPED_EARLY = "interrupted", "stopped early"
+_RECENT_EVENTS, _LONGEST_EVENT = 50, 1000
 
 
 class Engine(Protocol):
@@ -158,6 +160,8 @@ class Recorder:
         """Who takes part, where several do."""
         self.blackboard: Any = None
         """Where the run's figures are shown to all who take part, where there is such a place."""
+        self.events: deque[dict[str, Any]] = deque(maxlen=_RECENT_EVENTS)
+        """What people were told lately, and when."""
         self._judging: dict[int, tuple[int, int]] = {}
         """Samples and batches that led to the weights that are being judged, by their step."""
         self._saved_at = -1
@@ -323,6 +327,9 @@ class Recorder:
             reporter.record(record)
 
     def message(self, text: str) -> None:
+        event = {"at": round(time.time(), 3), "wall_s": round(self.wall_s, 3), "step": self.step, "text": text[:_LONGEST_EVENT]}
+        self.events.append(event)
+        self.directory.tell(event)
         for reporter in self.reporters:
             reporter.message(text)
 

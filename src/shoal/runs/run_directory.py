@@ -4,7 +4,10 @@ config.yaml, provenance.json   every setting, and where it came from
 changes.jsonl                  settings that changed when the run went on, a line each time; where any did
 plugins.json                   the plugins whose parts it uses, each with its digest; where it uses any
 metrics.jsonl                  one record a line, appended
+events.jsonl                   what people were told, a line each, as far as there is room
+status.json, history.jsonl     of a run with workers: how it goes (replaced each second), and what each worker did (thinned when it is full)
 checkpoints/, samples/         what was learned
+invitation.json                what people type to join, where any may (only its owner reads it)
 summary.json                   how it ended; also after a failure
 """
 
@@ -17,7 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,6 +36,9 @@ _SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "w
 """What a run that has begun leaves sooner or later, however it ends."""
 
 
+_MOST_EVENT_BYTES = 4 << 20
+
+
 class RunDirectory:
     """One run's folder."""
 
@@ -40,6 +46,7 @@ class RunDirectory:
         """`fresh`: it was made for this run, so that nothing in it is of anybody else."""
         self.path, self.fresh = path, fresh
         self._metrics: TextIO | None = None
+        self._event_bytes: int | None = None
 
     @classmethod
     def create(cls, run: Run, wanted: str | None = None) -> RunDirectory:
@@ -126,6 +133,19 @@ class RunDirectory:
             else []
         )
 
+    def tell(self, event: dict[str, Any]) -> None:
+        """Append to events.jsonl what people are told, as far as there is room. The run goes on where it cannot be written."""
+        path = self.path / "events.jsonl"
+        with suppress(OSError):
+            if self._event_bytes is None:
+                self._event_bytes = path.stat().st_size if path.exists() else 0
+            line = json.dumps(event) + "\n"
+            if self._event_bytes > _MOST_EVENT_BYTES:
+                return
+            self._event_bytes += len(line)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line)
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.write("summary.json", json.dumps(summary, indent=2))
 
@@ -154,6 +174,9 @@ class SilentDirectory(RunDirectory):
         pass
 
     def forget_after(self, step: int) -> None:
+        pass
+
+    def tell(self, event: dict[str, Any]) -> None:
         pass
 
     def write(self, name: str, text: str) -> None:

@@ -26,8 +26,9 @@ _HEADERS = [
 class Doors:
     """Checks key and host before the app sees a request."""
 
-    def __init__(self, app: App, key: str | None) -> None:
-        self.app, self.key = app, key
+    def __init__(self, app: App, key: str | None, guarded: tuple[str, ...] = ("/v1", "/metrics")) -> None:
+        """`guarded`: how the paths begin that need the key. The page itself tells nothing."""
+        self.app, self.key, self.guarded = app, key, guarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +56,7 @@ class Doors:
             name = host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host
             # Without a key only this machine may ask. A page of a stranger could give its own name the address of this machine.
             return None if name in _LOCAL else RefusedError(403, f"this server answers as localhost, not as {host[:100]!r}")
-        if not scope["path"].startswith(("/v1", "/metrics")):
+        if not scope["path"].startswith(self.guarded):
             return None
         given = headers.get(b"authorization", b"")
         if hmac.compare_digest(given, b"Bearer " + self.key.encode()):

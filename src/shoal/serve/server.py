@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +13,7 @@ from shoal.serve.app import make_app
 from shoal.serve.doors import Doors
 from shoal.serve.driver import Driver
 from shoal.serve.engine import Engine
+from shoal.serve.listening import bound, is_loopback
 from shoal.serve.opening import Served
 from shoal.serve.stages import OneNode
 
@@ -30,7 +29,7 @@ class Service:
             OneNode(served.model), most_running=settings.max_running, most_waiting=settings.max_waiting, clock=time.monotonic
         )
         self.driver = Driver(self.engine, warn)
-        self.sockets = [_bound(host, port) for port in ports]
+        self.sockets = [bound(host, port) for port in ports]
         app: Any = Doors(make_app(served, self.engine), key)
         self.server = uvicorn.Server(
             uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536)
@@ -56,26 +55,7 @@ class Service:
 
 def refuse_open_door(host: str, key: str | None) -> None:
     """Raises ShoalError where others than this machine could ask without a key."""
-    if key is None and not _is_loopback(host):
+    if key is None and not is_loopback(host):
         raise ShoalError(f"{host} can be reached from other machines, so a key is needed: export SHOAL_API_KEY=… (16 letters or more)")
     if key is not None and len(key) < 16:
         raise ShoalError("serving.api_key must have 16 letters at least")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind((host, port))
-    except OSError as error:
-        made.close()
-        raise ShoalError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --port") from None
-    return made

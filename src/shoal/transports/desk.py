@@ -18,8 +18,8 @@ MOST_WAITING = 4096
 class Waiting:
     """A question, and the box its answer will be put in. An empty answer means that none will come."""
 
-    def __init__(self, peer: bytes, number: int, message: Message, size: int) -> None:
-        self.request = Request(peer, number, message)
+    def __init__(self, peer: bytes, number: int, message: Message, size: int, address: str = "") -> None:
+        self.request = Request(peer, number, message, address=address)
         self.size = size
         self._box: queue.SimpleQueue[list[Frame]] = queue.SimpleQueue()
 
@@ -49,13 +49,14 @@ class Desk:
         self._lock = threading.Lock()
         self._closed = False
 
-    def ask(self, peer: bytes, parts: list[Frame]) -> Waiting:
-        """Queue a question. One that cannot be passed on is answered at once, with a refusal; Malformed is for the asker to handle."""
+    def ask(self, peer: bytes, parts: list[Frame], address: str = "") -> Waiting:
+        """Queue a question. One that cannot be passed on is answered at once, with a refusal; Malformed is for the asker to handle.
+        `address`: where the peer is, for people."""
         try:
             number, message = wire.decode(parts, self.limits)
         except wire.Oversized as problem:
             return self._refused(peer, problem.number, problem.reason, str(problem))
-        waiting = Waiting(peer, number, message, wire.size_of(parts))
+        waiting = Waiting(peer, number, message, wire.size_of(parts), address)
         with self._lock:
             if self._closed:
                 waiting.give_up()

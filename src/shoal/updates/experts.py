@@ -109,18 +109,23 @@ def combine_apart(
     weights_N: Tensor,
     state: Tensor | None,
     seed: int,
+    dropped: set[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `rules.combine`, for each expert by itself and for the rest together: a contribution that is false in one expert only is compared
-    where it differs, and may be chosen elsewhere. `state` is as long as the vector, where the rule has one."""
-    update, remembered = torch.empty_like(stack_ND[0]), None
+    where it differs, and may be chosen elsewhere. `state` is as long as the vector, where the rule has one. `dropped` takes in those
+    that were chosen nowhere."""
+    update, remembered, left_out = torch.empty_like(stack_ND[0]), None, list[set[int]]()
     rest = tuple(span for span, number in stretches(blocks.spans_X, stack_ND.shape[1]) if number is None)
     for spans in (own for own in (rest, *blocks.spans_X) if own):
         before = None if state is None else _taken(state, spans)
-        own_update, after = combine(aggregation, mixing, _taken(stack_ND, spans), weights_N, before, seed)
+        left_out.append(set())
+        own_update, after = combine(aggregation, mixing, _taken(stack_ND, spans), weights_N, before, seed, left_out[-1])
         _put(update, spans, own_update)
         if after is not None:
             remembered = torch.empty_like(update) if remembered is None else remembered
             _put(remembered, spans, after)
+    if dropped is not None:
+        dropped.update(set.intersection(*left_out))
     return update, remembered
 
 

@@ -44,6 +44,8 @@ class Request(NamedTuple):
     message: Message
     guest: str = ""
     """Whose invitation let this peer in; empty: the run's own token."""
+    address: str = ""
+    """Where the peer is, for people; empty: the transport does not know."""
 
 
 class BadMessage(ShoalError):

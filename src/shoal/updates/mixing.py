@@ -50,6 +50,8 @@ class Contributions:
         """Samples behind each contribution. Only the mean goes by them: who claims many samples must not count for many."""
         self.memory = memory
         """What the rule left here when it was last used; None at first. Whatever it leaves here now is saved with the run."""
+        self.dropped: list[int] = []
+        """Contributions that the rule left out of its result altogether, by their place in the stack."""
         self.bucket = mixing.size if isinstance(mixing, Bucketing) else 1
         self.mixing_RN = self._matrix(mixing, seed)
 
@@ -75,7 +77,17 @@ class Contributions:
         return self.stack_ND if self.mixing_RN is None else self.mixing_RN.to(self.stack_ND) @ self.stack_ND
 
     def weighted(self, weights_R: Tensor) -> Tensor:
-        return weighted_sum(weights_R if self.mixing_RN is None else weights_R @ self.mixing_RN, self.stack_ND)
+        weights_N = weights_R if self.mixing_RN is None else weights_R @ self.mixing_RN
+        self.drop_unused(weights_N)
+        return weighted_sum(weights_N, self.stack_ND)
+
+    def choose(self, rows: list[int]) -> None:
+        """The rule's result is made of these rows alone."""
+        chosen_R = torch.zeros(len(self.gram), dtype=torch.float64).index_fill_(0, torch.tensor(rows), 1.0)
+        self.drop_unused(chosen_R if self.mixing_RN is None else chosen_R @ self.mixing_RN)
+
+    def drop_unused(self, weights_N: Tensor) -> None:
+        self.dropped = (weights_N == 0).nonzero()[:, 0].tolist()
 
     def mean(self, weights_N: Tensor) -> Tensor:
         own = weights_N.double().cpu() if self.mixing_RN is None else self.mixing_RN @ weights_N.double().cpu()

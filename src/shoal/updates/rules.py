@@ -24,11 +24,20 @@ Doubles = NDArray[np.float64]
 
 
 def combine(
-    aggregation: schema.Aggregation, mixing: schema.Mixing, stack_ND: Tensor, weights_N: Tensor, state: Tensor | None, seed: int
+    aggregation: schema.Aggregation,
+    mixing: schema.Mixing,
+    stack_ND: Tensor,
+    weights_N: Tensor,
+    state: Tensor | None,
+    seed: int,
+    dropped: set[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One update from a round's contributions, and what the rule wants to find again next time."""
+    """One update from a round's contributions, and what the rule wants to find again next time. `dropped` takes in those that the rule
+    left out; rules that go column by column leave out nobody altogether."""
     there = Contributions(stack_ND, mixing, seed, weights_N, state)
     update: Tensor = aggregation.builder()(aggregation, there)
+    if dropped is not None:
+        dropped.update(there.dropped)
     return update, there.memory
 
 
@@ -57,7 +66,9 @@ def by_multi_krum(rule: schema.MultiKrum, there: Contributions) -> Tensor:
 
 
 def by_bulyan(rule: schema.Bulyan, there: Contributions) -> Tensor:
-    return bulyan_of(there.rows, there.gram, _false(rule, there))
+    chosen = bulyan_choice(there.gram, _false(rule, there))
+    there.choose(chosen)
+    return bulyan_of(there.rows, chosen, _false(rule, there))
 
 
 def by_centered_clipping(rule: schema.CenteredClipping, there: Contributions) -> Tensor:
@@ -132,20 +143,21 @@ def krum_weights(gram_NN: Tensor, byzantine: int, select: int | None) -> Tensor:
 
 def bulyan(stack_ND: Tensor, byzantine: int) -> Tensor:
     """Krum chooses N − 2f contributions one by one; of each of their columns, the mean of the values nearest the median."""
-    return bulyan_of(stack_ND, gram(stack_ND), byzantine)
+    return bulyan_of(stack_ND, bulyan_choice(gram(stack_ND), byzantine), byzantine)
 
 
-def bulyan_of(stack_ND: Tensor, gram_NN: Tensor, byzantine: int) -> Tensor:
-    _need("bulyan", byzantine, len(stack_ND))
-    chosen = bulyan_choice(squared_distances(gram_NN), byzantine)
+def bulyan_of(stack_ND: Tensor, chosen: list[int], byzantine: int) -> Tensor:
+    """Of each column of the chosen contributions, the mean of the values nearest the median."""
     kept = len(chosen) - 2 * byzantine
     if kept == len(chosen):
         return mean(stack_ND)
     return by_sorted_columns(stack_ND, lambda block: nearest_the_median(block, kept), chosen)
 
 
-def bulyan_choice(distances_NN: Tensor, byzantine: int) -> list[int]:
+def bulyan_choice(gram_NN: Tensor, byzantine: int) -> list[int]:
     """The N − 2f contributions that Krum takes, each time from those that are left."""
+    _need("bulyan", byzantine, len(gram_NN))
+    distances_NN = squared_distances(gram_NN)
     left = list(range(len(distances_NN)))
     chosen = []
     for _ in range(len(distances_NN) - 2 * byzantine):

@@ -33,6 +33,7 @@ _LAG_TO_SPEND = 0.5
 _MOST_LAG_SPENT = 3.0
 """On MNIST five versions of lag cost a point of accuracy, two a quarter."""
 _STUCK_AFTER_LEASES = 10
+_WAITING = "waiting"
 _SOON_S = 0.05
 """A step that takes longer leaves the courier time to come back from a lost connection beside it. And only the courier can tell how long an
 answer took that nobody waited for."""
@@ -122,7 +123,10 @@ class Worker:
         self._under_way: Pending | None = None
         self._most_lag, self._versions_per_step = math.inf, 1.0
         self._step_s = self._waited_s = 0.0
-        self._began = self._progress_at = clock()
+        self._computed_s = self._sent_s = 0.0
+        """Time spent on making updates, and on making them ready for the way and handing them over."""
+        self._began = self._progress_at = self._since = clock()
+        """`_since`: when it began what it does now."""
 
     # --- the work ----------------------------------------------------------------------------------
 
@@ -179,11 +183,14 @@ class Worker:
     @property
     def figures(self) -> dict[str, float]:
         """What people want to see of a worker."""
-        whole = self.clock() - self._began
+        now = self.clock()
+        whole, going_on = now - self._began, max(0.0, now - self._since)
         return {
             "samples": self.samples,
             "samples_per_s": self.samples / whole if whole else 0.0,
-            "idle_s": self._waited_s,
+            "computing_s": self._computed_s + (going_on if self.state == COMPUTING else 0.0),
+            "idle_s": self._waited_s + (going_on if self.state == _WAITING else 0.0),
+            "sending_s": self._sent_s,
             "accepted": self.counts["accepted"],
             "rejected": self.counts["rejected"] + self.counts["abandoned"],
         }
@@ -193,7 +200,7 @@ class Worker:
 
     def _step(self) -> None:
         self.state, started, feed = COMPUTING, self.clock(), self.feed
-        self._progress_at = started
+        self._progress_at = self._since = started
         try:
             made = self.producer.make()
         except ShoalError:
@@ -201,10 +208,12 @@ class Worker:
             raise
         if made is None:
             return self._return_unit()
-        frames = self.outgoing.frames(made.vector, made.samples, made.span) if made.frames is None else made.frames
+        frames, coded_s = self._coded(made)
         if self.slowdown > 1:
             time.sleep((self.slowdown - 1) * (self.clock() - started))
-        self._step_s = self.clock() - started
+        self._since = self.clock()
+        self._step_s = self._since - started
+        self._computed_s += self._step_s - coded_s
         self.steps += 1
         self.settle()
         if self.feed is not feed:  # the coordinator gave the worker another place at the data meanwhile: this is another's to send
@@ -217,6 +226,14 @@ class Worker:
             self.settle()
         return None
 
+    def _coded(self, made: Made) -> tuple[list[memoryview], float]:
+        """An update as it goes on its way, and the time that took."""
+        began_at = self.clock()
+        frames = self.outgoing.frames(made.vector, made.samples, made.span) if made.frames is None else made.frames
+        took_s = self.clock() - began_at
+        self._sent_s += took_s
+        return frames, took_s
+
     @property
     def _is_through(self) -> bool:
         """Whether the worker's place at the data ends here: what comes next is for the coordinator to say."""
@@ -227,10 +244,12 @@ class Worker:
 
     def _claim(self) -> bool:
         """Lease a unit, one at a time: one that waits here would keep a round waiting. Return whether there is work."""
-        self.unit, self.state, asked_at = None, "waiting", self.clock()
+        self.unit, self.state = None, _WAITING
+        self._since = asked_at = self.clock()
         self.protocol.claim()
         self._say_all()
-        self._waited_s += self.clock() - asked_at
+        self._since = self.clock()
+        self._waited_s += self._since - asked_at
         unit: Unit | None = self.unit
         if unit is None or self.over:
             return False
@@ -279,15 +298,19 @@ class Worker:
         )
         self.protocol.contribute(contribution, frames, pulls=unit is None and self.steps % self.policies.pull.every == 0)
         self.counts["sent"] += 1
+        began_at = self.clock()
         self._under_way = self.courier.send(soon)
+        self._sent_s += self.clock() - began_at
 
     def settle(self) -> None:
         """Hear what became of the contribution that is under way, and do as the answer says."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
-            self.state, asked_at = "waiting", self.clock()
+            self.state = _WAITING
+            self._since = asked_at = self.clock()
             events = under_way.result()
-            self._waited_s += self.clock() - asked_at
+            self._since = self.clock()
+            self._waited_s += self._since - asked_at
             self._apply(events)
 
     def _say_all(self) -> None:

@@ -126,7 +126,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
-            waiting = self.server.desk.ask(self._peer(), unpack(body, answer=False))
+            waiting = self.server.desk.ask(self._peer(), unpack(body, answer=False), str(self.client_address[0]))
         except wire.Malformed as problem:
             self._turn_away(400, problem.reason)
             return

@@ -109,7 +109,7 @@ class ZmqServer:
             self.traffic.refuse("too-fast")
             self._answer(peer, number, wire.refusal("too-fast", self._rates.why))
             return []
-        return [Request(peer, number, message, _guest(received.last))]
+        return [Request(peer, number, message, _property(received.last, "User-Id"), _property(received.last, "Peer-Address"))]
 
     def reply(self, request: Request, message: Message) -> None:
         self._answer(request.peer, request.number, message)
@@ -150,11 +150,11 @@ def _only_here_without_a_key(hosts: Sequence[str], secret_key: object) -> None:
         raise ShoalError(f"{exposed[0]} is reachable from other machines, so what travels must be encrypted: give the server a key pair")
 
 
-def _guest(part: zmq.Frame) -> str:
-    """Whose invitation let a message's sender in, as the gatekeeper said in the handshake."""
+def _property(part: zmq.Frame, name: str) -> str:
+    """What is known of a message's sender: the person whose invitation let it in, as the gatekeeper said, or its address."""
     try:
-        return str(part.get("User-Id"))
-    except zmq.ZMQError:  # nobody's own: the run's token
+        return str(part.get(name))
+    except zmq.ZMQError:  # nobody's own invitation: the run's token
         return ""
 
 

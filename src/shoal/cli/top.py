@@ -1,0 +1,71 @@
+"""`shoal top`: a run at work, live in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.status import folder_of
+from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_HEAD = 12
+"""Lines that are not the workers': what is said of the whole run, and space between."""
+_EVENTS = 6
+
+
+def run(argv: list[str]) -> int:
+    made = argparse.ArgumentParser("shoal top", description="Show a run with its workers, live, until it ends or you press Ctrl-C.")
+    made.add_argument("run", nargs="?", metavar="RUN", help="a run's folder (default: the newest in runs)")
+    made.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to look (default: 1)")
+    arguments = made.parse_args(argv)
+    folder = folder_of([arguments.run or "runs"] if arguments.run else [])
+    if folder is None:
+        raise ShoalError(f"{arguments.run or 'runs'} is no folder: name a run's folder, or start a run in this one (`shoal train`)")
+    if not sys.stdout.isatty():
+        raise ShoalError(f"`shoal top` draws on a terminal, and this is none: `shoal status {folder.path}` prints once")
+    from rich.live import Live
+
+    try:
+        with Live(drawn(folder.status()), screen=True, auto_refresh=False) as live:
+            while True:
+                status = folder.status()
+                live.update(drawn(status, live.console.height), refresh=True)
+                if status["state"] not in ("running", "ending", "not here", "running or killed"):
+                    break
+                time.sleep(max(0.2, arguments.every))
+    except KeyboardInterrupt:
+        return 0
+    from shoal.cli.status import run as show_status
+
+    return show_status([str(Path(folder.path))])
+
+
+def drawn(status: dict[str, Any], height: int = 40) -> RenderableType:
+    """A run as tables, cut to the height of a terminal."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    from shoal.watch.standing import event_lines, lines, member_rows
+
+    head = Table.grid(padding=(0, 2))
+    for name, text in lines(status):
+        head.add_row(Text(name, style="dim"), Text(text))  # what a worker says of itself is no markup
+    columns, *rows = member_rows(status)
+    room = max(3, height - _HEAD - _EVENTS)
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows[:room]:
+        table.add_row(*(Text(cell, overflow="ellipsis") for cell in row))
+    left_out = len(rows) - len(rows[:room]) + int(status["members_left_out"])
+    more = Text(f"and {left_out} more workers" if left_out else "", style="dim")
+    bar = ProgressBar(total=1.0, completed=float(status["progress"] or 0.0), width=60)
+    events = [Text(line, overflow="ellipsis", no_wrap=True) for line in event_lines(status["events"], _EVENTS)]
+    workers: list[RenderableType] = [table, more, Text("")] if rows else []
+    return Group(head, bar, Text(""), *workers, *events)

@@ -1,0 +1,56 @@
+"""`shoal watch`: runs on a page in the browser, while they go on and afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from pathlib import Path
+
+from shoal.errors import ShoalError
+from shoal.launch.watching import check_dashboard
+
+PORT = 8650
+
+
+def run(argv: list[str]) -> int:
+    made = argparse.ArgumentParser(
+        "shoal watch",
+        description="Show runs in the browser: live, and once they are over from beginning to end. It reads their folders only.",
+    )
+    made.add_argument("runs", nargs="*", metavar="RUN", help="runs' folders, to compare several (default: the newest in runs)")
+    made.add_argument("--host", metavar="ADDRESS", help="where to listen (default: this machine only; with --public everywhere)")
+    made.add_argument("--port", type=int, metavar="P", help=f"the port (default: {PORT}, or another if that is taken)")
+    made.add_argument("--public", action="store_true", help="let others watch, with a token that is printed; they do not learn how to join")
+    made.add_argument("--token-file", metavar="FILE", help="a token of your own (16 letters at least), in a file")
+    made.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    arguments = made.parse_args(argv)
+    check_dashboard()
+    from shoal.runs.reading import RunFolder, newest_run
+    from shoal.serve.watch_server import WatchServer
+
+    folders = [RunFolder(Path(name)) for name in arguments.runs] or [newest_run(Path("runs"))]
+    host = arguments.host or ("0.0.0.0" if arguments.public else "127.0.0.1")
+    token = _token(arguments)
+    ports = [PORT, 0] if arguments.port is None else [arguments.port]
+    server = WatchServer(folders, host, ports, token, arguments.public)
+    print(f"watch {', '.join(str(one.path) for one in folders)} at {_address(host, server.port, token)}", flush=True)
+    server.run(arguments.parent)
+    return 0
+
+
+def _token(arguments: argparse.Namespace) -> str | None:
+    if arguments.token_file:
+        try:
+            return Path(arguments.token_file).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ShoalError(f"cannot read {arguments.token_file}: {error.strerror}") from None
+    return secrets.token_urlsafe(18) if arguments.public else None
+
+
+def _address(host: str, port: int, token: str | None) -> str:
+    """What to open. The token stands behind a `#`, so that a browser sends it to nobody by itself."""
+    from shoal.transports.addresses import to_tell
+
+    known = to_tell(host)
+    shown = f"[{known}]" if ":" in known else known
+    return f"http://{shown}:{port}/" + (f"#token={token}" if token else "")

@@ -1,0 +1,39 @@
+"""A dashboard beside a run: a process of its own, so that whoever watches takes nothing from the coordinator. It ends with the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from shoal.errors import ShoalError
+
+_PARTING_S = 5.0
+
+
+def check_dashboard() -> None:
+    """Raises ShoalError where no dashboard can be shown."""
+    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ShoalError(f"the dashboard needs {' and '.join(missing)}: pip install 'shoal[serve]'")
+
+
+@contextmanager
+def dashboard(folder: Path) -> Iterator[str]:
+    """Show a run's folder in the browser for as long as it takes; where to look, in words."""
+    command = [sys.executable, "-m", "shoal", "watch", str(folder), "--parent", str(os.getpid())]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip() or "warning: the dashboard did not start"
+    finally:
+        process.terminate()
+        try:
+            process.wait(_PARTING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

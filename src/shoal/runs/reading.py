@@ -1,0 +1,262 @@
+"""A run as its folder shows it, while it goes on and ever after. It loads no torch, and asks no coordinator.
+
+It believes nothing that it reads: a worker, or whoever has the folder, may have had anything written into it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+import unicodedata
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.errors import ShoalError
+
+_FRESH_S = 10.0
+_LONG_S = 600.0
+"""So long a coordinator may be silent, while its process is there: the last evaluation may take a while."""
+_MOST_BYTES_AT_ONCE = 8 << 20
+_LONGEST_LINE = 1 << 20
+_LONGEST_TEXT, _LONGEST_SAMPLE = 1000, 8000
+_MOST_ITEMS, _DEEPEST = 5000, 6
+_DIRECTING = {"\u061c", "\u200e", "\u200f", *map(chr, range(0x202A, 0x202F)), *map(chr, range(0x2066, 0x206A))}
+"""Characters that turn the direction of writing, and so make a text look like another."""
+_SAMPLE = re.compile(r"step-(\d{1,12})\.(png|txt)")
+_CHECKPOINT = re.compile(r"step-(\d{1,12})")
+
+
+def clean(value: Any, depth: int = 0) -> Any:
+    """A value that can be shown: finite numbers, bounded texts and lists, nothing that steers a terminal or turns the writing around."""
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if depth >= _DEEPEST:
+        return None
+    if isinstance(value, Mapping):
+        return {clean_text(str(name)): clean(one, depth + 1) for name, one in list(value.items())[:_MOST_ITEMS]}
+    if isinstance(value, (list, tuple)):
+        return [clean(one, depth + 1) for one in value[:_MOST_ITEMS]]
+    return None
+
+
+def clean_text(text: str) -> str:
+    return "".join(one if _is_plain(one) else "?" for one in text[:_LONGEST_TEXT])
+
+
+def _is_plain(character: str) -> bool:
+    return character not in _DIRECTING and (character == " " or unicodedata.category(character)[0] not in "CZ")
+
+
+class Tail:
+    """A file of lines that grows: each look gives the whole lines that have come since the last one. A file that became shorter, or was
+    replaced, is read from its beginning, and `began` counts that."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.began = path, 0
+        self._at, self._file = 0, -1
+        self._rest = b""
+
+    def look(self) -> Iterator[bytes]:
+        """Lines that are new, at most so many that a slow reader comes back in between."""
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._file or found.st_size < self._at:
+                    self._file, self._at, self._rest = found.st_ino, 0, b""
+                    self.began += 1
+                file.seek(self._at)
+                content = file.read(_MOST_BYTES_AT_ONCE)
+        except OSError:
+            return
+        self._at += len(content)
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        if len(self._rest) > _LONGEST_LINE:
+            self._rest = b""
+        yield from (line for line in lines if line and len(line) <= _LONGEST_LINE)
+
+    def values(self) -> Iterator[dict[str, Any]]:
+        """New lines that hold a JSON object."""
+        for line in self.look():
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where it is not there or cannot be read."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class Seen(NamedTuple):
+    """A file that a run leaves at a step."""
+
+    step: int
+    name: str
+    at: float
+
+
+class RunFolder:
+    """What a run's folder holds."""
+
+    def __init__(self, path: Path) -> None:
+        if not (path / "config.yaml").exists():
+            raise ShoalError(f"{path} is no run's folder: it has no config.yaml. `shoal runs` lists the runs that there are")
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return clean_text(self.path.resolve().name)
+
+    @property
+    def state_path(self) -> Path:
+        """Where the coordinator keeps what survives it."""
+        elsewhere = self.provenance().get("coordinator.state_path", {}).get("value")
+        return Path(elsewhere) if isinstance(elsewhere, str) and elsewhere else self.path / "coordinator"
+
+    def status(self) -> dict[str, Any]:
+        """How the run goes, cleaned. A run without a coordinator is told from its records."""
+        found = clean(read_json(self.path / "status.json"))
+        status: dict[str, Any] = found if found.get("members") is not None else self._alone()
+        return _DEFAULTS | status | {"state": self._state(status), "folder": clean_text(str(self.path))}
+
+    def _alone(self) -> dict[str, Any]:
+        records = [record for record in Tail(self.path / "metrics.jsonl").values() if "step" in record]
+        latest: dict[str, dict[str, Any]] = {
+            split: next((one for one in reversed(records) if one.get("split") == split), {}) for split in ("train", "eval")
+        }
+        last = clean(records[-1]) if records else {}
+        figures = {split: {name: value for name, value in clean(one).items() if name not in _ABOUT} for split, one in latest.items()}
+        events = [clean(one) for one in Tail(self.path / "events.jsonl").values()][-50:]
+        known = {"samples": last.get("samples", 0), "wall_s": last.get("wall_s", 0.0), "at": _changed_at(self.path / "metrics.jsonl")}
+        return {"run": self.name, "version": last.get("step", 0), "figures": figures, "events": events, **known}
+
+    def _state(self, status: Mapping[str, Any]) -> str:
+        """What the run does: how it ended, where it has ended, or whether somebody still works at it."""
+        written, ended = (
+            _changed_at(self.path / "status.json") or _changed_at(self.path / "metrics.jsonl"),
+            _changed_at(self.path / "summary.json"),
+        )
+        if ended and ended >= written - 1.0:
+            return str(clean(read_json(self.path / "summary.json")).get("status", "ended"))
+        age_s = time.time() - written
+        if age_s < _FRESH_S or (age_s < _LONG_S and _is_running(status.get("pid"))):
+            return str(status.get("state") or "running")
+        return "not here" if "pid" in status or status.get("members") else "running or killed"
+
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = clean(read_json(self.path / "summary.json"))
+        return found
+
+    def provenance(self) -> dict[str, Any]:
+        """Every setting with its value and where it came from."""
+        found: dict[str, Any] = clean(read_json(self.path / "provenance.json"))
+        return found
+
+    def samples(self) -> list[Seen]:
+        """What the model drew or wrote, in order."""
+        return _seen(self.path / "samples", _SAMPLE)
+
+    def checkpoints(self) -> list[Seen]:
+        return _seen(self.path / "checkpoints", _CHECKPOINT)
+
+    def sample(self, name: str) -> bytes | str | None:
+        """A picture or a cleaned text by its name; None where there is none of that name."""
+        if _SAMPLE.fullmatch(name) is None:
+            return None
+        try:
+            content = (self.path / "samples" / name).read_bytes()
+        except OSError:
+            return None
+        if name.endswith(".png"):
+            return content
+        text = content[:_LONGEST_SAMPLE].decode("utf-8", "replace")
+        return "\n".join(clean_text(line) for line in text.splitlines())
+
+    def invitation(self) -> dict[str, Any]:
+        """What whoever wants to join must type, as the coordinator told it; nothing where nobody is invited."""
+        found: dict[str, Any] = clean(read_json(self.path / "invitation.json"))
+        return found
+
+
+_ABOUT = ("step", "split", "wall_s", "samples", "epoch", "samples_per_s", "received_bytes", "sent_bytes")
+"""What stands in a record beside its figures."""
+_DEFAULTS: dict[str, Any] = {
+    "schema": 1,
+    "run": "",
+    "strategy": "",
+    "scheduler": "none",
+    "transport": "",
+    "version": 0,
+    "of": None,
+    "step_name": "step",
+    "wall_s": 0.0,
+    "samples": 0,
+    "progress": None,
+    "eta_s": None,
+    "figures": {"train": {}, "eval": {}},
+    "contributions": {},
+    "refused": {},
+    "received_bytes": 0,
+    "sent_bytes": 0,
+    "privacy": None,
+    "members": [],
+    "members_left_out": 0,
+    "gone": [],
+    "tasks": [],
+    "events": [],
+    "at": 0.0,
+}
+
+
+def newest_run(folder: Path) -> RunFolder:
+    """The run below a folder that was written to last. Raises ShoalError."""
+    found = [path.parent for path in folder.rglob("provenance.json") if (path.parent / "config.yaml").exists()]
+    if not found:
+        raise ShoalError(f"there are no runs in {folder}: name a run's folder, or start one (`shoal train`)")
+    return RunFolder(
+        max(found, key=lambda path: max(_changed_at(path / name) for name in ("status.json", "metrics.jsonl", "provenance.json")))
+    )
+
+
+def _seen(folder: Path, pattern: re.Pattern[str]) -> list[Seen]:
+    try:
+        names = [entry.name for entry in os.scandir(folder)]
+    except OSError:
+        return []
+    matches = [match for name in names if (match := pattern.fullmatch(name))]
+    return sorted(Seen(int(match[1]), match[0], _changed_at(folder / match[0])) for match in matches)
+
+
+def _changed_at(path: Path) -> float:
+    """When a file was written last; 0 where it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_running(pid: Any) -> bool:
+    if not isinstance(pid, int) or pid <= 1:
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True

@@ -1,0 +1,135 @@
+// One screen in large type: what the model makes, how well it does, and who helps.
+
+import { code, curves } from "./charts.js";
+import { clock, duration, fill, make, number, percent } from "./words.js";
+
+const find = (id) => document.getElementById(id);
+const HEADLINES = [["accuracy", (value) => `${(100 * value).toFixed(1)} %`, "right"], ["score", number, "score"], ["perplexity", number, "perplexity"]];
+const LOSSES = ["loss", "generator_loss", "policy_loss"];
+const STRIP = 5;
+
+export class Classroom {
+  constructor(fetchSample) {
+    this.fetchSample = fetchSample;
+    this.pictures = new Map();
+    this.shown = "";
+  }
+
+  show(view) {
+    const samples = view.samples;
+    find("class").classList.toggle("plain", !samples.length);
+    find("class-sample-card").hidden = !samples.length;
+    if (samples.length) this.showSamples(samples);
+    this.showFigures(view);
+    this.showWorkers(view);
+    const events = view.events.slice(-30).reverse();
+    fill(find("class-events"), events.length ? events.map(eventRow) : [make("li", "note", "nothing yet")]);
+  }
+
+  /** The newest picture, and a few from the beginning until then. A picture is fetched once. */
+  showSamples(samples) {
+    const newest = samples.at(-1), names = samples.map((one) => one.name).join(" ");
+    if (names === this.shown) return;
+    this.shown = names;
+    find("class-sample-title").textContent = newest.step ? `What it makes after ${number(newest.step)} steps` : "What it makes before it has learned";
+    const isPicture = newest.name.endsWith(".png");
+    find("class-picture").hidden = !isPicture;
+    find("class-text").hidden = isPicture;
+    if (!isPicture) {
+      this.fetchSample(newest.name).then((response) => response.text()).then((text) => {
+        find("class-text").textContent = text;
+      }, () => {});
+      find("class-strip").replaceChildren();
+      return;
+    }
+    this.draw(find("class-picture"), newest.name);
+    const several = samples.length > 2 ? spread(samples, STRIP) : [];
+    find("class-strip").replaceChildren(...several.map((one) => {
+      const canvas = make("canvas");
+      canvas.width = canvas.height = 8;
+      this.draw(canvas, one.name);
+      return make("li", "", canvas, `step ${number(one.step)}`);
+    }));
+  }
+
+  async draw(canvas, name) {
+    if (!this.pictures.has(name)) {
+      this.pictures.set(name, this.fetchSample(name).then((response) => response.blob()).then((blob) => createImageBitmap(blob)));
+    }
+    try {
+      const picture = await this.pictures.get(name);
+      canvas.width = picture.width;
+      canvas.height = picture.height;
+      canvas.getContext("2d").drawImage(picture, 0, 0);
+    } catch {
+      this.pictures.delete(name);
+    }
+  }
+
+  showFigures(view) {
+    const last = view.evals.at(-1) ?? {}, headline = HEADLINES.find(([name]) => typeof last[name] === "number");
+    const loss = LOSSES.find((name) => view.names.includes(name)) ?? view.names.find((name) => name.endsWith("loss")) ?? "loss";
+    const train = view.points(view.train, loss, "step"), evals = view.points(view.evals, loss, "step");
+    find("class-figure").textContent = headline ? "How well it does" : "How wrong it still is";
+    const now = headline ? headline[1](last[headline[0]]) : train.length ? number(train.at(-1)[1]) : "";
+    fill(find("class-big"), now ? [now, make("small", "", ` ${headline ? headline[2] : loss.replaceAll("_", " ")}`)] : []);
+    const other = LOSSES.includes(loss) && view.names.includes("discriminator_loss") ? view.points(view.train, "discriminator_loss", "step") : [];
+    const series = [
+      { name: other.length ? "generator" : "while learning", points: train, place: 0 },
+      { name: "discriminator", points: other, place: 2 },
+      { name: "on unseen data", points: evals, place: 1 },
+    ];
+    const height = Math.max(200, Math.min(420, window.innerHeight * 0.38));
+    curves(find("class-curve"), { series, xName: view.run.status?.step_name ?? "step", height, label: loss });
+  }
+
+  showWorkers(view) {
+    const counted = view.run.ledger?.samples_of ?? {};
+    const rows = view.workers.map((row) => ({ ...row, did: (view.time === null && counted[row.worker]) || row.samples || row.accepted || 0 }));
+    const whole = rows.reduce((sum, row) => sum + row.did, 0) || 1;
+    const here = rows.filter((row) => row.state !== "gone").length;
+    find("class-workers-title").textContent = here === 1 ? "1 laptop helps" : `${here} laptops help`;
+    find("class-workers-card").hidden = !rows.length && !view.run.status?.strategy;
+    rows.sort((one, other) => other.did - one.did || (one.worker < other.worker ? -1 : 1));
+    fill(find("class-workers"), rows.slice(0, 60).map((row) => laptop(row, row.did / whole)));
+  }
+
+  showInvitation(told) {
+    const invited = Boolean(told.line);
+    find("class").classList.toggle("uninvited", !invited);
+    find("class-join").hidden = !invited;
+    find("class-line").textContent = told.line;
+    find("class-token").hidden = !told.token;
+    find("class-token").querySelector("strong").textContent = told.token ?? "";
+    code(find("class-code"), told.code ?? []);
+  }
+}
+
+function laptop(row, share) {
+  const gone = row.state === "gone";
+  const meter = make("meter");
+  meter.max = 1;
+  meter.value = share;
+  meter.setAttribute("aria-label", `share of ${row.worker}`);
+  const told = gone ? "gone" : `${row.state}, ${percent(share)}`;
+  const line = make("div", gone ? "row gone" : "row", make("span", "", row.worker), make("span", "", told));
+  return make("li", "", line, meter);
+}
+
+/** An event as a sentence. */
+export function eventRow(event) {
+  const time = make("time", "", typeof event.at === "number" ? clock(event.at) : duration(event.wall_s));
+  const text = String(event.text ?? "");
+  return make("li", text.startsWith("warning") ? "bad" : "", time, sentence(text));
+}
+
+function sentence(text) {
+  const plain = text.replace(/^warning: /, "");
+  const first = /^[a-z]+ /.test(plain) && !/^\S+ (joined|left|is |came|has |cannot)/.test(plain) ? plain.charAt(0).toUpperCase() + plain.slice(1) : plain;
+  return /[.!?:…]$/.test(first) ? first : `${first}.`;
+}
+
+function spread(list, count) {
+  if (list.length <= count) return list;
+  return Array.from({ length: count }, (_, at) => list[Math.round((at * (list.length - 1)) / (count - 1))]);
+}

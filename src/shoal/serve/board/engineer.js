@@ -1,0 +1,293 @@
+// Everything that a run's folder tells, as cards. A card that has nothing to show is not there.
+
+import { bars, curves, shades, timeline } from "./charts.js";
+import { eventRow } from "./classroom.js";
+import { bytes, clock, duration, fill, make, number, percent } from "./words.js";
+
+const COLUMNS = [
+  ["worker", "worker"], ["state", "state"], ["since", "since", clock], ["heard_s", "heard", (value) => (typeof value === "number" ? `${duration(value)} ago` : "–")],
+  ["address", "address"], ["rate", "steps/s", number], ["lag", "lag", number], ["accepted", "accepted", number], ["rejected", "rejected", number],
+  ["why", "why", (value) => Object.entries(value ?? {}).map(([reason, count]) => `${count} ${reason}`).join(", ")],
+  ["samples", "samples", number], ["bytes", "received", bytes], ["computing_s", "computing", duration], ["waiting_s", "waiting", duration],
+  ["sending_s", "sending", duration], ["memory_bytes", "memory", bytes], ["task", "task"], ["system", "system"],
+];
+const ROLLOUTS = /^(score|reward|kl|kl_coefficient|entropy|clip_fraction|explained_variance|answer_length|distinct_share|policy_loss|value_loss|.*_p\d\d)$/;
+const NORMS = /(gradient_norm$|^gradients\/|skipped|anomal|grad_)/;
+const MOST_ROWS = 40, MOST_CURVES = 6, MOST_SHOWN = 500;
+
+export class Engineer {
+  constructor(root, settingsOf) {
+    this.root = root;
+    this.settingsOf = settingsOf;
+    this.by = "step";
+    this.figure = "loss";
+    this.sort = ["worker", 1];
+    this.cards = new Map();
+    this.settings = null;
+  }
+
+  /** The card of a name: its box, made when it is needed first, and shown or hidden. */
+  card(name, title, shown = true, wide = false) {
+    if (!this.cards.has(name)) {
+      const tools = make("div", "tools", make("h2", "", title)), body = make("div");
+      const node = make("section", wide ? "card wide" : "card", tools, body);
+      node.setAttribute("aria-label", title);
+      this.root.append(node);
+      this.cards.set(name, { node, tools, body, fresh: true });
+    }
+    const card = this.cards.get(name);
+    card.node.hidden = !shown;
+    return card;
+  }
+
+  show(views, chosen) {
+    const view = views[chosen] ?? views[0];
+    this.views = views;
+    this.showLoss(views);
+    this.showWorkers(view);
+    this.showTimeline(view);
+    this.showTraffic(view);
+    this.showRule(view);
+    this.showNorms(view);
+    this.showExperts(view);
+    this.showRollouts(view);
+    this.showPrivacy(view);
+    this.showAudit(view);
+    this.showCheckpoints(view);
+    this.showEvents(view);
+    this.showSettings(views.indexOf(view));
+  }
+
+  showLoss(views) {
+    const card = this.card("loss", "Figures", true, true);
+    if (card.fresh) this.prepareLoss(card);
+    const names = [...new Set(views.flatMap((view) => view.names))].sort(byImportance);
+    if (!names.includes(this.figure) && names.length) this.figure = names[0];
+    fill(card.select, names.map((name) => option(name)));
+    card.select.value = this.figure;
+    const several = views.length > 1;
+    const series = views.flatMap((view, place) => [
+      { name: several ? `${view.run.name} train` : "train", points: view.points(view.train, this.figure, this.by), place },
+      { name: several ? `${view.run.name} eval` : "eval", points: view.points(view.evals, this.figure, this.by), place: several ? place : 1, dashed: several },
+    ]);
+    const marks = several || this.by !== "step" ? [] : views[0].checkpoints.map((one) => one.step);
+    curves(card.body, { series, xName: this.by === "step" ? "step" : "seconds", height: 300, label: this.figure, marks });
+  }
+
+  prepareLoss(card) {
+    card.fresh = false;
+    card.select = make("select");
+    card.select.setAttribute("aria-label", "Which figure");
+    card.select.addEventListener("change", () => this.again(() => { this.figure = card.select.value; }));
+    const buttons = [["step", "by step"], ["wall_s", "by time"]].map(([by, text]) => {
+      const button = make("button", "", text);
+      button.type = "button";
+      button.setAttribute("aria-pressed", String(by === this.by));
+      button.addEventListener("click", () => this.again(() => {
+        this.by = by;
+        buttons.forEach((one) => one.setAttribute("aria-pressed", String(one === button)));
+      }));
+      return button;
+    });
+    card.tools.append(card.select, ...buttons);
+  }
+
+  again(change) {
+    change();
+    if (this.views) this.showLoss(this.views);
+  }
+
+  showWorkers(view) {
+    const rows = view.workers, status = view.run.status ?? {};
+    const card = this.card("workers", "Workers", rows.length > 0 || Boolean(status.strategy), true);
+    const shown = COLUMNS.filter(([key]) => rows.some((row) => row[key] !== undefined && row[key] !== "" && row[key] !== null));
+    const [key, way] = this.sort;
+    rows.sort((one, other) => way * compare(one[key], other[key]));
+    const left = rows.length - MOST_SHOWN + (status.members_left_out ?? 0);
+    const body = rows.slice(0, MOST_SHOWN).map((row) => make("tr", row.state === "gone" ? "gone" : "", ...shown.map(([name, , text]) => make("td", name === "why" ? "bad" : "", text ? text(row[name]) : String(row[name] ?? "–")))));
+    if (!card.table) this.prepareWorkers(card);
+    fill(card.head, [make("tr", "", ...shown.map(([name, title]) => this.heading(name, title)))]);
+    fill(card.rows, body);
+    const counts = Object.entries(status.contributions ?? {}).map(([name, count]) => `${number(count)} ${name}`).join(", ");
+    card.foot.textContent = [rows.length ? "" : "nobody is here yet", counts && `contributions: ${counts}`, left > 0 ? `${left} more workers are not shown` : ""].filter(Boolean).join("; ");
+  }
+
+  prepareWorkers(card) {
+    card.head = make("thead");
+    card.rows = make("tbody");
+    card.table = make("table", "", card.head, card.rows);
+    card.foot = make("p", "note");
+    card.body.append(make("div", "scroll", card.table), card.foot);
+    card.head.addEventListener("click", (event) => {
+      const name = event.target.closest("button")?.dataset.key;
+      if (!name) return;
+      this.sort = [name, this.sort[0] === name ? -this.sort[1] : 1];
+      if (this.views) this.showWorkers(this.views[0]);
+    });
+  }
+
+  heading(name, title) {
+    const button = make("button", "", title), cell = make("th", "", button);
+    button.type = "button";
+    button.dataset.key = name;
+    if (this.sort[0] === name) cell.setAttribute("aria-sort", this.sort[1] > 0 ? "ascending" : "descending");
+    return cell;
+  }
+
+  showTimeline(view) {
+    const moments = spread(view.moments, 120), names = [...new Set(moments.flatMap((one) => Object.keys(one.workers)))].sort().slice(0, MOST_ROWS);
+    const card = this.card("timeline", "What each worker did", moments.length > 1, true);
+    if (moments.length < 2) return;
+    const rows = names.map((name) => [name, stretches(moments, name)]);
+    timeline(card.body, { rows, from: moments[0].wall_s, to: moments.at(-1).wall_s, label: "Shares of computing, waiting and sending of each worker over time" });
+  }
+
+  showTraffic(view) {
+    const speed = view.points(view.train, "samples_per_s", "wall_s"), xName = "seconds";
+    const rounds = rates(view.train, (one, other) => (other.wall_s - one.wall_s) / (other.step - one.step || 1));
+    curves(this.card("speed", "Samples a second", speed.length > 1).body, { series: [{ name: "samples/s", points: speed, place: 0 }], xName, fromZero: true, label: "Samples a second" });
+    curves(this.card("rounds", "Seconds for a version", rounds.length > 1).body, { series: [{ name: "seconds", points: rounds, place: 0 }], xName, fromZero: true, label: "Seconds for a version" });
+    const each = (name) => rates(view.train, (one, other) => Math.max(0, other[name] - one[name]) / (other.wall_s - one.wall_s || 1));
+    const flows = ["received_bytes", "sent_bytes"].map((name, place) => ({ name: name.replace("_bytes", ""), points: view.train.some((one) => one[name]) ? each(name) : [], place }));
+    curves(this.card("bytes", "Bytes a second", flows.some((one) => one.points.length > 1)).body, { series: flows, xName, fromZero: true, label: "Bytes a second", y: bytes });
+    const lags = view.run.ledger?.lags ?? [], end = lags.findLastIndex((count) => count > 0);
+    bars(this.card("lag", "Lag of contributions, in versions", end >= 0).body, { bars: lags.slice(0, end + 1).map((count, lag) => [lag === 20 ? "20+" : String(lag), count]), label: "Lag", xName: "versions" });
+  }
+
+  showRule(view) {
+    const dropped = Object.entries(view.run.ledger?.dropped ?? {}).sort((one, other) => other[1] - one[1]);
+    const card = this.card("rule", "Whom the rule left out", dropped.length > 0);
+    bars(card.body, { bars: dropped.slice(0, 30), lying: true, label: "Contributions that the rule left out, by worker" });
+  }
+
+  showNorms(view) {
+    const names = view.names.filter((name) => NORMS.test(name)).slice(0, MOST_CURVES);
+    const series = names.map((name, place) => ({ name, points: view.points(view.train, name, "step"), place }));
+    curves(this.card("norms", "Gradient norms and skipped steps", names.length > 0).body, { series, xName: "step", label: "Gradient norms" });
+  }
+
+  showExperts(view) {
+    const rows = [];
+    for (const [name, value] of Object.entries(view.train.at(-1) ?? {})) {
+      const found = /^layers\/(\d{1,3})\/load\/(\d{1,4})$/.exec(name);
+      if (found && typeof value === "number") (rows[Number(found[1])] ??= [])[Number(found[2])] = value;
+    }
+    const whole = Array.from(rows, (row) => Array.from(row ?? [], (value) => value ?? 0)).filter((row) => row.length);
+    const card = this.card("experts", "Load of the experts", whole.length > 0);
+    if (whole.length) shades(card.body, { rows: whole, rowName: "layer", columnName: "expert", label: "Load of each expert of each layer" });
+    const excess = view.names.filter((name) => /^layers\/\d+\/load_excess$/.test(name)).slice(0, MOST_CURVES);
+    const series = excess.map((name, place) => ({ name: `layer ${name.split("/")[1]}`, points: view.points(view.train, name, "step"), place }));
+    curves(this.card("excess", "Load of the fullest expert over the mean", excess.length > 0).body, { series, xName: "step", fromZero: true, label: "Excess load" });
+  }
+
+  showRollouts(view) {
+    const names = view.names.includes("kl") ? view.names.filter((name) => ROLLOUTS.test(name)) : [];
+    for (const name of names.slice(0, 12)) {
+      const series = [{ name, points: view.points(view.train, name, "step"), place: 0 }, { name: "eval", points: view.points(view.evals, name, "step"), place: 1 }];
+      curves(this.card(`rollouts ${name}`, name.replaceAll("_", " ")).body, { series, xName: "step", height: 160, label: name });
+    }
+  }
+
+  showPrivacy(view) {
+    const points = view.points(view.train, "epsilon", "step"), told = view.run.status?.privacy;
+    const card = this.card("privacy", "Privacy spent", points.length > 0);
+    const most = told?.protects_up_to;
+    const limit = points.length && most ? [{ name: `up to ${most} protects`, points: [[points[0][0], most], [points.at(-1)[0], most]], place: 1, dashed: true }] : [];
+    curves(card.body, { series: [{ name: "ε spent", points, place: 0 }, ...limit], xName: "step", fromZero: true, label: "ε" });
+  }
+
+  showAudit(view) {
+    const ledger = view.run.ledger, card = this.card("audit", "Audit while it runs", Boolean(ledger?.lines));
+    if (!ledger?.lines) return;
+    const sound = ledger.problems.length ? ledger.problems.join("; ") : "nothing was lost, and nothing counted twice";
+    const rows = [["ledger", sound], ["versions", number(ledger.version)], ["contributions", number(ledger.contributions)], ["samples", number(ledger.samples)],
+      ["checked", ledger.checked_all ? "every contribution" : "the first 500,000 contributions"]];
+    fill(card.body, [list(rows), make("p", "note", "shoal audit compares it with the workers' own receipts, too")]);
+  }
+
+  showCheckpoints(view) {
+    const found = view.checkpoints, card = this.card("checkpoints", "Checkpoints", found.length > 0);
+    fill(card.body, [list(found.slice(-12).reverse().map((one) => [one.name, clock(one.at)]))]);
+  }
+
+  showEvents(view) {
+    const card = this.card("events", "Events", view.events.length > 0);
+    if (card.fresh) {
+      card.fresh = false;
+      card.list = make("ol", "events");
+      card.body.append(card.list);
+    }
+    fill(card.list, view.events.slice(-200).reverse().map(eventRow));
+  }
+
+  /** Every setting, and where its value came from. It is asked for once. */
+  async showSettings(number) {
+    if (this.settings === number) return;
+    this.settings = number;
+    const card = this.card("settings", "Settings, and where they came from", false, true);
+    const told = await this.settingsOf(number).catch(() => ({}));
+    const rows = Object.entries(told).map(([path, one]) => [path, JSON.stringify(one?.value ?? null), String(one?.origin ?? "")]);
+    card.node.hidden = !rows.length;
+    const search = make("input"), table = make("tbody");
+    search.type = "search";
+    search.placeholder = "filter";
+    search.setAttribute("aria-label", "Filter the settings");
+    const draw = () => fill(table, rows.filter((row) => row.join(" ").includes(search.value)).map((row) => make("tr", "", ...row.map((cell) => make("td", "", cell)))));
+    search.addEventListener("input", draw);
+    card.tools.replaceChildren(make("h2", "", "Settings, and where they came from"), search);
+    const head = make("thead", "", make("tr", "", ...["setting", "value", "came from"].map((title) => make("th", "", title))));
+    card.body.replaceChildren(make("div", "scroll", make("table", "", head, table)));
+    draw();
+  }
+}
+
+function option(name) {
+  const node = make("option", "", name);
+  node.value = name;
+  return node;
+}
+
+function list(rows) {
+  return make("dl", "", ...rows.flatMap(([name, text]) => [make("dt", "", name), make("dd", "", text)]));
+}
+
+function compare(one, other) {
+  if (one === other) return 0;
+  if (one === undefined || one === null) return 1;
+  if (other === undefined || other === null) return -1;
+  return one < other ? -1 : 1;
+}
+
+function byImportance(one, other) {
+  const rank = (name) => ["loss", "accuracy", "perplexity", "score"].indexOf(name) >>> 0;
+  return rank(one) - rank(other) || (one < other ? -1 : 1);
+}
+
+/** [time, f(record, next)] over neighbouring records. */
+function rates(records, of) {
+  const found = [];
+  for (let at = 1; at < records.length; at += 1) {
+    const value = of(records[at - 1], records[at]);
+    if (Number.isFinite(value)) found.push([records[at].wall_s, value]);
+  }
+  return found;
+}
+
+function spread(all, count) {
+  if (all.length <= count) return all;
+  return Array.from({ length: count }, (_, at) => all[Math.round((at * (all.length - 1)) / (count - 1))]);
+}
+
+/** How a worker's time divides between moments. Where it was not there, there is nothing. */
+function stretches(moments, name) {
+  const found = [];
+  for (let at = 1; at < moments.length; at += 1) {
+    const before = moments[at - 1].workers[name], now = moments[at].workers[name];
+    if (!before || !now) continue;
+    const spent = [1, 2, 3].map((field) => Math.max(0, (now[field] ?? 0) - (before[field] ?? 0)));
+    const whole = spent[0] + spent[1] + spent[2];
+    if (whole > 0) found.push({ from: moments[at - 1].wall_s, to: moments[at].wall_s, shares: spent.map((one) => one / whole) });
+    else if (found.length && found.at(-1).to === moments[at - 1].wall_s) found.at(-1).to = moments[at].wall_s;
+  }
+  return found;
+}

@@ -1,0 +1,107 @@
+// The runs as they are known so far, and how they were at a moment of the past.
+
+export const FIELDS = ["computing_s", "waiting_s", "sending_s", "accepted", "rejected", "lag", "samples", "memory_bytes"];
+
+export class Run {
+  constructor() {
+    this.name = "";
+    this.status = null;
+    this.records = [];
+    this.moments = [];
+    this.events = [];
+    this.samples = [];
+    this.checkpoints = [];
+    this.ledger = null;
+  }
+
+  /** Take in a message of the stream. */
+  hear(told) {
+    const known = told.reset ? [[], [], []] : [this.records, this.moments, this.events];
+    this.records = known[0].concat(told.records);
+    this.moments = known[1].concat(told.moments);
+    this.events = known[2].concat(told.events);
+    for (const name of ["name", "status", "ledger", "samples", "checkpoints"]) this[name] = told[name];
+  }
+
+  /** Seconds from the run's beginning to what is known last. */
+  get length() {
+    const last = (list) => (list.length ? list[list.length - 1].wall_s || 0 : 0);
+    return Math.max(last(this.records), last(this.moments), this.status?.wall_s || 0);
+  }
+
+  /** The run as it was after so many seconds; null: as it is now. */
+  at(time) {
+    return new View(this, time);
+  }
+}
+
+function until(list, time) {
+  if (time === null) return list;
+  let low = 0, high = list.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if ((list[middle].wall_s ?? 0) <= time) low = middle + 1;
+    else high = middle;
+  }
+  return list.slice(0, low);
+}
+
+export class View {
+  constructor(run, time) {
+    this.run = run;
+    this.time = time;
+    this.records = until(run.records, time);
+    this.moments = until(run.moments, time);
+    this.events = until(run.events, time);
+    this.train = this.records.filter((one) => one.split === "train");
+    this.evals = this.records.filter((one) => one.split === "eval");
+  }
+
+  get step() {
+    if (this.time === null) return this.run.status?.version ?? 0;
+    return Math.max(this.records.at(-1)?.step ?? 0, this.moments.at(-1)?.version ?? 0);
+  }
+
+  get samples() {
+    return this.time === null ? this.run.samples : this.run.samples.filter((one) => one.step <= this.step);
+  }
+
+  get checkpoints() {
+    return this.time === null ? this.run.checkpoints : this.run.checkpoints.filter((one) => one.step <= this.step);
+  }
+
+  /** One row for each worker: of now from the status, of the past from the history. */
+  get workers() {
+    const status = this.run.status;
+    if (this.time === null) return [...(status?.members ?? []), ...(status?.gone ?? [])];
+    const moment = this.moments.at(-1);
+    const known = new Map([...(status?.gone ?? []), ...(status?.members ?? [])].map((row) => [row.worker, row]));
+    return Object.entries(moment?.workers ?? {}).map(([worker, [state, ...values]]) => ({
+      ...pick(known.get(worker), ["address", "since", "device", "system", "task"]),
+      worker,
+      state,
+      ...Object.fromEntries(FIELDS.map((name, number) => [name, values[number]])),
+    }));
+  }
+
+  /** [x, y] of a figure in some records; x is the step or the time. */
+  points(records, name, by) {
+    const found = [];
+    for (const record of records) if (typeof record[name] === "number" && typeof record[by] === "number") found.push([record[by], record[name]]);
+    return found;
+  }
+
+  /** The names of all figures of which there are numbers. */
+  get names() {
+    const names = new Set();
+    for (const record of [this.train.at(-1), this.train[0], this.evals.at(-1)]) {
+      for (const [name, value] of Object.entries(record ?? {})) if (typeof value === "number") names.add(name);
+    }
+    for (const name of ["step", "wall_s", "samples"]) names.delete(name);
+    return [...names];
+  }
+}
+
+function pick(row, names) {
+  return Object.fromEntries(names.filter((name) => row && name in row).map((name) => [name, row[name]]));
+}

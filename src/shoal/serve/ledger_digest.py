@@ -1,0 +1,94 @@
+"""A ledger while it grows, in a few numbers, and whether it is sound so far: the part of the audit that can be done line by line."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter, deque
+from typing import Any
+
+_FIELD, _CLOSE = b',"crc":"', b'"}'
+_MOST_KEYS = 500_000
+"""Contributions whose numbers are remembered, so that none is in twice."""
+_LONGEST_LAG = 20
+_MOST_WORKERS, _RECENT = 1000, 200
+_PROBLEMS = 8
+
+
+class LedgerDigest:
+    """What the lines so far say."""
+
+    def __init__(self) -> None:
+        self.lines = self.version = self.contributions = self.samples = 0
+        self.lags: Counter[int] = Counter()
+        self.by_worker: Counter[str] = Counter()
+        self.samples_of: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.recently_dropped: deque[tuple[int, list[str]]] = deque(maxlen=_RECENT)
+        self.problems: list[str] = []
+        self._keys: set[tuple[str, int]] = set()
+        self._before = b""
+
+    def take(self, line: bytes) -> None:
+        """The next line, whoever wrote it."""
+        self.lines += 1
+        self._check(line)
+        try:
+            found = json.loads(line)
+            if isinstance(found, dict) and "version" in found:
+                self._count(found)
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+            self._blame("cannot be read")
+
+    def _check(self, line: bytes) -> None:
+        """Each line's checksum begins with the one before. Lines of earlier versions have none."""
+        body, field, rest = line.rpartition(_FIELD)
+        if not field:
+            return
+        own = rest.removesuffix(_CLOSE)
+        if b"%08x" % zlib.crc32(body, zlib.crc32(self._before)) != own:
+            self._blame("does not match its checksum")
+        self._before = own
+
+    def _count(self, line: dict[str, Any]) -> None:
+        version = int(line["version"])
+        if self.version and version != self.version + 1:
+            self._blame(f"makes version {version} after version {self.version}")
+        self.version = version
+        for worker, seq, base, _, samples, *_ in line["from"]:
+            self._count_one(str(worker), int(seq), int(samples))
+            self.lags[min(_LONGEST_LAG, max(0, version - 1 - int(base)))] += 1
+        if dropped := [str(name) for name in line.get("dropped", ())][:_MOST_WORKERS]:
+            self.recently_dropped.append((version, dropped))
+            self.dropped.update(name for name in dropped if name in self.by_worker)
+
+    def _count_one(self, worker: str, seq: int, samples: int) -> None:
+        self.contributions += 1
+        self.samples += samples
+        if worker in self.by_worker or len(self.by_worker) < _MOST_WORKERS:
+            self.by_worker[worker] += 1
+            self.samples_of[worker] += samples
+        if len(self._keys) >= _MOST_KEYS:
+            return
+        if (worker, seq) in self._keys:
+            self._blame(f"counts contribution {seq} of {worker[:64]} twice")
+        self._keys.add((worker, seq))
+
+    def _blame(self, what: str) -> None:
+        if len(self.problems) < _PROBLEMS:
+            self.problems.append(f"line {self.lines} {what}")
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "lines": self.lines,
+            "version": self.version,
+            "contributions": self.contributions,
+            "samples": self.samples,
+            "lags": [self.lags[lag] for lag in range(_LONGEST_LAG + 1)] if self.lags else [],
+            "by_worker": dict(self.by_worker),
+            "samples_of": dict(self.samples_of),
+            "dropped": dict(self.dropped),
+            "recently_dropped": [list(one) for one in self.recently_dropped][-50:],
+            "problems": list(self.problems),
+            "checked_all": len(self._keys) < _MOST_KEYS,
+        }

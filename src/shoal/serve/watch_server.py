@@ -1,0 +1,73 @@
+"""The process that shows a dashboard: its port, and who may look."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import uvicorn
+
+from shoal.errors import ShoalError
+from shoal.runs.reading import RunFolder
+from shoal.serve.doors import Doors
+from shoal.serve.listening import bound, is_loopback
+from shoal.serve.watch_app import make_watch_app
+from shoal.serve.watched import Watch
+
+GUARDED = ("/api", "/metrics")
+_SHORTEST_TOKEN = 16
+_PARENT_EVERY_S = 1.0
+
+
+class WatchServer:
+    """Shows runs on one port, until `stop`, a signal, or the end of the process that started it."""
+
+    def __init__(self, folders: Sequence[RunFolder], host: str, ports: Sequence[int], token: str | None, public: bool) -> None:
+        """`ports`: the first of them that is free. `public`: for people who only watch. They do not learn how to join."""
+        refuse_open_window(host, token)
+        app: Any = Doors(make_watch_app(Watch(folders), shows_invitation=not public), token, GUARDED)
+        self.socket = _first_bound(host, ports)
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1, h11_max_incomplete_event_size=65536)
+        self.server = uvicorn.Server(config)
+
+    @property
+    def port(self) -> int:
+        port: int = self.socket.getsockname()[1]
+        return port
+
+    def run(self, parent: int | None = None) -> None:
+        """Serve. `parent`: end when this process is gone."""
+        if parent is not None:
+            threading.Thread(target=self._end_with, args=(parent,), name="parent", daemon=True).start()
+        try:
+            self.server.run([self.socket])
+        finally:
+            self.socket.close()
+
+    def _end_with(self, parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_EVERY_S)
+        self.stop()
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+
+
+def _first_bound(host: str, ports: Sequence[int]) -> socket.socket:
+    for port in ports[:-1]:
+        with suppress(ShoalError):
+            return bound(host, port)
+    return bound(host, ports[-1])
+
+
+def refuse_open_window(host: str, token: str | None) -> None:
+    """Raises ShoalError where others than this machine could look without a token."""
+    if token is None and not is_loopback(host):
+        raise ShoalError(f"{host} can be reached from other machines, so whoever looks needs a token: --public makes one and shows it")
+    if token is not None and len(token) < _SHORTEST_TOKEN:
+        raise ShoalError(f"the token must have {_SHORTEST_TOKEN} letters at least")

@@ -1,0 +1,141 @@
+"""How a run stands, as text: for `shoal status` and `shoal top`. What it is given was cleaned (`runs/reading.py`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shoal.config.schema.updates import Privacy
+
+_COLUMNS = (
+    "worker",
+    "state",
+    "since",
+    "heard",
+    "address",
+    "steps/s",
+    "lag",
+    "accepted",
+    "rejected",
+    "received",
+    "compute/wait/send",
+    "memory",
+)
+_LOUD = ("loss", "accuracy", "perplexity", "score", "kl", "discriminator_loss", "generator_loss")
+
+Row = tuple[str, ...]
+
+
+def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What there is to say of the whole run, each as a word and a text."""
+    kind = status["strategy"] or "one process, no workers"
+    scheduler = f", scheduler {status['scheduler']}" if status["strategy"] else ""
+    over = f" over {status['transport']}" if status["transport"] else ""
+    yield "run", f"{status['run'] or status.get('folder', '')}: {kind}{over}{scheduler}"
+    yield "state", _state(status)
+    yield "progress", progress_of(status)
+    yield "figures", figures_of(status)
+    if status["contributions"]:
+        yield "sent in", ", ".join(f"{count} {outcome}" for outcome, count in status["contributions"].items())
+    if status["refused"]:
+        yield "refused", ", ".join(f"{count} {reason}" for reason, count in status["refused"].items())
+    if status["received_bytes"] or status["sent_bytes"]:
+        yield "traffic", f"{in_bytes(status['received_bytes'])} received, {in_bytes(status['sent_bytes'])} sent"
+    if status["privacy"]:
+        yield "privacy", privacy_of(status["privacy"])
+
+
+def _state(status: Mapping[str, Any]) -> str:
+    age = time.time() - float(status["at"] or 0.0)
+    if status["state"] == "not here":
+        return f"the coordinator is not here: it was last seen {duration(age)} ago (`shoal coordinate --run-dir … --resume` goes on)"
+    return str(status["state"]) + (f", as of {duration(age)} ago" if age > 5 and status["at"] else "")
+
+
+def progress_of(status: Mapping[str, Any]) -> str:
+    """How far it is, how long it took, and how long it will take."""
+    of_all = f" of {status['of']}" if status["of"] else ""
+    share = f" ({status['progress']:.0%})" if status["progress"] is not None else ""
+    left = f", about {duration(status['eta_s'])} left" if status["eta_s"] else ""
+    return f"{status['step_name']} {status['version']}{of_all}{share}, {status['samples']:,} samples in {duration(status['wall_s'])}{left}"
+
+
+def figures_of(status: Mapping[str, Any]) -> str:
+    figures = status["figures"]
+    return (
+        "; ".join(
+            f"{split} " + ", ".join(f"{name} {found[name]:.4g}" for name in _LOUD if isinstance(found.get(name), (int, float)))
+            for split in ("train", "eval")
+            if any(name in (found := figures.get(split, {})) for name in _LOUD)
+        )
+        or "none yet"
+    )
+
+
+def privacy_of(privacy: Mapping[str, Any]) -> str:
+    spent = privacy.get("epsilon")
+    if spent is None:
+        return "nothing is known of ε yet"
+    return f"ε = {spent:.4g} spent at δ = {privacy.get('delta', 0):g}{'' if Privacy.protects(spent) else ', which protects nobody'}"
+
+
+def member_rows(status: Mapping[str, Any]) -> list[Row]:
+    """The workers, in the order of their names, those who are gone last; the columns' names first."""
+    tasked = any("task" in row for row in status["members"])
+    rows = [_member(row, tasked) for key in ("members", "gone") for row in sorted(status[key], key=lambda row: str(row["worker"]))]
+    return [(*_COLUMNS, "task") if tasked else _COLUMNS, *rows]
+
+
+def _member(row: Mapping[str, Any], tasked: bool) -> Row:
+    why = ", ".join(f"{count} {reason}" for reason, count in (row.get("why") or {}).items())
+    cells = (
+        str(row["worker"]),
+        str(row["state"]),
+        time.strftime("%H:%M:%S", time.localtime(row["since"])) if row.get("since") else "-",
+        f"{duration(row['heard_s'])} ago" if row.get("heard_s") is not None and row["state"] != "gone" else "-",
+        str(row.get("address") or "-"),
+        "-" if row.get("rate") is None else f"{row['rate']:.3g}",
+        str(row["lag"]),
+        str(row["accepted"]),
+        f"{row['rejected']} ({why})" if why else str(row["rejected"]),
+        in_bytes(row["bytes"]),
+        shares_of(row),
+        in_bytes(row["memory_bytes"]) if row.get("memory_bytes") else "-",
+    )
+    return (*cells, str(row.get("task") or "none")) if tasked else cells
+
+
+def shares_of(row: Mapping[str, Any]) -> str:
+    """How a worker's time divides: computing, waiting for answers, making updates ready and handing them over."""
+    parts = [float(row.get(name) or 0.0) for name in ("computing_s", "waiting_s", "sending_s")]
+    whole = sum(parts)
+    return "/".join(f"{100 * part / whole:.0f}" for part in parts) + " %" if whole > 0 else "-"
+
+
+def event_lines(events: Sequence[Mapping[str, Any]], most: int) -> list[str]:
+    """The last events, the newest last."""
+    shown = events[-most:] if most > 0 else []
+    return [f"{time.strftime('%H:%M:%S', time.localtime(one.get('at') or 0))} {one.get('text', '')}" for one in shown]
+
+
+def duration(seconds: float | None) -> str:
+    """A time that people can read."""
+    if seconds is None:
+        return "?"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def in_bytes(count: float) -> str:
+    """An amount of bytes that people can read."""
+    amount, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if amount < 1000 or unit == "TB":
+            break
+        amount /= 1000
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"

@@ -1,0 +1,188 @@
+"""The dashboard's server: what it tells, to whom, and that nothing that a stranger wrote gets further than it should."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from shoal.cli.main import main
+from shoal.coordinator.ledger import Ledger
+from shoal.errors import ShoalError
+from shoal.runs.inviting import keep_line
+from shoal.runs.reading import RunFolder
+from shoal.serve import qr
+from shoal.serve.doors import Doors
+from shoal.serve.ledger_digest import LedgerDigest
+from shoal.serve.prometheus import exposition
+from shoal.serve.watch_app import make_watch_app
+from shoal.serve.watch_server import GUARDED, refuse_open_window
+from shoal.serve.watched import Place, Watch, WatchedRun
+
+HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e"
+LOCAL = "http://localhost"
+
+
+def folder_with(path: Path, records: int = 20, **status: Any) -> RunFolder:
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text("dialect: shoal\n")
+    (path / "provenance.json").write_text(json.dumps({"name": {"value": HOSTILE, "origin": "default"}}))
+    lines = [{"step": step, "split": "train", "loss": 1 / (1 + step), "wall_s": step / 2, "samples": 8 * step} for step in range(records)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    row = {"worker": "ann", "state": "computing", "rate": 1.0, "lag": 0, "accepted": 1, "rejected": 0, "bytes": 10, "computing_s": 2.5}
+    known = {"schema": 2, "at": time.time(), "pid": os.getpid(), "state": "running", "version": records, "strategy": "x", "members": [row]}
+    (path / "status.json").write_text(json.dumps(known | status))
+    return RunFolder(path)
+
+
+def client(folder: RunFolder, token: str | None = None, public: bool = False) -> TestClient:
+    app: Any = Doors(make_watch_app(Watch([folder]), shows_invitation=not public), token, GUARDED)
+    return TestClient(app, base_url=LOCAL)
+
+
+def test_a_reader_hears_everything_once_and_then_what_is_new(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    run = WatchedRun(folder)
+    run.look()
+    first, place = run.since(Place())
+    assert (first["reset"], len(first["records"])) == (True, 20)
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "split": "eval", "loss": 0.1, "wall_s": 11.0}\n')
+    run.look()
+    then, place = run.since(place)
+    assert (then["reset"], [one["step"] for one in then["records"]]) == (False, [21])
+    (folder.path / "metrics.jsonl").unlink()
+    (folder.path / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\n')
+    run.look()
+    again, _ = run.since(place)
+    assert (again["reset"], len(again["records"])) == (True, 1)
+
+
+def test_a_hundred_thousand_records_are_thinned_and_evaluations_kept(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run", records=0)
+    lines = [b'{"step":%d,"split":"train","loss":1.5,"wall_s":%d}\n' % (step, step) for step in range(100_000)]
+    lines[77_777] = b'{"step":77777,"split":"eval","loss":1.0,"wall_s":77777}\n'
+    (folder.path / "metrics.jsonl").write_bytes(b"".join(lines))
+    run = WatchedRun(folder)
+    for _ in range(3):
+        run.look()
+    told, _ = run.since(Place())
+    steps = [one["step"] for one in told["records"]]
+    assert 1500 <= len(steps) <= 4000
+    assert 77_777 in steps
+    assert steps[0] < 100
+    assert steps[-1] > 99_000
+
+
+def test_the_stream_and_the_files_are_there_and_what_is_hostile_is_cleaned(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run", run=HOSTILE, events=[{"at": 1.0, "text": HOSTILE}])
+    (folder.path / "samples").mkdir()
+    (folder.path / "samples" / "step-00000003.png").write_bytes(b"PNG")
+    (folder.path / "samples" / "step-00000004.txt").write_text("two\nlines \x1b[2J")
+    with client(folder) as asks:
+        status = asks.get("/api/runs/0/status")
+        assert status.json()["members"][0]["worker"] == "ann"
+        assert "\x1b" not in status.json()["run"]
+        assert status.headers["content-type"] == "application/json"
+        assert asks.get("/api/runs/0/samples/step-00000003.png").content == b"PNG"
+        assert asks.get("/api/runs/0/samples/step-00000004.txt").text == "two\nlines ?[2J"
+        for name in ("..%2fconfig.yaml", "config.yaml", "step-1.html", "step-00000009.png"):
+            assert asks.get(f"/api/runs/0/samples/{name}").status_code == 404
+        assert asks.get("/api/runs/7/status").status_code == 404
+        page = asks.get("/")
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        for name in ("look.css", "board.css", "main.js", "icon.svg"):
+            assert asks.get(f"/{name}").status_code == 200
+        assert asks.get("/api/runs/0/status", headers={"host": "evil.example"}).status_code == 403
+        assert asks.post("/api/runs/0/status").status_code == 405
+
+
+def test_whoever_only_watches_needs_the_token_and_never_learns_how_to_join(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    keep_line(folder.path, "shoal join tcp://127.0.0.1:1 --token secret")
+    assert (folder.path / "invitation.json").stat().st_mode & 0o77 == 0
+    token = "a" * 20
+    with client(folder, token, public=True) as asks:
+        assert asks.get("/api/runs/0/status").status_code == 401
+        assert asks.get("/metrics").status_code == 401
+        bearer = {"authorization": f"Bearer {token}"}
+        assert asks.get("/api/runs/0/status", headers=bearer).status_code == 200
+        assert asks.get("/api/runs/0/invitation", headers=bearer).json() == {"line": "", "token": "", "code": []}
+    with client(folder) as asks:
+        told = asks.get("/api/runs/0/invitation").json()
+        assert told["line"].endswith("--token secret")
+        assert len(told["code"]) == len(told["code"][0]) >= 29
+
+
+def test_nobody_else_may_look_without_a_token() -> None:
+    for host, token in (("0.0.0.0", None), ("192.0.2.1", None), ("127.0.0.1", "short")):
+        with pytest.raises(ShoalError):
+            refuse_open_window(host, token)
+    refuse_open_window("127.0.0.1", None)
+    refuse_open_window("0.0.0.0", "a" * 20)
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder_with(tmp_path / "run")
+    assert main(["watch", "nowhere"]) == 2
+    assert "no run's folder" in capsys.readouterr().err
+    assert main(["watch", "run", "--host", "0.0.0.0"]) == 2
+    assert "--public" in capsys.readouterr().err
+
+
+def test_a_growing_ledger_is_checked_line_by_line(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.append(
+        {"version": 1, "batches": 2, "from": [["ann", 0, 0, 1.0, 8, 0, 0, 1, 1], ["bo", 0, 0, 1.0, 8, 1, 0, 1, 1]], "dropped": ["bo"]}
+    )
+    ledger.append({"version": 2, "batches": 3, "from": [["ann", 1, 0, 1.0, 8, 0, 0, 2, 1]]})
+    lines = (tmp_path / "ledger.jsonl").read_bytes().splitlines()
+    digest = LedgerDigest()
+    for line in lines:
+        digest.take(line)
+    told = digest.summary()
+    assert (told["version"], told["contributions"], told["samples"], told["problems"]) == (2, 3, 24, [])
+    assert told["lags"][:2] == [2, 1]
+    assert told["dropped"] == {"bo": 1}
+    digest.take(lines[1])
+    digest.take(b"[nonsense")
+    problems = " ".join(digest.summary()["problems"])
+    assert "twice" in problems
+    assert "checksum" in problems
+    assert "cannot be read" in problems
+
+
+def test_prometheus_reads_the_figures_and_no_name_ends_a_label(tmp_path: Path) -> None:
+    row = {"worker": 'ann"} 1\nshoal_up{run="x', "state": "computing", "rate": 1.0, "lag": 0, "accepted": 1, "rejected": 0, "bytes": 10}
+    folder = folder_with(tmp_path / "run", members=[row], contributions={"accepted": 5}, figures={"train": {"loss": 0.5}, "eval": {}})
+    text = exposition({"run": folder.status()})
+    assert 'shoal_contributions_total{run="run",outcome="accepted"} 5' in text
+    assert 'shoal_figure{run="run",split="train",figure="loss"} 0.5' in text
+    assert 'shoal_up{run="run"} 1' in text
+    assert all(line.startswith(("#", "shoal_")) for line in text.splitlines())
+    assert [line for line in text.splitlines() if line.startswith("shoal_up")] == ['shoal_up{run="run"} 1']
+
+
+@pytest.mark.parametrize(("length", "side"), [(1, 21), (14, 21), (15, 25), (150, 49), (213, 57), (666, 97)])
+def test_a_qr_code_has_the_size_that_its_text_needs(length: int, side: int) -> None:
+    square = qr.encode("x" * length)
+    assert square is not None
+    assert (len(square), {len(row) for row in square}) == (side, {side})
+
+
+def test_a_qr_code_is_as_another_program_draws_it() -> None:
+    """The rows were read back by OpenCV's detector, and are those of the library segno for the same mask."""
+    for text, digest in (
+        ("shoal join tcp", "168619e3350df5be"),
+        (("shoal join tcp://192.0.2.7:5555 --token " + "abcdefgh" * 30)[:213], "f75cbcde64cd2eff"),
+    ):
+        rows = ["".join("1" if dark else "0" for dark in row) for row in qr.encode(text) or []]
+        assert hashlib.sha256("\n".join(rows).encode()).hexdigest().startswith(digest)
+    assert qr.encode("x" * 667) is None
