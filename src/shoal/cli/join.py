@@ -6,6 +6,7 @@ import argparse
 import getpass
 import json
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -85,7 +86,9 @@ def run(argv: list[str]) -> int:
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; where several are needed and none are there, start them."""
     from shoal.launch import Crew, place_in
+    from shoal.launch.gathering import STAGES
     from shoal.runs.joining import Joined
+    from shoal.worker.protocol import Left
 
     invitation, crew = _invitation(arguments)
     working: list[Leaver] = []
@@ -97,7 +100,12 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         weather, address = _through_weather(invitation.address, arguments.netem)
         reached = invitation._replace(address=address)
     try:
-        joined = Joined(_way(arguments, reached), tell)
+        try:
+            joined = Joined(_way(arguments, reached), tell)
+        except Left as refusal:
+            if refusal.reason != STAGES:
+                raise
+            return _attend(arguments, reached, working)
         check_trust(joined, arguments.factory)
         here = place_in(joined.run)
         if here is None and of_several(joined.run):
@@ -115,6 +123,16 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         if weather is not None:
             weather.close()
     return 0
+
+
+def _attend(arguments: argparse.Namespace, invitation: Invitation, working: list[Leaver]) -> int:
+    """Have a stage of a model that is too large for one machine."""
+    from shoal.launch.gathering import Attending
+
+    overrides = [parse_override(text) for text in arguments.settings]
+    machine = Attending(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)
+    working.append(machine)
+    return machine.work(tell)
 
 
 def check_trust(joined: Joined, trusted: list[str]) -> None:

@@ -18,6 +18,7 @@ from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.launch import Crew, LocalIsland
+    from shoal.launch.starting import Plan
 
 
 def start_ranks(run: Run, argv: list[str]) -> int:
@@ -39,6 +40,37 @@ def start_ranks(run: Run, argv: list[str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def gather(made: Plan, argv: list[str]) -> int:
+    """Give out the places of a pipeline to machines that join, and have the first stage here, until the run is over."""
+    from shoal.cli.showing import show_places
+    from shoal.launch.starting import places
+
+    host = places(made, _without(argv, "--host"), _tell)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        host.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        show_places(host.invitation, made.run)
+        return host.work()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _without(argv: list[str], option: str) -> list[str]:
+    """The arguments of a command without an option that has a value."""
+    kept, skips = list[str](), False
+    for word in argv:
+        if not skips and not word.startswith(f"{option}="):
+            skips = word == option
+            kept += [] if skips else [word]
+        else:
+            skips = False
+    return kept
 
 
 def island(

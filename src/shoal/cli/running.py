@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cli.main import report
 from shoal.cli.options import load
-from shoal.cli.ranks import as_rank, ignore_signals, start_ranks
+from shoal.cli.ranks import as_rank, gather, ignore_signals, start_ranks
 from shoal.cli.showing import download, show_invitation, show_outcome, stopping_on_signals, tell
 from shoal.config.load import Override
 from shoal.config.problems import ConfigError
@@ -45,7 +45,7 @@ def _speaks_for_all() -> bool:
     """Whether this process tells what is doubtful about the settings. Of torchrun's the first does; those that Shoal itself started do
     not, since the process that started them has."""
     here = place()
-    return here is None or (here.rank == 0 and not here.file)
+    return here is None or (here.rank == 0 and not here.file and not here.apart)
 
 
 def goes_on_by_folder(arguments: argparse.Namespace) -> bool:
@@ -71,13 +71,15 @@ def carry_out(made: Plan, argv: list[str], arguments: Arguments = lambda names: 
     """Train, coordinate, or start the processes that do; the exit code. `argv` starts this command again in other processes."""
     if made.way is Way.RANKS:
         return start_ranks(made.run, argv)
+    if made.way is Way.GATHERS:
+        return gather(made, argv)
     if made.way is Way.FOLLOWS:
         assert made.fleet is not None
         ignore_signals()  # what this one starts is asked to stop, too, and it ends with that
         made.fleet.work(tell)
         return 0
     if made.here is not None:
-        return as_rank(made.here, lambda: train(made), watch=bool(made.here.file))
+        return as_rank(made.here, lambda: train(made), watch=bool(made.here.file) or made.here.apart)
     return train(made, arguments)
 
 

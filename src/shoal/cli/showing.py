@@ -13,8 +13,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shoal.config import Run
     from shoal.launch.starting import Outcome, Started
     from shoal.runs.cluster_loop import ClusterLoop
+    from shoal.runs.inviting import Invitation
     from shoal.runs.loop import Loop
     from shoal.transports.addresses import Address
     from shoal.transports.databases import Access
@@ -131,6 +133,27 @@ def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
             own = here._replace(host=host.server_address or here.host, port=host.server_port or here.port)
             print(f"{name} joins with:\n  shoal join {own} --name {name} {rest}")
     sys.stdout.flush()
+
+
+def show_places(invitation: Invitation, run: Run) -> None:
+    """Print the one line that a machine needs which is to have a stage of the model."""
+    from shoal.config.plugins import needed_by
+    from shoal.runs.given import factories_of
+    from shoal.transports.addresses import is_loopback, parse
+    from shoal.transports.keys import key_text
+
+    host = parse(invitation.address).host
+    key = f" --key {key_text(invitation.key)}" if invitation.key else ""
+    functions = "".join([*(f" --factory {name}" for name in factories_of(run)), *(f" --plugin {name}" for name in needed_by(run))])
+    where = "processes of this machine" if is_loopback(host) else "machines"
+    rest = f"--token {invitation.token}{key}{functions}"
+    for name in run.cluster.workers:
+        print(f"{name} joins with:\n  shoal join {invitation.address} --name {name} {rest}")
+    if not run.cluster.workers:
+        print(f"{where} join with:\n  shoal join {invitation.address} {rest}")
+    if not is_loopback(host):
+        print("what the stages send each other is not encrypted: use a network that you trust")
+    print(f"this machine has the first stage; it begins when {run.cluster.num_workers} more are here", flush=True)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ class Rule(NamedTuple):
 
 
 RULES: list[Rule] = []
+CUT_INTO_STAGES = ("gpt", "moe", "huggingface")
 SHARDING = ("fsdp", "deepspeed")
 """Engines that cut matrices into parts of several processes."""
 
@@ -505,12 +506,13 @@ def emulation_is_labelled(settings: Settings, kind: str, allowed: bool) -> None:
         settings.report("emulated", message, "training.precision.kind", severity="warning")
 
 
-@rule("strategy.kind")
-def alone_or_together(settings: Settings, kind: str) -> None:
-    """Who works alone has no use for settings of a cluster."""
+@rule("strategy.kind", "engine.kind")
+def alone_or_together(settings: Settings, kind: str, engine: str) -> None:
+    """Who works alone has no use for settings of a cluster; a pipeline's stages may be on the machines of one."""
     if kind != "local":
         return
-    for section in ("updates", "transport", "cluster", "coordinator"):
+    meeting = () if engine == "pipeline" else ("transport", "cluster", "coordinator")
+    for section in ("updates", *meeting):
         written = [path for path in map(".".join, settings.history) if path.startswith(f"{section}.") and _changed(settings, path)]
         if written:
             path = written[0]
@@ -624,7 +626,7 @@ def pairs_for_those_who_compare(settings: Settings, task: Task | None, source: D
 
 @rule("task", "engine.kind")
 def whole_networks_compare(settings: Settings, task: Task | None, engine: str) -> None:
-    if task is not None and task.needs in ("pairs", "prompts") and engine in ("fsdp", "deepspeed", "collectives"):
+    if task is not None and task.needs in ("pairs", "prompts") and engine in ("fsdp", "deepspeed", "pipeline", "collectives"):
         message = f"the task {task.kind} needs whole networks in each process, and the engine {engine} has none"
         settings.report("engine", message, "engine.kind", "task.kind", help="choose single or ddp")
 
@@ -803,6 +805,23 @@ def sharding_leaves_matrices_whole(settings: Settings, engine: str, optimizer: s
 def sharding_takes_one_network(settings: Settings, engine: str, task: Task | None) -> None:
     if engine in SHARDING and task is not None and task.kind == "gan":
         settings.report("engine", f"the engine {engine} shards one network, and the task gan has two", "engine.kind", help="take ddp")
+
+
+@rule("engine.kind", "model.kind", "training.compile", "training.precision.kind")
+def pipelines_cut_language_models(settings: Settings, engine: str, model: str, compile: bool, precision: str) -> None:
+    """A pipeline's stages are layers of a transformer, each of which computes by itself."""
+    if engine != "pipeline":
+        return
+    if model not in CUT_INTO_STAGES:
+        message = f"a pipeline has the layers of one model on several machines, and a model of kind {model} is not cut"
+        settings.report(
+            "engine", message, "engine.kind", "model.kind", help=f"choose model.kind {', '.join(CUT_INTO_STAGES)}, or engine ddp"
+        )
+    if compile:
+        settings.report("engine", "the stages of a pipeline are not compiled", "training.compile", "engine.kind", help="set it to false")
+    if precision in EMULATED:
+        message = f"the stages of a pipeline do not emulate {precision}"
+        settings.report("engine", message, "training.precision.kind", "engine.kind", help="take bf16, fp16 or fp32")
 
 
 @rule("engine.nvme_offload", "logging.track_gradients")

@@ -54,7 +54,7 @@ class Crew(NamedTuple):
 
         if not of_several(run):
             return None
-        nodes, wanted, device = run.launch.nodes or 1, run.launch.devices_per_node, run.training.device
+        nodes, wanted, device = run.launch.nodes or 1, run.launch.devices_per_node or _stages(run), run.training.device
         if nodes > 1:
             raise ShoalError(
                 f"launch.nodes is {nodes}: start on each machine with `torchrun --nnodes {nodes} --nproc-per-node {wanted or 'gpu'} "
@@ -68,6 +68,11 @@ class Crew(NamedTuple):
         if wanted is None and not there:
             notify(f"{run.engine.kind} with one process, on the CPU: there is no GPU here (launch.devices_per_node says how many)")
         return cls(wanted or share, device == "cpu")
+
+
+def _stages(run: Run) -> int | None:
+    """Stages of a pipeline over the machines that the settings list: the server and its workers."""
+    return run.cluster.num_workers + 1 if run.engine.kind == "pipeline" and run.alone and run.cluster.num_workers else None
 
 
 def facts_of(run: Run, here: Place | None, workers: int) -> list[Override]:

@@ -29,6 +29,7 @@ from shoal.launch.ranks import Crew, facts_of, place_in
 if TYPE_CHECKING:
     from shoal.config import Run
     from shoal.launch.fleet import Fleet
+    from shoal.launch.gathering import Host
     from shoal.launch.threads import WorkerThreads
     from shoal.runs.assembly import Progress
     from shoal.runs.cluster_loop import ClusterLoop
@@ -75,6 +76,8 @@ class Way(Enum):
     """It has to start the processes of an engine first."""
     COORDINATES = auto()
     """It holds the weights, and workers train."""
+    GATHERS = auto()
+    """Its machine has the first stage of a pipeline, and machines that join have the others."""
     FOLLOWS = auto()
     """torchrun started it, and another process coordinates."""
 
@@ -121,6 +124,8 @@ def plan(load: Load, asked: Asked) -> Plan:
     """Choose. Raises ConfigError for settings that are not good, ShoalError where they do not fit what was asked for."""
     loaded, note = _good(load([])), ""
     more: list[Override] = []
+    if loaded.run.alone and loaded.run.engine.kind == "pipeline":
+        return _staged(load, loaded, asked)
     if asked.workers and loaded.run.alone:
         answers = loaded.run.chosen_task.needs == "prompts"
         chosen, others = (STRATEGY_FOR_ANSWERS, "") if answers else (STRATEGY_FOR_WORKERS, " (edp and async are others)")
@@ -175,6 +180,47 @@ def _local(loaded: Loaded, asked: Asked) -> Plan:
             _refuse_other_processes(loaded, asked.live)
         return Plan(Way.RANKS, loaded, asked)
     return Plan(Way.ALONE, loaded, asked, here)
+
+
+def _staged(load: Load, loaded: Loaded, asked: Asked) -> Plan:
+    """One model over several processes or machines. Workers are its stages; the process that is started, or the server, is the first."""
+    run = loaded.run
+    if not asked.invite:
+        stages = Override("launch.devices_per_node", str((asked.workers or 0) + 1), "--workers")
+        return _local(_good(load([stages])) if asked.workers else loaded, asked)
+    if asked.workers:
+        raise ShoalError("--workers: this machine has one stage of the pipeline; `shoal train` starts all stages on one machine")
+    if run.transport.kind not in ("zmq", "xmlrpc"):
+        raise ShoalError(f"transport.kind: machines find their places in a pipeline over zmq, and this is {run.transport.kind}")
+    if not run.cluster.num_workers:
+        raise ShoalError("how many machines join this one? --set cluster.num_workers=2, or list them in cluster.workers")
+    return Plan(Way.GATHERS, loaded, asked)
+
+
+def places(plan: Plan, arguments: Sequence[str], tell: Callable[[str], None]) -> Host:
+    """The side of the coordinator that gives out the places of a pipeline. `arguments`: those of `shoal train` for the first stage."""
+    from shoal.launch.gathering import Host
+
+    cluster = plan.run.cluster
+    server = cluster.hosts.get(cluster.server or "")
+    own = (server.server_address,) if server is not None and server.server_address else ()
+    if not plan.asked.hosts and own and getattr(plan.run.transport, "host", None) is None:
+        _refuse_other_machine(plan, own[0], cluster.server or "")
+    return Host(plan.run, plan.asked.hosts or own or ("0.0.0.0",), arguments, tell)
+
+
+def _refuse_other_machine(plan: Plan, address: str, name: str) -> None:
+    """Raise ShoalError where an address of the server is none of this machine."""
+    from shoal.transports.addresses import free_port
+
+    try:
+        free_port(address)
+    except ShoalError:
+        where = plan.loaded.settings.spelling(f"cluster.hosts.{name}.server_address")
+        raise ShoalError(
+            f"`{where}` says that the server listens at {address}, which is no address of this machine: "
+            f"start it on {plan.run.cluster.server or 'the server'}, or say --host ADDRESS"
+        ) from None
 
 
 def _invited(loaded: Loaded, asked: Asked) -> Plan:
@@ -310,22 +356,13 @@ def _hosts(plan: Plan) -> tuple[str, ...]:
 
 def _addresses_of_server(plan: Plan) -> tuple[str, ...]:
     """Where the settings say that the hosts reach the server, its own entry first. Raises ShoalError where this is another machine."""
-    from shoal.transports.addresses import free_port
-
-    run, settings = plan.run, plan.loaded.settings
+    run = plan.run
     if isinstance(run.transport, Postgres) or getattr(run.transport, "host", None) is not None:
         return ()
     names = sorted(run.cluster.hosts, key=lambda name: name != run.cluster.server)
     found = {run.cluster.hosts[name].server_address: name for name in reversed(names)}
     for address, name in found.items():
-        try:
-            free_port(address or "0.0.0.0")
-        except ShoalError:
-            where = settings.spelling(f"cluster.hosts.{name}.server_address")
-            raise ShoalError(
-                f"`{where}` says that the server listens at {address}, which is no address of this machine: "
-                f"start it on {run.cluster.server or 'the server'}, or say --host ADDRESS"
-            ) from None
+        _refuse_other_machine(plan, address or "0.0.0.0", name)
     return tuple(address for address in reversed(found) if address is not None)
 
 

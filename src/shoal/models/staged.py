@@ -123,14 +123,14 @@ class StagedTrunk(StagedModel):
 
     def hidden(self, input_ids_BL: Tensor, *, attention_mask: Tensor | None = None, beside: Beside | None = None) -> Tensor:
         """What the output matrix reads, in the last process."""
-        exit: Any = self.exit
-        hidden_BLD: Tensor = exit.hidden(self.through(input_ids_BL, attention_mask=attention_mask, beside=beside))
+        after: Any = self.exit
+        hidden_BLD: Tensor = after.hidden(self.through(input_ids_BL, attention_mask=attention_mask, beside=beside))
         return hidden_BLD
 
     @property
     def output_weight(self) -> Tensor:
-        exit: Any = self.exit
-        weight: Tensor = exit.output_weight
+        after: Any = self.exit
+        weight: Tensor = after.output_weight
         return weight
 
 

@@ -98,12 +98,10 @@ class RunDirectory:
             raise ShoalError(f"cannot write {self.path / name}: {error.strerror or error}") from None
 
     def _write_config(self, loaded: Loaded) -> None:
-        text = to_yaml(as_data(loaded.run, mask=None))  # secrets come from the environment again
-        text = text.replace("${", "$${")  # variables were expanded; what looks like one now is plain text
         self.write("provenance.json", show(loaded, origin=True, style="json"))
         if record := plugins.record_of(loaded.run):
             self.write(plugins.FILE, record)
-        self.write("config.yaml", "dialect: shoal\n" + text)
+        self.write("config.yaml", settings_text(loaded.run))
 
     def record(self, record: dict[str, Any]) -> None:
         """Append to metrics.jsonl."""
@@ -181,6 +179,12 @@ class SilentDirectory(RunDirectory):
 
     def write(self, name: str, text: str) -> None:
         pass
+
+
+def settings_text(run: Run) -> str:
+    """All settings of a run, as a file that can be read again. Secrets are not in it: they come from the environment again."""
+    text = to_yaml(as_data(run, mask=None))
+    return "dialect: shoal\n" + text.replace("${", "$${")  # variables were expanded; what looks like one now is plain text
 
 
 def _step_of(line: str) -> int:

@@ -128,14 +128,23 @@ def _addresses_of_interfaces() -> list[str]:
     """The addresses that this machine's network cards have, as far as the system tells: a network without a way out has them, too."""
     with contextlib.suppress(OSError):
         named = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-        return [*_addresses_of_cards(), *named]
-    return _addresses_of_cards()
+        return [*_cards().values(), *named]
+    return [*_cards().values()]
 
 
-def _addresses_of_cards() -> list[str]:
-    """IPv4 addresses of the network cards, one by one. Windows knows them all by the machine's name."""
+def interface_of(peer: str) -> str | None:
+    """The network card that leads to a peer; None where the system does not tell."""
+    with contextlib.suppress(OSError, ShoalError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((resolve(peer), 9))
+        own = probe.getsockname()[0]
+        return next((name for name, address in _cards().items() if address == own), None)
+    return None
+
+
+def _cards() -> dict[str, str]:
+    """The network cards and their IPv4 addresses. Windows knows the addresses by the machine's name."""
     question = {"linux": 0x8915, "darwin": 0xC0206921}.get(sys.platform)  # SIOCGIFADDR
-    found: list[str] = []
+    found: dict[str, str] = {}
     if question is None:
         return found
     import fcntl
@@ -144,7 +153,7 @@ def _addresses_of_cards() -> list[str]:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # a card without an address
                 answer = fcntl.ioctl(probe.fileno(), question, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(answer[20:24]))
+                found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 

@@ -39,6 +39,9 @@ _ASK_AGAIN = (TOO_FAST, "replayed", "asked-again", "unknown-nonce")
 class Left(ShoalError):
     """The coordinator does not want this worker any more, or is gone: there is nobody to say goodbye to."""
 
+    reason: str = ""
+    """The coordinator's own word for why it refused."""
+
 
 class Question(NamedTuple):
     """What to say to the coordinator, and how long to wait for the answer."""
@@ -308,7 +311,9 @@ class Protocol:
         elif reason == "misplaced":
             self.session, self.pending, self.seat, self.seq = "", None, -1, 0  # the welcome says where to go on, and with which number
         elif reason not in _ASK_AGAIN:
-            raise Left(f"the coordinator refused: {header.get('detail') or reason}")
+            refusal = Left(f"the coordinator refused: {header.get('detail') or reason}")
+            refusal.reason = str(reason)
+            raise refusal
         return []
 
     def _welcomed(self, header: dict[str, Any], frames: Frames) -> list[Event]:

@@ -1,0 +1,339 @@
+"""Machines that hold the stages of one model: they meet at a coordinator, get a place each, and begin again together when one is lost.
+
+The coordinator's machine has the first stage, and keeps the run's folder. `Gathering` decides who has which place, without waiting or
+sending; `Host` asks it, answers the machines, and looks after the process of the first stage. `attend` is what a machine that joins does.
+Everything that is agreed goes through the run's transport, with its token and keys; the stages themselves speak with each other directly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.config import Run
+from shoal.config.load import Override
+from shoal.config.plugins import needed_by
+from shoal.config.ranks import Place, environment_of
+from shoal.errors import ShoalError
+from shoal.launch import nursery
+from shoal.launch.ranks import LOST
+from shoal.runs.given import factories_of
+from shoal.runs.inviting import Invitation, listen
+from shoal.runs.lines import ClientLine
+from shoal.runs.run_directory import settings_text
+from shoal.runs.welcome import configuration
+from shoal.transports import Message, Request
+from shoal.transports.addresses import free_port, interface_of, parse
+from shoal.updates.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
+from shoal.worker.courier import Lost
+
+ASK, FAILED = "stage", "stage-failed"
+"""What a machine says: may I have a place; and that it cannot do its part."""
+STAGES = "stages"
+"""Why a worker is refused here: this coordinator gives out places in a pipeline. Whoever joins then asks for one."""
+_ASK_S, _SILENT_S = 1.0, 6.0
+"""How often a machine that waits asks, and after which silence it is taken for gone."""
+_GRACE_S = 30.0
+"""When a machine was lost: how long the others wait for it before they go on without it."""
+_LOOK_S = 0.2
+_GOODBYE_S = 5.0
+_LARGEST = 8 << 20
+
+
+class Member(NamedTuple):
+    """A machine that wants a place."""
+
+    name: str
+    instance: str
+    seen_at: float
+
+
+class Gathering:
+    """Who is there, and who has which place. Time is passed in."""
+
+    def __init__(self, expected: int, listed: Sequence[str]) -> None:
+        """`expected`: machines besides the coordinator's; `listed`: their names, in the order of the stages, where they are known."""
+        self.expected, self.listed = expected, list(listed)
+        self.members: dict[str, Member] = {}
+        self.places: dict[str, int] = {}
+        """The ranks of those who take part now."""
+        self.start = 0
+        """How often they have begun."""
+        self.running = False
+        self._lost_at = 0.0
+
+    @property
+    def size(self) -> int:
+        return 1 + len(self.places)
+
+    def ask(self, name: str, instance: str, last: int, now: float) -> int | None:
+        """A machine asks, which last took part in start number `last`; its rank, or None: it must wait."""
+        self.members[instance] = Member(name, instance, now)
+        return self.places.get(instance) if self.running and last < self.start else None
+
+    def present(self, now: float) -> list[Member]:
+        """Who waits: those that are listed first, in that order, then in the order of coming."""
+        there = [one for one in self.members.values() if now - one.seen_at < _SILENT_S]
+        return sorted(there, key=lambda one: self.listed.index(one.name) if one.name in self.listed else len(self.listed))
+
+    def begin(self, now: float) -> bool:
+        """Give out the places, if all are there, or if one was lost and has not come back for a while. Whether they begin."""
+        there = self.present(now)[: self.expected]
+        late = self.start > 0 and there and now - self._lost_at > _GRACE_S
+        if self.running or (len(there) < self.expected and not late):
+            return False
+        self.places = {one.instance: rank for rank, one in enumerate(there, 1)}
+        self.start, self.running = self.start + 1, True
+        return True
+
+    def lost(self, now: float) -> None:
+        """The processes have ended before their time: those who are still there will ask again."""
+        self.running, self._lost_at = False, now
+        self.members.clear()
+
+
+class Host:
+    """The coordinator's machine: it answers the others, and its process has the first stage."""
+
+    def __init__(self, run: Run, hosts: tuple[str, ...], arguments: Sequence[str], tell: Callable[[str], None]) -> None:
+        """`arguments`: those of `shoal train` for the process of the first stage."""
+        assert run.cluster.num_workers is not None
+        self.run, self.arguments, self.tell = run, list(arguments), tell
+        self.folder = Path(run.coordinator.state_path or tempfile.mkdtemp(prefix="shoal-gathering-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        expected = run.cluster.num_workers
+        self.server, self.invitation = listen(run, run.transport, hosts, self.folder, _LARGEST, expected)
+        self.gathering = Gathering(expected, run.cluster.workers)
+        self.text = settings_text(run)
+        self.process: nursery.Process | None = None
+        self.port, self.group = 0, secrets.token_hex(8)
+        self.over, self.failed = False, ""
+        self._told: list[str] = []
+
+    def work(self) -> int:
+        """Until the run is over; the exit code of the first stage. Raises ShoalError."""
+        try:
+            while (code := self._look()) is None:
+                pass
+            self._say_goodbye()
+        finally:
+            self._end()
+            self.server.close()
+        if self.failed:
+            raise ShoalError(self.failed)
+        return code
+
+    def stop(self) -> None:
+        """Ask the first stage to stop: all stop after the same step. Before it has begun there is nothing to save."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        else:
+            self.over = True
+
+    def _look(self) -> int | None:
+        """Answer, begin where it is time to, and look after the process; its exit code at the end."""
+        for request in self.server.poll(_LOOK_S):
+            self.server.reply(request, Message(self._answer(request)))
+        if self.over or self.failed:
+            return 130
+        if self.process is None:
+            self._show_who_waits()
+            if self.gathering.begin(time.monotonic()):
+                self._start()
+            return None
+        return self._looked_after()
+
+    def _looked_after(self) -> int | None:
+        assert self.process is not None
+        code = self.process.poll()
+        if code is None:
+            return None
+        self._end()
+        if code in (0, 2, 130):
+            return code
+        self.gathering.lost(time.monotonic())
+        self.tell(f"warning: a machine was lost: waiting {_GRACE_S:.0f} s for all to come back, then going on from the last checkpoint")
+        return None
+
+    def _start(self) -> None:
+        gathering = self.gathering
+        names = [one.name for one in gathering.members.values() if one.instance in gathering.places]
+        self.tell(f"{gathering.size} stages begin: this machine, {', '.join(names)}")
+        self.port = free_port("0.0.0.0") or 0
+        here = self._place(0, "127.0.0.1")
+        environ = dict(os.environ) | environment_of(here) | {"TORCHELASTIC_RESTART_COUNT": str(gathering.start - 1)}
+        environ |= _speaking_at(parse(self.invitation.address).host)
+        self.process = nursery.start(["-m", "shoal", "train", *self.arguments], env=environ, start_new_session=True)
+
+    def _place(self, rank: int, address: str) -> Place:
+        group = f"{self.group}-{self.gathering.start}"
+        return Place(rank, self.gathering.size, 0, 1, address=address, port=self.port, group=group, apart=True)
+
+    def _show_who_waits(self) -> None:
+        names = [one.name for one in self.gathering.present(time.monotonic())]
+        if names != self._told and len(names) < self.gathering.expected:
+            self.tell(f"{len(names)} of {self.gathering.expected} machines are here{': ' if names else ''}{', '.join(names)}")
+        self._told = names
+
+    def _answer(self, request: Request) -> dict[str, Any]:
+        header = request.message.header
+        kind = header.get("kind")
+        name, instance, last = (header.get(key) for key in ("name", "instance", "last"))
+        if kind == "join":
+            return {"kind": "refused", "reason": STAGES, "detail": "this run gives out places in a pipeline"}
+        if kind not in (ASK, FAILED) or not (_is_word(name) and _is_word(instance) and isinstance(last, int)):
+            return {"kind": "refused", "reason": "malformed", "detail": "that is nothing that a machine of this run says"}
+        if header.get("protocol") != PROTOCOL:
+            return {"kind": "refused", "reason": "protocol", "detail": f"this coordinator speaks version {PROTOCOL} of the protocol"}
+        assert isinstance(name, str)
+        assert isinstance(instance, str)
+        if kind == FAILED:
+            return self._heard_of_failure(name, instance, str(header.get("reason", ""))[:LONGEST_REASON])
+        if self.over or self.failed:
+            return {"kind": "over", "reason": self.failed}
+        rank = self.gathering.ask(name, instance, last, time.monotonic())
+        if rank is None:
+            return {"kind": "wait"}
+        digest = hashlib.sha256(self.text.encode()).hexdigest()
+        place = {"rank": rank, "size": self.gathering.size, "port": self.port, "group": self.group, "start": self.gathering.start}
+        return {"kind": "place", "config": self.text, "digest": digest, "plugins": needed_by(self.run)} | place
+
+    def _heard_of_failure(self, name: str, instance: str, reason: str) -> dict[str, Any]:
+        """A machine that takes part cannot do its part, so nobody can. Others are not asked."""
+        if instance in self.gathering.places:
+            self.failed = f"{name} cannot take part: {reason}"
+        return {"kind": "noted"}
+
+    def _say_goodbye(self) -> None:
+        """Tell the machines that it is over, for as long as some may still ask."""
+        self.over, until = True, time.monotonic() + _GOODBYE_S
+        asked: set[str] = set()
+        while time.monotonic() < until and not asked >= set(self.gathering.places):
+            for request in self.server.poll(_LOOK_S):
+                asked.add(str(request.message.header.get("instance")))
+                self.server.reply(request, Message(self._answer(request)))
+
+    def _end(self) -> None:
+        if self.process is not None:
+            self.process.stdin.close()
+            if self.process.poll() is None:
+                self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and value.isprintable()
+
+
+def _speaking_at(address: str) -> dict[str, str]:
+    """For gloo: through which interface the others reach this machine. A name of this machine may lead to itself alone."""
+    found = interface_of(address)
+    return {"GLOO_SOCKET_IFNAME": found} if found else {}
+
+
+# --- a machine that joins ------------------------------------------------------------------------------------
+
+
+class Attending:
+    """A machine with a stage: it asks for a place, and looks after the process that has the stage."""
+
+    def __init__(self, invitation: Invitation, name: str, overrides: Sequence[Override], trusted: Sequence[str], patience_s: float) -> None:
+        self.invitation, self.name, self.overrides, self.trusted = invitation, name[:LONGEST_NAME], overrides, trusted
+        self.line = ClientLine(invitation.address, invitation.token, invitation.key)
+        self.instance, self.patience_s = secrets.token_hex(8), patience_s
+        self.last = 0
+        """The start in which this machine last took part."""
+        self.process: nursery.Process | None = None
+        self.stopping = False
+
+    def stop(self) -> None:
+        """Leave. The others notice, and go on without this machine after a while."""
+        self.stopping = True
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+
+    def work(self, tell: Callable[[str], None]) -> int:
+        """Until the run is over; the exit code. Raises ShoalError."""
+        tell(f"joined as {self.name}: waiting for a place in the pipeline")
+        try:
+            while not self.stopping:
+                place = self._place()
+                if place is None:
+                    return 0
+                if (code := self._computed(place, tell)) in (0, 130):
+                    tell("the run is over" if code == 0 else "the run was interrupted: the coordinator's machine has its last checkpoint")
+                    return code
+                if not self.stopping:
+                    tell("a machine was lost: waiting for the next start")
+            return 130
+        finally:
+            self.line.close()
+
+    def _place(self) -> Mapping[str, Any] | None:
+        """A place, as soon as there is one; None: the run is over. Raises ShoalError."""
+        heard_at = time.monotonic()
+        while not self.stopping:
+            try:
+                answer = self._say(ASK)
+                heard_at = time.monotonic()
+            except Lost as problem:
+                if time.monotonic() - heard_at > self.patience_s:
+                    raise ShoalError(f"the coordinator has not answered for {self.patience_s:.0f} s: {problem}") from None
+                answer = {"kind": "wait"}
+            if answer["kind"] == "refused":
+                raise ShoalError(f"the coordinator refused: {answer.get('detail')}")
+            if answer["kind"] == "over" and answer.get("reason"):
+                raise ShoalError(f"the run is over: {answer['reason']}")
+            if answer["kind"] != "wait":
+                return None if answer["kind"] == "over" else answer
+            time.sleep(_ASK_S)
+        return None
+
+    def _say(self, kind: str, **more: Any) -> dict[str, Any]:
+        header = {"kind": kind, "name": self.name, "instance": self.instance, "last": self.last, "protocol": PROTOCOL}
+        return self.line.call(header | more, (), _SILENT_S).header
+
+    def _computed(self, place: Mapping[str, Any], tell: Callable[[str], None]) -> int:
+        """Have a process be the stage, and wait for its end; its exit code. Raises ShoalError where it could not do its part."""
+        self.last = int(place["start"])
+        try:
+            self._check(place)
+            tell(f"this machine is stage {place['rank'] + 1} of {place['size']}")
+            with tempfile.TemporaryDirectory(prefix="shoal-stage-") as folder:
+                code, said = self._run(Path(folder), place)
+            if code == 2:
+                raise ShoalError(said)
+        except ShoalError as problem:
+            self._say(FAILED, reason=str(problem))
+            raise
+        return code
+
+    def _check(self, place: Mapping[str, Any]) -> None:
+        run = configuration(dict(place), self.overrides)
+        unknown = [name for name in factories_of(run) if name not in self.trusted]
+        if unknown:
+            wanted = " ".join(f"--factory {name}" for name in unknown)
+            raise ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
+
+    def _run(self, folder: Path, place: Mapping[str, Any]) -> tuple[int, str]:
+        (folder / "config.yaml").write_text(place["config"], encoding="utf-8")
+        settings = [word for one in self.overrides for word in ("--set", f"{one.path}={one.value}")]
+        host = parse(self.invitation.address).host
+        group = f"{place['group']}-{place['start']}"
+        here = Place(place["rank"], place["size"], 0, 1, address=host, port=place["port"], group=group, apart=True)
+        environ = dict(os.environ) | environment_of(here) | _speaking_at(host)
+        with (folder / "log").open("wb") as log:
+            command = ["-m", "shoal", "train", "--resume", "--run-dir", str(folder), *settings]
+            self.process = nursery.start(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+            code = self.process.wait()
+            self.process.stdin.close()
+        said = (folder / "log").read_text(encoding="utf-8", errors="replace").strip()
+        return (LOST if code not in (0, 2, 130) else code), said.rpartition("\n")[2].removeprefix("error: ")
