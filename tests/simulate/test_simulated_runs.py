@@ -147,3 +147,46 @@ def test_a_weather_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str
     assert "no weather we know" in capsys.readouterr().err
     assert main(["simulate", "starter", "--set", "strategy.kind=local", "--workers", "3"]) == 2
     assert "nobody to simulate" in capsys.readouterr().err
+
+
+def test_workers_of_one_machine_share_its_cores_and_may_be_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "simulate",
+        "starter",
+        "--set",
+        "strategy.kind=syncps",
+        "--workers",
+        "4",
+        "--hours",
+        "0.02",
+        "--step-s",
+        "0.5",
+        "--weather",
+        "calm",
+    ]
+    rates = []
+    for options in ([], ["--cores", "2"], ["--cores", "2", "--slowdown", "w4=8"]):
+        assert main([*words, *options, "--json"]) == 0
+        rates.append(json.loads(capsys.readouterr().out)["samples_per_s"])
+    assert rates[1] == pytest.approx(rates[0] / 2, rel=0.15), "four compute at once on two cores"
+    assert rates[2] < 0.5 * rates[1], "a round waits for the slowest, which sleeps"
+    assert main([*words, "--slowdown", "w9=8"]) == 2
+    assert "there is no worker `w9`; there are w1, w2, w3, w4" in capsys.readouterr().err
+
+
+def test_other_peoples_processes_take_their_part_of_the_cores() -> None:
+    timeline, done = Timeline(), list[float]()
+    Cores(timeline, 2, others=3).compute(1.0, lambda: done.append(timeline.now))
+    timeline.run(100.0, lambda: False)
+    assert done == [pytest.approx(2.0)], "one of four gets half a core"
+
+
+def test_a_long_message_waits_for_the_piece_that_jitters_most() -> None:
+    """As the proxy has it: each piece jitters by itself, and none overtakes another."""
+    link = Link(Profile(100, 80, 0.0, 10_000), random.Random(1), lambda moment: moment)
+    short, long = (
+        [link.arrival(size, 10.0 * n, down=True) or 0.0 for n in range(start, start + 200)] for size, start in ((100, 0), (10**7, 200))
+    )
+    delays = [sum(at - 10.0 * n for n, at in enumerate(found, start)) / 200 for found, start in ((short, 0), (long, 200))]
+    assert delays[0] == pytest.approx(0.05, abs=0.005)
+    assert delays[1] == pytest.approx(0.008 + 0.09, abs=0.005), "the last of many pieces is about as late as the latest"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shoal.config.dialects import NAMES
 from shoal.config.load import File, Loaded, Override, parse_override, resolve
 from shoal.config.places import Source
 from shoal.config.problems import ConfigError, Label, Problem
+from shoal.errors import ShoalError
 
 LAYERS = {"config": "base", "hardware_config": "hardware", "distributed_config": "distributed", "rlhf_config": "rlhf"}
 EPILOG = """\
@@ -109,3 +110,16 @@ def _takes_value(made: argparse.ArgumentParser, option: str) -> bool | None:
     """None for an option that is not the command's own."""
     action = made._option_string_actions.get(option)
     return None if action is None else action.nargs != 0
+
+
+def slowdowns(texts: Sequence[str]) -> dict[str, float]:
+    """How many times slower each worker is to be, by its name: NAME=FACTOR each. Raises ShoalError."""
+    factors = dict[str, float]()
+    for name, _, factor in (text.partition("=") for text in texts):
+        try:
+            factors[name] = float(factor)
+        except ValueError:
+            factors[name] = 0.0
+        if not 1 <= factors[name] < float("inf"):
+            raise ShoalError(f"--slowdown: write {name}=8 to make it 8 times slower")
+    return factors

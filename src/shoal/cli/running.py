@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.main import report
-from shoal.cli.options import load
+from shoal.cli.options import load, slowdowns
 from shoal.cli.ranks import as_rank, gather, ignore_signals, start_ranks
 from shoal.cli.showing import download, show_invitation, show_outcome, stopping_on_signals, tell
 from shoal.config.load import Override
@@ -129,14 +129,8 @@ def weather_and_speeds(netem: str | None, slowdown: Sequence[str]) -> Arguments:
 
 
 def _factors(slowdown: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    factors = dict(text.partition("=")[::2] for text in slowdown)
-    for name, factor in factors.items():
+    factors = slowdowns(slowdown)
+    for name in factors:
         if name not in names:
             raise ShoalError(f"--slowdown: there is no worker `{name}`; there are {', '.join(names)}")
-        try:
-            good = float(factor) >= 1
-        except ValueError:
-            good = False
-        if not good:
-            raise ShoalError(f"--slowdown: write {name}=8 to make it 8 times slower")
-    return factors
+    return {name: f"{factor:g}" for name, factor in factors.items()}

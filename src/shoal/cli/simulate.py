@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.options import load, parse, parser, require
+from shoal.cli.options import load, parse, parser, require, slowdowns
 from shoal.config import Run
 from shoal.errors import ShoalError
 
@@ -32,6 +32,8 @@ def run(argv: list[str]) -> int:
     )
     made.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same simulation (default: 0)")
     made.add_argument("--step-s", type=float, metavar="S", help="seconds of a batch on a machine of usual speed (default: timed here)")
+    made.add_argument("--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)")
+    made.add_argument("--cores", type=float, metavar="N", help="let all workers share N cores of one machine, as `shoal train` has them")
     made.add_argument("--learn", action="store_true", help="let the workers really learn: for small models and dozens of workers")
     made.add_argument("--false-workers", type=float, default=0.0, metavar="SHARE", help="share of workers that send false updates")
     made.add_argument("--loss", type=float, metavar="L", help="tell when this loss was reached (with --learn)")
@@ -48,7 +50,7 @@ def run(argv: list[str]) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name in ("workers", "hours", "step_s"):
+    for name in ("workers", "hours", "step_s", "cores"):
         if (value := getattr(arguments, name)) is not None and not value > 0:
             raise ShoalError(f"--{name.replace('_', '-')} must be more than 0")
     if not 0 <= arguments.false_workers <= 1:
@@ -66,6 +68,8 @@ def _simulated(run: Run, arguments: argparse.Namespace) -> Report:
         arguments.step_s,
         arguments.learn,
         arguments.false_workers,
+        slowdowns(arguments.slowdown),
+        arguments.cores,
     )
     return simulated(run, asked, None if arguments.json else _show_members)
 

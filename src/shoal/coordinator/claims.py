@@ -75,6 +75,8 @@ class Claims:
 
     def figures(self, told: Mapping[str, float]) -> dict[str, float]:
         """Those that people can be shown."""
+        if not told:
+            return {}
         kept = {name: value for name, value in told.items() if self._is_sane(name, value)}
         if len(kept) < len(told):
             self.refused["figures"] = self.refused.get("figures", 0) + len(told) - len(kept)

@@ -55,7 +55,7 @@ class Closing:
         Workers that are gone get the time to come back: after a crash of the coordinator, all of them have to.
         """
         needed, reachable, interval_s = self.plan.needed, self.rounds.reachable(number), self.plan.heartbeat_interval_s
-        if reachable >= needed or needed <= 1:
+        if reachable >= needed:
             self._short_since, self._noted = None, ""
             return None
         self._short_since = now if self._short_since is None else self._short_since

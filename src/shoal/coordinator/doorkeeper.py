@@ -29,6 +29,9 @@ class Refusal(NamedTuple):
     detail: str = ""
 
 
+_NOTHING = Refusal()
+
+
 class Bucket:
     """So many a second, and so many at once after a pause."""
 
@@ -96,7 +99,7 @@ class Doorkeeper:
     def welcomes(self, guest: str) -> Refusal:
         """What speaks against hearing somebody at all: a connection may be older than the word that its guest is welcome no longer."""
         if not guest or guest in self.bounds.guests:
-            return Refusal()
+            return _NOTHING
         return Refusal("withdrawn", f"the invitation of {guest} was withdrawn")
 
     def admit(self, name: str, guest: str, state: State, now: float) -> Refusal:

@@ -121,6 +121,8 @@ class Driver:
         """First what must survive and what others see, all together, and again where a database was gone for a moment. Then the rest."""
         if self.scribe is not None:
             self.scribe.take([effect for effect in effects if not isinstance(effect, (Published, Note, Stop))])
+        elif len(effects) == 1 and isinstance(effects[0], Reply) and also is None and not self.store.transactional:
+            return self._reply(effects[0])  # most of what a crowd asks changes nothing
         elif effects or also is not None:
             self.store.carry_out(lambda: self._keep_all(effects, also))
         for effect in effects:
@@ -128,9 +130,12 @@ class Driver:
                 self.around.watcher.published(effect, self._replaying)
             elif isinstance(effect, (Note, Stop)):
                 self.around.watcher.say(effect.text if isinstance(effect, Note) else f"warning: {effect.reason}")
+        return None
 
     def _keep_all(self, effects: list[Effect], also: Callable[[], None] | None) -> None:
-        for effect in sorted(effects, key=lambda effect: not isinstance(effect, Published)):  # weights take the longest: they go first
+        if len(effects) > 1:
+            effects = sorted(effects, key=lambda effect: not isinstance(effect, Published))  # weights take the longest: they go first
+        for effect in effects:
             self._keep(effect)
         if also is not None:
             also()

@@ -230,4 +230,6 @@ class Lender:
 
 def printable(text: str) -> str:
     """What strangers say of themselves is shown to people, and must not steer their terminals."""
+    if text.isprintable():
+        return text
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -90,13 +90,16 @@ class Coordinator:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What is to be done about an event. When the clock jumps back, time stands still for a moment and then goes on from there."""
-        self.now += max(0.0, now - (now if self._clock is None else self._clock))
+        if self._clock is not None and now > self._clock:
+            self.now += now - self._clock
         self._clock, self._effects = now, []
         more = self._happen(event)
-        if not more:
+        if self.rounds.open and not more:
             self._close_what_is_due()
-        self._lend(more)
-        self._watch_quorum()
+        if self.lender is not None:
+            self._lend(self.lender, more)
+        if self.plan.needed > 1:
+            self._watch_quorum()
         return self._effects
 
     def _happen(self, event: Event) -> bool:
@@ -141,10 +144,11 @@ class Coordinator:
 
     @property
     def finished(self) -> bool:
-        total = self.plan.total_batches
-        if self.closing.all_settled and self.rounds.workers(self.state.version) < self.plan.needed:
+        plan, state = self.plan, self.book.state
+        if plan.cut is not None and self.closing.all_settled and self.rounds.workers(state.version) < plan.needed:
             return True  # what is left, if anything, will never be enough
-        return bool(self.stopped) or (self.state.version >= self.plan.total_steps if total is None else self.state.batches >= total)
+        reached = state.version >= plan.total_steps if plan.total_batches is None else state.batches >= plan.total_batches
+        return reached or bool(self.stopped)
 
     @property
     def step(self) -> float:
@@ -164,27 +168,22 @@ class Coordinator:
 
     def _answer(self, event: Called) -> None:
         asked = event.asked
-        if (refusal := self.door.welcomes(event.guest)).reason:
+        if event.guest and (refusal := self.door.welcomes(event.guest)).reason:
             self._show_out(event.guest)
             return self._refuse(event.caller, *refusal)
-        if isinstance(asked, Join):
-            return self._join(event, asked)
-        if isinstance(asked, Gone):
-            return self._hear_of_end(event, asked)
-        worker = self.members.by_session.get(asked.session)
+        if isinstance(asked, (Join, Gone)):
+            return self._join(event, asked) if isinstance(asked, Join) else self._hear_of_end(event, asked)
+        worker, beats = self.members.by_session.get(asked.session), isinstance(asked, Heartbeat)
         if worker is None:
             return self._refuse(event.caller, "unknown-session")
-        if not self._is_new(worker, asked.number, isinstance(asked, Heartbeat)):
+        if asked.number <= worker.numbers[beats]:
             return self._refuse(event.caller, "replayed")
+        worker.numbers[beats] = asked.number
         self.members.hear(worker, self.now)
-        self.rounds.hear(worker.name)
-        return self._answer_member(event, asked, worker)
-
-    def _is_new(self, worker: Worker, number: int, beats: bool) -> bool:
-        if number <= worker.numbers[beats]:
-            return False
-        worker.numbers[beats] = number
-        return True
+        if worker.name in self.rounds.absent:
+            self.rounds.activate(worker.name)  # a sign of it: rounds wait for it again
+        # Most of what a crowd says are signs of life, so they take the short way.
+        return self._pulse(event.caller, asked, worker) if isinstance(asked, Heartbeat) else self._answer_member(event, asked, worker)
 
     def _answer_member(self, event: Called, asked: Asked, worker: Worker) -> None:
         match asked:
@@ -196,8 +195,6 @@ class Coordinator:
                     self.tasks.begin(worker)
                 self.rounds.activate(worker.name)
                 self.answer(event.caller, {"kind": "weights"}, worker, asked.have)
-            case Heartbeat():
-                self._pulse(event.caller, asked, worker)
             case Claim() | GiveBack() | Fail():
                 self._answer_about_unit(event.caller, asked, worker)
             case Leave():
@@ -236,14 +233,15 @@ class Coordinator:
         """Answer, with weights for a worker that has version `have`."""
         fields, frames = self.publisher.since(worker.session, have) if have > _NO_WEIGHTS else ({}, ())
         most_lag = self.policies.admission.most_lag(self.members.speed(worker))
-        common = {"version": self.state.version, "step": self.step, "done": self.finished, "most_lag": most_lag}
+        version = self.book.state.version
+        header = {**header, "version": version, "step": self.book.step, "done": self.finished, "most_lag": most_lag, **fields}
         if self.policies.contribution.alone and have > _NO_WEIGHTS:
             worker.began_at = self.now
-            steps = steps_for(self.policies, self.plan, self.state.version, worker, self.members, self.now)
-            common["inner_steps"] = min(steps, self.state.upstream.get("inner_steps", steps))
+            steps = steps_for(self.policies, self.plan, version, worker, self.members, self.now)
+            header["inner_steps"] = min(steps, self.state.upstream.get("inner_steps", steps))
         if self.tasks is not None:
-            common |= self.tasks.place(worker)
-        self.emit(Reply(caller, header | common | fields, frames))
+            header |= self.tasks.place(worker)
+        self._effects.append(Reply(caller, header, frames))
 
     # --- members -----------------------------------------------------------------------------------
 
@@ -372,7 +370,7 @@ class Coordinator:
             self._remove(worker, f"is taken for dead: silent for {self.now - worker.seen_at:.0f} s")
 
     def _evict_uninvited(self) -> None:
-        for guest in {worker.guest for worker in self.members.by_name.values() if worker.guest}:
+        for guest in [guest for guest, workers in self.members.guests.items() if guest and workers]:
             if self.door.welcomes(guest).reason:
                 self._show_out(guest)
 
@@ -537,7 +535,7 @@ class Coordinator:
     # --- rounds ------------------------------------------------------------------------------------
 
     def _close_what_is_due(self) -> None:
-        while not self.finished and self.book.upward is None and self.closing.due(self.state.version, self.now):
+        while self.rounds.open and not self.finished and self.book.upward is None and self.closing.due(self.state.version, self.now):
             number = self.state.version
             held = sorted(self.rounds.open[number].held.values(), key=lambda one: (one.record["worker"], one.record["seq"]))
             if (word := self.closing.judge(self.rounds.workers(number))) is not None:
@@ -567,16 +565,16 @@ class Coordinator:
             self.end_here()
         self._release()
 
-    def _lend(self, more: bool) -> None:
-        if self.lender is None:
-            return
-        self.lender.expire()
+    def _lend(self, lender: Lender, more: bool) -> None:
+        lender.expire()
         if not more:
-            self.lender.offer_more()
-        self.lender.serve(LONGEST_WAIT_S)
+            lender.offer_more()
+        lender.serve(LONGEST_WAIT_S)
 
     def _watch_quorum(self) -> None:
-        word = None if self.finished or self.plan.cut is not None else self.closing.watch(self.state.version, self.now)
+        if self.plan.cut is not None or self.finished:
+            return
+        word = self.closing.watch(self.state.version, self.now)
         if word is not None:
             self.emit(word)
         if isinstance(word, Stop):

@@ -56,11 +56,6 @@ class Rounds:
             self.deactivate(name)
             self.absent.add(name)
 
-    def hear(self, name: str) -> None:
-        """A worker gave a sign of life."""
-        if name in self.absent:
-            self.activate(name)
-
     def deactivate(self, name: str) -> None:
         self.absent.discard(name)
         if name in self.active:

@@ -43,18 +43,27 @@ class Machine(NamedTuple):
     """Machines of the same host share its cores; empty: it has cores of its own."""
 
 
+def always_lit(moment: float) -> float:
+    """For a site that is never dark."""
+    return moment
+
+
 class Weather(NamedTuple):
     """How machines and their links are in a simulation."""
 
     machines: tuple[Machine, ...]
     dark: dict[str, tuple[Stay, ...]]
     """By site: when it is cut off."""
-    cores: dict[str, int]
+    cores: dict[str, float]
     """By host: how many cores its machines share."""
+    others: float = 0.0
+    """Processes of other people that compute on each host all the time."""
 
     def lights_on(self, site: str) -> Callable[[float], float]:
         """A function that puts a moment off to the end of the time in which the site is dark."""
         spans = self.dark.get(site, ())
+        if not spans:
+            return always_lit
 
         def after(moment: float) -> float:
             for start, end in spans:
@@ -72,10 +81,10 @@ def weather_named(name: str, count: int, step_s: float, hours: float, seed: int,
         machines, dark = _mixed(count, step_s, hours, dice)
     elif name == "straggler":
         slow = [step_s * (10.0 if number == 0 else 1.0) for number in range(count)]
-        machines, dark = [Machine(f"w{number}", one, PROFILES["good"]) for number, one in enumerate(slow)], {}
+        machines, dark = [Machine(f"w{number + 1}", one, PROFILES["good"]) for number, one in enumerate(slow)], {}
     else:
         link = CALM if name == "calm" else _profile(name)
-        machines, dark = [Machine(f"w{number}", step_s, link) for number in range(count)], {}
+        machines, dark = [Machine(f"w{number + 1}", step_s, link) for number in range(count)], {}
     for number in dice.sample(range(count), round(false_share * count)):
         machines[number] = machines[number]._replace(false=True)
     return Weather(tuple(machines), dark, {})
@@ -103,7 +112,7 @@ def _mixed(count: int, step_s: float, hours: float, dice: random.Random) -> tupl
             "day": _days(span_s, zones[site], dice),
             "crowd": ((crowd_at + dice.uniform(0, min(600.0, 0.1 * span_s)), math.inf),),
         }[habit]
-        machines.append(Machine(f"w{number}", step_s * dice.lognormvariate(0, 0.6), PROFILES[links[number]], stays, site))
+        machines.append(Machine(f"w{number + 1}", step_s * dice.lognormvariate(0, 0.6), PROFILES[links[number]], stays, site))
     return machines, {site: _darkness(span_s, dice) for site in sites}
 
 
@@ -123,6 +132,6 @@ def _darkness(span_s: float, dice: random.Random) -> tuple[Stay, ...]:
     return ((start, start + dice.uniform(60.0, min(3600.0, max(61.0, 0.2 * span_s)))),)
 
 
-def listed(machines: Sequence[Machine], cores: dict[str, int] | None = None) -> Weather:
+def listed(machines: Sequence[Machine], cores: dict[str, float] | None = None) -> Weather:
     """The weather of machines that are known one by one."""
     return Weather(tuple(machines), {}, dict(cores or {}))

@@ -41,6 +41,10 @@ class Report:
     """Contributions by what became of them, as their workers were told."""
     work_s: dict[str, float] = field(default_factory=lambda: {"useful": 0.0, "wasted": 0.0, "present": 0.0})
     """Seconds of computing that were of use, or wasted; and seconds that workers were there."""
+    computed_s: float = 0.0
+    """Seconds that batches took by the clock, where workers share cores or are made slower."""
+    processor_s: float = 0.0
+    """Seconds that the same batches would take with a core for each worker."""
     lags: Counter[int] = field(default_factory=Counter)
     received_bytes: float = 0.0
     sent_bytes: float = 0.0
@@ -92,6 +96,11 @@ class Report:
         return self.work_s["wasted"] / computed if computed else 0.0
 
     @property
+    def stretch(self) -> float:
+        """How many times as long batches took because workers share cores."""
+        return self.computed_s / self.processor_s if self.processor_s else 1.0
+
+    @property
     def mean_lag(self) -> float:
         count = self.lags.total()
         return sum(lag * often for lag, often in self.lags.items()) / count if count else 0.0
@@ -128,6 +137,8 @@ class Report:
         ]
         if self.losses:
             rows.insert(3, ("loss", f"{self.losses[-1][1]:.4f} at the end"))
+        if self.stretch > 1.005:
+            rows.append(("shared cores", f"batches take {self.stretch:.2f} times as long as with a core for each worker"))
         if loss is not None:
             reached = self.hours_to(loss)
             rows.append((f"loss {loss:g}", "not reached" if reached is None else f"after {reached:.2f} h"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from shoal.simulate.world import Scenario, World
 
 _TIMED = 5
 """Steps that are timed, after a first one that is not."""
+_HERE = "here"
+_MOST_NAMED = 8
 
 
 class Asked(NamedTuple):
@@ -36,6 +39,12 @@ class Asked(NamedTuple):
     step_s: float | None = None
     learns: bool = False
     false_share: float = 0.0
+    slowdown: Mapping[str, float] = MappingProxyType({})
+    """By name: a worker sleeps after each step, so that the step takes so many times as long."""
+    cores: float | None = None
+    """Cores of the one machine that all workers are processes of; null: each has a machine of its own."""
+    others: float = 0.0
+    """Processes of other people that compute there all the time."""
 
 
 def simulate(
@@ -64,7 +73,7 @@ def simulated(run: Run, asked: Asked, look: Callable[[int, World], None] | None)
     scenario = scenario_of(run, agreed, asked.learns)
     if asked.hours is None:
         scenario = scenario._replace(plan=scenario.plan._replace(heartbeat_interval_s=settings.heartbeat_interval_s))
-    weather = _weather(run, asked, count, step_s, hours)
+    weather = _on_one_machine(_weather(run, asked, count, step_s, hours), asked)
     if asked.hours is None:  # a few heartbeats of workers that are there already
         weather = weather._replace(machines=tuple(one._replace(start_s=0.0) for one in weather.machines))
     world = World(scenario, weather, hours, asked.seed)
@@ -82,7 +91,8 @@ def _weather(run: Run, asked: Asked, count: int, step_s: float, hours: float) ->
     """The weather that was asked for; else the machines that the settings list, as far as they are known."""
     if asked.weather is not None or not run.cluster.workers:
         return weather_named(asked.weather or "calm", count, step_s, hours, asked.seed, asked.false_share)
-    names = [*run.cluster.workers, *(f"w{number}" for number in range(count - len(run.cluster.workers)))][:count]
+    listed_ones = run.cluster.workers[:count]
+    names = [*listed_ones, *(f"w{number}" for number in range(len(listed_ones) + 1, count + 1))]
     flops = [host.flops for host in run.cluster.hosts.values() if host.flops]
     usual = statistics.median(flops) if flops else 1.0
     found = []
@@ -92,6 +102,18 @@ def _weather(run: Run, asked: Asked, count: int, step_s: float, hours: float) ->
         link = CALM._replace(mbit_per_s=host.bandwidth_mbps) if host is not None and host.bandwidth_mbps else CALM
         found.append(Machine(name, step_s / speed, link))
     return listed(found)
+
+
+def _on_one_machine(weather: Weather, asked: Asked) -> Weather:
+    """The same machines, as slow as was asked for, and as processes that share cores where it says so. Raises ShoalError for a name that
+    none of them has."""
+    names = [one.name for one in weather.machines]
+    for name in asked.slowdown:
+        if name not in names:
+            raise ShoalError(f"--slowdown: there is no worker `{name}`; there are {', '.join(names[:_MOST_NAMED])}")
+    host = _HERE if asked.cores is not None else ""
+    machines = tuple(one._replace(slowdown=asked.slowdown.get(one.name, 1.0), host=host) for one in weather.machines)
+    return weather._replace(machines=machines, cores={} if asked.cores is None else {_HERE: asked.cores}, others=asked.others)
 
 
 def _agreed(run: Run, workers: int) -> Agreed:

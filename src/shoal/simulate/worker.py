@@ -94,6 +94,10 @@ class VirtualWorker:
             self.world.beat(self)
         self.world.pulse(self, self._beat)
 
+    def hear_pulse(self, message: Message) -> None:
+        """The answer to a sign of life."""
+        self.protocol.hear_pulse(message.header)
+
     # --- the conversation ------------------------------------------------------------------------------
 
     def _say_all(self) -> None:

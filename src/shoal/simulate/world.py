@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from shoal.coordinator import Coordinator
@@ -26,6 +28,7 @@ from shoal.worker.worker import WorkerPolicies
 _HEADER_BYTES = 300
 """Of a message besides its frames, on the wire."""
 _LONGEST_GOODBYE_S = 60.0
+_OBJECTS_PER_COLLECTION, _OLD_COLLECTIONS = 200_000, 100
 SERVICE_S = 0.0003
 SERVICE_BYTES_PER_S = 0.7e9
 """What a question is taken to cost a coordinator that does one after the other: an estimate for two slow cores, not a measurement."""
@@ -40,6 +43,18 @@ class Scenario(NamedTuple):
     teaching: Timing | Learning
     codec: str
     strategy: str
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let Python look for circles of garbage rarely: ten thousand workers are millions of objects, which it would walk through again and
+    again, and a message leaves no circles behind."""
+    before = gc.get_threshold()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION, before[1], _OLD_COLLECTIONS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class World:
@@ -57,7 +72,7 @@ class World:
         learns = isinstance(scenario.teaching, Learning)
         self.report = Report(len(weather.machines), hours, seed, scenario.strategy, scenario.codec, learns)
         self.here: dict[str, VirtualWorker] = {}
-        self._cores = {host: Cores(self.timeline, count) for host, count in weather.cores.items()}
+        self._cores = {host: Cores(self.timeline, count, weather.others) for host, count in weather.cores.items()}
         self._since: dict[str, float] = {}
         self._sessions = 0
         self._busy_until = 0.0
@@ -90,6 +105,12 @@ class World:
 
     def run(self) -> Report:
         began = time.perf_counter()
+        with _rare_collections():
+            self._run()
+        self.report.wall_s = time.perf_counter() - began
+        return self.report
+
+    def _run(self) -> None:
         self.driver.open()
         for number, machine in enumerate(self.weather.machines):
             link = Link(machine.link, self.dice, self.weather.lights_on(machine.site))
@@ -108,8 +129,6 @@ class World:
         if self.coordinator.finished:
             self.timeline.run(ended + _LONGEST_GOODBYE_S, self._all_know)
         self._conclude(ended)
-        self.report.wall_s = time.perf_counter() - began
-        return self.report
 
     def _count_from_here(self) -> None:
         self.report.coordinator_s = self.report.ticks_s = 0.0
@@ -203,7 +222,10 @@ class World:
         machine, cores, began = worker.machine, self._cores.get(worker.machine.host), self.timeline.now
 
         def sleep() -> None:
-            rest_s = (machine.slowdown - 1) * (self.timeline.now - began)
+            passed_s = self.timeline.now - began
+            self.report.computed_s += passed_s
+            self.report.processor_s += work_s
+            rest_s = (machine.slowdown - 1) * passed_s
             self.timeline.after(rest_s, done) if rest_s > 0 else done()
 
         if cores is not None:
@@ -254,7 +276,7 @@ class World:
     def beat(self, worker: VirtualWorker) -> None:
         self.report.heartbeats += 1
         beat = worker.protocol.heartbeat(worker.doing, {})
-        self._handle(Called(lambda message: worker.protocol.hear_pulse(message.header), beat))
+        self._handle(Called(worker.hear_pulse, beat))
 
     def settled(self, worker: VirtualWorker, receipt: Receipt, work_s: float) -> None:
         self.report.outcomes[receipt.status] += 1
