@@ -72,6 +72,38 @@ def test_a_reward_model_is_trained_first_where_pairs_are_given(tmp_path: Path, m
     assert good > bad
 
 
+def test_chosen_answers_are_learned_first_where_the_settings_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file has TRL's conversational columns."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{i}?"}],
+            "chosen": [{"role": "assistant", "content": "yes"}],
+            "rejected": [{"role": "assistant", "content": "no"}],
+        }
+        for i in range(60)
+    ]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tuned = (
+        "--set",
+        "rlhf.fine_tune.preferences=pairs.jsonl",
+        "--set",
+        "rlhf.fine_tune.learning_rate=0.03",
+        "--set",
+        "rlhf.fine_tune.epochs=4",
+    )
+    assert train("--run-dir", "run", *tuned, "--set", "rlhf.ppo.steps=1") == 0
+    assert "phase 2, answers: the policy learns the chosen answers of the pairs" in capsys.readouterr().err
+    metrics = [json.loads(line) for line in Path("run/answers/metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["loss"] < 3, "in 7 steps it has learned to say yes; at first any of 257 bytes is as good"
+    run = open_run("run/policy", print).run
+    assert run.rlhf is not None
+    assert run.rlhf.policy == "run/answers"
+    assert run.chosen_task.kind == "ppo"
+
+
 def test_a_large_model_without_a_base_is_refused_with_the_command_to_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

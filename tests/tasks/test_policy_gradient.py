@@ -26,7 +26,7 @@ from shoal.runs.rewards.interface import Answer
 from shoal.runs.rollouts import Asked, RolloutFeed
 from shoal.tasks import credit
 from shoal.tasks.answers import Text, as_text, as_used, log_probs
-from shoal.tasks.policy_gradient import PolicyGradient
+from shoal.tasks.policy_gradient import OnlineDpo, PolicyGradient
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 24}
 RUN = resolve_data({"model": {"kind": "gpt"}, "rlhf": {}}, name="test", dialect="shoal", environ={}).run
@@ -163,7 +163,7 @@ def task_and_batch(algorithm: Any = "ppo", value: Any = "network", score: Any = 
     prompts = [Asked([65 + i] * (1 + i % 3), "A") for i in range(5)]
     feed = RolloutFeed(
         run,
-        PolicyGradient(players, settings),
+        OnlineDpo(players, settings) if algorithm == "online-dpo" else PolicyGradient(players, settings),
         load_tokenizer("bytes"),
         prompts,
         prompts,
@@ -245,6 +245,25 @@ def test_equal_scores_teach_nothing_at_no_penalty() -> None:
         assert not slope.any()
 
 
+def test_the_better_of_two_answers_is_learned_as_dpo_learns_pairs() -> None:
+    scores = [3.0, 1.0, 0.0, 2.0, 1.0, 1.0, 5.0, 9.0]
+    feed, pairs = task_and_batch("online-dpo", score=lambda some: scores[: len(some)], temperature=0.7)
+    assert pairs["decided"].tolist() == [True, True, False, True], "of two that are equal nobody learns"
+    assert feed.micro_batch == 2
+    drawn = feed.answered([feed.prompt(number) for number in range(4)], 0, 2)
+    better = [0, 3, 4, 7]
+    assert torch.equal(pairs["chosen_labels"], drawn.text.labels_BL[better])
+    assert torch.equal(pairs["rejected_input_ids"], drawn.text.input_ids_BL[[1, 2, 5, 6]])
+    model = feed.task.players["model"]
+    with as_used(model):
+        (loss,) = feed.task.losses(pairs)
+        gains = [log_probs(model, Text.of(pairs, side), 0.7).sum(1) - pairs[f"{side}reference"] for side in ("chosen_", "rejected_")]
+    margin = 0.1 * (gains[0] - gains[1])[pairs["decided"]]
+    assert float(loss.value.detach()) == pytest.approx(float(torch.log1p(torch.exp(-margin.double())).mean().detach()), abs=1e-6)
+    assert float(margin.detach().abs().max()) < 1e-4, "the policy is its own reference"
+    assert feed.task.count(pairs) == 3
+
+
 def test_a_policy_that_moved_too_far_gets_new_answers() -> None:
     feed, _ = task_and_batch(stop_kl=0.1)
     feed.task.approximate_kl = torch.tensor(0.05)
@@ -313,13 +332,16 @@ def settings(tmp_path: Path, **rlhf: Any) -> Any:
     return resolve_data(tree, name="test", dialect="shoal", environ={})
 
 
-@pytest.mark.parametrize("more", [{}, {"value": "head"}, {"algorithm": "grpo"}], ids=["network", "head", "grpo"])
+@pytest.mark.parametrize(
+    "more", [{}, {"value": "head"}, {"algorithm": "grpo"}, {"algorithm": "online-dpo"}], ids=["network", "head", "grpo", "online-dpo"]
+)
 def test_a_policy_resumes_in_the_middle_of_a_rollout_to_the_same_numbers(tmp_path: Path, more: dict[str, Any]) -> None:
     whole = prepare(settings(tmp_path, **more), run_dir=str(tmp_path / "whole"), resume=False, reporters=[])
     summary = whole.train()
     assert (summary["status"], summary["steps"]) == ("completed", 16)
     assert {"score", "kl", "answer_length", "stopped_share"} <= set(summary["metrics"]["eval"])
-    assert {"score", "kl_coefficient", "entropy", "clip_share", "approximate_kl"} <= set(summary["metrics"]["train"])
+    own = {"margin", "accuracy"} if more.get("algorithm") == "online-dpo" else {"entropy", "clip_share", "approximate_kl"}
+    assert {"score", "kl_coefficient"} | own <= set(summary["metrics"]["train"])
     half = prepare(settings(tmp_path, **more), run_dir=str(tmp_path / "half"), resume=False, reporters=[])
     step = half.engine.step
 

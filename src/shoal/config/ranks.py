@@ -17,8 +17,10 @@ APART = "SHOAL_APART"
 """Says that the processes are on machines that share no folder."""
 STRATEGY_FOR_WORKERS = "syncps"
 """The strategy where several workers are asked for and none is configured: its results are those of one process."""
+STRATEGY_ALONE = "local"
+"""The strategy of one worker, without others."""
 STRATEGY_FOR_ANSWERS = "rollouts"
-"""The same for a task whose workers answer prompts."""
+"""The strategy where several workers are asked for, and the task has them answer prompts."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 

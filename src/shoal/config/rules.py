@@ -690,11 +690,12 @@ def policies_have_settings(settings: Settings, task: Task | None, rlhf: Rlhf | N
     if rlhf is None:
         settings.report("task", f"the task {task.kind} needs a section rlhf: it says what is rewarded", "task.kind")
         return
-    answers, mini, group = rlhf.ppo.rollout_size, rlhf.ppo.mini_batch_size, rlhf.group_size
+    answers, mini = rlhf.ppo.rollout_size, rlhf.ppo.mini_batch_size
     for whole, part, names in (
         (answers, mini, ("rlhf.ppo.rollout_size", "rlhf.ppo.mini_batch_size")),
-        (mini, pieces, ("rlhf.ppo.mini_batch_size", "training.gradient_accumulation_steps")),
-        (answers, 1 if rlhf.algorithm == "ppo" else group, ("rlhf.ppo.rollout_size", "rlhf.group_size")),
+        (mini // rlhf.row, pieces, ("rlhf.ppo.mini_batch_size", "training.gradient_accumulation_steps")),
+        (mini, rlhf.row, ("rlhf.ppo.mini_batch_size", "rlhf.algorithm")),
+        (answers, rlhf.group, ("rlhf.ppo.rollout_size", "rlhf.group_size")),
     ):
         if whole % part:
             settings.report("rollouts", f"`{names[0]}` of {whole} is no multiple of `{names[1]}`, {part}", *names)

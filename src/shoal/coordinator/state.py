@@ -150,10 +150,6 @@ class Plan(NamedTuple):
     """How long a worker may take for a unit without a sign of life before others may have it."""
     attempts: int = 1
     """How often a unit is tried before it is given up."""
-    most_lag: int = 0
-    """Versions that may be made while a worker has a unit."""
-    intake: Intake | None = None
-    """Where what workers send is no update of the weights."""
     leased_elsewhere: bool = False
     """Whether a database keeps the leases, and the coordinator hears of their results."""
     worker_steps: int = 0
@@ -178,6 +174,10 @@ class Plan(NamedTuple):
     """Workers that the settings name, and where they are, as far as the settings say it."""
     above: Above | None = None
     """For a relay: its place at the coordinator that it is a worker of."""
+    most_lag: int = 0
+    """Versions that may be made while a worker has a unit."""
+    intake: Intake | None = None
+    """Where what workers send is no update of the weights."""
 
     def data_seat(self, seat: int) -> int:
         """The seat at the data of a whole tree: a relay's workers divide what its own seat has."""

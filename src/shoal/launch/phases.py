@@ -1,4 +1,5 @@
-"""Learning from feedback in phases, each a run with a folder of its own: a base where there is none, a reward model, the policy.
+"""Learning from feedback in phases, each a run with a folder of its own: a base where there is none, chosen answers, a reward model, the
+policy.
 
 A phase is the same configuration with a few settings on top. The base is trained with the layers below rlhf alone.
 """
@@ -12,8 +13,8 @@ from typing import NamedTuple
 
 from shoal.config import Run
 from shoal.config.load import Override
-from shoal.config.schema.rlhf import TrainedReward
-from shoal.config.schema.strategy import Local
+from shoal.config.ranks import STRATEGY_ALONE
+from shoal.config.schema.rlhf import FineTune, TrainedReward
 from shoal.errors import ShoalError
 
 _SMALL = 30_000_000
@@ -41,7 +42,7 @@ def phases(run: Run, root: Path, command: str) -> Iterator[Phase]:
     assert run.rlhf is not None
     policy, reward = run.rlhf.policy, run.rlhf.reward
     start: list[Override] = []
-    alone = (_set("strategy.kind", Local.kind),) if run.strategy.gives_answers else ()  # answers are for the policy's phase
+    alone = (_set("strategy.kind", STRATEGY_ALONE),) if run.strategy.gives_answers else ()  # answers are for the policy's phase
     if policy is None and run.model.kind != "huggingface":
         _refuse_large(run, command)
         yield Phase(
@@ -51,8 +52,14 @@ def phases(run: Run, root: Path, command: str) -> Iterator[Phase]:
             below_rlhf=True,
         )
         start = [_set("rlhf.policy", str(root / "base"))]
+    if run.rlhf.fine_tune is not None:
+        answers = _of_pairs("language-modelling", run.rlhf.fine_tune, run.rlhf.fine_tune.preferences)
+        yield Phase("answers", "the policy learns the chosen answers of the pairs", (*start, *answers, *alone))
+        start = [_set("rlhf.policy", str(root / "answers"))]
     if isinstance(reward, TrainedReward) and reward.run is None:
-        yield Phase("reward", "the reward model learns from the pairs", (*start, *_of_reward(reward), *alone))
+        assert reward.preferences is not None  # a rule sees to that
+        pairs = _of_pairs("reward", reward, reward.preferences)
+        yield Phase("reward", "the reward model learns from the pairs", (*start, *pairs, *alone))
         start += [_set("rlhf.reward.run", str(root / "reward"))]
     yield Phase("policy", f"the policy learns from its own answers ({run.rlhf.algorithm})", tuple(start), with_workers=not run.alone)
 
@@ -61,15 +68,15 @@ def _set(path: str, value: str) -> Override:
     return Override(path, value, f"--set {path}={value}")
 
 
-def _of_reward(reward: TrainedReward) -> Iterator[Override]:
-    assert reward.preferences is not None  # a rule sees to that
-    yield _set("task.kind", "reward")
+def _of_pairs(task: str, learned: TrainedReward | FineTune, path: str) -> Iterator[Override]:
+    """Settings of a phase that learns from pairs."""
+    yield _set("task.kind", task)
     yield _set("data.source.kind", "preferences")
-    yield _set("data.source.path", reward.preferences)
-    yield _set("training.epochs", str(reward.epochs))
+    yield _set("data.source.path", path)
+    yield _set("training.epochs", str(learned.epochs))
     yield _set("training.max_steps", "null")
-    yield _set("training.optimizer.learning_rate", str(reward.learning_rate))
-    yield _set("training.batch_size", str(reward.batch_size))
+    yield _set("training.optimizer.learning_rate", str(learned.learning_rate))
+    yield _set("training.batch_size", str(learned.batch_size))
 
 
 def _refuse_large(run: Run, command: str) -> None:

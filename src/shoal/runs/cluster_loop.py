@@ -131,10 +131,7 @@ class ClusterLoop:
         self.message = self.recorder.message
         self._totals = Totals(home.server.traffic, coordinator)
         self.driver = self._driver(home, welcome)
-        batches = held_out(parts.run, parts.data.eval) if parts.run.evaluation.batches != 0 else None
-        if isinstance(parts.feed, RolloutFeed):
-            parts.feed.warn = lambda text: self.message(f"warning: {text}")
-            batches = parts.feed.judged if parts.feed.held_out and parts.run.evaluation.strategy != "never" else None
+        batches = self._judged_by(parts)
         self.judge = Judge(parts, batches, home.directory, judging, self.recorder.step_name) if batches is not None else None
         self.sampling_rate = min(1.0, length.batches_per_contribution / length.batches_per_shard) if length.batches_per_shard else 1.0
         self.beside: Callable[[], None] = lambda: None
@@ -145,6 +142,16 @@ class ClusterLoop:
         """Workers that lease units, as they were a moment ago."""
         self._lessees_at = 0.0
         self.status = StatusWriter(self)
+
+    def _judged_by(self, parts: Parts) -> Callable[[], Any] | None:
+        """What the weights are judged by: held-out data, or answers to held-out prompts. None: nothing."""
+        run, feed = parts.run, parts.feed
+        if run.evaluation.batches == 0:
+            return None
+        if not isinstance(feed, RolloutFeed):
+            return held_out(run, parts.data.eval)
+        feed.warn = lambda text: self.message(f"warning: {text}")
+        return feed.judged if feed.held_out and run.evaluation.strategy != "never" else None
 
     def _driver(self, home: Home, welcome: Message) -> Driver:
         around = Surroundings(

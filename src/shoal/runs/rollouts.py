@@ -28,6 +28,7 @@ from shoal.models.sampling import Sampled, sample
 from shoal.runs.rewards.interface import Answer, Score
 from shoal.tasks import Batch, credit
 from shoal.tasks.answers import Reference, Text, as_text, as_used
+from shoal.tasks.dpo import SIDES
 from shoal.tasks.language import IGNORED
 from shoal.tasks.policy_gradient import PolicyGradient
 
@@ -142,7 +143,8 @@ class RolloutFeed:
 
     @property
     def micro_batch(self) -> int:
-        return self.settings.ppo.mini_batch_size // self.pieces
+        """Rows of a batch: answers, or pairs of them."""
+        return self.settings.ppo.mini_batch_size // self.settings.row // self.pieces
 
     @property
     def most_batches(self) -> int:
@@ -153,7 +155,7 @@ class RolloutFeed:
     def _batches_of_pass(self) -> int:
         """Batches that have every answer once. Of answers that others gave, there may be fewer than a rollout has."""
         assert self.buffer is not None
-        return -(-len(self.buffer["labels"]) // self.micro_batch)
+        return -(-_rows(self.buffer) // self.micro_batch)
 
     @property
     def eos_id(self) -> int | None:
@@ -180,7 +182,7 @@ class RolloutFeed:
         if self.buffer is None:
             self.buffer = self._roll()
         turn, number = divmod(self.position, self._batches_of_pass)
-        order = np.random.default_rng([self.seed, self.epoch, turn, 1]).permutation(len(self.buffer["labels"]))
+        order = np.random.default_rng([self.seed, self.epoch, turn, 1]).permutation(_rows(self.buffer))
         order = order[number * self.micro_batch : (number + 1) * self.micro_batch]
         self.position += 1
         return {name: value[torch.from_numpy(order)] for name, value in self.buffer.items()}
@@ -233,9 +235,11 @@ class RolloutFeed:
 
     def _learned_from(self, rollout: Rollout) -> Batch:
         """The answers of a rollout with what each of their tokens is worth."""
-        settings, text = self.settings, rollout.text
-        batch = {"input_ids": text.input_ids_BL, "labels": text.labels_BL, "attention_mask": text.mask_BL}
-        batch |= {"log_probs": rollout.drawn.log_probs_BT} | self._credited(rollout)
+        settings = self.settings
+        if settings.algorithm == "online-dpo":
+            self._watch(rollout)
+            return {name: value.cpu() for name, value in self._paired(rollout).items()}
+        batch = rollout.text.as_batch() | {"log_probs": rollout.drawn.log_probs_BT} | self._credited(rollout)
         if settings.kl.adaptive:
             kl = settings.kl
             moved = float(rollout.figures["kl"].mean())
@@ -283,13 +287,30 @@ class RolloutFeed:
             found.append(Answer(one.text, self.tokenizer.decode(ids), one.answer))
         return found
 
+    def _paired(self, rollout: Rollout) -> Batch:
+        """The better and the worse answer to each prompt, with how probable the reference finds them."""
+        scores_N2 = self._scores(rollout).view(-1, 2)
+        better_N = scores_N2.argmax(1)
+        first_N = 2 * torch.arange(len(scores_N2), device=better_N.device)
+        reference_B = (rollout.drawn.log_probs_BT - rollout.difference_BT).sum(1)
+        batch: Batch = {"decided": scores_N2[:, 0] != scores_N2[:, 1]}
+        for side, rows_N in zip(SIDES, (first_N + better_N, first_N + 1 - better_N), strict=True):
+            batch |= {f"{side}{name}": value[rows_N] for name, value in rollout.text.as_batch().items()}
+            batch[f"{side}reference"] = reference_B[rows_N]
+        return batch
+
+    def _scores(self, rollout: Rollout) -> Tensor:
+        """Scores less what an answer loses that did not stop, by their spread where the settings say so."""
+        scores_B = rollout.scores_B - self.settings.stop_penalty * ~rollout.drawn.stopped_B
+        if self.settings.ppo.scale_scores:
+            self.spread.add(scores_B)
+            scores_B = scores_B / self.spread.deviation
+        return scores_B
+
     def _credited(self, rollout: Rollout) -> Batch:
         """What each token is worth: its advantage, and for PPO what its value should have been."""
         settings, ppo, real_BT = self.settings, self.settings.ppo, rollout.drawn.real_BT
-        scores_B = rollout.scores_B - settings.stop_penalty * ~rollout.drawn.stopped_B
-        if ppo.scale_scores:
-            self.spread.add(scores_B)
-            scores_B = scores_B / self.spread.deviation
+        scores_B = self._scores(rollout)
         penalty_BT = credit.kl_penalty(rollout.difference_BT, settings.kl.penalty)
         rewards_BT = credit.token_rewards(scores_B, penalty_BT, self.coefficient, real_BT)
         if settings.algorithm != "ppo":
@@ -352,6 +373,10 @@ class RolloutFeed:
         path.parent.mkdir(parents=True, exist_ok=True)
         parts = [f"[score {score:.3f}]\n{answer.prompt}⟶{answer.text}\n" for answer, score in self.shown[:8]]
         path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def _rows(buffer: Batch) -> int:
+    return len(next(iter(buffer.values())))
 
 
 def _explained(values_N: Tensor, returns_N: Tensor) -> float:

@@ -33,6 +33,9 @@ class Text(NamedTuple):
     def of(cls, batch: Batch, side: str = "") -> Text:
         return cls(*(batch[f"{side}{name}"] for name in ("input_ids", "labels", "attention_mask")))
 
+    def as_batch(self) -> Batch:
+        return {"input_ids": self.input_ids_BL, "labels": self.labels_BL, "attention_mask": self.mask_BL}
+
     @property
     def counted_BL(self) -> Tensor:
         """True where the next token belongs to the answer."""

@@ -5,8 +5,10 @@ Shapes: B batch, L tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,7 +17,7 @@ from shoal.config.schema import task as schema
 from shoal.tasks.answers import Pairwise, Reference, Text, given_to, log_probs, share_won
 from shoal.tasks.base import Batch, TaskInfo
 
-_SIDES = ("chosen_", "rejected_")
+SIDES = ("chosen_", "rejected_")
 
 
 def build(task: schema.Dpo, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> Dpo:
@@ -34,19 +36,28 @@ class Dpo(Pairwise):
         self.reference = Reference(players["model"])
 
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
-        model, texts = self.players["model"], [Text.of(batch, side) for side in _SIDES]
-        givens = [given_to(model, text) for text in texts]
-        gains = []
-        for text, given in zip(texts, givens, strict=True):
-            gains.append(log_probs(model, text, given=given).sum(1) - self.reference.log_probs(text).sum(1))
-        margin_B = self.beta * (gains[0] - gains[1])
-        smoothing = self.label_smoothing
-        loss = -((1 - smoothing) * F.logsigmoid(margin_B) + smoothing * F.logsigmoid(-margin_B)).mean()
-        metrics = {
-            "loss": loss,
-            "accuracy": share_won(margin_B),
-            "margin": margin_B.mean(),
-            "chosen_reward": self.beta * gains[0].mean(),
-            "rejected_reward": self.beta * gains[1].mean(),
-        }
-        return loss, metrics, givens
+        references = [self.reference.log_probs(Text.of(batch, side)).sum(1) for side in SIDES]
+        return preference_loss(self.players["model"], batch, references, self.beta, self.label_smoothing)
+
+
+def preference_loss(
+    model: nn.Module, batch: Batch, references: Sequence[Tensor], beta: float, smoothing: float = 0.0, temperature: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor], list[dict[str, Any]]]:
+    """The loss of pairs, figures, and what was given to the model. `references`: how probable the reference finds the answers [B], chosen
+    and rejected; a batch with `decided` [B] says which pairs have a better answer: the others count nothing."""
+    texts = [Text.of(batch, side) for side in SIDES]
+    givens, gains = [given_to(model, text) for text in texts], []
+    for text, given, reference_B in zip(texts, givens, references, strict=True):
+        gains.append(log_probs(model, text, temperature, given).sum(1) - reference_B)
+    margin_B = beta * (gains[0] - gains[1])
+    losses_B = -((1 - smoothing) * F.logsigmoid(margin_B) + smoothing * F.logsigmoid(-margin_B))
+    decided_B = batch["decided"] if "decided" in batch else torch.ones_like(margin_B, dtype=torch.bool)
+    loss = torch.where(decided_B, losses_B, 0.0).sum() / decided_B.sum().clamp(min=1)
+    metrics = {
+        "loss": loss,
+        "accuracy": share_won(margin_B),
+        "margin": margin_B.mean(),
+        "chosen_reward": beta * gains[0].mean(),
+        "rejected_reward": beta * gains[1].mean(),
+    }
+    return loss, metrics, givens

@@ -19,10 +19,12 @@ from shoal.config.schema import task as schema
 from shoal.config.schema.rlhf import Rlhf
 from shoal.tasks.answers import Text, as_used, at_temperature, chosen, given_to, log_softmax, spread, with_auxiliary
 from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
+from shoal.tasks.dpo import SIDES, preference_loss
 
 
 def build(task: schema.PpoTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> PolicyGradient:
-    return PolicyGradient(players, run.rlhf or Rlhf())
+    settings = run.rlhf or Rlhf()
+    return OnlineDpo(players, settings) if settings.algorithm == "online-dpo" else PolicyGradient(players, settings)
 
 
 class Scored(NamedTuple):
@@ -120,6 +122,19 @@ class PolicyGradient:
         for batch in batches:
             mean.add({name: values.float().mean() for name, values in batch.items()}, len(next(iter(batch.values()))))
         return mean.result()
+
+
+class OnlineDpo(PolicyGradient):
+    """Of two answers that the policy gave to a prompt, the better one becomes more probable than the other (Guo et al. 2024)."""
+
+    def count(self, batch: Batch) -> int:
+        return int(batch["decided"].sum())
+
+    def losses(self, batch: Batch) -> Iterator[Loss]:
+        model, references = self.players["model"], [batch[f"{side}reference"] for side in SIDES]
+        with as_used(model):
+            loss, metrics, givens = preference_loss(model, batch, references, self.settings.beta, temperature=self.ppo.temperature)
+        yield Loss("model", with_auxiliary(loss, metrics, givens), metrics)
 
 
 def over(values_BT: Tensor, real_BT: Tensor) -> Tensor:

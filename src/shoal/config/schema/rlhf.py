@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Union
 
-from shoal.config.fields import Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
+from shoal.config.fields import Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Secret, Section, Share
 from shoal.config.parts import Part
 
 
@@ -31,9 +31,23 @@ class JudgeReward(Reward, built_by="shoal.runs.rewards.judge:build"):
 
     kind: Literal["judge"] = "judge"
     model: str
-    """Folder of a run, name on the hub, or a folder with a model of transformers."""
+    """Folder of a run, name on the hub, or a folder with a model of transformers; with an address, the model's name there."""
+    address: str | None = None
+    """Where a server answers that speaks as OpenAI's does, such as http://127.0.0.1:8000/v1; null: the model is loaded here."""
+    key: Secret | None = None
+    """What the server asks for as a key."""
     question: str = "{prompt}{answer}\n\nIs this a good answer? Say yes or no:"
     """What the judge reads before it says yes or no; {prompt} and {answer} stand for the texts."""
+
+
+class ClassifierReward(Reward, built_by="shoal.runs.rewards.classifier:build"):
+    """A reward model of transformers: a classifier of sequences, which reads prompt and answer."""
+
+    kind: Literal["classifier"] = "classifier"
+    model: str
+    """Name on the hub, or its folder."""
+    label: NonNegativeInt | None = None
+    """The label whose log-probability is the score; null: the model has one label, and its number is the score."""
 
 
 class SentimentReward(Reward, built_by="shoal.runs.rewards.sentiment:build"):
@@ -53,7 +67,7 @@ class ExactReward(Reward, built_by="shoal.runs.rewards.exact:build"):
 class WeightedReward(Section):
     """One reward of a sum."""
 
-    reward: Union[TrainedReward, JudgeReward, SentimentReward, ExactReward]
+    reward: Union[TrainedReward, JudgeReward, ClassifierReward, SentimentReward, ExactReward]
     weight: float = 1.0
     """What its score is multiplied by."""
 
@@ -120,8 +134,24 @@ class Ppo(Section):
     """Rounds of generating and learning: how long the policy's phase is, whatever training.epochs and training.max_steps are."""
 
 
+class FineTune(Section):
+    """The policy learns chosen answers first, as a language model does; the loss is on the answers alone."""
+
+    preferences: str
+    """File with pairs, one JSON object a line, of which the chosen answers are learned."""
+    epochs: PositiveInt = 1
+    """Passes over the answers."""
+    learning_rate: PositiveFloat = 1e-5
+    """Step size."""
+    batch_size: PositiveInt = 8
+    """Answers per step."""
+
+
 class Rlhf(Section):
     """Reinforcement learning from feedback."""
+
+    fine_tune: FineTune | None = None
+    """A phase before all others; null: there is none."""
 
     reward: Reward = SentimentReward()
     prompts: str | None = None
@@ -129,9 +159,12 @@ class Rlhf(Section):
     where data.source has some, else the beginnings of its texts."""
     policy: str | None = None
     """Folder of the run whose model goes on learning; null: a model of Hugging Face as it is, or a small one that is trained first."""
-    algorithm: Literal["ppo", "rloo", "grpo"] = "ppo"
+    algorithm: Literal["ppo", "rloo", "grpo", "online-dpo"] = "ppo"
     """How a score becomes the advantage of a token: against a learned value (ppo), against the other answers to the same prompt (rloo),
-    or against their mean, by their deviation (grpo)."""
+    or against their mean, by their deviation (grpo). Or the better of two answers to a prompt is made more probable than the other, as the
+    task dpo does with pairs (online-dpo)."""
+    beta: PositiveFloat = 0.1
+    """For online-dpo: how closely the policy is held to the one it started from, as rlhf.kl does for the others."""
     group_size: Annotated[int, Bounds(at_least=2)] = 4
     """Answers to each prompt, for rloo and grpo."""
     value: Literal["network", "head"] = "network"
@@ -144,4 +177,9 @@ class Rlhf(Section):
     @property
     def group(self) -> int:
         """Answers to each prompt."""
-        return 1 if self.algorithm == "ppo" else self.group_size
+        return {"ppo": 1, "online-dpo": 2}.get(self.algorithm, self.group_size)
+
+    @property
+    def row(self) -> int:
+        """Answers that are learned from together, and never apart: a pair, or one."""
+        return 2 if self.algorithm == "online-dpo" else 1

@@ -15,5 +15,11 @@ class Answer(NamedTuple):
     """The right answer, where the prompts' file has one."""
 
 
+def filled(question: str, answer: Answer) -> str:
+    """A question with the texts in it. Not by str.format: the texts may have braces, too."""
+    before, _, after = question.partition("{answer}")
+    return before.replace("{prompt}", answer.prompt) + answer.text + after.replace("{prompt}", answer.prompt)
+
+
 Score = Callable[[Sequence[Answer]], list[float]]
 """A score for each answer."""

@@ -17,7 +17,8 @@ from shoal.errors import ShoalError
 from shoal.models import pretrained
 from shoal.models.huggingface import HuggingFace
 from shoal.models.sampling import padded
-from shoal.runs.rewards.interface import Answer, Score
+from shoal.runs.rewards.asking import ask
+from shoal.runs.rewards.interface import Answer, Score, filled
 from shoal.runs.trained import open_run
 from shoal.tasks.answers import Text, as_used, log_probs
 from shoal.tasks.language import IGNORED
@@ -27,12 +28,14 @@ _AT_ONCE = 8
 
 
 def build(settings: JudgeReward, run: Run) -> Score:
+    if settings.address is not None:
+        return ask(settings)
     model, tokenizer = _judge(settings, run)
     words = [tokenizer.encode(word) for word in _WORDS]
     room = (getattr(model, "max_seq_len", None) or 4096) - max(map(len, words))
 
     def score(answers: Sequence[Answer]) -> list[float]:
-        asked = [_filled(settings.question, answer) for answer in answers]
+        asked = [filled(settings.question, answer) for answer in answers]
         questions = [tokenizer.encode(text)[-room:] for text in asked]
         found: list[float] = []
         for start in range(0, len(questions), _AT_ONCE):
@@ -42,12 +45,6 @@ def build(settings: JudgeReward, run: Run) -> Score:
         return found
 
     return score
-
-
-def _filled(question: str, answer: Answer) -> str:
-    """Not by str.format: the texts may have braces, too."""
-    before, _, after = question.partition("{answer}")
-    return before.replace("{prompt}", answer.prompt) + answer.text + after.replace("{prompt}", answer.prompt)
 
 
 def _judge(settings: JudgeReward, run: Run) -> tuple[nn.Module, data.Tokenizer]:

@@ -1,0 +1,60 @@
+"""A reward that asks a judge over HTTP: our own server, as any other that speaks so."""
+
+from __future__ import annotations
+
+import math
+
+import httpx
+import pytest
+from serving import running, small_served
+
+from shoal.config.fields import Secret
+from shoal.config.schema import Run
+from shoal.config.schema.rlhf import JudgeReward
+from shoal.errors import ShoalError
+from shoal.runs.rewards import asking
+from shoal.runs.rewards.asking import verdict
+from shoal.runs.rewards.interface import Answer
+
+
+def said(*words: tuple[str, float], text: str = "?") -> dict:
+    tokens = [{"token": word, "logprob": math.log(share)} for word, share in words]
+    return {"choices": [{"message": {"content": text}, "logprobs": {"content": [{"top_logprobs": tokens}]} if tokens else None}]}
+
+
+def test_the_score_is_how_probable_yes_is_against_no() -> None:
+    assert verdict(said((" Yes", 0.3), ("yes", 0.1), ("No", 0.1), ("maybe", 0.5))) == pytest.approx(0.8)
+    assert verdict(said(text="Yes, it is.")) == 1.0
+    assert verdict(said(text="no")) == 0.0
+    assert verdict(said(text="")) == verdict(said(text="Perhaps")) == 0.5
+    with pytest.raises(ShoalError, match="does not speak as OpenAI's"):
+        verdict({"choices": "yes"})
+
+
+def test_a_judge_elsewhere_is_asked_about_each_answer(service, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"http://127.0.0.1:{service.ports[0]}/v1"
+    judge = JudgeReward(model="tiny", address=address, question="{prompt}{answer}?")
+    answers = [Answer("2+2=", "4"), Answer("2+2=", "{5}")]
+    found = judge.builder()(judge, None)(answers)
+    for answer, score in zip(answers, found, strict=True):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": f"{answer.prompt}{answer.text}?"}], "max_tokens": 1}
+        told = httpx.post(f"{address}/chat/completions", json=body | {"temperature": 0, "logprobs": True, "top_logprobs": 20}, timeout=60)
+        assert told.status_code == 200, told.text
+        assert len(told.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 20
+        assert score == pytest.approx(verdict(told.json()), abs=1e-6)
+
+
+def test_a_judge_that_is_not_there_or_wants_another_key_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_PAUSE_S", 0.0)
+    nobody = JudgeReward(model="tiny", address="http://127.0.0.1:9/v1")
+    with pytest.raises(ShoalError, match=r"nobody answers at http://127\.0\.0\.1:9/v1"):
+        nobody.builder()(nobody, Run)([Answer("a", "b")])
+    with running(small_served(api_key=Secret("right-key-of-16-letters"))) as locked:
+        for key, fits in (("wrong-key-of-16-letters", False), ("right-key-of-16-letters", True)):
+            judge = JudgeReward(model="tiny", address=f"http://127.0.0.1:{locked.ports[0]}/v1", key=Secret(key))
+            score = judge.builder()(judge, Run)
+            if fits:
+                assert 0 <= score([Answer("a", "b")])[0] <= 1
+            else:
+                with pytest.raises(ShoalError, match=r"refused \(401\)"):
+                    score([Answer("a", "b")])
