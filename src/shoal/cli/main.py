@@ -28,10 +28,12 @@ COMMANDS = {
     "generate": "let a run write text or draw images",
     "serve": "let a model answer over an API in OpenAI's form, and on a chat page",
     "export": "write a run's model into a folder, for other programs",
-    "runs": "list past runs",
+    "runs": "list past runs, and compare some",
+    "doctor": "see what works on this machine, and what would not",
     "demo": "two small trainings on built-in data",
     "config": "check, show, explain, compare and migrate configurations",
     "init": "write a configuration to start from",
+    "completion": "let a shell complete commands and options",
 }
 HELP = f"""\
 Shoal trains one model on every machine you can get, from one YAML file.

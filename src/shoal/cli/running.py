@@ -95,7 +95,7 @@ def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
     from shoal.watch.sinks import sinks_for
 
     run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.way is Way.COORDINATES
-    reporters = [progress_for(sys.stderr, run.log_level, cluster), *sinks_for(run)] if speaks else []
+    reporters = [progress_for(sys.stderr, run.log_level, cluster, run.log_format), *sinks_for(run)] if speaks else []
     with started(made, reporters, download if speaks else None, arguments) as ready:
         loop = ready.loop
         loop.message(headline(made, loop))

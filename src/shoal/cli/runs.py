@@ -1,4 +1,4 @@
-"""`shoal runs`: a table of past runs."""
+"""`shoal runs`: a table of past runs, and two or more of them side by side."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.runs.reading import RunFolder, Tail
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser("shoal runs", description="List past runs, newest first.")
+    if argv[:1] == ["compare"]:
+        return compare(argv[1:])
+    made = argparse.ArgumentParser("shoal runs", description="List past runs, newest first. `shoal runs compare A B` compares some.")
     made.add_argument("folder", nargs="?", default="runs", help="where to look (default: runs)")
     made.add_argument("--format", choices=("text", "json"), default="text")
     arguments = made.parse_args(argv)
@@ -26,6 +29,53 @@ def run(argv: list[str]) -> int:
         print(f"no runs in {arguments.folder}")
     else:
         _table(rows)
+    return 0
+
+
+def compare(argv: list[str]) -> int:
+    made = argparse.ArgumentParser(
+        "shoal runs compare", description="Compare runs: what differs in their settings, what came of them, a plot."
+    )
+    made.add_argument("runs", nargs="+", metavar="RUN", help="runs' folders, two at least")
+    made.add_argument("--figure", default="loss", help="the figure to draw (default: loss)")
+    made.add_argument("--by", choices=("step", "samples", "time"), default="step", help="what to draw it over (default: step)")
+    made.add_argument("--plot", default="comparison.png", metavar="FILE", help="where to draw it (default: comparison.png)")
+    arguments = made.parse_args(argv)
+    if len(arguments.runs) < 2:
+        made.error("name two runs at least")
+    folders = [RunFolder(Path(name)) for name in arguments.runs]
+    print(f"results\n{_lines([_row(folder.path) for folder in folders])}")
+    print(f"\nsettings that differ\n{_lines(_differences(folders)) or '  none'}")
+    return _plot(folders, arguments.figure, arguments.by, Path(arguments.plot))
+
+
+def _differences(folders: list[RunFolder]) -> list[dict[str, Any]]:
+    """Settings whose values are not the same in all runs."""
+    settings = [folder.provenance() for folder in folders]
+    rows = []
+    for path in dict.fromkeys(path for one in settings for path in one):
+        values = [json.dumps((one.get(path) or {}).get("value")) for one in settings]
+        if len(set(values)) > 1:
+            rows.append({"setting": path} | {str(folder.path): value for folder, value in zip(folders, values, strict=True)})
+    return rows
+
+
+def _plot(folders: list[RunFolder], figure: str, by: str, path: Path) -> int:
+    from shoal.watch.plot import save_curves
+
+    axis = "wall_s" if by == "time" else by
+    curves = {}
+    for folder in folders:
+        records = [one for one in Tail(folder.path / "metrics.jsonl").values() if figure in one and axis in one]
+        for split in ("train", "eval"):
+            points = [(one[axis], one[figure]) for one in records if one.get("split") == split and one[figure] is not None]
+            if points:
+                curves[f"{folder.path} {split}"] = points
+    if not curves:
+        known = {name for folder in folders for one in Tail(folder.path / "metrics.jsonl").values() for name in one}
+        raise ShoalError(f"no run has recorded `{figure}`; there are {', '.join(sorted(known)) or 'no records'}")
+    save_curves(curves, path, x_title="seconds" if by == "time" else by, y_title=figure)
+    print(f"\n{figure} by {by}: {path}")
     return 0
 
 
@@ -52,7 +102,13 @@ def _last_step(folder: Path) -> int:
 
 
 def _table(rows: list[dict[str, Any]]) -> None:
+    print(_lines(rows))
+
+
+def _lines(rows: list[dict[str, Any]]) -> str:
+    """Rows under each other, as text."""
+    if not rows:
+        return ""
     cells = [[str(name) for name in rows[0]]] + [["" if value is None else str(value) for value in row.values()] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    for line in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells)

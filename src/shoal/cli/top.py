@@ -31,12 +31,14 @@ def run(argv: list[str]) -> int:
         raise ShoalError(f"`shoal top` draws on a terminal, and this is none: `shoal status {folder.path}` prints once")
     from rich.live import Live
 
+    from shoal.runs.reading import GOING_ON
+
     try:
         with Live(drawn(folder.status()), screen=True, auto_refresh=False) as live:
             while True:
                 status = folder.status()
                 live.update(drawn(status, live.console.height), refresh=True)
-                if status["state"] not in ("running", "ending", "not here", "running or killed"):
+                if status["state"] not in GOING_ON:
                     break
                 time.sleep(max(0.2, arguments.every))
     except KeyboardInterrupt:

@@ -24,6 +24,7 @@ VARIABLES = {
     "SHOAL_API_KEY": "serving.api_key",
     "TELEMETRY_ALPHA": "coordinator.telemetry_alpha",
     "LOG_LEVEL": "log_level",
+    "LOG_FORMAT": "log_format",
 }
 DEFAULT_FILE = "config.yaml"
 

@@ -72,7 +72,7 @@ def _check_main() -> None:
 def _train(made: Plan, own: Brought, watching: list[Reporter], progress: bool) -> Result:
     """Train in this process, or coordinate in it. Of the processes of an engine the first one tells, for all of them."""
     run, speaks = made.run, made.here is None or made.here.rank == 0
-    shown: list[Reporter] = [progress_for(sys.stderr, run.log_level, made.way is Way.COORDINATES)] if progress else []
+    shown: list[Reporter] = [progress_for(sys.stderr, run.log_level, made.way is Way.COORDINATES, run.log_format)] if progress else []
     with started(made, [*shown, *sinks_for(run), *watching] if speaks else [], given=own.given) as ready:
         for text in (made.note, *(f"warning: {problem.message}" for problem in made.loaded.problems), headline(made, ready.loop)):
             if text:

@@ -10,7 +10,19 @@ from shoal.config.fields import as_data
 from shoal.config.show import flat, scalar
 
 _OPERATIONAL = (
-    *("name", "output_dir", "log_level", "logging", "hub", "serving", "checkpoint", "evaluation", "transport", "cluster.hosts"),
+    *(
+        "name",
+        "output_dir",
+        "log_level",
+        "log_format",
+        "logging",
+        "hub",
+        "serving",
+        "checkpoint",
+        "evaluation",
+        "transport",
+        "cluster.hosts",
+    ),
     *("training.epochs", "training.max_steps", "strategy.rounds", "training.early_stopping"),
     *(
         "strategy.round_timeout_s",

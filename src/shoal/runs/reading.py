@@ -20,6 +20,8 @@ from shoal.errors import ShoalError
 _FRESH_S = 10.0
 _LONG_S = 600.0
 """So long a coordinator may be silent, while its process is there: the last evaluation may take a while."""
+GOING_ON = ("running", "ending", "not here", "running or killed")
+"""States of a run that has not ended."""
 _MOST_BYTES_AT_ONCE = 8 << 20
 _LONGEST_LINE = 1 << 20
 _LONGEST_TEXT, _LONGEST_SAMPLE = 1000, 8000
@@ -132,7 +134,10 @@ class RunFolder:
         """How the run goes, cleaned. A run without a coordinator is told from its records."""
         found = clean(read_json(self.path / "status.json"))
         status: dict[str, Any] = found if found.get("members") is not None else self._alone()
-        return _DEFAULTS | status | {"state": self._state(status), "folder": clean_text(str(self.path))}
+        state = self._state(status)
+        if state not in GOING_ON:  # the last status was written while workers were still here
+            status["members"] = [row | {"state": "left"} for row in status.get("members", ())]
+        return _DEFAULTS | status | {"state": state, "folder": clean_text(str(self.path))}
 
     def _alone(self) -> dict[str, Any]:
         records = [record for record in Tail(self.path / "metrics.jsonl").values() if "step" in record]

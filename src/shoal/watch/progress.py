@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from typing import Any, TextIO
 
@@ -135,8 +137,35 @@ def table_of(recorder: Recorder) -> Table:
 Progress = PlainProgress | LiveProgress
 
 
-def progress_for(stream: TextIO, level: str, cluster: bool = False) -> Progress:
+class JsonLines(PlainProgress):
+    """What people are told, as objects: the time, the level, and a record's figures or a message."""
+
+    def record(self, record: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if self.quiet or (record["split"] == "train" and now - self._last < self.every_s):
+            return
+        self._last = now
+        self._write("debug" if self.every_s == 0.0 else "info", "record", record)
+
+    def message(self, text: str) -> None:
+        warns = text.startswith("warning")
+        if not self.quiet or (warns and not self.mute):
+            self._write("warning" if warns else "info", "message", {"message": text.removeprefix("warning: ")})
+
+    def close(self, summary: dict[str, Any]) -> None:
+        if not self.quiet:
+            self._write("info", "summary", summary)
+
+    def _write(self, level: str, event: str, fields: dict[str, Any]) -> None:
+        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()}
+        self.stream.write(json.dumps({"at": round(time.time(), 3), "level": level, "event": event, **finite}, default=str) + "\n")
+        self.stream.flush()
+
+
+def progress_for(stream: TextIO, level: str, cluster: bool = False, form: str = "text") -> Progress:
     """A bar on a terminal at the usual level; lines elsewhere, as many as the level asks for."""
+    if form == "json":
+        return JsonLines(stream, level)
     if stream.isatty() and level == "INFO":
         return LiveCluster(stream) if cluster else LiveProgress(stream)
     return PlainCluster(stream, level) if cluster else PlainProgress(stream, level)

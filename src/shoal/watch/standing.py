@@ -93,7 +93,7 @@ def _member(row: Mapping[str, Any], tasked: bool) -> Row:
         str(row["worker"]),
         str(row["state"]),
         time.strftime("%H:%M:%S", time.localtime(row["since"])) if row.get("since") else "-",
-        f"{duration(row['heard_s'])} ago" if row.get("heard_s") is not None and row["state"] != "gone" else "-",
+        f"{duration(row['heard_s'])} ago" if row.get("heard_s") is not None and row["state"] not in ("gone", "left") else "-",
         str(row.get("address") or "-"),
         "-" if row.get("rate") is None else f"{row['rate']:.3g}",
         str(row["lag"]),

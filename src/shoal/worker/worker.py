@@ -24,6 +24,7 @@ from shoal.worker.outgoing import Engine, Outgoing
 from shoal.worker.policies import OwnShard, Pulling
 from shoal.worker.protocol import COMPUTING, STUCK, News, Receipt, Seated, Unit
 from shoal.worker.receipts import Receipts
+from shoal.worker.times import Times
 from shoal.worker.weights import Weights
 
 _WORTH_OVERLAPPING = 0.1
@@ -122,11 +123,9 @@ class Worker:
         self._feed: Feed | None = None
         self._under_way: Pending | None = None
         self._most_lag, self._versions_per_step = math.inf, 1.0
-        self._step_s = self._waited_s = 0.0
-        self._computed_s = self._sent_s = 0.0
-        """Time spent on making updates, and on making them ready for the way and handing them over."""
-        self._began = self._progress_at = self._since = clock()
-        """`_since`: when it began what it does now."""
+        self._step_s = 0.0
+        self.times = Times(clock)
+        self._began = self._progress_at = clock()
 
     # --- the work ----------------------------------------------------------------------------------
 
@@ -150,7 +149,7 @@ class Worker:
             if not self.policies.feed.leased or self._claim():
                 self._step()
         self.settle()
-        self.busy = 1.0 - self._waited_s / max(1e-9, self.clock() - self._began)
+        self.busy = 1.0 - self.times.waited_s / max(1e-9, self.clock() - self._began)
         self.state = "leaving"
         self.protocol.leave()
         self._say_all()
@@ -183,14 +182,11 @@ class Worker:
     @property
     def figures(self) -> dict[str, float]:
         """What people want to see of a worker."""
-        now = self.clock()
-        whole, going_on = now - self._began, max(0.0, now - self._since)
+        whole = self.clock() - self._began
         return {
             "samples": self.samples,
             "samples_per_s": self.samples / whole if whole else 0.0,
-            "computing_s": self._computed_s + (going_on if self.state == COMPUTING else 0.0),
-            "idle_s": self._waited_s + (going_on if self.state == _WAITING else 0.0),
-            "sending_s": self._sent_s,
+            **self.times.figures(COMPUTING, _WAITING),
             "accepted": self.counts["accepted"],
             "rejected": self.counts["rejected"] + self.counts["abandoned"],
         }
@@ -199,8 +195,8 @@ class Worker:
         self.courier.tell(text)
 
     def _step(self) -> None:
-        self.state, started, feed = COMPUTING, self.clock(), self.feed
-        self._progress_at = self._since = started
+        self.state, started, feed = COMPUTING, self.times.begin(COMPUTING), self.feed
+        self._progress_at = started
         try:
             made = self.producer.make()
         except ShoalError:
@@ -211,9 +207,8 @@ class Worker:
         frames, coded_s = self._coded(made)
         if self.slowdown > 1:
             time.sleep((self.slowdown - 1) * (self.clock() - started))
-        self._since = self.clock()
-        self._step_s = self._since - started
-        self._computed_s += self._step_s - coded_s
+        self._step_s = self.clock() - started
+        self.times.computed(self._step_s - coded_s)
         self.steps += 1
         self.settle()
         if self.feed is not feed:  # the coordinator gave the worker another place at the data meanwhile: this is another's to send
@@ -231,7 +226,7 @@ class Worker:
         began_at = self.clock()
         frames = self.outgoing.frames(made.vector, made.samples, made.span) if made.frames is None else made.frames
         took_s = self.clock() - began_at
-        self._sent_s += took_s
+        self.times.sent(took_s)
         return frames, took_s
 
     @property
@@ -245,11 +240,10 @@ class Worker:
     def _claim(self) -> bool:
         """Lease a unit, one at a time: one that waits here would keep a round waiting. Return whether there is work."""
         self.unit, self.state = None, _WAITING
-        self._since = asked_at = self.clock()
+        self.times.begin(_WAITING)
         self.protocol.claim()
         self._say_all()
-        self._since = self.clock()
-        self._waited_s += self._since - asked_at
+        self.times.waited()
         unit: Unit | None = self.unit
         if unit is None or self.over:
             return False
@@ -300,17 +294,16 @@ class Worker:
         self.counts["sent"] += 1
         began_at = self.clock()
         self._under_way = self.courier.send(soon)
-        self._sent_s += self.clock() - began_at
+        self.times.sent(self.clock() - began_at)
 
     def settle(self) -> None:
         """Hear what became of the contribution that is under way, and do as the answer says."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
             self.state = _WAITING
-            self._since = asked_at = self.clock()
+            self.times.begin(_WAITING)
             events = under_way.result()
-            self._since = self.clock()
-            self._waited_s += self._since - asked_at
+            self.times.waited()
             self._apply(events)
 
     def _say_all(self) -> None:

@@ -27,6 +27,8 @@ class Run(Section):
     """Folder that the run's own folder is made in."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """How much is told while it runs: DEBUG every record, INFO progress, WARNING only warnings, ERROR nothing."""
+    log_format: Literal["text", "json"] = "text"
+    """What is told on standard error: for people, or a JSON object a line, for programs that collect logs."""
     task: Task | None = None
     """What is learned: a word, or a mapping with a `kind` where the task has settings; null: what the model is for."""
     model: Model = Mlp()

@@ -3,7 +3,14 @@
 import { make, number } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const LEFT = 58, RIGHT = 14, TOP = 10, BOTTOM = 38;
+const RIGHT = 14, TOP = 10;
+let LEFT = 58, BOTTOM = 38, TEXT = 12;
+
+/** The margins follow the size of the type in a box, which is large for a projector. */
+function measure(box) {
+  TEXT = 0.75 * parseFloat(getComputedStyle(box).fontSize);
+  [LEFT, BOTTOM] = [4.8 * TEXT, 3.1 * TEXT];
+}
 
 function element(name, attributes = {}, text = null) {
   const node = document.createElementNS(SVG, name);
@@ -51,8 +58,8 @@ function frame(root, ranges, size, names) {
     root.append(element("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
     root.append(element("text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, names.y ? names.y(value) : number(value)));
   }
-  for (const value of ticks(x0, x1, Math.max(2, Math.floor(width / 130)))) {
-    root.append(element("text", { x: x(value), y: height - BOTTOM + 16, "text-anchor": "middle" }, number(value)));
+  for (const value of ticks(x0, x1, Math.max(2, Math.floor(width / (11 * TEXT))))) {
+    root.append(element("text", { x: x(value), y: height - BOTTOM + 1.3 * TEXT, "text-anchor": "middle" }, number(value)));
   }
   root.append(element("text", { x: (LEFT + width - RIGHT) / 2, y: height - 4, "text-anchor": "middle" }, names.x));
   return [x, y];
@@ -77,6 +84,7 @@ export function curves(box, { series, xName, fromZero = false, height = 220, lab
     box.replaceChildren(make("p", "note", "nothing yet"));
     return;
   }
+  measure(box);
   const width = Math.max(260, box.clientWidth || 600), all = shown.flatMap((one) => one.points);
   const ranges = [rangeOf(all.map((point) => point[0]), false), rangeOf(all.map((point) => point[1]), fromZero)];
   const last = shown.map((one) => `${one.name} ${number(one.points.at(-1)[1])}`).join(", ");
@@ -112,6 +120,7 @@ export function bars(box, { bars: given, label = "", xName = "", lying = false }
     box.replaceChildren(make("p", "note", "nothing yet"));
     return;
   }
+  measure(box);
   const width = Math.max(260, box.clientWidth || 600);
   const most = Math.max(...given.map((one) => one[1])) || 1;
   if (lying) {
@@ -130,7 +139,7 @@ export function bars(box, { bars: given, label = "", xName = "", lying = false }
   given.forEach(([name, value], at) => {
     const x = LEFT + at * each;
     root.append(element("rect", { class: "bar", x: x + 1, width: Math.max(1, each - 2), y: atY(value), height: Math.max(0, height - BOTTOM - atY(value)) }));
-    if (given.length <= 24) root.append(element("text", { x: x + each / 2, y: height - BOTTOM + 16, "text-anchor": "middle" }, name));
+    if (given.length <= 24) root.append(element("text", { x: x + each / 2, y: height - BOTTOM + 1.3 * TEXT, "text-anchor": "middle" }, name));
   });
   root.append(element("text", { x: (LEFT + width - RIGHT) / 2, y: height - 4, "text-anchor": "middle" }, xName));
   box.replaceChildren(root);
@@ -138,6 +147,7 @@ export function bars(box, { bars: given, label = "", xName = "", lying = false }
 
 /** A square for each number, first row on top: the stronger the larger. */
 export function shades(box, { rows, rowName, columnName, label = "" }) {
+  measure(box);
   const width = Math.max(260, box.clientWidth || 600), wide = Math.max(...rows.map((row) => row.length));
   const cell = Math.max(3, Math.min(34, (width - LEFT - RIGHT) / wide));
   const root = canvas(width, rows.length * cell + 30, label);

@@ -4,7 +4,9 @@ import { code, curves } from "./charts.js";
 import { clock, duration, fill, make, number, percent } from "./words.js";
 
 const find = (id) => document.getElementById(id);
-const HEADLINES = [["accuracy", (value) => `${(100 * value).toFixed(1)} %`, "right"], ["score", number, "score"], ["perplexity", number, "perplexity"]];
+const share = (value) => `${(100 * value).toFixed(1)} %`;
+const CONTEST = "discriminator_accuracy";
+const HEADLINES = [["accuracy", share, "right"], [CONTEST, share, "of the time the critic is right"], ["score", number, "score"], ["perplexity", number, "perplexity"]];
 const LOSSES = ["loss", "generator_loss", "policy_loss"];
 const STRIP = 5;
 
@@ -70,16 +72,16 @@ export class Classroom {
     const last = view.evals.at(-1) ?? {}, headline = HEADLINES.find(([name]) => typeof last[name] === "number");
     const loss = LOSSES.find((name) => view.names.includes(name)) ?? view.names.find((name) => name.endsWith("loss")) ?? "loss";
     const train = view.points(view.train, loss, "step"), evals = view.points(view.evals, loss, "step");
-    find("class-figure").textContent = headline ? "How well it does" : "How wrong it still is";
+    find("class-figure").textContent = !headline ? "How wrong it still is" : headline[0] === CONTEST ? "Painter against critic" : "How well it does";
     const now = headline ? headline[1](last[headline[0]]) : train.length ? number(train.at(-1)[1]) : "";
     fill(find("class-big"), now ? [now, make("small", "", ` ${headline ? headline[2] : loss.replaceAll("_", " ")}`)] : []);
     const other = LOSSES.includes(loss) && view.names.includes("discriminator_loss") ? view.points(view.train, "discriminator_loss", "step") : [];
     const series = [
-      { name: other.length ? "generator" : "while learning", points: train, place: 0 },
-      { name: "discriminator", points: other, place: 2 },
-      { name: "on unseen data", points: evals, place: 1 },
+      { name: other.length ? "painter's loss" : "loss while learning", points: train, place: 0 },
+      { name: "critic's loss", points: other, place: 2 },
+      { name: other.length ? "painter's loss, judged on unseen data" : "loss on unseen data", points: evals, place: 1 },
     ];
-    const height = Math.max(200, Math.min(420, window.innerHeight * 0.38));
+    const height = Math.max(180, Math.min(460, window.innerHeight * 0.36));
     curves(find("class-curve"), { series, xName: view.run.status?.step_name ?? "step", height, label: loss });
   }
 
@@ -87,8 +89,9 @@ export class Classroom {
     const counted = view.run.ledger?.samples_of ?? {};
     const rows = view.workers.map((row) => ({ ...row, did: (view.time === null && counted[row.worker]) || row.samples || row.accepted || 0 }));
     const whole = rows.reduce((sum, row) => sum + row.did, 0) || 1;
-    const here = rows.filter((row) => row.state !== "gone").length;
-    find("class-workers-title").textContent = here === 1 ? "1 laptop helps" : `${here} laptops help`;
+    const here = rows.filter((row) => row.state !== "gone").length, over = rows.length > 0 && rows.every((row) => row.state === "gone" || row.state === "left");
+    const count = over ? rows.length : here;
+    find("class-workers-title").textContent = `${count} ${count === 1 ? "laptop" : "laptops"} ${over ? "helped" : count === 1 ? "helps" : "help"}`;
     find("class-workers-card").hidden = !rows.length && !view.run.status?.strategy;
     rows.sort((one, other) => other.did - one.did || (one.worker < other.worker ? -1 : 1));
     fill(find("class-workers"), rows.slice(0, 60).map((row) => laptop(row, row.did / whole)));
@@ -111,7 +114,7 @@ function laptop(row, share) {
   meter.max = 1;
   meter.value = share;
   meter.setAttribute("aria-label", `share of ${row.worker}`);
-  const told = gone ? "gone" : `${row.state}, ${percent(share)}`;
+  const told = row.state === "left" ? percent(share) : `${row.state}, ${percent(share)}`;
   const line = make("div", gone ? "row gone" : "row", make("span", "", row.worker), make("span", "", told));
   return make("li", "", line, meter);
 }

@@ -67,8 +67,8 @@ export class Engineer {
     card.select.value = this.figure;
     const several = views.length > 1;
     const series = views.flatMap((view, place) => [
-      { name: several ? `${view.run.name} train` : "train", points: view.points(view.train, this.figure, this.by), place },
-      { name: several ? `${view.run.name} eval` : "eval", points: view.points(view.evals, this.figure, this.by), place: several ? place : 1, dashed: several },
+      { name: several ? `${view.run.title} train` : "train", points: view.points(view.train, this.figure, this.by), place },
+      { name: several ? `${view.run.title} eval` : "eval", points: view.points(view.evals, this.figure, this.by), place: several ? place : 1, dashed: several },
     ]);
     const marks = several || this.by !== "step" ? [] : views[0].checkpoints.map((one) => one.step);
     curves(card.body, { series, xName: this.by === "step" ? "step" : "seconds", height: 300, label: this.figure, marks });
@@ -259,7 +259,8 @@ function compare(one, other) {
 }
 
 function byImportance(one, other) {
-  const rank = (name) => ["loss", "accuracy", "perplexity", "score"].indexOf(name) >>> 0;
+  const first = ["loss", "accuracy", "perplexity", "score", "generator_loss", "discriminator_loss"];
+  const rank = (name) => first.indexOf(name) >>> 0;
   return rank(one) - rank(other) || (one < other ? -1 : 1);
 }
 

@@ -30,7 +30,7 @@ function draw() {
 function drawNow() {
   const views = runs.map((run) => run.at(time)), status = runs[0].status;
   if (!shown) choose(runs.length === 1 && runs[0].samples.length ? "class" : "engineer", false);
-  find("name").textContent = runs.map((run) => run.status.run || run.name).join(" · ");
+  find("name").textContent = runs.map((run) => (runs.length > 1 ? run.title : run.status.run || run.name)).join(" · ");
   document.title = `${find("name").textContent} · Shoal`;
   const good = ["running", "ending", "completed"].includes(status.state);
   find("state").textContent = time === null ? status.state : "as it was";

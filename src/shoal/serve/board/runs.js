@@ -23,6 +23,11 @@ export class Run {
     for (const name of ["name", "status", "ledger", "samples", "checkpoints"]) this[name] = told[name];
   }
 
+  /** What to call it beside others, which may have the same name: by its folder. */
+  get title() {
+    return (this.status?.folder ?? this.name).split("/").slice(-2).join("/");
+  }
+
   /** Seconds from the run's beginning to what is known last. */
   get length() {
     const last = (list) => (list.length ? list[list.length - 1].wall_s || 0 : 0);

