@@ -5,6 +5,9 @@ that was prepared before. What counts starts when the last `submit` of a round h
 version: read what was handed in, aggregate, an Adam step for each network, journal, publish, be told, claim, read and decode 25 MB
 (6.3 MB with the codec int8). Nobody polls: the interval is a minute. `CODEC=none python benchmarks/classroom_latency.py` tells where the
 coordinator's time goes, too.
+
+All records of a round are written when it closes, so their checksums are on this way: with zlib's the journal took 36 ms of processor
+time a round, with those of `updates/checksums.py` it takes 7 (Neoverse-N1, 25 MB a gradient, three of them).
 """
 
 from __future__ import annotations

@@ -8,6 +8,11 @@ under way per sender. It looks at nothing, keeps nothing and computes nothing. `
 
 Beside each ratio stands the processor time of a contribution, ours and the peer's: on a machine that is busy with other things the time on
 the wall says little.
+
+Where the processor time of a contribution goes (async with SGD, no weights back, PLAIN, on a Neoverse-N1): 23 ms, of which the peer has 6
+too, for ZeroMQ. The journal takes 5.7 to be written over an old one and 1.3 for its checksum, pieces are put together in 1.6, 2 are for
+the check for finite numbers, 4 for SGD and the copy of the gradient, the rest for snapshots. AdamW takes 15 more, weights on their way
+back 12.
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 A peer gets the best of three runs, and of NumPy and torch where it takes both; ours is the middle of nine. What ours returns is compared
 with a double-precision reference, written apart.
+
+On a Neoverse-N1 (aarch64), in processor time of one core: Krum 122 ms, 1.05 times the best Gram product there (NumPy's, 116 ms; torch's
+takes 157); Bulyan 398 ms, 56 times as fast as Flower's function; the trimmed mean 267 ms, 3.5 times. Flower's run on one core, ours on
+all, so two cores double the last two. They miss 100 and 10 there: nearly all of their time is NumPy's sort of 43 values, 187 ns a column.
+A partition takes 816, torch's top-k 631 and its sort 1,287, a sorting network of whole rows 286 (`shoal/updates/columns.py`).
 """
 
 from __future__ import annotations

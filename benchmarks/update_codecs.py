@@ -1,6 +1,11 @@
 """Codecs on 25 million floats: encoding against copying the memory, the choice of the largest against `torch.topk`.
 
 Each pair is interleaved, and the middle of the ratios counts; with error feedback, as is the default, and without.
+
+On a Neoverse-N1 (aarch64) int8 reaches about 0.15 of memcpy instead of 0.25. Memcpy takes 0.25 ns a number there. NumPy's passes over a
+block that is in the cache take 0.13 (sign away), 0.19 (largest of a chunk), 0.29 (times its factor), 0.18 (round) and 0.13 (to bytes),
+and a block of 131,072 numbers costs 50 µs of Python, 0.4 ns each; torch's kernels for the same passes are slower there (`aminmax` 2.0,
+`quantize_per_channel` 7.2). One pass that does all of it needs code of its own for each processor, which Shoal has none of.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from postgres_harness import Database
 
 from shoal.errors import ShoalError
+from shoal.runs.repairing import repair_database
 from shoal.transports.postgres import PostgresServer
 from shoal.transports.postgres.store import Journal, Ledger, Snapshots
 from shoal.transports.postgres.view import damage
@@ -19,13 +21,13 @@ def server(database: Database) -> Iterator[PostgresServer]:
     made = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=10_000_000)
     journal, ledger = Journal(made), Ledger(made)
     journal.begin()
-    Snapshots(made, 2).copied(1, {}, {"ledger": 0})()
+    Snapshots(made, 2).copied(1, {}, {"ledger": 0, "coordinator": {"state": {"sequences": {}, "version": 0}}})()
     for number in range(6):
         if number == 3:
             journal.begin()
         with made.transaction():
-            journal.append({"kind": "accepted", "n": number}, (bytes([number]) * 1000, b"buffers"))
-            ledger.append({"version": number})
+            journal.append({"kind": "accepted", "worker": "ann", "seq": number, "n": number}, (bytes([number]) * 1000, b"buffers"))
+            ledger.append({"from": [["ann", number]]})
     yield made
     made.close()
 
@@ -46,7 +48,7 @@ FRAME = "(SELECT frames[1] FROM shoal.records WHERE id = (SELECT id FROM shoal.r
 RECORD = "(SELECT id FROM shoal.records ORDER BY id OFFSET 2 LIMIT 1)"
 
 
-@pytest.mark.parametrize(
+SPOILED = pytest.mark.parametrize(
     ("spoil", "said"),
     [
         (f"UPDATE shoal.records SET record = {FLIP.format('record', 12)} WHERE id = {RECORD}", "does not match its checksum"),
@@ -61,6 +63,9 @@ RECORD = "(SELECT id FROM shoal.records ORDER BY id OFFSET 2 LIMIT 1)"
         ("DELETE FROM shoal.records WHERE journal = 2", "the records end before it"),
     ],
 )
+
+
+@SPOILED
 def test_a_damaged_journal_is_refused_by_name(database: Database, server: PostgresServer, spoil: str, said: str) -> None:
     with database.connect() as owner:
         owner.execute(spoil.encode())
@@ -102,3 +107,34 @@ def test_a_damaged_snapshot_is_stepped_over(database: Database, server: Postgres
     assert found.step == 1
     assert ["its state does not match its checksum" in text for text in warnings] == [True]
     assert recovered(server) == [*range(6)]
+
+
+@SPOILED
+def test_a_repair_goes_back_to_what_is_sound_and_names_what_is_lost(
+    database: Database, server: PostgresServer, tmp_path: Path, spoil: str, said: str
+) -> None:
+    server.close()
+    sound = 5 if "max(id)" in spoil else 3 if "journal = 2" in spoil else 2
+    with database.connect() as owner:
+        owner.execute(spoil.encode())
+    told: list[str] = []
+    assert repair_database(database.conninfo("coordinator"), tmp_path, told.append)
+    assert f"lost: contributions {sound} to 5 of ann, as far as they were taken" in told
+    assert (tmp_path / "set-aside-1" / "ledger.jsonl").read_text().count("from") == 6
+    again = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=10_000_000)
+    try:
+        Ledger(again).cut(0)
+        records = [record for record, _ in Journal(again).recover(1)]
+    finally:
+        again.close()
+    assert [record.get("n", record["kind"]) for record in records] == [*range(sound), "repaired"]
+    assert records[-1]["lost"] == [["ann", sound, 5]]
+    assert not repair_database(database.conninfo("coordinator"), tmp_path, told.append), "nothing is left to mend"
+
+
+def test_what_is_sound_is_not_repaired_nor_while_a_coordinator_works(database: Database, server: PostgresServer, tmp_path: Path) -> None:
+    with pytest.raises(ShoalError, match="another coordinator"):
+        repair_database(database.conninfo("coordinator"), tmp_path, print)
+    server.close()
+    assert not repair_database(database.conninfo("coordinator"), tmp_path, print)
+    assert not [*tmp_path.iterdir()]

@@ -150,6 +150,11 @@ def _verdict(violations: list[str], running: bool) -> int:
     return 1
 
 
+def in_database(folder: Path) -> bool:
+    """Whether a run's folder says that its coordinator keeps its state in a database."""
+    return (folder / "config.yaml").exists() and _at(_settings(folder), "transport", "kind") == "postgres"
+
+
 def state_of(folder: Path) -> Path:
     """Where the coordinator of a run keeps its state."""
     return _state_of(folder, _settings(folder))

@@ -5,24 +5,39 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from shoal.cli.audit import state_of
+from shoal.cli.audit import in_database, state_of
 from shoal.errors import ShoalError
 
 
 def run(argv: list[str]) -> int:
     made = argparse.ArgumentParser(
         "shoal repair",
-        description="Make a run fit to be resumed whose coordinator's files are damaged. What cannot be used is set aside, not deleted.",
+        description="Make a run fit to be resumed whose coordinator's files or database are damaged. What cannot be used is set aside.",
     )
     made.add_argument("run", metavar="RUN", help="the run's folder, or that of its coordinator's state")
     arguments = made.parse_args(argv)
     folder = Path(arguments.run)
+    if in_database(folder):
+        return _mended(_repair_database(folder))
     state = folder if (folder / "snapshots").is_dir() else state_of(folder)
     if not (state / "snapshots").is_dir():
         raise ShoalError(f"there are no snapshots of a coordinator in {state}: there is nothing to repair")
 
     from shoal.runs.repairing import repair
 
-    if not repair(state, (folder if state != folder else folder.parent) / "workers", print):
+    return _mended(repair(state, (folder if state != folder else folder.parent) / "workers", print))
+
+
+def _repair_database(folder: Path) -> bool:
+    from shoal.cli.db import place_of
+    from shoal.cli.options import parse, parser
+    from shoal.runs.repairing import repair_database
+
+    with place_of(*parse(parser("repair", ""), [str(folder)])) as place:
+        return repair_database(place.access.address, folder / "coordinator", print)
+
+
+def _mended(something: bool) -> int:
+    if not something:
         print("nothing is damaged that a repair could mend: the run can be resumed as it is")
     return 0

@@ -2,6 +2,9 @@
 
 Nothing is deleted: journals and snapshots that cannot be used, and the ledger as it was, go into a folder of their own. The journal then
 gets a record of what was lost, which enters the ledger too, so that an audit knows it, and no sequence number is used a second time.
+
+In a database the same is done to its rows, in one transaction. There the records that are taken out, and the ledger as it was, are written
+to files; the updates of those records are not.
 """
 
 from __future__ import annotations
@@ -12,16 +15,22 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.coordinator.journal import Journal, journals, path_of
 from shoal.coordinator.ledger import lines_of
 from shoal.coordinator.lock import Lock
 from shoal.coordinator.records import NOWHERE, Damaged, Place, Reading, follows, readable_after
 from shoal.coordinator.seals import key_in, seal
+from shoal.coordinator.store import Saved
 from shoal.errors import ShoalError
 from shoal.runs.checkpoint import Checkpoint, Checkpoints
 
+if TYPE_CHECKING:
+    from shoal.transports.postgres.mending import Removed
+
+_LARGEST_FRAME = 1 << 30
+"""What a repair may read; the coordinator that comes back says again what students may send."""
 Sequences = dict[str, int]
 """The last number of each worker."""
 
@@ -55,11 +64,44 @@ def repair(folder: Path, receipts: Path, say: Callable[[str], None]) -> bool:
     finally:
         lock.release()
     _write_record(folder, snapshot.step, {"kind": "repaired", "lost": lost, "reason": reason})
+    _tell(say, reason, aside, lost, version)
+    return True
+
+
+def repair_database(address: str, folder: Path, say: Callable[[str], None]) -> bool:
+    """Make a run in a database fit to go on; what is taken out of it goes into files in `folder`. Return whether there was something to
+    do."""
+    from shoal.transports.postgres import PostgresServer, mending
+    from shoal.transports.postgres.store import Snapshots
+
+    server = PostgresServer(address, max_frame_bytes=_LARGEST_FRAME)  # refused while a coordinator is at work there
+    try:
+        snapshot = Snapshots(server, 2).newest(say)
+        if snapshot is None:
+            raise _nothing_to_go_on_from(server.line.place)
+        sound, length = mending.sound_since(server, snapshot.step), int(snapshot.state["ledger"])
+        ledger = [*mending.ledger_since(server, length)]
+        after = ({record["worker"]: record["seq"]} for record in mending.readable_after(server, sound.last))
+        lost = _lost(_known(snapshot, sound.records), [*_told_by(ledger), *after])
+        version = _version(snapshot, sound.records)
+        if not (sound.problem or lost or _newest_in(ledger) > version):
+            return False
+        reason = sound.problem or "the journal has lost its end"
+        with server.transaction():
+            aside = _write_down(folder, mending.go_back(server, snapshot.step, length, sound.last))
+            mending.note_repair(server, snapshot.step, {"kind": "repaired", "lost": lost, "reason": reason})
+    finally:
+        server.close()
+    _tell(say, reason, aside, lost, version)
+    say("units that were not done by then are offered anew; students who are still there join again")
+    return True
+
+
+def _tell(say: Callable[[str], None], reason: str, aside: Path, lost: list[list[Any]], version: int) -> None:
     say(f"{reason}: what could not be used, and the ledger as it was, is in {aside}")
     for worker, first, last in lost:
         say(f"lost: contributions {first} to {last} of {worker}, as far as they were taken")
     say(f"the run goes on from version {version} when it is resumed")
-    return True
 
 
 def confirmed_in(folder: Path, key: bytes) -> Sequences:
@@ -93,11 +135,15 @@ def refuse_forgotten(folder: Path, known: Sequences, confirmed: Sequences) -> No
 def _snapshot(folder: Path, say: Callable[[str], None]) -> Checkpoint:
     found = Checkpoints(folder / "snapshots", 2).newest(say)
     if found is None:
-        raise ShoalError(
-            f"no snapshot in {folder} can be read, so there is nothing to go on from. A new run can start with the weights of the last "
-            "checkpoint: --set checkpoint.resume_from=RUN"
-        )
+        raise _nothing_to_go_on_from(folder)
     return found
+
+
+def _nothing_to_go_on_from(where: object) -> ShoalError:
+    return ShoalError(
+        f"no snapshot in {where} can be read, so there is nothing to go on from. A new run can start with the weights of the last "
+        "checkpoint: --set checkpoint.resume_from=RUN"
+    )
 
 
 def _sound(folder: Path, snapshot: int) -> Sound:
@@ -120,7 +166,7 @@ def _sound(folder: Path, snapshot: int) -> Sound:
     return sound
 
 
-def _known(snapshot: Checkpoint, records: Iterable[dict[str, Any]]) -> Sequences:
+def _known(snapshot: Saved, records: Iterable[dict[str, Any]]) -> Sequences:
     known = dict(snapshot.state["coordinator"]["state"]["sequences"])
     for record in records:
         if record["kind"] == "accepted":
@@ -130,7 +176,7 @@ def _known(snapshot: Checkpoint, records: Iterable[dict[str, Any]]) -> Sequences
     return known
 
 
-def _version(snapshot: Checkpoint, records: Iterable[dict[str, Any]]) -> int:
+def _version(snapshot: Saved, records: Iterable[dict[str, Any]]) -> int:
     version: int = snapshot.state["coordinator"]["state"]["version"]
     return version + [record["kind"] for record in records].count("closed")
 
@@ -156,13 +202,21 @@ def _ledger_since(folder: Path, snapshot: Checkpoint) -> Iterator[dict[str, Any]
 
 
 def _told_by_ledger(folder: Path, snapshot: Checkpoint) -> Iterator[Sequences]:
-    for line in _ledger_since(folder, snapshot):
+    return _told_by(_ledger_since(folder, snapshot))
+
+
+def _told_by(lines: Iterable[dict[str, Any]]) -> Iterator[Sequences]:
+    for line in lines:
         for worker, seq, *_ in [*line.get("from", ()), *line.get("unused", ()), *([line["replaced"]] if "replaced" in line else ())]:
             yield {worker: seq}
 
 
 def _newest_version(folder: Path, snapshot: Checkpoint) -> int:
-    return max((int(line["version"]) for line in _ledger_since(folder, snapshot) if "version" in line), default=0)
+    return _newest_in(_ledger_since(folder, snapshot))
+
+
+def _newest_in(lines: Iterable[dict[str, Any]]) -> int:
+    return max((int(line["version"]) for line in lines if "version" in line), default=0)
 
 
 def _told_by_journals(folder: Path, sound: Sound) -> Iterator[Sequences]:
@@ -179,8 +233,7 @@ def _told_by_journals(folder: Path, sound: Sound) -> Iterator[Sequences]:
 
 def _set_aside(folder: Path, snapshot: Checkpoint, sound: Sound) -> Path:
     """Keep the damaged files elsewhere, and leave what is sound."""
-    aside = folder / f"set-aside-{1 + len([*folder.glob('set-aside-*')])}"
-    aside.mkdir()
+    aside = _new_folder(folder)
     for number in journals(folder):
         if number > sound.last:
             path_of(folder, number).rename(aside / path_of(folder, number).name)
@@ -193,6 +246,20 @@ def _set_aside(folder: Path, snapshot: Checkpoint, sound: Sound) -> Path:
             shutil.copyfile(path, aside / path.name)
             os.truncate(path, min(length, path.stat().st_size))
     newest.touch()  # a journal that is missing, or of which nothing can be used, begins anew
+    return aside
+
+
+def _new_folder(folder: Path) -> Path:
+    aside = folder / f"set-aside-{1 + len([*folder.glob('set-aside-*')])}"
+    aside.mkdir(parents=True)
+    return aside
+
+
+def _write_down(folder: Path, removed: Removed) -> Path:
+    """Write rows that were taken out of a database to files."""
+    aside = _new_folder(folder)
+    (aside / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in removed.records), encoding="utf-8")
+    (aside / "ledger.jsonl").write_text("".join(f"{entry}\n" for entry in removed.ledger), encoding="utf-8")
     return aside
 
 

@@ -3,7 +3,7 @@
 A block is turned over first, so that a column's N values lie side by side and NumPy's vectorised sort takes one after the other.
 Of 43 values on a Neoverse-N1 that takes 265 ns a column: 185 for the sort, 40 to turn it over, 15 for the mean. A sorting network of minima
 and maxima over whole rows, without the comparisons that only order what is kept (278 of 339), took 265 to 310 ns there: its rows do not
-stay in the cache. Other sizes of blocks change nothing.
+stay in the cache. Other sizes of blocks change nothing. To partition the values takes 816 ns, torch's `topk` of seven of them 631.
 """
 
 from __future__ import annotations

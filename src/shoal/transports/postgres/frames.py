@@ -7,12 +7,11 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from shoal.errors import ShoalError
 from shoal.transports import wire
 from shoal.transports.interface import Frame
 from shoal.transports.postgres.line import Connection
+from shoal.updates.rooms import room
 
 PART_BYTES = 1 << 18
 """Measured over loopback: smaller parts cost statements, larger ones copies."""
@@ -95,14 +94,14 @@ def read(connection: Connection, query: str, values: Sequence[Any]) -> Answer | 
     with connection.cursor() as cursor:
         rows = cursor.stream(query.encode(), values, binary=True)
         first = next(rows, None)
-        whole = [np.empty(size, np.uint8).data for size in first[1] or ()] if first else []
+        whole = [room(size) for size in first[1] or ()] if first else []
         left = [*whole]
         for frame, _, data, *_ in rows:
-            room = left[frame - 1]
-            if len(data) > len(room):
+            rest = left[frame - 1]
+            if len(data) > len(rest):
                 raise ShoalError("a frame in the database is longer than it should be: restore the database from a backup")
-            room[: len(data)] = data
-            left[frame - 1] = room[len(data) :]
+            rest[: len(data)] = data
+            left[frame - 1] = rest[len(data) :]
     if any(left):
         raise ShoalError("a frame in the database is shorter than it should be: restore the database from a backup")
     return Answer(first, tuple(whole)) if first else None

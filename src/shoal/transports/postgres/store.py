@@ -38,12 +38,15 @@ def checksum_of(journal: int, record: bytes, frames: Frames) -> int:
     return checksum
 
 
-def damaged(server: PostgresServer, what: str) -> ShoalError:
-    """What to say, and to do, about a journal that cannot be read to its end."""
-    return ShoalError(
-        f"the journal in {server.line.place} is damaged: {what}. Restore the database from a backup; or start a new run from the newest "
-        "checkpoint in the run's folder (checkpoint.resume_from)"
-    )
+class Damaged(ShoalError):
+    """The journal cannot be read to its end; `what` is wrong with it."""
+
+    def __init__(self, server: PostgresServer, what: str) -> None:
+        super().__init__(
+            f"the journal in {server.line.place} is damaged: {what}. Restore the database from a backup; or let `shoal repair RUN`, with "
+            "the run's folder, take out what follows the damage, which names what is lost, and resume then"
+        )
+        self.what = what
 
 
 class Journal:
@@ -82,7 +85,7 @@ class Journal:
         """Every record since a snapshot; what follows is appended after the last."""
         numbers = [row[0] for row in self._server.fetch("SELECT number FROM shoal.journals WHERE number >= %s ORDER BY 1", (snapshot,))]
         if numbers[:1] != [snapshot]:
-            raise ShoalError(f"the journal that follows snapshot {snapshot} is missing in {self._server.line.place}: start a new run")
+            raise Damaged(self._server, f"the journal that follows snapshot {snapshot} is missing")
         rows = self._server.fetch("SELECT id, bytes FROM shoal.records WHERE journal >= %s ORDER BY journal, id", (snapshot,))
         last: int | None = None
         for place, (number, _) in enumerate(rows, 1):
@@ -105,8 +108,8 @@ class Journal:
         except (ShoalError, ValueError, IndexError) as error:
             raise self._damaged(f"the frames of record {place} since the snapshot cannot be read ({error})", place - 1) from None
 
-    def _damaged(self, what: str, sound: int) -> ShoalError:
-        return damaged(self._server, f"{what}. The {sound} records before it, since the snapshot, are sound")
+    def _damaged(self, what: str, sound: int) -> Damaged:
+        return Damaged(self._server, f"{what}. The {sound} records before it, since the snapshot, are sound")
 
     def close(self) -> None:
         """There is nothing to close: each record was written when it was appended."""
@@ -149,7 +152,7 @@ class Ledger:
             " ORDER BY line LIMIT 1"
         )
         for line, record in self._server.fetch(query, (length,)):
-            raise damaged(self._server, f"line {line} of the ledger tells of record {record}, and the records end before it")
+            raise Damaged(self._server, f"line {line} of the ledger tells of record {record}, and the records end before it")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for (entry,) in self._server.fetch("SELECT entry FROM shoal.ledger ORDER BY line"):
