@@ -72,9 +72,12 @@ def run(argv: list[str]) -> int:
     made.add_argument(
         "--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="call this function where the run asks for it"
     )
+    made.add_argument("--node", action="store_true", help="hold layers of a model that `shoal serve` serves")
     made.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
     arguments = made.parse_args(argv)
     load_plugins(arguments)
+    if arguments.node:
+        return _hold_layers(arguments)
     here = place()
     if here is None:
         return _take_part(arguments, argv)
@@ -114,6 +117,23 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     finally:
         if weather is not None:
             weather.close()
+    return 0
+
+
+def _hold_layers(arguments: argparse.Namespace) -> int:
+    """Hold layers for a server until it ends, or this process is asked to leave."""
+    from shoal.serve.node import NodeProcess, Reached
+
+    invitation, _ = _invitation(arguments)
+    node = NodeProcess(
+        Reached(invitation.address, invitation.token, invitation.key),
+        arguments.name,
+        slowdown=arguments.slowdown,
+        patience_s=arguments.patience,
+        tell=tell,
+    )
+    _leave_when_asked(arguments.stdin, [node])
+    node.work()
     return 0
 
 

@@ -13,8 +13,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shoal.config import Run
     from shoal.launch.starting import Outcome, Started
     from shoal.runs.cluster_loop import ClusterLoop
+    from shoal.runs.inviting import Invitation
     from shoal.runs.loop import Loop
     from shoal.transports.addresses import Address
 
@@ -116,6 +118,22 @@ def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
         _show_other_addresses(here)
     for name in cluster.workers:
         host = cluster.hosts.get(name)
+        if host is not None and (host.server_address or host.server_port):
+            own = here._replace(host=host.server_address or here.host, port=host.server_port or here.port)
+            print(f"{name} joins with:\n  shoal join {own} --name {name} {rest}")
+    sys.stdout.flush()
+
+
+def show_nodes(run: Run, invitation: Invitation, count: int) -> None:
+    """Print what each machine that holds layers of a served model types."""
+    from shoal.transports.addresses import parse as parse_address
+    from shoal.transports.keys import key_text
+
+    rest = f"--node --token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "")
+    here = parse_address(invitation.address)
+    print(f"the layers are spread over {count + 1} machines, this one counted. The others join with:\n  shoal join {here} {rest}")
+    for name in run.cluster.workers:
+        host = run.cluster.hosts.get(name)
         if host is not None and (host.server_address or host.server_port):
             own = here._replace(host=host.server_address or here.host, port=host.server_port or here.port)
             print(f"{name} joins with:\n  shoal join {own} --name {name} {rest}")
