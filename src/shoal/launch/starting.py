@@ -347,15 +347,15 @@ def _finished(loop: Loop | ClusterLoop, summary: dict[str, Any]) -> Outcome:
 
 def _hosts(plan: Plan) -> tuple[str, ...]:
     if plan.asked.invite:
-        return plan.asked.hosts or _addresses_of_server(plan) or ("0.0.0.0",)
+        return plan.asked.hosts or addresses_of_server(plan.run, "--host", plan.loaded.settings.spelling) or ("0.0.0.0",)
     return plan.fleet.hosts if plan.fleet is not None else ("127.0.0.1",)
 
 
-def _addresses_of_server(plan: Plan) -> tuple[str, ...]:
-    """Where the settings say that the hosts reach the server, its own entry first. Raises ShoalError where this is another machine."""
+def addresses_of_server(run: Run, option: str, spelling: Callable[[str], str] = lambda path: path) -> tuple[str, ...]:
+    """Where the settings say that the hosts reach the server, its own entry first. `option` names another address. Raises ShoalError where
+    this is another machine."""
     from shoal.transports.addresses import free_port
 
-    run, settings = plan.run, plan.loaded.settings
     if isinstance(run.transport, Postgres) or getattr(run.transport, "host", None) is not None:
         return ()
     names = sorted(run.cluster.hosts, key=lambda name: name != run.cluster.server)
@@ -364,10 +364,10 @@ def _addresses_of_server(plan: Plan) -> tuple[str, ...]:
         try:
             free_port(address or "0.0.0.0")
         except ShoalError:
-            where = settings.spelling(f"cluster.hosts.{name}.server_address")
+            where = spelling(f"cluster.hosts.{name}.server_address")
             raise ShoalError(
                 f"`{where}` says that the server listens at {address}, which is no address of this machine: "
-                f"start it on {run.cluster.server or 'the server'}, or say --host ADDRESS"
+                f"start it on {run.cluster.server or 'the server'}, or say {option} ADDRESS"
             ) from None
     return tuple(address for address in reversed(found) if address is not None)
 
