@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 import ranks
 import torch
 
+from shoal.config.load import resolve_data
 from shoal.engines import World
+from shoal.models import build as build_models
 from shoal.models.huggingface import HuggingFace
 from shoal.models.staged import StagedModel, staged
 
@@ -107,3 +111,15 @@ def check_slopes(whole: torch.nn.Module, models: list[StagedModel]) -> None:
     assert list(slopes) == [name for name, _ in whole.named_parameters()]
     for name, one in whole.named_parameters():
         torch.testing.assert_close(slopes[name], one.grad, rtol=0, atol=1e-7)
+
+
+def test_a_stage_keeps_nothing_of_the_layers_that_others_have() -> None:
+    run = ranks.run_of({"kind": "single"})
+    run = run.replace(model=resolve_data({"model": ranks.DEEP_MIXTURE}, name="test", dialect="shoal", environ={}).run.model)
+    whole = build_models(run, ranks.Shapes())["model"]
+    others = [weakref.ref(one) for one in whole.get_submodule("blocks.2").parameters()]
+    part = staged(whole, 1, 2, 3)
+    del whole
+    gc.collect()
+    assert [name for name, _ in part.named_parameters() if not name.startswith("blocks.1.")] == []
+    assert not any(one() is not None for one in others)

@@ -40,7 +40,7 @@ def free(service: Service) -> bool:
     end = time.monotonic() + 20
     while service.engine.busy and time.monotonic() < end:
         time.sleep(0.01)
-    return not service.engine.busy and not service.engine.stages._lengths
+    return not service.engine.busy and service.engine.stages.rows.empty
 
 
 @pytest.fixture(scope="module")

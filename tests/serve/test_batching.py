@@ -102,9 +102,7 @@ def test_requests_that_come_and_go_give_the_text_they_give_alone(kind):
     finish(one)
     assert [listener.tokens for listener in heard] == [alone(model, p, n) for p, n in zip(prompts, lengths, strict=True)]
     assert {listener.end for listener in heard} == {"length"}
-    assert not one.stages._lengths
-    assert not one.stages._alone
-    assert one.stages._joined is None
+    assert one.stages.rows.empty
 
 
 def test_a_request_that_is_cancelled_frees_its_place_before_the_next_token():
@@ -120,7 +118,7 @@ def test_a_request_that_is_cancelled_frees_its_place_before_the_next_token():
     assert len(left.tokens) == before
     finish(one)
     assert kept.tokens == alone(one.stages.model, [3], 12)
-    assert not one.stages._lengths
+    assert one.stages.rows.empty
 
 
 def test_a_long_prompt_is_read_in_pieces_beside_the_others():

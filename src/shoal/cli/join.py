@@ -73,9 +73,12 @@ def run(argv: list[str]) -> int:
     made.add_argument(
         "--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="call this function where the run asks for it"
     )
+    made.add_argument("--node", action="store_true", help="hold layers of a model that `shoal serve` serves")
     made.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
     arguments = made.parse_args(argv)
     load_plugins(arguments)
+    if arguments.node:
+        return _hold_layers(arguments)
     here = place()
     if here is None:
         return _take_part(arguments, argv)
@@ -133,6 +136,23 @@ def _attend(arguments: argparse.Namespace, invitation: Invitation, working: list
     machine = Attending(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)
     working.append(machine)
     return machine.work(tell)
+
+
+def _hold_layers(arguments: argparse.Namespace) -> int:
+    """Hold layers for a server until it ends, or this process is asked to leave."""
+    from shoal.serve.node import NodeProcess, Reached
+
+    invitation, _ = _invitation(arguments)
+    node = NodeProcess(
+        Reached(invitation.address, invitation.token, invitation.key),
+        arguments.name,
+        slowdown=arguments.slowdown,
+        patience_s=arguments.patience,
+        tell=tell,
+    )
+    _leave_when_asked(arguments.stdin, [node])
+    node.work()
+    return 0
 
 
 def check_trust(joined: Joined, trusted: list[str]) -> None:

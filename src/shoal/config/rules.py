@@ -813,7 +813,7 @@ def pipelines_cut_language_models(settings: Settings, engine: str, model: str, c
     """A pipeline's stages are layers of a transformer, each of which computes by itself."""
     if engine != "pipeline":
         return
-    if model not in CUT_INTO_STAGES:
+    if model not in CUT_INTO_STAGES and settings.given("model.kind"):  # a cluster's file alone names no model
         message = f"a pipeline has the layers of one model on several machines, and a model of kind {model} is not cut"
         settings.report(
             "engine", message, "engine.kind", "model.kind", help=f"choose model.kind {', '.join(CUT_INTO_STAGES)}, or engine ddp"

@@ -102,6 +102,11 @@ class KeyValueCache:
         """Tokens seen."""
         return self.layers[0].length
 
+    def crop(self, length: int) -> None:
+        """Forget all tokens after so many. Rows must not be padded."""
+        for layer in self.layers:
+            layer.length = length
+
     def row(self, i: int, length: int) -> Self:
         """The last tokens of one row, as a cache of its own."""
         made = type(self)(0, length)

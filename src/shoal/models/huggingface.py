@@ -34,6 +34,10 @@ class HuggingFaceCache:
     def __init__(self, past: Any = None) -> None:
         self.past = past
 
+    def crop(self, length: int) -> None:
+        """Forget all tokens after so many. Rows must not be padded."""
+        self.past.crop(length)
+
     def row(self, i: int, length: int) -> HuggingFaceCache:
         """The last tokens of one row, as a cache of its own."""
         return HuggingFaceCache(

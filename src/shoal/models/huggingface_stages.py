@@ -1,9 +1,8 @@
 """Any causal language model of transformers in pieces, without knowing its family.
 
 A stage is the model's own class, built with as many layers as the stage has. The stream is put in before its first layer and taken after
-its last; what the class computes before and after is thrown away, and its parameters there are zeros that take no memory. The ends are
-the same class with one layer that computes nothing. That this gives the whole model's numbers is not taken for granted: `anatomy` compares
-them.
+its last; what the class computes before and after is thrown away, and its parameters there are zeros that take no memory. The ends are the
+same class with one layer that computes nothing. That this gives the whole model's numbers is not taken for granted: `anatomy` looks.
 
 Shapes: B batch, L tokens, S tokens seen (L and those in the cache), D width, V vocabulary.
 """

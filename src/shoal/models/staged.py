@@ -67,6 +67,8 @@ class StagedModel(nn.Module):
             layer.register_forward_pre_hook(lambda module, given, number=int(number): self.before_layer(number))
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        assert recurse
+        assert remove_duplicate, "a tied matrix is one parameter"
         yield from ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in self.own.items())
 
     def saved(self) -> Iterator[tuple[str, Tensor]]:

@@ -8,6 +8,7 @@ Shapes: B batch, L tokens, S tokens seen (L and those in the cache), D width, V 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from shoal.errors import ShoalError
 from shoal.models.cache import KeyValueCache
 from shoal.models.trunk import Beside, Trunk
+
+_ONE_AT_A_TIME = threading.RLock()
 
 
 class Stage(nn.Module):
@@ -186,19 +189,21 @@ def cut(model: Any, bounds: Sequence[int]) -> list[Stage]:
 @contextmanager
 def skeleton() -> Iterator[None]:
     """Models that are made meanwhile have parameters without numbers, which take no memory; their buffers are real."""
-    original: Callable[..., None] = nn.Module.register_parameter
+    with _ONE_AT_A_TIME:
+        original: Callable[..., None] = nn.Module.register_parameter
+        own = threading.get_ident()
 
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        original(module, name, parameter)
-        # A tied parameter is registered twice, and must stay one
-        if parameter is not None and not parameter.is_meta:
-            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            original(module, name, parameter)
+            # A tied parameter is registered twice, and must stay one; and other threads make models with numbers meanwhile
+            if parameter is not None and not parameter.is_meta and threading.get_ident() == own:
+                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def needed(module: nn.Module) -> dict[str, Tensor]:
@@ -228,3 +233,14 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         made = nn.Parameter(given, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else given
         for table, key in homes[id(tensor)]:
             table[key] = made
+
+
+def layer_parameters(model: Any) -> list[int]:
+    """How many parameters each layer has."""
+    if isinstance(model, Trunk):
+        layers: Any = model.blocks
+    else:
+        from shoal.models.huggingface_stages import layers_of
+
+        layers = layers_of(model.inner)
+    return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.decoding import NO_PENALTIES, Draws, Penalties, Warp, choose, penalised
-from shoal.serve.stages import Stages
+from shoal.serve.stages import Stages, Work
 
 _SMALLEST_PIECE = 16
 _LARGEST_PIECE = 512
@@ -66,7 +66,9 @@ class Job:
     deadline: float = float("inf")
     number: int = -1
     read: int = 0
-    """Tokens of the prompt that the model has read."""
+    """Tokens of the prompt that the model has read, or is reading."""
+    under_way: int = 0
+    """Works of this job that were started and are not finished."""
     written: list[int] = field(default_factory=list)
 
 
@@ -110,20 +112,60 @@ class Engine:
         return bool(self.waiting or self.running or self._gone)
 
     def step(self) -> None:
-        """Give every running request its next token, and read a piece of the first prompt that is not read yet."""
+        """Start what can be started: a token for every request that waits for none, and a piece of the first prompt that is not read yet.
+        Then take what is finished."""
         self._end_those_gone()
         with self.arrived:
             while self.waiting and len(self.running) < self.most_running:
                 self.running.append(self.waiting.popleft())
-        reading = next((job for job in self.running if job.read < len(job.prompt_ids)), None)
-        writing = [job for job in self.running if job.read == len(job.prompt_ids)]
-        if writing:
-            self._write(writing)
-        if reading is not None:
-            self._read(reading, bool(writing))
+        self._start()
+        start = self.clock()
+        for work, logits_BV in self.stages.finished():
+            self._finish(work, logits_BV, start)
+            start = self.clock()
+
+    def _start(self) -> None:
+        """Requests are spread over as many groups as keep all machines busy. While some write, one piece of a prompt is read at a time."""
+        writing = [job for job in self.running if job.read == len(job.prompt_ids) and job.written]
+        idle = [job for job in writing if not job.under_way]
+        size = -(-len(writing) // self.stages.groups)
+        while idle:
+            group, idle = idle[:size], idle[size:]
+            self._begin(Work(tuple(job.number for job in group), tuple((job.written[-1],) for job in group)), group)
+        for reading in [job for job in self.running if job.read < len(job.prompt_ids)]:
+            while reading.read < len(reading.prompt_ids) and self._pieces() < (1 if writing else self.stages.groups):
+                piece = reading.prompt_ids[reading.read : reading.read + (self._pace.piece() if writing else _LARGEST_PIECE)]
+                reading.read += len(piece)
+                self._begin(Work((reading.number,), (tuple(piece),)), [reading])
+
+    def _pieces(self) -> int:
+        """Pieces of prompts that are read now."""
+        return sum(job.under_way for job in self.running if not job.written)
+
+    def _begin(self, work: Work, jobs: list[Job]) -> None:
+        for job in jobs:
+            job.under_way += 1
+        self.stages.start(work)
+
+    def _finish(self, work: Work, logits_BV: Tensor, start: float) -> None:
+        by_number = {job.number: job for job in self.running}
+        rows = [(by_number[number], row) for number, row in zip(work.requests, logits_BV, strict=True) if number in by_number]
+        for job, _ in rows:
+            job.under_way -= 1
+        wrote = any(job.written for job, _ in rows)
+        if not wrote:
+            self.tokens_read += len(work.ids[0])
+        rows = [(job, row) for job, row in rows if job.written or (job.read == len(job.prompt_ids) and not job.under_way)]
+        if rows:
+            self._choose([job for job, _ in rows], torch.stack([row for _, row in rows]))
+        if wrote:
+            self._pace.wrote(self.clock() - start)
+        else:
+            self._pace.read(len(work.ids[0]), self.clock() - start)
 
     def fail(self) -> None:
         """Something broke in the middle of a step: end every request that it touched."""
+        self.stages.drop()
         for job in list(self.running):
             self._end(job, "failed")
 
@@ -138,23 +180,6 @@ class Engine:
         for job in list(self.running):
             if job.number in gone or job.deadline < now:
                 self._end(job, "cancelled" if job.number in gone else "timeout")
-
-    def _read(self, job: Job, others_wait: bool) -> None:
-        start = self.clock()
-        size = self._pace.piece() if others_wait else _LARGEST_PIECE
-        piece = job.prompt_ids[job.read : job.read + size]
-        logits_V = self.stages.prefill(job.number, piece)
-        job.read += len(piece)
-        self.tokens_read += len(piece)
-        self._pace.read(len(piece), self.clock() - start)
-        if job.read == len(job.prompt_ids):
-            self._choose([job], logits_V[None])
-
-    def _write(self, jobs: list[Job]) -> None:
-        start = self.clock()
-        logits_BV = self.stages.decode([job.number for job in jobs], [job.written[-1] for job in jobs])
-        self._choose(jobs, logits_BV)
-        self._pace.wrote(self.clock() - start)
 
     @torch.inference_mode()
     def _choose(self, jobs: list[Job], logits_BV: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +15,12 @@ from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.models.huggingface import HuggingFace
 from shoal.models.pretrained import load
+from shoal.models.stages import depth, ends_of, needed, stage_of
 from shoal.runs.trained import open_run
 from shoal.serve.chat import ChatTemplate, template_in
 from shoal.serve.gguf import converted
+from shoal.serve.skeletons import bones, described_hugging_face, described_own
+from shoal.serve.tensors import Tensors
 
 
 class Served(NamedTuple):
@@ -31,33 +34,32 @@ class Served(NamedTuple):
     start_ids: tuple[int, ...]
     """What the model expects before every text that is no conversation."""
     eos_ids: frozenset[int]
+    nodes: int = 1
+    """Machines to spread the layers over, this one counted."""
+    tensors: Tensors | None = None
+    """Where the model's numbers are, if they are not in it."""
+    described: Mapping[str, Any] | None = None
+    """What another machine needs to make the model without numbers; null: the model cannot be spread."""
+    run: Run | None = None
+    """Where machines join, and which there are."""
 
 
-def open_served(targets: Sequence[str], overrides: list[Override], warn: Callable[[str], None]) -> Served:
-    """The model that is named on the command line: one folder, or files of a configuration. Raises ShoalError."""
-    served = _opened(targets, overrides, warn)
-    if served.settings.num_nodes not in (None, 1):
-        raise ShoalError(
-            f"serving over several machines is not built yet, and serving.num_nodes is {served.settings.num_nodes}: "
-            "--set serving.num_nodes=1 serves from this machine alone"
-        )
-    return served
-
-
-def _opened(targets: Sequence[str], overrides: list[Override], warn: Callable[[str], None]) -> Served:
+def open_served(targets: Sequence[str], overrides: list[Override], warn: Callable[[str], None], nodes: int | None = None) -> Served:
+    """The model that is named on the command line: one folder, or files of a configuration. `nodes`: machines to spread its layers over;
+    null: as many as the settings say. Raises ShoalError."""
     target, folder = targets[0], Path(targets[0])
     if len(targets) == 1 and ((folder / "config.yaml").is_file() or (folder / "state.json").is_file()):
-        return _run(target, overrides, warn)
+        return _run(target, overrides, warn, nodes)
     if len(targets) == 1 and folder.suffix == ".gguf":
         target, folder = str(converted(folder)), converted(folder)
     if len(targets) == 1 and (folder / "config.json").is_file():
-        return _hugging_face(
-            _checked(resolve_data(_named(target), name=target, dialect="shoal", overrides=overrides)), folder.resolve().name
-        )
+        run = _checked(resolve_data(_named(target), name=target, dialect="shoal", overrides=overrides))
+        return _hugging_face(run, folder.resolve().name, nodes or run.serving.num_nodes or 1)
     run = _checked(resolve([File(one) for one in targets], overrides))
     if run.model.kind != "huggingface":
         raise ShoalError(f"{target} names a model of kind {run.model.kind}, which must be trained first: serve the folder of its run")
-    return _hugging_face(run, str(getattr(run.model, "pretrained", target)))
+    machines = 1 + max(len(run.cluster.workers), run.cluster.num_workers or 0)
+    return _hugging_face(run, str(getattr(run.model, "pretrained", target)), nodes or run.serving.num_nodes or machines)
 
 
 def _named(folder: str) -> dict[str, Any]:
@@ -71,23 +73,46 @@ def _checked(loaded: Loaded) -> Run:
     return loaded.run
 
 
-def _run(target: str, overrides: list[Override], warn: Callable[[str], None]) -> Served:
+def _run(target: str, overrides: list[Override], warn: Callable[[str], None], nodes: int | None) -> Served:
     trained = open_run(target, warn)
     model, tokenizer = trained.task.players.get("model"), trained.tokenizer
     if tokenizer is None or model is None:
         raise ShoalError(f"the run at {target} trained a model of kind {trained.run.model.kind}, which does not write text")
-    settings = _checked(resolve([File(str(trained.root / "config.yaml"))], overrides, resolved=True)).serving
+    run = _checked(resolve([File(str(trained.root / "config.yaml"))], overrides, resolved=True))
     folders = [trained.root / "tokenizer", Path(str(getattr(trained.run.model, "pretrained", trained.root)))]
-    return Served(trained.root.resolve().name, model, tokenizer, template_in(folders), settings, (), _ends(model, tokenizer))
+    served = Served(trained.root.resolve().name, model, tokenizer, template_in(folders), run.serving, (), _ends(model, tokenizer))
+    described = described_hugging_face(model) if isinstance(model, HuggingFace) else described_own(trained.run.model, model)
+    return served._replace(nodes=nodes or run.serving.num_nodes or 1, described=described, run=run)
 
 
-def _hugging_face(run: Run, name: str) -> Served:
+def _hugging_face(run: Run, name: str, nodes: int) -> Served:
     token = run.hub.token.reveal() if run.hub.token else None
     settings: Any = run.model
-    model = HuggingFace(load(settings, token)).to(choose_device(run.training.device)).eval()
+    lazy = _without_numbers(settings) if nodes > 1 else None
+    model, tensors = lazy or (HuggingFace(load(settings, token)).to(choose_device(run.training.device)), None)
     tokenizer = data.load_tokenizer(settings.pretrained, token=token)
-    template = template_in([Path(settings.pretrained)])
-    return Served(name, model, tokenizer, template, run.serving, getattr(tokenizer, "opening", ()), _ends(model, tokenizer))
+    served = Served(
+        name,
+        model.eval(),
+        tokenizer,
+        template_in([Path(settings.pretrained)]),
+        run.serving,
+        getattr(tokenizer, "opening", ()),
+        _ends(model, tokenizer),
+    )
+    return served._replace(nodes=nodes, tensors=tensors, described=described_hugging_face(model), run=run)
+
+
+def _without_numbers(settings: Any) -> tuple[HuggingFace, Tensors] | None:
+    """The model of a folder without its numbers, which are read from its files layer by layer. None where the files name their tensors
+    otherwise than the model does, or are elsewhere: then the whole model is loaded first."""
+    folder = Path(settings.weights or settings.pretrained)
+    if not folder.is_dir() or settings.from_scratch or not Path(settings.pretrained).is_dir():
+        return None
+    model = bones(Path(settings.pretrained))
+    tensors = Tensors.of_folder(folder, "inner.")
+    stages = [ends_of(model), stage_of(model, 0, depth(model))]
+    return (model, tensors) if all(name in tensors for stage in stages for name in needed(stage)) else None
 
 
 def _ends(model: Any, tokenizer: data.Tokenizer) -> frozenset[int]:

@@ -15,18 +15,19 @@ from shoal.serve.driver import Driver
 from shoal.serve.engine import Engine
 from shoal.serve.listening import bound, is_loopback
 from shoal.serve.opening import Served
-from shoal.serve.stages import OneNode
+from shoal.serve.stages import OneNode, Stages
 
 
 class Service:
     """A model that answers on one or more ports, until `stop` or a signal."""
 
-    def __init__(self, served: Served, host: str, ports: Sequence[int], warn: Callable[[str], None]) -> None:
+    def __init__(self, served: Served, host: str, ports: Sequence[int], warn: Callable[[str], None], stages: Stages | None = None) -> None:
+        """`stages`: where the model's layers are; null: all of them here."""
         settings = served.settings
         key = settings.api_key.reveal() if settings.api_key else None
         refuse_open_door(host, key)
         self.engine = Engine(
-            OneNode(served.model), most_running=settings.max_running, most_waiting=settings.max_waiting, clock=time.monotonic
+            stages or OneNode(served.model), most_running=settings.max_running, most_waiting=settings.max_waiting, clock=time.monotonic
         )
         self.driver = Driver(self.engine, warn)
         self.sockets = [bound(host, port) for port in ports]
@@ -46,6 +47,7 @@ class Service:
             self.server.run(self.sockets)
         finally:
             self.driver.stop()
+            self.engine.stages.close()
             for one in self.sockets:
                 one.close()
 

@@ -5,16 +5,17 @@ Shapes: B batch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.models.cache import mask_of_rows
+from shoal.serve.rows import Rows
 
-_LONGEST_UNBOUNDED = 32_768
+LONGEST_UNBOUNDED = 32_768
 """Tokens that a request may have where the model itself has no longest sequence: its cache, or the time to read it, is bounded so."""
 
 
@@ -28,6 +29,14 @@ class Machine(NamedTuple):
     alive: bool = True
 
 
+class Work(NamedTuple):
+    """Tokens that the model reads next: a piece of one request's prompt, or one token of each of several requests."""
+
+    requests: tuple[int, ...]
+    ids: tuple[tuple[int, ...], ...]
+    """Of each request; as many of each."""
+
+
 class Stages(Protocol):
     """A language model that keeps a cache for each request, by number."""
 
@@ -35,94 +44,87 @@ class Stages(Protocol):
     """Tokens that one request may have, prompt and answer together."""
     vocab_size: int
 
-    def prefill(self, request: int, ids: Sequence[int]) -> Tensor:
-        """Read more of a prompt; the logits [V] of the token after it."""
+    @property
+    def groups(self) -> int:
+        """Works that it takes to keep all machines busy."""
         ...
 
-    def decode(self, requests: Sequence[int], ids: Sequence[int]) -> Tensor:
-        """Read one token of each request; the logits [B, V] of the tokens after them."""
+    def start(self, work: Work) -> None:
+        """Let the model read. Works of one request are read in the order in which they were started."""
+        ...
+
+    def finished(self) -> Iterator[tuple[Work, Tensor]]:
+        """What was read, with the logits [B, V] of the tokens that come next; it waits a moment where nothing is finished yet."""
         ...
 
     def release(self, request: int) -> None:
         """Forget what is kept of a request."""
         ...
 
+    def drop(self) -> None:
+        """Forget what was started and is not finished."""
+        ...
+
     def machines(self) -> list[Machine]:
         """Who holds which layers."""
         ...
 
+    def close(self) -> None:
+        """Let other machines go."""
+        ...
+
+
+def refuse_unserved(model: Any) -> None:
+    """Raises ShoalError for models that do not write text, or need more than a prompt to do so."""
+    if not hasattr(model, "next_logits"):
+        raise ShoalError(f"a {type(model).__name__} does not write text; serving needs model.kind lstm, gpt, moe or huggingface")
+    if getattr(model, "memory", None) is not None or getattr(model, "reader", None) is not None:
+        raise ShoalError("a model that reads passages, a context or its memory is not served yet; `shoal generate` writes with it")
+
 
 class OneNode:
-    """The whole model on this machine. Requests that are decoded together have one joined cache, padded on the left."""
+    """The whole model on this machine."""
+
+    groups = 1
 
     def __init__(self, model: Any) -> None:
-        if not hasattr(model, "next_logits"):
-            raise ShoalError(f"a {type(model).__name__} does not write text; serving needs model.kind lstm, gpt, moe or huggingface")
-        if getattr(model, "memory", None) is not None or getattr(model, "reader", None) is not None:
-            raise ShoalError("a model that reads passages, a context or its memory is not served yet; `shoal generate` writes with it")
+        refuse_unserved(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device
         self.vocab_size: int = model.vocab_size
-        self.longest: int = model.max_seq_len or _LONGEST_UNBOUNDED
-        self.joins: bool = getattr(model, "joins_rows", True)
-        """Whether requests are decoded together; some models of Hugging Face keep what cannot be joined."""
-        self._alone: dict[int, Any] = {}
-        self._members: list[int] = []
-        self._joined: Any = None
-        self._lengths: dict[int, int] = {}
+        self.longest: int = model.max_seq_len or LONGEST_UNBOUNDED
+        self.rows = Rows(model.new_cache, getattr(model, "joins_rows", True), self.device)
+        self._started: deque[Work] = deque()
+
+    def start(self, work: Work) -> None:
+        self._started.append(work)
+
+    def finished(self) -> Iterator[tuple[Work, Tensor]]:
+        while self._started:
+            work = self._started.popleft()
+            yield work, self._read(work)
+
+    def drop(self) -> None:
+        self._started.clear()
 
     @torch.inference_mode()
-    def prefill(self, request: int, ids: Sequence[int]) -> Tensor:
-        if request not in self._lengths:
-            self._alone[request], self._lengths[request] = self.model.new_cache(0), 0
-        cache = self._own(request)
-        self._lengths[request] += len(ids)
-        logits_BV: Tensor = self.model.next_logits(torch.tensor([ids], device=self.device), cache)
-        return logits_BV[0]
-
-    @torch.inference_mode()
-    def decode(self, requests: Sequence[int], ids: Sequence[int]) -> Tensor:
-        if len(requests) == 1 or not self.joins:
-            return torch.stack([self.prefill(request, [token]) for request, token in zip(requests, ids, strict=True)])
-        if list(requests) != self._members:
-            self._join(requests)
-        for request in requests:
-            self._lengths[request] += 1
-        mask_BS = mask_of_rows([self._lengths[request] for request in requests], self.device) if self._joined.padded else None
-        logits_BV: Tensor = self.model.next_logits(torch.tensor(ids, device=self.device)[:, None], self._joined, mask_BS)
+    def _read(self, work: Work) -> Tensor:
+        if len(work.requests) == 1 or not self.rows.joins:
+            return torch.cat([self._alone(request, ids) for request, ids in zip(work.requests, work.ids, strict=True)])
+        cache, mask_BS = self.rows.of_all(work.requests)
+        logits_BV: Tensor = self.model.next_logits(torch.tensor(work.ids, device=self.device), cache, mask_BS)
         return logits_BV
 
+    def _alone(self, request: int, ids: Sequence[int]) -> Tensor:
+        cache = self.rows.of_one(request, len(ids))
+        logits_1V: Tensor = self.model.next_logits(torch.tensor([ids], device=self.device), cache)
+        return logits_1V
+
     def release(self, request: int) -> None:
-        self._alone.pop(request, None)
-        self._lengths.pop(request, None)
-        if not any(member in self._lengths for member in self._members):
-            self._members, self._joined = [], None
+        self.rows.release(request)
 
     def machines(self) -> list[Machine]:
         return [Machine("this machine", sum(parameter.numel() for parameter in self.model.parameters()))]
 
-    def _own(self, request: int) -> Any:
-        """The request's cache outside the joined one."""
-        if request not in self._alone:
-            others = [member for member in self._members if member != request and member in self._lengths]
-            self._alone[request] = type(self._joined).joined([self._row(request)])
-            if others:
-                self._join(others)
-            else:
-                self._members, self._joined = [], None
-        return self._alone[request]
-
-    def _join(self, requests: Sequence[int]) -> None:
-        """Copy the requests' caches into one. It happens when a request comes or goes, and costs about as much as one token."""
-        rows = [self._row(request) for request in requests]
-        left_out = [member for member in self._members if member not in requests and member in self._lengths]
-        for member in left_out:
-            self._alone[member] = type(self._joined).joined([self._row(member)])
-        self._joined, self._members = type(rows[0]).joined(rows), list(requests)
-        for request in requests:
-            self._alone.pop(request, None)
-
-    def _row(self, request: int) -> Any:
-        if request in self._alone:
-            return self._alone[request]
-        return self._joined.row(self._members.index(request), self._lengths[request])
+    def close(self) -> None:
+        """There are none."""

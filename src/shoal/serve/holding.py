@@ -1,0 +1,115 @@
+"""What one machine does for a model that is served: it holds layers, and the caches of requests in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ShoalError
+from shoal.models.stages import Stage, fill, needed, stage_of
+from shoal.serve.rows import Rows
+
+_MEASURED = 8
+"""Tokens that a layer is measured with."""
+
+
+class Place(NamedTuple):
+    """The layers [first, last)."""
+
+    first: int
+    last: int
+
+
+class Held(NamedTuple):
+    """Layers that are here, and the caches of their requests."""
+
+    stage: Stage
+    rows: Rows
+
+
+class Reading(NamedTuple):
+    """Tokens that some layers read."""
+
+    requests: Sequence[int]
+    positions: Sequence[int]
+    """Of the first of these tokens, in each request."""
+    ids: Sequence[Sequence[int]]
+
+
+class Holder:
+    """The layers that are here. A machine may hold overlapping ones while requests move from one split to the next."""
+
+    def __init__(self, skeleton: Callable[[], Any], tensor: Callable[[str], Tensor], device: torch.device, slowdown: float = 1.0) -> None:
+        """`skeleton` makes the model without numbers, or is the model itself; `tensor` gets one by name."""
+        self.skeleton, self.tensor, self.device, self.slowdown = skeleton, tensor, device, slowdown
+        self.held: dict[Place, Held] = {}
+        self._tensors: dict[str, Tensor] = {}
+
+    def hold(self, place: Place) -> int:
+        """Load layers, unless they are here. Return how many parameters they have."""
+        if place not in self.held:
+            stage = stage_of(self.skeleton(), *place).eval()
+            if any(parameter.is_meta for parameter in stage.parameters()):
+                fill(stage, {name: self._loaded(name, like) for name, like in needed(stage).items()})
+            stage.to(self.device)
+            self.held[place] = Held(stage, Rows(stage.new_cache, stage.joins_rows, self.device))
+        return sum(parameter.numel() for parameter in self.held[place].stage.parameters())
+
+    def _loaded(self, name: str, like: Tensor) -> Tensor:
+        if name not in self._tensors:
+            tensor = self.tensor(name)
+            self._tensors[name] = tensor.to(like.dtype) if like.is_floating_point() else tensor
+        return self._tensors[name]
+
+    def drop(self, place: Place) -> None:
+        self.held.pop(place, None)
+        names = {name for held in self.held.values() for name in needed(held.stage)}
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
+
+    def release(self, requests: Sequence[int]) -> None:
+        for held in self.held.values():
+            for request in requests:
+                held.rows.release(request)
+
+    @torch.inference_mode()
+    def read(self, place: Place, reading: Reading, x_BLD: Tensor) -> Tensor:
+        """The stream after these layers. Caches that hold more than the position says forget the rest. Raises ShoalError."""
+        start = time.perf_counter()
+        held = self.held[place]
+        for request, position in zip(reading.requests, reading.positions, strict=True):
+            if held.rows.length(request) < position:
+                raise ShoalError(f"request {request} is at token {position}, and the caches here hold {held.rows.length(request)}")
+            held.rows.rewind(request, position)
+        y_BLD = self._through(held, reading, x_BLD.to(self.device))
+        if self.slowdown > 1:
+            time.sleep((self.slowdown - 1) * (time.perf_counter() - start))
+        return y_BLD
+
+    def _through(self, held: Held, reading: Reading, x_BLD: Tensor) -> Tensor:
+        ids_BL = torch.tensor(reading.ids, device=self.device)
+        if len(reading.requests) > 1 and held.rows.joins:
+            cache, mask_BS = held.rows.of_all(reading.requests)
+            joined: Tensor = held.stage(x_BLD, ids_BL, cache=cache, attention_mask=mask_BS)
+            return joined
+        rows = []
+        for i, request in enumerate(reading.requests):
+            cache = held.rows.of_one(request, ids_BL.shape[1])
+            rows.append(held.stage(x_BLD[i : i + 1], ids_BL[i : i + 1], cache=cache))
+        return torch.cat(rows)
+
+    def measure(self, width: int) -> float:
+        """Seconds that this machine takes for one token in one layer."""
+        place, request = Place(0, 1), -1
+        self.hold(place)
+        x_BLD = torch.zeros(1, 1, width, dtype=next(iter(needed(self.held[place].stage).values())).dtype)
+        taken = []
+        for position in range(_MEASURED):
+            start = time.perf_counter()
+            self.read(place, Reading([request], [position], [[0]]), x_BLD)
+            taken.append(time.perf_counter() - start)
+        self.release([request])
+        return min(taken)

@@ -1,0 +1,242 @@
+"""Where machines that hold layers reach the server: they join, take orders, and say what they did.
+
+A machine asks for orders all the time, and brings with each question what it has done since. What it says is held against what it was
+asked: a machine whose answer cannot be right is let go, like one that is not heard of any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shoal.errors import ShoalError
+from shoal.serve.holding import Holder, Place
+from shoal.serve.pipeline import HERE, Node, Order, Pipeline
+from shoal.serve.tensors import Tensors, as_frame, from_frame, type_name
+from shoal.transports import Message, Request, Server
+from shoal.updates.messages import Frame
+
+SILENCE_S = 10.0
+"""After so long without a word a machine is taken for lost. Its process tells that it lives twice a second."""
+_ANSWER_S = 1.0
+"""A machine that asks is told after so long that there is nothing to do."""
+_LOOK_S = 0.2
+_PARTING_S = 2.0
+_MOST_NODES = 64
+_NAME_LENGTH = 64
+
+
+class Guest:
+    """A machine that joined: its session, its question that waits, when it was heard of last."""
+
+    def __init__(self, node: Node, now: float) -> None:
+        self.node, self.heard_at = node, now
+        self.asks: tuple[Request, float] | None = None
+
+
+class Hub:
+    """One thread between the transport's server and the pipeline."""
+
+    def __init__(self, server: Server, pipeline: Pipeline, tensors: Tensors, model: Mapping[str, Any], tell: Callable[[str], None]) -> None:
+        """`model`: what a machine needs to make the model without numbers."""
+        self.server, self.pipeline, self.tensors, self.model, self.tell = server, pipeline, tensors, dict(model), tell
+        self.guests: dict[str, Guest] = {}
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="shoal-hub", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ending = True
+        self.server.wake()
+        self._thread.join()
+        self.server.close()
+
+    def lose(self, name: str, why: str) -> None:
+        """Let a machine go. Any thread may call this."""
+        for session, guest in list(self.guests.items()):
+            if guest.node.name == name:
+                self.guests.pop(session, None)
+                self.tell(f"{name} is gone: {why}")
+                self.pipeline.lose(name)
+
+    def _run(self) -> None:
+        while not self._ending:
+            for request in self.server.poll(_LOOK_S):
+                self._hear(request)
+            self._hand_out()
+            for guest in list(self.guests.values()):
+                if time.monotonic() - guest.heard_at > SILENCE_S:
+                    self.lose(guest.node.name, f"nothing was heard of it for {SILENCE_S:g} s")
+        self._say_over()
+
+    def _say_over(self) -> None:
+        """Tell every machine that the service has ended, when it asks next."""
+        until = time.monotonic() + _PARTING_S
+        while self.guests and time.monotonic() < until:
+            for session, guest in list(self.guests.items()):
+                if guest.asks is not None:
+                    self.server.reply(guest.asks[0], Message({"kind": "over"}))
+                    del self.guests[session]
+            for request in self.server.poll(_LOOK_S) if self.guests else ():
+                self._hear(request)
+
+    def _hear(self, request: Request) -> None:
+        header = request.message.header
+        try:
+            answer = self._answer(request, header)
+        except ShoalError as problem:
+            answer = _refused(str(problem))
+            if (guest := self.guests.get(str(header.get("session")))) is not None:
+                self.lose(guest.node.name, str(problem))
+        except (KeyError, TypeError, ValueError, IndexError):
+            answer = _refused("this is no message of a machine that holds layers")
+        if answer is not None:
+            self.server.reply(request, answer)
+
+    def _answer(self, request: Request, header: Mapping[str, Any]) -> Message | None:
+        kind = header.get("kind")
+        if kind == "node":
+            return Message({"kind": "model", **self.model, "width": self.pipeline.width})
+        if kind == "tensor":
+            answer, frames = self.tensors.answer(header)
+            return Message(answer, frames)
+        if kind == "enter":
+            return self._enter(header)
+        if kind == "join":
+            return _refused("a model is served here, and nothing is trained: `shoal join … --node` holds layers of it")
+        guest = self.guests.get(str(header["session"]))
+        if guest is None:
+            return _refused("session")
+        guest.heard_at = time.monotonic()
+        if kind == "leave":
+            self.lose(guest.node.name, "it left")
+            return Message({"kind": "bye"})
+        if kind == "turn":
+            self._take(guest.node, header, request.message.frames)
+            guest.asks = (request, time.monotonic())
+            return None
+        return Message({"kind": "heard"})
+
+    def _enter(self, header: Mapping[str, Any]) -> Message:
+        if len(self.guests) >= _MOST_NODES:
+            raise ShoalError(f"{_MOST_NODES} machines hold layers already")
+        layer_s, memory = float(header["layer_s"]), float(header["memory_bytes"])
+        if not (0 < layer_s < 1e6 and 0 < memory < 2**60):
+            raise ShoalError("a machine must say how long it takes for a layer, and how much memory it has")
+        wanted = header.get("name")
+        name = self._free_name(wanted[:_NAME_LENGTH] if isinstance(wanted, str) and wanted else "node")
+        node = Node(name, layer_s, memory, ring=self.server.wake)
+        session = secrets.token_hex(16)
+        self.guests[session] = Guest(node, time.monotonic())
+        self.tell(f"{name} joined: {1000 * layer_s:.2f} ms a layer, {memory / 2**30:.1f} GiB")
+        self.pipeline.add(node)
+        return Message({"kind": "entered", "session": session, "name": name})
+
+    def _free_name(self, wanted: str) -> str:
+        """A machine that was lost may come back under its name."""
+        taken = {guest.node.name for guest in self.guests.values()} | {HERE}
+        return wanted if wanted not in taken else next(f"{wanted}-{i}" for i in range(2, 10_000) if f"{wanted}-{i}" not in taken)
+
+    def _take(self, node: Node, header: Mapping[str, Any], frames: tuple[Frame, ...]) -> None:
+        """What a machine did since it asked last."""
+        for done in header["done"]:
+            if done["kind"] == "held":
+                self.pipeline.held(node.name, Place(*done["place"]))
+            elif done["kind"] == "failed":
+                self.pipeline.fail(int(done["trip"]), f"{node.name}: {str(done['problem'])[:300]}")
+            elif done["trip"] >= 0:
+                y_BLD = from_frame(frames[done["frame"]], done["shape"], done["type"])
+                self.pipeline.done(node.name, int(done["trip"]), y_BLD, float(done["seconds"]))
+
+    def _hand_out(self) -> None:
+        """Answer machines for which there are orders, and those that have waited for long."""
+        now = time.monotonic()
+        for guest in list(self.guests.values()):
+            if guest.asks is None or not (guest.node.orders or now - guest.asks[1] > _ANSWER_S):
+                continue
+            request, _ = guest.asks
+            guest.asks = None
+            self.server.reply(request, _orders(guest.node))
+
+
+def _orders(node: Node) -> Message:
+    """The next orders of a machine, at most one of which is to read: what it has read travels on at once."""
+    headers, frames = list[dict[str, Any]](), list[Frame]()
+    while node.orders and not frames and len(headers) < 64:
+        try:
+            order = node.orders.popleft()
+        except IndexError:  # the machine was lost at this moment
+            break
+        headers.append(_header(order))
+        if order.x_BLD is not None:
+            frames.append(as_frame(order.x_BLD))
+    return Message({"kind": "orders", "orders": headers}, tuple(frames))
+
+
+def _header(order: Order) -> dict[str, Any]:
+    header: dict[str, Any] = {"kind": order.kind, "place": list(order.place), "requests": list(order.requests)}
+    if order.reading is not None and order.x_BLD is not None:
+        reading = {
+            name: [list(one) if isinstance(one, tuple) else one for one in column] for name, column in order.reading._asdict().items()
+        }
+        header |= {"trip": order.trip, "reading": reading, "shape": list(order.x_BLD.shape), "type": type_name(order.x_BLD)}
+    return header
+
+
+def _refused(why: str) -> Message:
+    return Message({"kind": "refused", "reason": "serving", "detail": why})
+
+
+class OwnLayers:
+    """The server's own layers: it takes orders like every other machine, in a thread of its own."""
+
+    def __init__(self, pipeline: Pipeline, holder: Holder, node: Node) -> None:
+        self.pipeline, self.holder, self.node = pipeline, holder, node
+        self._rung = threading.Event()
+        self._ending = False
+        node.ring = self._rung.set
+        self._thread = threading.Thread(target=self._run, name="shoal-layers", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ending = True
+        self._rung.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ending:
+            self._rung.wait(_ANSWER_S)
+            self._rung.clear()
+            while self.node.orders and not self._ending:
+                with contextlib.suppress(IndexError):
+                    self._carry_out(self.node.orders.popleft())
+
+    def _carry_out(self, order: Order) -> None:
+        try:
+            carry_out(self.holder, order, lambda y_BLD, seconds: self.pipeline.done(self.node.name, order.trip, y_BLD, seconds))
+            if order.kind == "hold":
+                self.pipeline.held(self.node.name, order.place)
+        except Exception as error:  # one request's fault must not end the service of the others
+            self.pipeline.fail(order.trip, f"{self.node.name}: {error}")
+
+
+def carry_out(holder: Holder, order: Order, read: Callable[[Any, float], None]) -> None:
+    """Do what an order says; `read` is told what came of reading."""
+    if order.kind == "hold":
+        holder.hold(order.place)
+    elif order.kind == "drop":
+        holder.drop(order.place)
+    elif order.kind == "release":
+        holder.release(order.requests)
+    elif order.reading is not None and order.x_BLD is not None:
+        start = time.perf_counter()
+        y_BLD = holder.read(order.place, order.reading, order.x_BLD)
+        read(y_BLD, time.perf_counter() - start)

@@ -1,0 +1,475 @@
+"""A model whose layers are on several machines, as the engine sees it.
+
+The server has the ends: it embeds tokens, and makes logits of what comes back. In between, what was started goes from stop to stop, where a
+stop is some layers at a machine. The server keeps what it sent to each stop for as long as a request lives. When a machine is lost, the
+requests that went through it take another route: its layers' new holder reads what was kept in one piece, and what was under way starts
+again; where nothing was kept at a new border between stops, the whole request is read again from its tokens.
+
+There is no thread and no socket here: machines take their orders from `Node.orders`, and say what they did by calling `done`.
+
+Shapes: B batch, L tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ShoalError
+from shoal.models.cache import mask_of_rows
+from shoal.models.stages import Ends
+from shoal.serve.holding import Place, Reading
+from shoal.serve.split import Hands, Stop, slowest_s, split
+from shoal.serve.stages import LONGEST_UNBOUNDED, Machine, Work
+
+HERE = "server"
+_WAIT_S = 0.1
+_WORTH = 0.95
+"""A new split is taken while the service runs if its slowest machine takes less than this share of the time."""
+_SHOWN_S = 60.0
+"""How long a machine that was lost is shown."""
+
+
+class Order(NamedTuple):
+    """What a machine is to do: `hold` or `drop` layers, `read` tokens through them, or `release` requests."""
+
+    kind: str
+    place: Place = Place(0, 0)
+    trip: int = -1
+    reading: Reading | None = None
+    x_BLD: Tensor | None = None
+    requests: tuple[int, ...] = ()
+
+
+@dataclass
+class Node:
+    """A machine that holds layers."""
+
+    name: str
+    layer_s: float
+    memory_bytes: float
+    fixed_s: float = 0.0
+    ring: Callable[[], None] = lambda: None
+    """Tells that there are orders."""
+    alive: bool = True
+    orders: deque[Order] = field(default_factory=deque)
+    holds: set[Place] = field(default_factory=set)
+    lost_at: float = 0.0
+    tokens: int = 0
+
+    def send(self, order: Order) -> None:
+        self.orders.append(order)
+        self.ring()
+
+
+class Route(NamedTuple):
+    """The stops in order; its number is the epoch of the requests that take it."""
+
+    number: int
+    stops: tuple[Stop, ...]
+
+    def goes_through(self, name: str) -> bool:
+        return any(stop.name == name for stop in self.stops)
+
+
+@dataclass
+class Live:
+    """A request with its tokens so far, and what was sent to each stop of its route after the first, by the stop's first layer."""
+
+    route: Route | None
+    ids: list[int] = field(default_factory=list)
+    kept: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def keep(self, layer: int, position: int, x_LD: Tensor) -> None:
+        """What was sent for a position, and everything after it, is replaced."""
+        pieces = self.kept.setdefault(layer, [])
+        length = sum(map(len, pieces))
+        while length > position:
+            last = pieces.pop()
+            length -= len(last)
+            if length < position:
+                pieces.append(last[: position - length])
+                length = position
+        pieces.append(x_LD)
+
+
+@dataclass
+class Started:
+    """A work of the engine's, and the logits of its requests so far."""
+
+    work: Work
+    logits: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Trip:
+    """Tokens on their way through a route."""
+
+    number: int
+    started: Started | None
+    """None: the caches of a request are restored, and nobody waits for logits."""
+    route: Route
+    reading: Reading
+    at: int = 0
+
+
+class Pipeline:
+    """Machines, routes, requests and what is under way. Any thread may call it."""
+
+    def __init__(self, ends: Ends, sizes: Sequence[int], *, expected: int, cache_tokens: int, tell: Callable[[str], None]) -> None:
+        """`sizes`: parameters of each layer; `expected`: machines to wait for before the first route, this one counted; `cache_tokens`: how
+        many tokens the caches must have room for."""
+        self.ends, self.sizes, self.expected, self.tell = ends.eval(), list(sizes), expected, tell
+        self.vocab_size = ends.vocab_size
+        self.longest = ends.max_seq_len or LONGEST_UNBOUNDED
+        self.device = next(ends.parameters()).device
+        self.width = ends.embed(torch.zeros(1, 1, dtype=torch.long, device=self.device)).shape[-1]
+        weights, caches = next(ends.parameters()).element_size(), 2 * self.width * cache_tokens
+        self.layer_bytes = [(size + caches) * weights for size in self.sizes]
+        self.nodes: dict[str, Node] = {}
+        self.current: Route | None = None
+        self._coming: tuple[Route, set[tuple[str, Place]]] | None = None
+        """A route that new requests take as soon as its machines hold their layers."""
+        self._live: dict[int, Live] = {}
+        self._trips: dict[int, Trip] = {}
+        self._works: list[Started] = []
+        self._arrived: deque[tuple[Trip, Tensor | None]] = deque()
+        """Trips that came back, with the stream after the last layer; None: all their requests have ended."""
+        self._failed: str | None = None
+        self._numbers = itertools.count(1)
+        self._changed = threading.Condition(threading.RLock())
+
+    # --- what the engine asks ------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> int:
+        """One for each stop, and one that is with the server."""
+        route = self.current
+        return 1 if route is None or len(route.stops) == 1 else len(route.stops) + 1
+
+    @torch.inference_mode()
+    def start(self, work: Work) -> None:
+        with self._changed:
+            started = Started(work)
+            self._works.append(started)
+            by_route: dict[int, list[tuple[int, tuple[int, ...], int]]] = {}
+            for request, ids in zip(work.requests, work.ids, strict=True):
+                live = self._live.setdefault(request, Live(self.current))
+                by_route.setdefault(live.route.number if live.route else 0, []).append((request, ids, len(live.ids)))
+                live.ids += ids
+            for rows in by_route.values():
+                requests, ids_of, positions = (tuple(column) for column in zip(*rows, strict=True))
+                self._depart(Trip(next(self._numbers), started, self._route_of(requests[0]), Reading(requests, positions, ids_of)))
+
+    def finished(self) -> Iterator[tuple[Work, Tensor]]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrived or self._failed, _WAIT_S)
+            if self._failed:
+                problem, self._failed = self._failed, None
+                raise ShoalError(problem)
+        while (arrived := self._next_arrival()) is not None:
+            trip, y_BLD = arrived
+            started = trip.started
+            assert started is not None
+            if y_BLD is not None:
+                started.logits |= dict(zip(trip.reading.requests, self._logits(y_BLD), strict=True))
+            if len(started.logits) == len(started.work.requests) and self._forget(started):
+                yield started.work, torch.stack([started.logits[request] for request in started.work.requests])
+
+    def _next_arrival(self) -> tuple[Trip, Tensor | None] | None:
+        with self._changed:
+            return self._arrived.popleft() if self._arrived else None
+
+    def _forget(self, started: Started) -> bool:
+        """Whether the engine still waits for a work, which it then does no longer."""
+        with self._changed:
+            waited = any(one is started for one in self._works)
+            self._works = [one for one in self._works if one is not started]
+            return waited
+
+    @torch.inference_mode()
+    def _logits(self, y_BLD: Tensor) -> Tensor:
+        return self.ends.logits(y_BLD[:, -1:].to(self.device))[:, 0]
+
+    def release(self, request: int) -> None:
+        with self._changed:
+            live = self._live.pop(request, None)
+            if live is not None and live.route is not None:
+                for stop in live.route.stops:
+                    self._send(stop.name, Order("release", requests=(request,)))
+                self._retire()
+
+    def drop(self) -> None:
+        with self._changed:
+            self._trips.clear()
+            self._works.clear()
+            self._arrived.clear()
+
+    def machines(self) -> list[Machine]:
+        with self._changed:
+            route, now = self.current, time.monotonic()
+            shown = [node for node in self.nodes.values() if node.alive or now - node.lost_at < _SHOWN_S]
+            return [self._machine(node, route) for node in shown]
+
+    def _machine(self, node: Node, route: Route | None) -> Machine:
+        stop = next((stop for stop in route.stops if stop.name == node.name), None) if route is not None and node.alive else None
+        ends = sum(parameter.numel() for parameter in self.ends.parameters()) if node.name == HERE else 0
+        if stop is None:
+            return Machine(node.name, ends, (0, -1), node.alive)
+        return Machine(node.name, sum(self.sizes[stop.first : stop.last]) + ends, (stop.first, stop.last - 1), node.alive)
+
+    def close(self) -> None:
+        """Nothing here has to end; the hub lets the machines go."""
+
+    # --- machines come and go ------------------------------------------------------------------------
+
+    def add(self, node: Node) -> None:
+        """A machine is here. The first route is made when all that are expected are."""
+        with self._changed:
+            self.nodes[node.name] = node
+            alive = [one for one in self.nodes.values() if one.alive]
+            if self.current is None and len(alive) >= self.expected:
+                self._take(self._planned())
+            elif self.current is not None:
+                self._consider()
+
+    def lose(self, name: str) -> None:
+        """A machine is gone: its requests take another route."""
+        with self._changed:
+            node = self.nodes.get(name)
+            if node is None or not node.alive:
+                return
+            node.alive, node.lost_at, node.holds = False, time.monotonic(), set()
+            node.orders.clear()
+            if self._coming is not None and self._coming[0].goes_through(name):
+                self._coming = None
+            if self.current is not None and self.current.goes_through(name):
+                self._take(self._replacement(name) or self._planned())
+            else:
+                self._move_from_lost()
+
+    def _hands(self) -> list[Hands]:
+        return [Hands(node.name, node.layer_s, node.memory_bytes, node.fixed_s) for node in self.nodes.values() if node.alive]
+
+    def _planned(self) -> tuple[Stop, ...] | None:
+        machines = self._hands()
+        stops = split(machines, self.sizes, self.layer_bytes) if machines else None
+        return tuple(stops) if stops else None
+
+    def _replacement(self, name: str) -> tuple[Stop, ...] | None:
+        """The same stops with a machine that has no layers in the place of one that is lost: all others keep their caches."""
+        assert self.current is not None
+        lost = next(stop for stop in self.current.stops if stop.name == name)
+        wanted = sum(self.layer_bytes[lost.first : lost.last])
+        busy = {stop.name for stop in self.current.stops}
+        spare = next((one for one in self._hands() if one.name not in busy and one.memory_bytes >= wanted), None)
+        if spare is None:
+            return None
+        return tuple(stop._replace(name=spare.name) if stop is lost else stop for stop in self.current.stops)
+
+    def _consider(self) -> None:
+        """Prepare a better route for requests to come, where there is one."""
+        assert self.current is not None
+        stops, machines = self._planned(), self._hands()
+        if stops is None or not all(self.nodes[stop.name].alive for stop in self.current.stops):
+            return
+        if slowest_s(stops, machines) < _WORTH * slowest_s(self.current.stops, machines):
+            route = Route(next(self._numbers), stops)
+            wanted = {(stop.name, Place(stop.first, stop.last)) for stop in stops}
+            missing = {(name, place) for name, place in wanted if place not in self.nodes[name].holds}
+            self._coming = (route, missing)
+            self._hold(route)
+            if not missing:
+                self._take_coming()
+
+    def held(self, name: str, place: Place) -> None:
+        """A machine has loaded layers."""
+        with self._changed:
+            if self._coming is not None:
+                self._coming[1].discard((name, place))
+                if not self._coming[1]:
+                    self._take_coming()
+
+    def _take_coming(self) -> None:
+        assert self._coming is not None
+        self.current, self._coming = self._coming[0], None
+        self.tell(f"new requests go another way: {self._shown()}")
+        self._retire()
+
+    def _take(self, stops: tuple[Stop, ...] | None) -> None:
+        """Use a route from now on, for the requests of lost machines, too."""
+        self._coming = None
+        self.current = Route(next(self._numbers), stops) if stops is not None else None
+        if self.current is None:
+            self.tell("the machines that are here have no room for all layers: requests wait until more join")
+            return
+        self.expected = 1
+        self._hold(self.current)
+        self.tell(f"layers: {self._shown()}")
+        self._move_from_lost()
+
+    def _shown(self) -> str:
+        assert self.current is not None
+        return ", ".join(f"{stop.name} {stop.first}–{stop.last - 1}" for stop in self.current.stops)
+
+    def _hold(self, route: Route) -> None:
+        for stop in route.stops:
+            node, place = self.nodes[stop.name], Place(stop.first, stop.last)
+            if place not in node.holds:
+                node.holds.add(place)
+                node.send(Order("hold", place))
+
+    def _retire(self) -> None:
+        """Layers that no route needs any more are dropped."""
+        routes = [live.route for live in self._live.values()] + [self.current, self._coming[0] if self._coming else None]
+        used = {(stop.name, Place(stop.first, stop.last)) for route in routes if route is not None for stop in route.stops}
+        for node in self.nodes.values():
+            for place in [place for place in node.holds if (node.name, place) not in used]:
+                node.holds.discard(place)
+                node.send(Order("drop", place))
+
+    # --- on the way ----------------------------------------------------------------------------------
+
+    def _route_of(self, request: int) -> Route:
+        route = self._live[request].route
+        return route if route is not None else Route(0, ())
+
+    def _depart(self, trip: Trip) -> None:
+        """Embed the tokens and send them to the first stop. Without a route they wait for one."""
+        self._trips[trip.number] = trip
+        if trip.route.stops:
+            self._forward(trip, self._embedded(trip.reading))
+
+    def _embedded(self, reading: Reading) -> Tensor:
+        ids_BL = torch.tensor(reading.ids, device=self.device)
+        if len(reading.requests) == 1:
+            return self.ends.embed(ids_BL, reading.positions[0])
+        lengths = [position + 1 for position in reading.positions]
+        return self.ends.embed(ids_BL, max(lengths) - 1, mask_of_rows(lengths, self.device))
+
+    def _forward(self, trip: Trip, x_BLD: Tensor) -> None:
+        """Send a trip to its next stop, without requests that ended meanwhile."""
+        reading = trip.reading
+        rows = [i for i, request in enumerate(reading.requests) if request in self._live]
+        if len(rows) < len(reading.requests):
+            x_BLD, reading = x_BLD[rows], _only(reading, rows)
+            self._give_up_rows(trip, reading)
+        if not rows:
+            return
+        trip.reading, stop = reading, trip.route.stops[trip.at]
+        if trip.at > 0:
+            for request, position, x_LD in zip(reading.requests, reading.positions, x_BLD, strict=True):
+                self._live[request].keep(stop.first, position, x_LD)
+        self._send(stop.name, Order("read", Place(stop.first, stop.last), trip.number, reading, x_BLD))
+
+    def _give_up_rows(self, trip: Trip, left: Reading) -> None:
+        """Nobody looks at the logits of requests that ended: zeros take their place."""
+        gone = set(trip.reading.requests) - set(left.requests)
+        if trip.started is not None:
+            trip.started.logits |= {request: torch.zeros(self.vocab_size, device=self.device) for request in gone}
+        if not left.requests:
+            self._trips.pop(trip.number, None)
+            if trip.started is not None:
+                self._arrived.append((trip, None))
+                self._changed.notify_all()
+
+    def _send(self, name: str, order: Order) -> None:
+        if self.nodes[name].alive:
+            self.nodes[name].send(order)
+
+    @torch.inference_mode()
+    def done(self, name: str, number: int, y_BLD: Tensor, seconds: float) -> None:
+        """A machine has read: go on to the next stop, or tell the engine. What nobody waits for any more is let go. Raises ShoalError where
+        the machine's answer cannot be right."""
+        with self._changed:
+            trip = self._trips.get(number)
+            if trip is None or trip.route.stops[trip.at].name != name:
+                return
+            if y_BLD.shape != (len(trip.reading.requests), len(trip.reading.ids[0]), self.width):
+                raise ShoalError(f"{name} answered with numbers of the shape {tuple(y_BLD.shape)}")
+            self._count(name, trip, seconds)
+            trip.at += 1
+            if trip.at < len(trip.route.stops):
+                self._forward(trip, y_BLD)
+                return
+            del self._trips[number]
+            if trip.started is not None:
+                self._arrived.append((trip, y_BLD))
+                self._changed.notify_all()
+
+    def _count(self, name: str, trip: Trip, seconds: float) -> None:
+        """What a machine takes for one token, while it serves, corrects what was measured when it joined."""
+        node, stop = self.nodes[name], trip.route.stops[trip.at]
+        node.tokens += len(trip.reading.requests) * len(trip.reading.ids[0])
+        if len(trip.reading.requests) == len(trip.reading.ids[0]) == 1 and seconds > 0:
+            node.layer_s = 0.95 * node.layer_s + 0.05 * seconds / (stop.last - stop.first)
+
+    def fail(self, number: int, problem: str) -> None:
+        """A machine could not read: the requests that wait for it end."""
+        with self._changed:
+            if number in self._trips:
+                self._failed = problem
+                self._changed.notify_all()
+
+    # --- another way ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _move_from_lost(self) -> None:
+        """Requests whose route has a lost machine, or none, take the current one; what was under way begins again."""
+        usable = {number for number, live in self._live.items() if live.route is not None and self._is_whole(live.route)}
+        moving = [number for number in self._live if number not in usable]
+        under_way = [trip for trip in self._trips.values() if not self._is_whole(trip.route)]
+        if self.current is None:
+            return
+        for trip in under_way:
+            del self._trips[trip.number]
+            if trip.started is None and trip.reading.requests[0] in self._live:
+                # It was being restored: no stop is known to hold it
+                self._live[trip.reading.requests[0]].route = None
+        again = [trip for trip in under_way if trip.started is not None]
+        for number in moving:
+            live = self._live[number]
+            starts = [trip.reading.positions[trip.reading.requests.index(number)] for trip in again if number in trip.reading.requests]
+            self._restore(number, live, min(starts, default=len(live.ids)))
+        for trip in again:
+            self._depart(Trip(next(self._numbers), trip.started, self.current, trip.reading))
+
+    def _is_whole(self, route: Route) -> bool:
+        return bool(route.stops) and all(self.nodes[stop.name].alive for stop in route.stops)
+
+    def _restore(self, number: int, live: Live, length: int) -> None:
+        """Let the stops of the new route hold the first tokens of a request in their caches."""
+        assert self.current is not None
+        known = set(live.route.stops) if live.route is not None else set()
+        live.route = self.current
+        fresh = [stop for stop in self.current.stops if stop not in known]
+        if length == 0 or not fresh:
+            return
+        past = tuple(live.ids[:length])
+        reading = Reading((number,), (0,), (past,))
+        inputs = {stop: self._kept_for(stop, live, reading, length) for stop in fresh}
+        if any(x_BLD is None for x_BLD in inputs.values()):
+            self._depart(Trip(next(self._numbers), None, self.current, reading))
+            return
+        for stop, x_BLD in inputs.items():
+            self._send(stop.name, Order("read", Place(stop.first, stop.last), -1, reading, x_BLD))
+
+    def _kept_for(self, stop: Stop, live: Live, reading: Reading, length: int) -> Tensor | None:
+        if stop.first == 0:
+            return self._embedded(reading)
+        kept = live.kept.get(stop.first)
+        return torch.cat(kept)[None, :length] if kept and sum(map(len, kept)) >= length else None
+
+
+def _only(reading: Reading, rows: Sequence[int]) -> Reading:
+    """Some requests of those that are read together."""
+    requests, positions, ids = reading
+    return Reading(tuple(requests[i] for i in rows), tuple(positions[i] for i in rows), tuple(ids[i] for i in rows))

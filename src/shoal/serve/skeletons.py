@@ -1,0 +1,75 @@
+"""A model without its numbers, as the server describes it to machines that have never seen it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.config.fields import as_data
+from shoal.config.load import resolve_data
+from shoal.errors import ShoalError
+from shoal.models.huggingface import HuggingFace
+from shoal.models.stages import skeleton
+
+
+class Shapes(NamedTuple):
+    """What a model must know of the data."""
+
+    vocab_size: int
+    image_shape: None = None
+    num_classes: None = None
+
+
+def skeleton_of(model: Mapping[str, Any]) -> Callable[[], Any]:
+    """Makes the model that the server describes, without numbers."""
+    if model.get("config") is not None:
+        made = _hugging_face(model["config"])
+        return lambda: made
+    loaded = resolve_data({"model": model["settings"]}, name="the server's model", dialect="shoal")
+    if not loaded.ok:
+        raise ShoalError(f"the server's model is not known here: {loaded.problems[0].message}")
+    run, vocab_size = loaded.run, int(model["vocab_size"])
+
+    def make() -> Any:
+        with skeleton():
+            return run.model.builder()(run.model, run, Shapes(vocab_size))["model"]
+
+    return make
+
+
+def _hugging_face(config: str) -> HuggingFace:
+    from shoal.models.huggingface_stages import anatomy
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise ShoalError("models of kind huggingface need transformers: pip install 'shoal[hf]'") from error
+    makers: Any = transformers.AutoModelForCausalLM
+    with skeleton():
+        inner = makers.from_config(transformers.AutoConfig.for_model(**json.loads(config)), dtype=torch.float32)
+    anatomy(inner)
+    return HuggingFace(inner)
+
+
+def described_own(settings: Any, model: Any) -> dict[str, Any]:
+    """What `skeleton_of` needs for a model of Shoal's own."""
+    return {"settings": as_data(settings), "vocab_size": getattr(model, "vocab_size", 0)}
+
+
+def described_hugging_face(model: HuggingFace) -> dict[str, Any]:
+    return {"config": json.dumps(model.inner.config.to_dict(), default=str)}
+
+
+def bones(folder: Path) -> HuggingFace:
+    """The model of a folder of Hugging Face without its numbers. Raises ShoalError."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise ShoalError(f"model.pretrained: the folder {folder} does not give a model: {str(error).splitlines()[0]}") from None
+    return _hugging_face(json.dumps(config.to_dict(), default=str))

@@ -1,0 +1,84 @@
+"""A model that is served from several machines: the server's own layers, the door for the others, and what holds them together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shoal.config.environment import state_folder
+from shoal.errors import ShoalError
+from shoal.models.stages import depth, ends_of, fill, layer_parameters, needed
+from shoal.runs.inviting import Invitation, listen
+from shoal.serve.holding import Holder, Place
+from shoal.serve.hub import Hub, OwnLayers
+from shoal.serve.node import FRAME_BYTES, free_memory
+from shoal.serve.opening import Served
+from shoal.serve.pipeline import HERE, Node, Pipeline
+from shoal.serve.stages import LONGEST_UNBOUNDED, refuse_unserved
+from shoal.serve.tensors import Tensors
+from shoal.transports import Server
+
+_MEASURED = 3
+
+
+class Spread(Pipeline):
+    """A pipeline with the server's own layers and the hub that others reach it by."""
+
+    def __init__(self, served: Served, server: Server, tell: Callable[[str], None]) -> None:
+        refuse_unserved(served.model)
+        if served.described is None:
+            raise ShoalError("this model cannot be made on other machines; --nodes 1 serves it from this one alone")
+        depth(served.model)
+        tensors = served.tensors or Tensors(served.model.state_dict())
+        ends = ends_of(served.model)
+        if any(parameter.is_meta for parameter in ends.parameters()):
+            fill(ends, {name: tensors.get(name).to(like.dtype) for name, like in needed(ends).items()})
+        longest = min(ends.max_seq_len or LONGEST_UNBOUNDED, LONGEST_UNBOUNDED)
+        sizes, tokens = layer_parameters(served.model), longest * served.settings.max_running
+        super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, tell=tell)
+        holder = Holder(lambda: served.model, tensors.get, self.device)
+        layer_s = holder.measure(self.width)
+        holder.drop(Place(0, 1))
+        self.hub = Hub(server, self, tensors, served.described, tell)
+        node = Node(HERE, layer_s, float(free_memory()), self._measured_ends())
+        self.layers = OwnLayers(self, holder, node)
+        self.layers.start()
+        self.add(node)
+        self.hub.start()
+
+    @torch.inference_mode()
+    def _measured_ends(self) -> float:
+        """Seconds for the embedding and the head of one token."""
+        taken = []
+        for _ in range(_MEASURED):
+            start = time.perf_counter()
+            self._logits(self.ends.embed(torch.zeros(1, 1, dtype=torch.long, device=self.device)))
+            taken.append(time.perf_counter() - start)
+        return min(taken)
+
+    def close(self) -> None:
+        self.hub.close()
+        self.layers.close()
+
+
+def door(served: Served, hosts: tuple[str, ...]) -> tuple[Server, Invitation]:
+    """Where machines join; the same door as before, for a model that was served before."""
+    assert served.run is not None
+    folder = _folder(served.name)
+    transport = served.run.transport
+    if not hosts or hosts == ("127.0.0.1",):
+        transport = transport.replace(port=0)
+    return listen(served.run, transport, hosts or ("127.0.0.1",), folder, FRAME_BYTES, served.nodes)
+
+
+def _folder(name: str) -> Path:
+    """Where the token and the keys of this door are kept. Nobody else may read them."""
+    folder = state_folder() / "serving" / hashlib.sha256(name.encode()).hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chmod(folder, 0o700)
+    return folder

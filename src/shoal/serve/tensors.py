@@ -1,0 +1,176 @@
+"""A model's numbers, tensor by tensor: in memory, in files of safetensors, or on their way to a machine that has no file.
+
+A machine that gets tensors from the server compares their digests, and keeps them in the user's state folder for the next time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.config.environment import state_folder
+from shoal.errors import ShoalError
+from shoal.updates.messages import Frame
+
+PIECE_BYTES = 8 << 20
+"""Bytes of a tensor in one message."""
+_MOST_BYTES = 1 << 40
+_TYPES = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)}
+
+
+def as_frame(tensor: Tensor) -> Frame:
+    """The bytes of a tensor."""
+    raw: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return memoryview(raw)
+
+
+def type_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def from_frame(frame: Frame, shape: Any, name: Any) -> Tensor:
+    """The tensor that a frame claims to be. Raises ShoalError where its bytes do not fit its shape."""
+    dtype = _TYPES.get(name) if isinstance(name, str) else None
+    sizes = shape if isinstance(shape, list) and len(shape) <= 8 and all(type(one) is int and 0 < one < 2**40 for one in shape) else None
+    if dtype is None or sizes is None or len(frame) != torch.Size(sizes).numel() * dtype.itemsize:
+        raise ShoalError(f"{len(frame)} bytes are no tensor of shape {shape} and type {name}")
+    return torch.frombuffer(bytearray(frame), dtype=dtype).view(sizes)
+
+
+class Where(NamedTuple):
+    """A tensor in a file that a process of the same machine may read itself: it is the same file if its stamp is the same."""
+
+    path: str
+    key: str
+    stamp: tuple[int, ...]
+
+
+class Tensors:
+    """The numbers of a model that the server has."""
+
+    def __init__(self, held: Mapping[str, Tensor], files: Mapping[str, tuple[Path, str]] | None = None) -> None:
+        """`held`: in memory, by name; `files`: the file of each name, and its key there."""
+        self.held, self.files = held, files or {}
+        self._digests: dict[str, str] = {}
+
+    @classmethod
+    def of_folder(cls, folder: Path, prefix: str = "") -> Tensors:
+        """The safetensors of a folder. Nothing is read yet."""
+        from safetensors import safe_open
+
+        found: dict[str, tuple[Path, str]] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(str(file), framework="pt") as opened:
+                found |= {f"{prefix}{key}": (file, key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
+        return cls({}, found)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.held or name in self.files
+
+    def get(self, name: str) -> Tensor:
+        if name in self.held:
+            return self.held[name]
+        if name not in self.files:
+            raise ShoalError(f"the model has no tensor {name[:200]!r}")
+        return _read(*self.files[name])
+
+    def where(self, name: str) -> Where | None:
+        if name not in self.files:
+            return None
+        path, key = self.files[name]
+        return Where(str(path.resolve()), key, _stamp(path))
+
+    def digest(self, name: str) -> str:
+        if name not in self._digests:
+            self._digests[name] = hashlib.sha256(as_frame(self.get(name))).hexdigest()
+        return self._digests[name]
+
+    def answer(self, header: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Frame, ...]]:
+        """What a machine asked about a tensor: where it is, its digest, or a piece of it."""
+        name, start = str(header.get("name")), header.get("start")
+        if type(start) is int and 0 <= start < _MOST_BYTES:
+            return {"kind": "piece"}, (as_frame(self.get(name))[start : start + PIECE_BYTES],)
+        if header.get("digest"):
+            tensor = self.get(name)
+            return {"kind": "tensor", "digest": self.digest(name), "shape": list(tensor.shape), "type": type_name(tensor)}, ()
+        found = self.where(name)
+        if found is None and name not in self:
+            raise ShoalError(f"the model has no tensor {name[:200]!r}")
+        return {"kind": "tensor", "where": [found.path, found.key, list(found.stamp)] if found else None}, ()
+
+
+class Fetched:
+    """The tensors of a model that a server has, for a machine elsewhere."""
+
+    def __init__(self, ask: Callable[[dict[str, Any]], tuple[Mapping[str, Any], tuple[Frame, ...]]]) -> None:
+        self.ask = ask
+        self.folder = state_folder() / "tensors"
+        self.received_bytes = 0
+
+    def get(self, name: str) -> Tensor:
+        where = self.ask({"kind": "tensor", "name": name})[0].get("where")
+        if where is not None:
+            path, key, stamp = Path(where[0]), str(where[1]), tuple(where[2])
+            if _stamp(path) == stamp:
+                return _read(path, key)
+        about = self.ask({"kind": "tensor", "name": name, "digest": True})[0]
+        digest = str(about["digest"])
+        if len(digest) != 64 or not digest.isalnum():
+            raise ShoalError(f"the server's digest of {name} is none")
+        kept = self.folder / digest
+        raw = self._kept(kept, digest) or self._receive(name, kept, digest, about)
+        return from_frame(raw, about["shape"], about["type"])
+
+    def _kept(self, path: Path, digest: str) -> bytes | None:
+        try:
+            raw = path.read_bytes()
+        except OSError:
+            return None
+        return raw if hashlib.sha256(raw).hexdigest() == digest else None
+
+    def _receive(self, name: str, path: Path, digest: str, about: Mapping[str, Any]) -> bytes:
+        size = torch.Size(about["shape"]).numel() * _TYPES[about["type"]].itemsize
+        raw = bytearray()
+        while len(raw) < size:
+            piece = self.ask({"kind": "tensor", "name": name, "start": len(raw)})[1]
+            if not piece or not len(piece[0]):
+                raise ShoalError(f"the server sent only {len(raw)} of {size} bytes of {name}")
+            raw += piece[0]
+        self.received_bytes += len(raw)
+        if hashlib.sha256(raw).hexdigest() != digest:
+            raise ShoalError(f"what arrived of {name} is not what the server has: its digest differs")
+        try:
+            _write(path, raw)
+        except OSError as error:
+            raise ShoalError(f"the tensor {name} cannot be kept in {path.parent}: {error}") from None
+        return bytes(raw)
+
+
+def _write(path: Path, raw: bytearray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(raw)
+    os.replace(partial, path)
+
+
+def _read(path: Path, key: str) -> Tensor:
+    """From the file's pages: what is not touched takes no memory."""
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt") as opened:
+        tensor: Tensor = opened.get_tensor(key)
+    return tensor
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

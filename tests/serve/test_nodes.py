@@ -1,0 +1,268 @@
+"""Layers on several machines: the tokens of one process, whatever happens to the machines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from serving import small_served
+
+from shoal.config.schema import model as schema
+from shoal.models.decoding import Draws, Warp
+from shoal.models.gpt import Gpt
+from shoal.models.moe import Moe
+from shoal.serve.engine import Ended, Engine, Job
+from shoal.serve.hub import Hub
+from shoal.serve.node import NodeProcess, Reached
+from shoal.serve.pipeline import HERE
+from shoal.serve.skeletons import described_hugging_face, described_own
+from shoal.serve.spread import Spread
+from shoal.serve.stages import OneNode
+from shoal.transports.in_process import InProcessServer
+from shoal.transports.interface import Unreachable
+
+VOCABULARY = 40
+SIZES = {"hidden_size": 24, "num_layers": 6, "num_heads": 4, "max_seq_len": 96}
+
+
+def make(kind: str) -> tuple[torch.nn.Module, dict]:
+    torch.manual_seed(1)
+    if kind == "gpt":
+        settings = schema.Gpt(**SIZES, positions="rotary", norm="rms", num_kv_heads=2)
+        model: torch.nn.Module = Gpt(settings, VOCABULARY)
+    elif kind == "hash":
+        settings = schema.Moe(**SIZES, experts=schema.Experts(count=4, per_token=2, router="hash"))
+        model = Moe(settings, VOCABULARY)
+    else:
+        transformers = pytest.importorskip("transformers")
+        from shoal.models.huggingface import HuggingFace
+
+        sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+        none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        config = transformers.AutoConfig.for_model(kind, **sizes, **none, max_position_embeddings=96)
+        model = HuggingFace(transformers.AutoModelForCausalLM.from_config(config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    return model.eval(), described_hugging_face(model) if hasattr(model, "inner") else described_own(settings, model)
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.end = ""
+
+    def __call__(self, heard) -> bool:
+        if isinstance(heard, Ended):
+            self.end = heard.reason
+        else:
+            self.tokens.append(heard.token)
+        return False
+
+
+def job(prompt: list[int], heard: Heard, tokens: int) -> Job:
+    return Job(prompt, tokens, Draws(3, prompt), heard, Warp(1.0))
+
+
+class Machines:
+    """Threads of this process that hold layers, each with a server's invitation."""
+
+    def __init__(self, server: InProcessServer) -> None:
+        self.server = server
+        self.running: dict[str, tuple[NodeProcess, threading.Thread]] = {}
+
+    def join(self, name: str) -> None:
+        node = NodeProcess(Reached(self.server.address, "token", None), name, slowdown=1.0, patience_s=0.0, tell=lambda text: None)
+        thread = threading.Thread(target=self._work, args=(node,))
+        thread.start()
+        self.running[name] = (node, thread)
+
+    def _work(self, node: NodeProcess) -> None:
+        try:
+            node.work()
+        except Exception:  # the test has ended, or pulled the plug
+            return
+
+    def unplug(self, name: str, hub: Hub) -> None:
+        """As when its process is killed: it says nothing more, and whoever started it notices."""
+        node, thread = self.running.pop(name)
+        node.session = ""
+        node.stop()
+        node.client.close()
+        hub.lose(name, "it was unplugged")
+        thread.join()
+
+
+@contextmanager
+def spread(model, described, names: list[str], expected: int | None = None) -> Iterator[tuple[Engine, Machines]]:
+    server = InProcessServer(token="token", max_frame_bytes=1 << 24)
+    served = small_served(model)._replace(nodes=1 + len(names) if expected is None else expected, described=described)
+    stages, machines = Spread(served, server, lambda text: None), Machines(server)
+    try:
+        for name in names:
+            machines.join(name)
+        wait_for(lambda: len([one for one in stages.machines() if one.alive]) == 1 + len(names))
+        yield Engine(stages, most_running=4, most_waiting=100, clock=time.monotonic), machines
+    finally:
+        stages.close()
+        for _, thread in machines.running.values():
+            thread.join()
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < until, "it did not happen within a minute"
+        time.sleep(0.002)
+
+
+def finish(engine: Engine, after_each_step: Callable[[], None] = lambda: None) -> None:
+    while engine.busy:
+        engine.step()
+        after_each_step()
+
+
+def alone(model, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    found = []
+    for prompt, length in zip(prompts, lengths, strict=True):
+        engine, heard = Engine(OneNode(model), most_running=1, most_waiting=1, clock=time.monotonic), Heard()
+        engine.submit(job(prompt, heard, length))
+        finish(engine)
+        found.append(heard.tokens)
+    return found
+
+
+PROMPTS, LENGTHS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [8], list(range(30))], [12, 20, 25, 9]
+
+
+@pytest.mark.parametrize(("kind", "machines"), [("gpt", 1), ("gpt", 3), ("hash", 2), ("llama", 2), ("gpt2", 2)])
+def test_several_machines_write_the_tokens_of_one(kind, machines):
+    model, described = make(kind)
+    with spread(model, described, [f"pi{i}" for i in range(machines)]) as (engine, _):
+        assert sum(one.layers[1] - one.layers[0] + 1 for one in engine.stages.machines()) == 6
+        heard = [Heard() for _ in PROMPTS]
+        for prompt, length, one in zip(PROMPTS, LENGTHS, heard, strict=True):
+            engine.submit(job(prompt, one, length))
+            engine.step()
+        finish(engine)
+        assert [one.tokens for one in heard] == alone(model, PROMPTS, LENGTHS)
+        assert not engine.stages._live
+        assert not engine.stages._trips
+
+
+def even_stops(engine: Engine, machines: int) -> None:
+    """Machines of equal speed: a split that uses all of them, whatever was measured in this moment."""
+    stages = engine.stages
+    with stages._changed:
+        for node in stages.nodes.values():
+            node.layer_s, node.fixed_s = 1.0, 0.0
+        stages._take(stages._planned())
+        assert len(stages.current.stops) == machines
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_machine_that_is_unplugged_in_mid_sentence_changes_no_token(spare):
+    model, described = make("gpt")
+    with spread(model, described, ["pi1", "pi2", "pi3"] if spare else ["pi1", "pi2"]) as (engine, machines):
+        even_stops(engine, 3)
+        lost = engine.stages.current.stops[1].name
+        heard = [Heard() for _ in PROMPTS]
+        for prompt, length, one in zip(PROMPTS, LENGTHS, heard, strict=True):
+            engine.submit(job(prompt, one, length))
+
+        def pull() -> None:
+            if lost in machines.running and len(heard[2].tokens) >= 8:
+                machines.unplug(lost, engine.stages.hub)
+
+        finish(engine, pull)
+        assert lost not in machines.running
+        assert len(engine.stages.current.stops) == (3 if spare else 2)
+        assert [one.end for one in heard] == ["length"] * 4
+        assert [one.tokens for one in heard] == alone(model, PROMPTS, LENGTHS)
+        assert [one.alive for one in engine.stages.machines() if one.name == lost] == [False]
+
+
+def test_all_machines_but_the_server_may_go_one_after_the_other():
+    model, described = make("hash")
+    with spread(model, described, ["pi1", "pi2"]) as (engine, machines):
+        even_stops(engine, 3)
+        heard = Heard()
+        engine.submit(job([3, 1], heard, 30))
+
+        def pull() -> None:
+            for name, tokens in (("pi2", 5), ("pi1", 15)):
+                if name in machines.running and len(heard.tokens) >= tokens:
+                    machines.unplug(name, engine.stages.hub)
+
+        finish(engine, pull)
+        assert [heard.tokens] == alone(model, [[3, 1]], [30])
+        assert [stop.name for stop in engine.stages.current.stops] == [HERE]
+
+
+def test_a_machine_that_joins_while_others_answer_is_used_by_new_requests():
+    model, described = make("gpt")
+    with spread(model, described, [], expected=1) as (engine, machines):
+        engine.stages.nodes[HERE].layer_s = 1.0  # so slow that any other machine helps
+        first, second = Heard(), Heard()
+        engine.submit(job([3, 1], first, 40))
+        for _ in range(3):
+            engine.step()
+        machines.join("pi1")
+        wait_for(lambda: engine.stages.current.goes_through("pi1"))
+        engine.submit(job([4, 4], second, 5))
+        finish(engine)
+        assert [first.tokens, second.tokens] == alone(model, [[3, 1], [4, 4]], [40, 5])
+
+
+def test_requests_that_end_early_are_forgotten_on_all_machines():
+    model, described = make("gpt")
+    with spread(model, described, ["pi1"]) as (engine, _):
+        even_stops(engine, 2)
+        left, kept = Heard(), Heard()
+        numbers = engine.submit(job([3, 1], left, 60), job([5], kept, 20))
+        for _ in range(6):
+            engine.step()
+        engine.cancel(numbers[:1])
+        finish(engine)
+        assert (left.end, kept.end) == ("cancelled", "length")
+        assert [kept.tokens] == alone(model, [[5]], [20])
+        own = engine.stages.layers
+        wait_for(lambda: not own.node.orders and all(held.rows.empty for held in own.holder.held.values()))
+
+
+def test_a_machine_that_answers_nonsense_is_let_go_and_the_answer_goes_on():
+    model, described = make("gpt")
+    with spread(model, described, ["pi1"]) as (engine, _):
+        even_stops(engine, 2)
+        stages, heard = engine.stages, Heard()
+        original = stages.hub._take
+
+        def short(node, header, frames):
+            lies = [{**done, "shape": [1, 1, 3]} if done["kind"] == "read" else done for done in header["done"]]
+            original(node, {**header, "done": lies}, frames)
+
+        stages.hub._take = short
+        engine.submit(job([3, 1], heard, 10))
+        finish(engine)
+        assert [heard.tokens] == alone(model, [[3, 1]], [10])
+        assert [one.name for one in stages.machines() if one.alive] == [HERE]
+
+
+def test_training_workers_and_strangers_are_told_what_this_is():
+    model, described = make("gpt")
+    with spread(model, described, [], expected=1) as (_, machines):
+        client = Reached(machines.server.address, "token", None).client()
+        from shoal.transports import Message
+
+        answer = client.call(Message({"kind": "join", "name": "w1"}), 5.0)
+        assert "--node" in answer.header["detail"]
+        assert client.call(Message({"kind": "turn"}), 5.0).header["kind"] == "refused"
+        assert client.call(Message({"kind": "turn", "session": "no", "done": []}), 5.0).header["detail"] == "session"
+        assert client.call(Message({"kind": "enter", "layer_s": -1, "memory_bytes": 1}), 5.0).header["kind"] == "refused"
+        client.close()
+        with pytest.raises(Unreachable):
+            client.call(Message({"kind": "node"}), 0.1)
