@@ -1,0 +1,167 @@
+"""Does feedback teach? Means over the last 5 updates, two seeds each. Needs ../shared/data for the stories.
+
+stories      stories260K is to tell happier stories: sentiment from about 0.3 to 0.7 in 30 updates of 64 answers (PPO, RLOO, GRPO)
+arithmetic   a small GPT that adds digits right four times in ten is to do so nine times in ten (the reward `exact`)
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import chdir
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from run import Row
+
+from shoal.cli.main import main
+from shoal.config.load import resolve_data
+from shoal.engines import SingleEngine
+from shoal.runs.rollouts import Asked, RolloutFeed
+from shoal.tasks.policy_gradient import PolicyGradient
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT.parent / "shared" / "data"
+sys.path.insert(0, str(ROOT / "tests" / "models"))
+SEEDS = (0, 1)
+UPDATES, LAST = 30, 5
+ABOUT = ("boy", "girl", "dog", "cat", "bird", "bear", "king", "queen", "baby", "rabbit", "frog", "duck", "tree", "fish", "mouse", "man")
+
+
+class StoryTokenizer:
+    """The pieces of a stories model, as llama2.c joins them."""
+
+    eos_id, pad_id = 1, 0
+
+    def __init__(self, path: Path) -> None:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            self.pieces = json.load(file)
+        self.known = {piece: (number, score) for number, (piece, score) in reversed(list(enumerate(self.pieces)))}
+
+    def encode(self, text: str) -> list[int]:
+        parts = list(" " + text)
+        while True:
+            joined = [(self.known.get(a + b, (0, -1e9))[1], at) for at, (a, b) in enumerate(pairwise(parts))]
+            score, at = max(joined, default=(-1e9, 0), key=lambda one: one[0])
+            if score <= -1e9:
+                return [1, *(self.known[part][0] for part in parts)]
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.pieces[number][0] for number in ids if number > 2).replace("<0x0A>", "\n")
+
+
+def storyteller(algorithm: str, seed: int, value: str = "network") -> RolloutFeed:
+    from story_models import load_story_model
+
+    ppo = {"rollout_size": 64, "mini_batch_size": 16, "epochs": 4, "steps": UPDATES, "response_length": 24, "prompt_length": 32}
+    optimizer = {"learning_rate": 0.0005, "weight_decay": 0.0}
+    tree: dict[str, Any] = {
+        "model": {"kind": "gpt"},
+        "seed": seed,
+        "training": {
+            "device": "cpu",
+            "epochs": 1,
+            "clipping": {"max_norm": 1.0},
+            "optimizer": optimizer,
+        },
+        "rlhf": {"algorithm": algorithm, "value": value, "reward": "sentiment", "ppo": ppo, "kl": {"coefficient": 0.05, "adaptive": False}},
+    }
+    run = resolve_data(tree, name="bench", dialect="shoal", environ={}).run
+    assert run.rlhf is not None
+    from shoal.models.scored import add_value
+
+    torch.manual_seed(seed)
+    model = load_story_model(DATA / "lm", "stories260K")[0].requires_grad_(True)
+    players = {"model": model} | (add_value(model, value) if algorithm == "ppo" else {})
+    task, tokenizer = PolicyGradient(players, run.rlhf), StoryTokenizer(DATA / "lm" / "stories260K.vocab.json.gz")
+    steps = UPDATES * ppo["epochs"] * ppo["rollout_size"] // ppo["mini_batch_size"]
+    engine = SingleEngine(run, task, torch.device("cpu"), steps)
+    prompts = [Asked(tokenizer.encode(text), text) for text in (f"Once upon a time, there was a {one}" for one in ABOUT)]
+    made: Any = tokenizer
+    feed = RolloutFeed(run, task, made, prompts, prompts, run.rlhf.reward.builder()(run.rlhf.reward, run))
+    feed.engine = engine  # type: ignore[attr-defined]
+    return feed
+
+
+def told(algorithm: str, seed: int) -> tuple[list[float], list[float]]:
+    """The mean score of each update's answers, and their distance from the reference."""
+    feed: Any = storyteller(algorithm, seed)
+    scores, distances = [], []
+    while feed.epoch < UPDATES - 1 or not feed.at_epoch_end:
+        fresh = feed.buffer is None or feed.at_epoch_end
+        feed.engine.step([next(feed)])
+        if fresh:
+            scores.append(feed.figures["score"])
+            distances.append(feed.figures["kl"])
+    return scores, distances
+
+
+def stories() -> Iterator[Row]:
+    for algorithm in ("ppo", "rloo", "grpo"):
+        found = [told(algorithm, seed) for seed in SEEDS]
+        first = statistics.mean(statistics.mean(scores[:1]) for scores, _ in found)
+        last = [statistics.mean(scores[-LAST:]) for scores, _ in found]
+        distance = statistics.mean(statistics.mean(distances[-LAST:]) for _, distances in found)
+        note = f"seeds {', '.join(f'{one:.2f}' for one in last)}; KL {distance:.1f} nats an answer"
+        mean = statistics.mean(last)
+        yield Row(f"stories260K, sentiment, {algorithm}", mean, first, "score", mean / first, ">= 0.70 in all", note)
+
+
+BASE = """\
+dialect: shoal
+seed: SEED
+model: {kind: gpt, hidden_size: 64, num_layers: 2, num_heads: 4, max_seq_len: 16, positions: rotary}
+data: {source: {kind: preferences, path: sums.jsonl}, tokenizer: bytes}
+task: language-modelling
+training: {batch_size: 50, max_steps: STEPS, device: cpu, optimizer: {learning_rate: 0.003}}
+evaluation: {strategy: never}
+"""
+POLICY = """\
+rlhf:
+  policy: base
+  reward: exact
+  prompts: prompts.jsonl
+  algorithm: grpo
+  group_size: 8
+  kl: {coefficient: 0.0, adaptive: false}
+  ppo: {rollout_size: 400, mini_batch_size: 100, epochs: 2, steps: 40, prompt_length: 8, response_length: 4}
+"""
+
+
+def arithmetic(seed: int) -> tuple[float, float]:
+    """The share of right sums before and after, in the answers of updates."""
+    sums = [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
+    Path("sums.jsonl").write_text(
+        "".join(json.dumps({"prompt": p, "chosen": f"{s}\n", "rejected": f"{int(s) + 1}\n"}) + "\n" for p, s in sums)
+    )
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": s}) + "\n" for p, s in sums))
+    base = BASE.replace("SEED", str(seed)).replace("STEPS", "120")
+    Path("base.yaml").write_text(base)
+    Path("policy.yaml").write_text(base.replace("task: language-modelling\n", "").replace("0.003", "0.001") + POLICY)
+    assert main(["train", "base.yaml", "--run-dir", "base"]) == 0
+    assert main(["train", "policy.yaml", "--run-dir", f"policy-{seed}", "--set", "logging.every_steps=8"]) == 0
+    lines = [json.loads(line) for line in Path(f"policy-{seed}/policy/metrics.jsonl").read_text().splitlines()]
+    scores = [line["score"] for line in lines if line["split"] == "train"]
+    return scores[0], statistics.mean(scores[-LAST:])
+
+
+def sums() -> Iterator[Row]:
+    found = []
+    for seed in SEEDS:
+        with tempfile.TemporaryDirectory() as folder, chdir(folder):
+            found.append(arithmetic(seed))
+    before, after = (statistics.mean(one[place] for one in found) for place in (0, 1))
+    yield Row("arithmetic, exact, grpo", after, before, "share right", after / before, "<= 0.4 before, >= 0.9 after", str(found))
+
+
+def measure() -> Iterator[Row]:
+    torch.set_num_threads(1)
+    yield from stories()
+    yield from sums()
