@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ISLANDS = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
 MIXTURES = (ROOT / "docs" / "mixtures.md").read_text(encoding="utf-8")
+WATCHING = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
 PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 SLIPS = "dialect: shoal\nmodel:\n  kind: gtp\nstrategy:\n  kind: syncps\n  pull_evry_steps: 10\n"
 
@@ -50,7 +51,7 @@ def commands_in(block: str) -> list[str]:
 
 SCRIPTS = [
     pytest.param(commands_in(block), id=f"{name} {number}")
-    for name, page in (("README", README), ("islands", ISLANDS), ("mixtures", MIXTURES))
+    for name, page in (("README", README), ("islands", ISLANDS), ("mixtures", MIXTURES), ("watching", WATCHING))
     for number, block in enumerate(blocks("sh", page), 1)
     if commands_in(block)
 ]
