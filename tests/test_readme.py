@@ -19,6 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 ISLANDS = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
 PIPELINE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
 MIXTURES = (ROOT / "docs" / "mixtures.md").read_text(encoding="utf-8")
+WATCHING = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
 PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 SLIPS = "dialect: shoal\nmodel:\n  kind: gtp\nstrategy:\n  kind: syncps\n  pull_evry_steps: 10\n"
 
@@ -51,7 +52,7 @@ def commands_in(block: str) -> list[str]:
 
 SCRIPTS = [
     pytest.param(commands_in(block), id=f"{name} {number}")
-    for name, page in (("README", README), ("islands", ISLANDS), ("mixtures", MIXTURES), ("pipeline", PIPELINE))
+    for name, page in (("README", README), ("islands", ISLANDS), ("mixtures", MIXTURES), ("pipeline", PIPELINE), ("watching", WATCHING))
     for number, block in enumerate(blocks("sh", page), 1)
     if commands_in(block)
 ]

@@ -1,8 +1,10 @@
-"""One service for all tests of a file that only ask."""
+"""One service for all tests of a file that only ask, and a browser for those of a page."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ pytest.importorskip("uvicorn", reason="serving needs uvicorn: pip install 'shoal
 
 from serving import running, small_served
 
+from commands import HANG_S
 from shoal.serve.server import Service
 
 
@@ -18,3 +21,28 @@ from shoal.serve.server import Service
 def service() -> Iterator[Service]:
     with running(small_served(), ports=2) as one:
         yield one
+
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Debian's chromium; where it or playwright is missing, pages are not tested. It ends with each file: while it is there, this thread
+    has an event loop, and other tests need one of their own."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pages are tested by playwright")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium here")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium, headless=True, args=FLAGS)
+        sync_api.expect.set_options(timeout=HANG_S * 1000)
+        yield started
+        started.close()

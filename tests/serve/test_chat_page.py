@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -12,25 +11,6 @@ from commands import HANG_S
 from shoal.serve.server import Service
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright")
-CHROMIUM = shutil.which("chromium")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
-        sync_api.expect.set_options(timeout=HANG_S * 1000)
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

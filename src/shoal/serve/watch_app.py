@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ _SHARED = ("look.css", "icon.svg")
 class Dashboard:
     """What the routes share."""
 
-    def __init__(self, watch: Watch, shows_invitation: bool) -> None:
-        self.watch, self.shows_invitation = watch, shows_invitation
+    def __init__(self, watch: Watch, shows_invitation: bool, ending: Callable[[], bool]) -> None:
+        self.watch, self.shows_invitation, self.ending = watch, shows_invitation, ending
         self.streams = 0
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
@@ -59,7 +59,7 @@ class Dashboard:
         places, told = [Place()] * len(self.watch.runs), [""] * len(self.watch.runs)
         said_at = time.monotonic()
         try:
-            while True:
+            while not self.ending():
                 await self._look()
                 for number, run in enumerate(self.watch.runs):
                     news, places[number] = await asyncio.to_thread(run.since, places[number])
@@ -108,9 +108,9 @@ def _rows(square: qr.Square) -> list[str]:
     return ["".join("1" if dark else "0" for dark in row) for row in square]
 
 
-def make_watch_app(watch: Watch, *, shows_invitation: bool) -> FastAPI:
-    """All routes. FastAPI's own documentation pages are off: they load scripts from elsewhere."""
-    board, app = Dashboard(watch, shows_invitation), FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+def make_watch_app(watch: Watch, *, shows_invitation: bool, ending: Callable[[], bool] = lambda: False) -> FastAPI:
+    """All routes; streams end once `ending` says so. FastAPI's own documentation pages are off: they load scripts from elsewhere."""
+    board, app = Dashboard(watch, shows_invitation, ending), FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     async def refuse(request: Any, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

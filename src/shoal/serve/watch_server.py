@@ -30,10 +30,13 @@ class WatchServer:
     def __init__(self, folders: Sequence[RunFolder], host: str, ports: Sequence[int], token: str | None, public: bool) -> None:
         """`ports`: the first of them that is free. `public`: for people who only watch. They do not learn how to join."""
         refuse_open_window(host, token)
-        app: Any = Doors(make_watch_app(Watch(folders), shows_invitation=not public), token, GUARDED)
+        app: Any = Doors(make_watch_app(Watch(folders), shows_invitation=not public, ending=self._is_ending), token, GUARDED)
         self.socket = _first_bound(host, ports)
-        config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1, h11_max_incomplete_event_size=65536)
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536)
         self.server = uvicorn.Server(config)
+
+    def _is_ending(self) -> bool:
+        return self.server.should_exit
 
     @property
     def port(self) -> int:

@@ -9,16 +9,21 @@ const CONTEST = "discriminator_accuracy";
 const HEADLINES = [["accuracy", share, "right"], [CONTEST, share, "of the time the critic is right"], ["score", number, "score"], ["perplexity", number, "perplexity"]];
 const LOSSES = ["loss", "generator_loss", "policy_loss"];
 const STRIP = 5;
+const GOING_ON = ["running", "ending", "not here", "running or killed"];
 
 export class Classroom {
   constructor(fetchSample) {
     this.fetchSample = fetchSample;
     this.pictures = new Map();
     this.shown = "";
+    this.invitation = {};
+    this.over = false;
   }
 
   show(view) {
     const samples = view.samples;
+    this.over = view.time === null && !GOING_ON.includes(view.run.status?.state);
+    this.offerPlaces();
     find("class").classList.toggle("plain", !samples.length);
     find("class-sample-card").hidden = !samples.length;
     if (samples.length) this.showSamples(samples);
@@ -86,21 +91,26 @@ export class Classroom {
   }
 
   showWorkers(view) {
-    const counted = view.run.ledger?.samples_of ?? {};
-    const rows = view.workers.map((row) => ({ ...row, did: (view.time === null && counted[row.worker]) || row.samples || row.accepted || 0 }));
+    const ledger = view.run.ledger, counted = view.time === null && ledger?.contributions ? ledger.samples_of : null;
+    const rows = view.workers.map((row) => ({ ...row, did: (counted ? counted[row.worker] : row.samples || row.accepted) || 0 }));
     const whole = rows.reduce((sum, row) => sum + row.did, 0) || 1;
-    const here = rows.filter((row) => row.state !== "gone").length, over = rows.length > 0 && rows.every((row) => row.state === "gone" || row.state === "left");
-    const count = over ? rows.length : here;
-    find("class-workers-title").textContent = `${count} ${count === 1 ? "laptop" : "laptops"} ${over ? "helped" : count === 1 ? "helps" : "help"}`;
+    const count = this.over ? rows.length : rows.filter((row) => row.state !== "gone").length;
+    find("class-workers-title").textContent = `${count} ${count === 1 ? "laptop" : "laptops"} ${this.over ? "helped" : count === 1 ? "helps" : "help"}`;
     find("class-workers-card").hidden = !rows.length && !view.run.status?.strategy;
     rows.sort((one, other) => other.did - one.did || (one.worker < other.worker ? -1 : 1));
-    fill(find("class-workers"), rows.slice(0, 60).map((row) => laptop(row, row.did / whole)));
+    fill(find("class-workers"), rows.slice(0, 60).map((row) => laptop(this.over ? { ...row, state: "left" } : row, row.did / whole)));
+  }
+
+  /** Whoever comes is told how, as long as the run goes on. */
+  offerPlaces() {
+    const invited = Boolean(this.invitation.line) && !this.over;
+    find("class").classList.toggle("uninvited", !invited);
+    find("class-join").hidden = !invited;
   }
 
   showInvitation(told) {
-    const invited = Boolean(told.line);
-    find("class").classList.toggle("uninvited", !invited);
-    find("class-join").hidden = !invited;
+    this.invitation = told;
+    this.offerPlaces();
     find("class-line").textContent = told.line;
     find("class-token").hidden = !told.token;
     find("class-token").querySelector("strong").textContent = told.token ?? "";

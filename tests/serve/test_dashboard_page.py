@@ -1,0 +1,182 @@
+"""The dashboard in a real browser: it shows a run, goes back in time, and lets nothing in that a stranger wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from commands import HANG_S
+from shoal.coordinator.ledger import Ledger
+from shoal.runs.inviting import keep_line
+from shoal.runs.reading import RunFolder
+from shoal.serve.watch_server import WatchServer
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright")
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\x1b[31m\u202eevil'
+TOKEN = "a-token-of-some-length"
+
+
+def worker(name: str, **other: Any) -> dict[str, Any]:
+    row = {
+        "worker": name,
+        "state": "computing",
+        "rate": 2.0,
+        "lag": 0,
+        "accepted": 5,
+        "rejected": 0,
+        "bytes": 100,
+        "why": {},
+        "samples": 40,
+    }
+    return row | {"computing_s": 3.0, "waiting_s": 1.0, "sending_s": 0.5, "since": 1.0, "heard_s": 0.2, "address": "192.0.2.9"} | other
+
+
+def write_run(path: Path, workers: int = 3, records: int = 60) -> RunFolder:
+    """A run of a minute with workers, pictures, a ledger, and strangers' words wherever any can stand."""
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text("dialect: shoal\n")
+    (path / "provenance.json").write_text(
+        json.dumps({"name": {"value": HOSTILE, "origin": "default"}, "seed": {"value": 42, "origin": "x"}})
+    )
+    with (path / "metrics.jsonl").open("w") as file:
+        for step in range(1, records + 1):
+            wall, more = 60 * step / records, {"layers/0/load/0": 0.7, "layers/0/load/1": 0.3, "gradient_norm": 1.0, HOSTILE: 1.0}
+            record = {"step": step, "split": "train", "loss": 2 / step, "wall_s": wall, "samples": 8 * step, "samples_per_s": 8.0}
+            file.write(json.dumps(record | more | {"received_bytes": 100 * step, "sent_bytes": 90 * step}) + "\n")
+            if step % 20 == 0:
+                file.write(json.dumps({"step": step, "split": "eval", "loss": 2.1 / step, "accuracy": step / 100, "wall_s": wall}) + "\n")
+    rows = [
+        worker("zoe", rejected=3, why={"stale": 3}),
+        worker("ann", accepted=9),
+        *(worker(f"w{number:03}") for number in range(workers - 2)),
+    ]
+    moments = [
+        {"wall_s": float(at), "version": at, "workers": {"ann": ["computing", at / 2, at / 4, at / 9, at, 0, 0, at, 1]}}
+        for at in range(0, 60, 2)
+    ]
+    (path / "history.jsonl").write_text("".join(json.dumps(one) + "\n" for one in moments))
+    (path / "events.jsonl").write_text(json.dumps({"at": 1.0, "wall_s": 1.0, "step": 0, "text": HOSTILE}) + "\n")
+    status = {
+        "schema": 2,
+        "at": time.time(),
+        "pid": os.getpid(),
+        "state": "running",
+        "run": f"run {HOSTILE}",
+        "version": records,
+        "of": 100,
+    }
+    status |= {"strategy": "x", "members": rows, "wall_s": 60.0, "progress": 0.6, "eta_s": 40.0, "contributions": {"accepted": 120}}
+    (path / "status.json").write_text(json.dumps(status))
+    (path / "samples").mkdir()
+    for step in (20, 40, 60):
+        Image.new("L", (16, 16), step).save(path / "samples" / f"step-{step:08d}.png")
+    ledger = Ledger(path / "coordinator")
+    ledger.append(
+        {"version": 1, "batches": 1, "from": [["ann", 0, 0, 1.0, 30, 0, 0, 1, 1], ["zoe", 0, 0, 1.0, 10, 1, 0, 1, 1]], "dropped": ["zoe"]}
+    )
+    ledger.close()
+    keep_line(path, "shoal join tcp://192.0.2.1:65432 --token secret")
+    return RunFolder(path)
+
+
+@contextmanager
+def shown(folder: RunFolder, token: str | None = None, public: bool = False) -> Iterator[str]:
+    server = WatchServer([folder], "127.0.0.1", [0], token, public)
+    server.socket.listen()
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.port}/"
+    finally:
+        server.stop()
+        thread.join()
+
+
+@contextmanager
+def opened(browser: Any, home: str, where: str = "", refusals: int = 0) -> Iterator[Any]:
+    """The page; at its end nothing must have gone wrong in it, and nobody else may have been asked for anything."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page, faults, refused = context.new_page(), list[str](), list[str]()
+    page.set_default_timeout(HANG_S * 1000)
+    page.on(
+        "console", lambda said: (refused if "401" in said.text else faults).append(said.text) if said.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("request", lambda request: None if request.url.startswith(home) else faults.append(request.url))
+    page.goto(home + where)
+    yield page
+    assert page.evaluate("window.hacked") is None
+    context.close()
+    assert not faults
+    assert bool(refused) == bool(refusals)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with shown(write_run(tmp_path_factory.mktemp("watched") / "run")) as address:
+        yield address
+
+
+def test_a_class_sees_pictures_laptops_and_how_to_join_and_goes_back_in_time(browser: Any, home: str) -> None:
+    with opened(browser, home, "#view=class") as page:
+        sync_api.expect(page.locator("#class-workers-title")).to_have_text("3 laptops help")
+        sync_api.expect(page.locator("#class-workers li").first).to_contain_text("ann")
+        sync_api.expect(page.locator("#class-line")).to_contain_text("--token secret")
+        sync_api.expect(page.locator("#class-code path")).to_be_visible()
+        sync_api.expect(page.locator("#class-big")).to_contain_text("60.0 %")
+        sync_api.expect(page.locator("#class-events")).to_contain_text("<script>")
+        page.wait_for_function("document.getElementById('class-picture').width === 16")
+        page.evaluate("document.getElementById('time').value = 500; document.getElementById('time').dispatchEvent(new Event('input'))")
+        sync_api.expect(page.locator("#progress-text")).to_contain_text("step 30 of 100")
+        sync_api.expect(page.locator("#class-sample-title")).to_contain_text("20 steps")
+        page.locator("body").press("l")
+        sync_api.expect(page.locator("#progress-text")).to_contain_text("step 60 of 100")
+
+
+def test_an_engineer_sees_every_card_and_sorts_the_workers_by_keyboard(browser: Any, home: str) -> None:
+    with opened(browser, home) as page:
+        page.locator("#name").wait_for()
+        page.locator("body").press("e")
+        for title in ("Figures", "Workers", "What each worker did", "Load of the experts", "Whom the rule left out", "Audit while it runs"):
+            sync_api.expect(page.get_by_role("region", name=title)).to_be_visible()
+        rows = page.get_by_role("region", name="Workers").locator("tbody tr")
+        sync_api.expect(rows.first).to_contain_text("ann")
+        page.locator("[data-key=rejected]").focus()
+        page.keyboard.press("Enter")
+        page.locator("[data-key=rejected]").focus()
+        page.keyboard.press("Enter")
+        sync_api.expect(rows.first).to_contain_text("3 stale")
+        settings = page.get_by_role("region", name="Settings, and where they came from")
+        settings.locator("input").fill("seed")
+        sync_api.expect(settings.locator("tbody tr")).to_have_count(1)
+        page.get_by_label("Which figure").select_option("accuracy")
+        sync_api.expect(page.get_by_role("img", name="accuracy")).to_be_visible()
+
+
+def test_new_records_arrive_while_one_looks(browser: Any, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with shown(folder) as address, opened(browser, address, "#view=class") as page:
+        sync_api.expect(page.locator("#class-big")).to_contain_text("60.0 %")
+        with (folder.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 61, "split": "eval", "loss": 0.01, "accuracy": 0.875, "wall_s": 61.0}) + "\n")
+        sync_api.expect(page.locator("#class-big")).to_contain_text("87.5 %")
+
+
+def test_whoever_watches_from_elsewhere_types_the_token_and_is_not_told_how_to_join(browser: Any, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", workers=200, records=2000)
+    with shown(folder, TOKEN, public=True) as address, opened(browser, address, "#view=class", refusals=1) as page:
+        page.locator("#token").fill(TOKEN)
+        page.locator("#token").press("Enter")
+        sync_api.expect(page.locator("#class-workers-title")).to_have_text("200 laptops help")
+        sync_api.expect(page.locator("#class-join")).to_be_hidden()
+        page.locator("body").press("e")
+        sync_api.expect(page.get_by_role("region", name="Workers").locator("tbody tr")).to_have_count(200)
