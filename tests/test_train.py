@@ -315,13 +315,6 @@ def test_mnist_reaches_97_5_with_the_schedule_that_its_preset_speaks_of(folder: 
     assert summary["samples"] == 120_000
 
 
-def test_the_demo_ends_with_something_to_see(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--quick", "--run-dir", "demo"]) == 0
-    out = capsys.readouterr().out
-    assert "reads " in out
-    assert "Try next: shoal generate" in out
-
-
 def test_errors_are_shoal_errors() -> None:
     from shoal.runs.trained import open_run
 

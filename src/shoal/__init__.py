@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ShoalError
+from shoal.version import __version__
 
 if TYPE_CHECKING:
     from shoal.config import ConfigError, Run, load
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from shoal.python.train import train
     from shoal.runs.recorder import Reporter
 
-__version__ = "0.1.0"
 __all__ = ["ConfigError", "Reporter", "Result", "Run", "ShoalError", "TrainerConfig", "__version__", "load", "train"]
 _HOMES = {
     "ConfigError": "shoal.config",

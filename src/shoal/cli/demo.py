@@ -1,77 +1,209 @@
-"""`shoal demo`: two small trainings on built-in data, and what they learned."""
+"""`shoal demo`: see the main job done on this machine, in a bounded time: training together while machines come, go and die."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shoal.config.load import File, parse_override, resolve
+from shoal.cli.demo_scenes import SCENES, Happening, Scene, require
+from shoal.errors import ShoalError
 
-SHOWN = 6
+if TYPE_CHECKING:
+    from shoal.launch.stage import Seen, Stage
+
+SECONDS = 20.0
+_LOOK_S, _TELL_S = 0.1, 2.5
+_BEGIN_S = 60.0
+"""How long workers may take until their first update has counted; on a slow machine they load for a while."""
+_USUAL_START_S, _LEAST_S = 20.0, 10.0
+"""Where the start takes longer than usual, so much less is trained, but never less than this: a demo has an end on a slow machine, too."""
+_AFTER_S = 15.0
+"""How long to wait, when time is up, until the run is seen to go on after the last thing that befell it."""
+_ALONE_S = 10.0
+_FOREWORD = """\
+Everything below runs on this machine, and takes about {seconds:.0f} seconds and a start.
+What it writes is in {folder}
+"""
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser("shoal demo", description="Train two small models on built-in data: under two minutes on two cores.")
+    made = argparse.ArgumentParser(
+        "shoal demo",
+        description="Train together on built-in data while machines come, go and die, and prove that nothing was lost. Without a name: "
+        "three workers and a table of digits.",
+    )
+    made.add_argument("scene", nargs="?", default="", choices=_names(), metavar="SCENE", help=f"one of {', '.join(filter(None, _names()))}")
     made.add_argument("--run-dir", metavar="DIR", help="where the runs go (default: a temporary folder)")
-    made.add_argument("--quick", action="store_true", help="a few seconds only, to see that it works")
+    made.add_argument("--seconds", type=float, default=SECONDS, help=f"how long to train (default: {SECONDS:.0f})")
     arguments = made.parse_args(argv)
+    if not 1 <= arguments.seconds <= 3600:
+        made.error("--seconds takes 1 to 3600")
     folder = Path(arguments.run_dir or tempfile.mkdtemp(prefix="shoal-demo-"))
-    print("1. Handwritten digits: 1,437 images of 8 × 8 pixels, a small network\n")
-    if code := _train("starter", folder / "digits", ["training.epochs=2"] if arguments.quick else []):
-        return code
-    _show_digits(folder / "digits")
-    print("\n2. Python's own source, byte by byte, and a small GPT\n")
-    if code := _train("demo-gpt", folder / "gpt", ["training.max_steps=5", "training.schedule.warmup_steps=1"] if arguments.quick else []):
-        return code
-    _show_text(folder / "gpt", "def ")
-    print(f'\nTry next: shoal generate {folder / "gpt"} --prompt "import " --max-new-tokens 200')
-    print("          shoal init && shoal train config.yaml")
+    if folder.exists() and any(folder.iterdir()):
+        raise ShoalError(f"{folder} holds something already: choose another --run-dir")
+    if arguments.scene in SCENES:
+        _together(SCENES[arguments.scene], folder, arguments.seconds)
+    else:
+        from shoal.cli import demo_alone
+
+        demo_alone.SCENES[arguments.scene](folder, arguments.seconds)
+    if not arguments.scene:
+        _point_onwards()
     return 0
 
 
-def _train(preset: str, folder: Path, settings: list[str]) -> int:
-    from shoal.cli.running import train
-    from shoal.launch.starting import Asked, plan
-
-    overrides = [parse_override(text) for text in settings]
-    return train(plan(lambda more: resolve([File(preset)], [*overrides, *more], environ={}), Asked(str(folder))))
+def _names() -> list[str]:
+    return [*SCENES, "rlhf", "chat"]
 
 
-def _show_digits(folder: Path) -> None:
-    import torch
-
-    from shoal.runs.assembly import assemble
-    from shoal.runs.trained import open_run
-    from shoal.tasks.images import as_text
-
-    trained = open_run(str(folder), lambda text: print(text, file=sys.stderr))
-    samples = assemble(trained.run).data.eval
-    assert samples is not None
-    batch = samples.batch(range(SHOWN))
-    with torch.no_grad():
-        guesses = (
-            trained.task.players["model"](batch["image"].to(next(trained.task.players["model"].parameters()).device)).argmax(1).tolist()
-        )
-    pictures = [as_text(image[0]) for image in batch["image"]]
-    print()
-    for line in zip(*pictures, strict=True):
-        print("   ".join(line))
-    print(
-        "   ".join(
-            f"reads {guess}, is {label}".ljust(len(pictures[0][0])) for guess, label in zip(guesses, batch["label"].tolist(), strict=True)
-        )
-    )
+# --- a scene with workers --------------------------------------------------------------------------------
 
 
-def _show_text(folder: Path, prompt: str) -> None:
-    from shoal.runs.trained import generate_text, open_run
+def _together(scene: Scene, folder: Path, seconds: float) -> None:
+    """Train together for a while, prove that nothing was lost, show what was learned."""
+    require(scene.needs, scene.extra)
+    from shoal.launch.stage import Stage
 
-    trained = open_run(str(folder), lambda text: print(text, file=sys.stderr))
-    print(f"\nwhat it writes after {prompt!r}:\n\n{prompt}", end="")
-    decoding = trained.run.serving.decoding
-    calm = decoding.replace(active="top_k", top_k=decoding.top_k.replace(temperature=0.6))
-    for piece in generate_text(trained, prompt, max_new_tokens=240, seed=1, decoding=calm):
-        print(piece, end="", flush=True)
-    print()
+    print(f"{scene.title}\n{_FOREWORD.format(seconds=seconds, folder=folder)}", flush=True)
+    began = time.monotonic()
+    settings = [word for setting in (*scene.settings, *scene.together) for word in ("--set", setting)]
+    with Stage(folder, [*scene.files, *settings], len(scene.workers)) as stage:
+        _say(began, "a coordinator starts (shoal coordinate)")
+        stage.open()
+        for worker in scene.workers:
+            stage.join(worker.name, worker.arguments)
+        _say(began, f"{_listed([worker.name for worker in scene.workers])} join it (shoal join …)")
+        seen = _play(scene, stage, seconds, began)
+        _say(began, "time is up: the coordinator saves and ends, and the workers leave")
+        stage.stop()
+    print("\nWas anything lost, or counted twice? shoal audit looks into what every worker and the coordinator wrote down:")
+    _audit(folder / "run")
+    if scene.compares:
+        _compare(scene, folder, seen)
+    from shoal.cli.demo_shows import show
+
+    show(scene.shows, folder / "run")
+    print(f"\nyour own: {scene.next}\nthe page: {scene.page}", flush=True)
+
+
+def _play(scene: Scene, stage: Stage, seconds: float, began: float) -> Seen:
+    """Let the time pass, and everything happen that is to happen; how far the run came."""
+    _first_update(stage)
+    start, told, waiting = time.monotonic(), 0.0, list(scene.happenings)
+    seconds = max(_LEAST_S, seconds - max(0.0, start - began - _USUAL_START_S))
+    back = 0
+    while (elapsed := time.monotonic() - start) < seconds or waiting or (stage.seen().version <= back and elapsed < seconds + _AFTER_S):
+        if waiting and elapsed >= waiting[0].share * seconds:
+            _happen(waiting.pop(0), scene, stage, began)
+            told, back = time.monotonic(), stage.seen().version
+        elif time.monotonic() - told > _TELL_S:
+            _tell_progress(stage.seen(), began)
+            told = time.monotonic()
+        if stage.ended():
+            break
+        time.sleep(_LOOK_S)
+    return stage.seen()
+
+
+def _first_update(stage: Stage) -> None:
+    until = time.monotonic() + _BEGIN_S
+    while not stage.seen().version and not stage.ended():
+        if time.monotonic() > until:
+            raise ShoalError(f"no update has come in {_BEGIN_S:.0f} s: see {stage.log} and {stage.run / 'workers'}")
+        time.sleep(_LOOK_S)
+
+
+def _happen(happening: Happening, scene: Scene, stage: Stage, began: float) -> None:
+    _tell_progress(stage.seen(), began)
+    _say(began, f"» {happening.story}")
+    if happening.what == "kill":
+        stage.kill(happening.who)
+    elif happening.what == "join":
+        known = {worker.name: worker.arguments for worker in scene.workers}
+        stage.join(happening.who, known.get(happening.who, ()))
+    else:
+        stage.crash()
+        stage.come_back()
+        _say(began, "  it is back, with the very weights it last confirmed; the workers find it again")
+
+
+def _tell_progress(seen: Seen, began: float) -> None:
+    figures = "   ".join(f"{name} {value:.3g}" for name, value in seen.figures.items())
+    _say(began, f"  version {seen.version:>5}   {seen.samples:>7,} samples   {figures}".rstrip())
+
+
+def _say(began: float, text: str) -> None:
+    print(f"{time.monotonic() - began:5.1f} s  {text}", flush=True)
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+
+
+def _audit(folder: Path) -> None:
+    from shoal.cli import audit
+
+    if audit.run([str(folder)]):
+        raise ShoalError(f"the audit of {folder} failed: this must not be; please tell us, with the folder")
+
+
+# --- beside one process ----------------------------------------------------------------------------------
+
+
+def _compare(scene: Scene, folder: Path, seen: Seen) -> None:
+    """Hold the run against one process that learned from as many samples."""
+    from shoal.cli.eval import judged
+
+    name, together = scene.compares, judged(str(folder / "run")).metrics
+    print(f"\nOne process learns from as many samples ({seen.samples:,}), undisturbed …", flush=True)
+    samples = _alone(scene, folder / "alone", seen.samples)
+    short = f", {samples:,} samples, for which its time was enough" if samples < 0.9 * seen.samples else ""
+    alone = judged(str(folder / "alone")).metrics
+    print(f"  {name} of one process     {alone[name]:.3f}{short}")
+    print(f"  {name} of these workers   {together[name]:.3f}")
+
+
+def _alone(scene: Scene, folder: Path, samples: int) -> int:
+    """Train in this process, for some seconds at most; the samples that it learned from."""
+    from shoal.config.load import File, Loaded, Override, parse_override, resolve
+    from shoal.launch.starting import Asked, plan, started
+
+    overrides = [parse_override(text) for text in (*scene.settings, "strategy.kind=local", "evaluation.strategy=never")]
+    files = [File(name) for name in scene.files]
+    batch = resolve(files, overrides, environ={}).run.training.batch_size or 1
+    overrides.append(parse_override(f"training.max_steps={max(1, samples // batch)}"))
+
+    def load(more: Sequence[Override]) -> Loaded:
+        return resolve(files, [*overrides, *more], environ={})
+
+    with started(plan(load, Asked(str(folder))), []) as ready:
+        late = threading.Timer(_ALONE_S, ready.loop.interrupt)
+        late.start()
+        try:
+            summary = ready.train().summary
+        finally:
+            late.cancel()
+    return int(summary["samples"])
+
+
+def _point_onwards() -> None:
+    print("\nWhich of these are you?")
+    rows = {
+        "a class of laptops": "shoal demo classroom",
+        "a shelf of Macs, Pis and a Windows box": "shoal demo shelf",
+        "volunteers across the internet": "shoal demo volunteers",
+        "islands of GPUs": "shoal demo islands",
+        "a rack, and a mixture of experts to pretrain": "shoal demo mixture",
+        "a model to chat with": "shoal demo chat",
+        "a model that learns from feedback": "shoal demo rlhf",
+        "a notebook, a network and data of your own": "docs/python.md",
+    }
+    for who, what in rows.items():
+        print(f"  {who:<46} {what}")
+    sys.stdout.flush()

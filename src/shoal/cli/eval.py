@@ -5,9 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import NamedTuple
 
 from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.errors import ShoalError
+
+
+class Verdict(NamedTuple):
+    """What a checkpoint is worth on held-out data."""
+
+    checkpoint: str
+    step: int
+    data: str
+    metrics: dict[str, float]
 
 
 def run(argv: list[str]) -> int:
@@ -18,19 +28,24 @@ def run(argv: list[str]) -> int:
     arguments = made.parse_args(argv)
     load_plugins(arguments)
 
+    verdict = judged(arguments.run)
+    if arguments.format == "json":
+        print(json.dumps({"checkpoint": verdict.checkpoint, "step": verdict.step, "metrics": verdict.metrics}, indent=2))
+    else:
+        print(f"{verdict.checkpoint} on {verdict.data}")
+        print("\n".join(f"  {name:<24} {value:.6g}" for name, value in verdict.metrics.items()))
+    return 0
+
+
+def judged(path: str) -> Verdict:
+    """Judge the newest checkpoint of a run, or one of its checkpoints. Raises ShoalError."""
     from shoal.runs.assembly import assemble, held_out
     from shoal.runs.trained import open_run
 
-    trained = open_run(arguments.run, lambda text: print(f"warning: {text}", file=sys.stderr))
+    trained = open_run(path, lambda text: print(f"warning: {text}", file=sys.stderr))
     parts = assemble(trained.run, tokenizer_of=trained.root)
     batches = held_out(trained.run.replace(evaluation=trained.run.evaluation.replace(strategy="epoch")), parts.data.eval)
     if batches is None:
         raise ShoalError("this run's data has nothing held out to judge it on")
     parts.engine.load_weights(trained.checkpoint.weights)
-    metrics = parts.engine.evaluate(batches())
-    if arguments.format == "json":
-        print(json.dumps({"checkpoint": str(trained.checkpoint.path), "step": trained.checkpoint.step, "metrics": metrics}, indent=2))
-    else:
-        print(f"{trained.checkpoint.path} on {parts.data.info.name}")
-        print("\n".join(f"  {name:<24} {value:.6g}" for name, value in metrics.items()))
-    return 0
+    return Verdict(str(trained.checkpoint.path), trained.checkpoint.step, parts.data.info.name, parts.engine.evaluate(batches()))

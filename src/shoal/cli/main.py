@@ -12,6 +12,8 @@ from shoal.errors import ShoalError
 COMMANDS = {
     "train": "train what a configuration describes",
     "coordinate": "hold the weights of a run that workers elsewhere train",
+    "up": "start a coordinator and all its workers: here, by ssh, on Ray; or write what Slurm or Kubernetes is given",
+    "down": "end what `shoal up` started",
     "join": "work for a coordinator",
     "relay": "combine the updates of workers here, and send one to a coordinator elsewhere",
     "invite": "let one person's workers in, with a token of their own",
@@ -30,7 +32,7 @@ COMMANDS = {
     "export": "write a run's model into a folder, for other programs",
     "runs": "list past runs, and compare some",
     "doctor": "see what works on this machine, and what would not",
-    "demo": "two small trainings on built-in data",
+    "demo": "see workers train together on built-in data, while some are killed",
     "config": "check, show, explain, compare and migrate configurations",
     "init": "write a configuration to start from",
     "completion": "let a shell complete commands and options",

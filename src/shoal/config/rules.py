@@ -439,6 +439,16 @@ def _changed(settings: Settings, path: str) -> bool:
 
 
 _NEVER, _NOT_STEPS = ("never",), ("never", "epoch")
+_OF_LAUNCHERS = tuple(
+    (f"launch.{kind}.{name}", "launch.kind", lambda chosen, kind=kind: chosen != kind, f"that is for launch.kind {kind}")
+    for kind, names in {
+        "ssh": ("python", "wheel", "options"),
+        "ray": ("address", "cpus"),
+        "slurm": ("options", "setup"),
+        "kubernetes": ("image", "namespace", "storage_gb", "storage_class"),
+    }.items()
+    for name in names
+)
 NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("data.padding_side", "data.batching", lambda way: way == "packed", "texts are packed, so nothing is padded"),
     ("data.truncation", "data.batching", lambda way: way == "packed", "texts are packed, so none is too long"),
@@ -483,6 +493,7 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("engine.stage3_prefetch_bucket_size", "engine.zero_stage", lambda stage: stage < 3, "this is not ZeRO stage 3"),
     ("engine.stage3_param_persistence_threshold", "engine.zero_stage", lambda stage: stage < 3, "this is not ZeRO stage 3"),
     ("engine.stage3_max_live_parameters", "engine.zero_stage", lambda stage: stage < 3, "this is not ZeRO stage 3"),
+    *_OF_LAUNCHERS,
     ("launch.nodes", "engine.kind", lambda kind: kind == "single", "one process on one machine trains"),
 )
 """Settings that do nothing where another one has such a value: the setting, the other one, when that is so, and why."""

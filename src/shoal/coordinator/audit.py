@@ -296,6 +296,8 @@ def _lost(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -
             continue
         if key not in known and tally.is_lost(key):
             tally.fates["lost"] += 1
+        elif key not in known and key in evidence.waiting:
+            continue
         elif key not in known:
             yield f"{place}: contribution {receipt.seq} of {receipt.worker} was confirmed, and is nowhere"
         elif receipt.digest and receipt.digest != digest_of(known[key]):

@@ -63,6 +63,8 @@ class Evidence:
     snapshot: Snapshot | None = None
     records: list[Line] = field(default_factory=list)
     """Of all journals since the snapshot."""
+    waiting: set[tuple[str, int]] = field(default_factory=set)
+    """Contributions that lie in a database, confirmed, until a coordinator takes them: worker and number."""
     cut: list[str] = field(default_factory=list)
     """Files that end in the middle of something, as a crash leaves them, and what else is worth a note."""
 
@@ -82,13 +84,23 @@ def gather(state: Path, receipts: Iterable[Path], violations: list[str], claims:
 
 
 def gather_from(
-    evidence: Evidence, ledger: Iterable[str], snapshot: dict[str, Any] | None, records: Iterable[bytes], violations: list[str]
+    evidence: Evidence,
+    ledger: Iterable[str],
+    snapshot: dict[str, Any] | None,
+    records: Iterable[bytes],
+    waiting: Iterable[tuple[str, int]],
+    violations: list[str],
 ) -> Evidence:
     """The same from a database, which has cut nothing off; the receipts are in the evidence already."""
     evidence.ledger = [(f"ledger:{number}", json.loads(line)) for number, line in enumerate(ledger, 1)]
     evidence.ledger_bytes = len(evidence.ledger)  # it counts lines
     evidence.snapshot = _described(snapshot) if snapshot is not None else None
     evidence.records = [(f"journal, record {number}", dict(msgpack.unpackb(record))) for number, record in enumerate(records, 1)]
+    evidence.waiting = set(waiting)
+    if evidence.waiting:
+        evidence.cut.append(
+            f"{len(evidence.waiting)} results lie in the database, confirmed, until the coordinator comes back and takes them"
+        )
     return evidence
 
 

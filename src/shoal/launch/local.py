@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from shoal.config import Run
 from shoal.config.plugins import as_arguments
@@ -83,6 +83,9 @@ class LocalWorker:
 class LocalWorkers:
     """The workers of a run on this machine."""
 
+    passing: tuple[int, ...] = ()
+    """Exit codes that say nothing about the worker: it is started again, however often."""
+
     def __init__(
         self,
         folder: Path,
@@ -106,17 +109,28 @@ class LocalWorkers:
 
     def _start(self, worker: LocalWorker) -> None:
         worker.started_at = time.monotonic()
-        command = ["-m", "shoal", "join", "--stdin", "--name", worker.name]
-        command += ["--receipts", str(self.folder / f"{worker.name}.jsonl"), "--state", str(self.folder / worker.name), *worker.arguments]
-        command += as_arguments()  # the plugins that this process was told to use
         with self.log(worker).open("ab") as log:
-            environ = dict(self.environ or os.environ) | self._threads() | self._devices(worker)
-            worker.process = nursery.start(command, stdout=log, stderr=log, env=environ)
+            worker.process = self.open(worker, log)
         try:
-            worker.process.stdin.write(json.dumps(self.invitation).encode() + b"\n")
+            worker.process.stdin.write(json.dumps(self.invitation_of(worker)).encode() + b"\n")
             worker.process.stdin.flush()
         except OSError:  # the process has ended already, and `look_after` will notice
             pass
+
+    def open(self, worker: LocalWorker, log: IO[bytes]) -> nursery.Process:
+        """Start a worker's process, which reads its invitation from its standard input."""
+        environ = dict(self.environ or os.environ) | self._threads() | self._devices(worker)
+        return nursery.start(["-m", "shoal", *self.command(worker, str(self.folder))], stdout=log, stderr=log, env=environ)
+
+    def command(self, worker: LocalWorker, kept: str) -> list[str]:
+        """What a worker's process is told; `kept`: the folder for what it keeps."""
+        keeps = ["--receipts", f"{kept}/{worker.name}.jsonl", "--state", f"{kept}/{worker.name}"]
+        plugins = as_arguments()  # those that this process was told to use
+        return ["join", "--stdin", "--name", worker.name, *keeps, *worker.arguments, *plugins]
+
+    def invitation_of(self, worker: LocalWorker) -> dict[str, Any]:
+        """What a worker needs to join."""
+        return self.invitation
 
     def _threads(self) -> dict[str, str]:
         """The workers share the cores: with more threads than cores they would slow each other down."""
@@ -158,7 +172,7 @@ class LocalWorkers:
 
     def _ended(self, worker: LocalWorker, code: int, notify: Callable[[str], None]) -> None:
         last = last_line(self.log(worker))
-        worker.failures = worker.failures + 1 if code > 0 else 0
+        worker.failures = worker.failures + 1 if code > 0 and code not in self.passing else 0
         if code == _USER_ERROR or worker.failures >= MOST_FAILURES:
             worker.failed = f"{worker.name}: {last.removeprefix('error: ')}"
             notify(f"warning: {worker.name} cannot work: {last} (see {self.log(worker)})")

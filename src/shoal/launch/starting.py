@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.config import Run
     from shoal.launch.fleet import Fleet
     from shoal.launch.gathering import Host
+    from shoal.launch.on_ray import RayWorkers
     from shoal.launch.threads import WorkerThreads
     from shoal.runs.assembly import Progress
     from shoal.runs.cluster_loop import ClusterLoop
@@ -63,6 +64,8 @@ class Asked(NamedTuple):
     """Show the run in the browser."""
     live: tuple[str, ...] = ()
     """Names of what the program brings along and workers need: only threads of this process can have it."""
+    up: bool = False
+    """Workers are started where launch.kind says, and others may join."""
     above: Joined | None = None
     """For a relay: the coordinator that it has joined."""
 
@@ -233,8 +236,16 @@ def _invited(loaded: Loaded, asked: Asked) -> Plan:
     if isinstance(run.transport, Postgres) and len(asked.hosts) > (run.transport.host == "embedded"):
         raise ShoalError("--host: a database of the run's own listens at one address, and another one listens where it does")
     wait_quietly()
-    workers = int(run.coordinator.trains) if asked.workers is None else asked.workers
+    workers = _started_by_launcher(run, asked) if asked.up else int(run.coordinator.trains) if asked.workers is None else asked.workers
     return Plan(Way.COORDINATES, loaded, asked, workers=workers)
+
+
+def _started_by_launcher(run: Run, asked: Asked) -> int:
+    """Workers that `shoal up` starts."""
+    count = asked.workers or run.cluster.num_workers or run.launch.nodes
+    if not count:
+        raise ShoalError("how many workers? Name them in cluster.workers, or say --workers N (--num_nodes N)")
+    return count
 
 
 def _in_fleet(loaded: Loaded, asked: Asked, here: Place) -> Plan:
@@ -319,7 +330,8 @@ def _put_together(
         if ground.invitation is not None:
             made = made._replace(invitation=ground.invitation)
         workers = arguments(_names(plan, made))
-        yield Started(made.loop, lambda: _coordinate(plan, made, workers, given), ground.outside or made.invitation, ground.role)
+        outside = ground.outside or made.invitation
+        yield Started(made.loop, lambda: _coordinate(plan, made, workers, given, outside), outside, ground.role)
 
 
 def headline(plan: Plan, loop: Loop | ClusterLoop) -> str:
@@ -387,14 +399,14 @@ def _names(plan: Plan, made: Coordinating) -> list[str]:
     cluster, workers = plan.run.cluster, plan.workers
     if not plan.asked.invite and not workers:
         workers = made.loop.coordinator.plan.expected
-    return names_for(workers, (cluster.server or "here",) if plan.asked.invite else cluster.workers)
+    return names_for(workers, (cluster.server or "here",) if plan.asked.invite and not plan.asked.up else cluster.workers)
 
 
-def _coordinate(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> Outcome:
+def _coordinate(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given, outside: Invitation) -> Outcome:
     """Coordinate, with workers that are started here, or by each of the processes that torchrun started."""
     threads = fair_threads(len(workers)) if plan.run.transport.kind == "in-process" else 1
     with closing(made.loop.server), _computing_with(threads if workers else None):
-        outcome = _finished(made.loop, _train_with(plan, made, workers, given))
+        outcome = _finished(made.loop, _train_with(plan, made, workers, given, outside))
     if plan.fleet is not None:
         plan.fleet.end(outcome.summary)
     return outcome
@@ -413,9 +425,9 @@ def _computing_with(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _train_with(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> dict[str, Any]:
+def _train_with(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given, outside: Invitation) -> dict[str, Any]:
     loop = made.loop
-    staff = _staff(plan, made, workers, given)
+    staff = _staff(plan, made, workers, given, outside)
     if plan.fleet is not None:
         loop.goodbye_s = math.inf
     loop.beside = lambda: staff.look_after(loop.message, loop.exited)
@@ -424,8 +436,10 @@ def _train_with(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[s
         return loop.train()
 
 
-def _staff(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> LocalWorkers | WorkerThreads:
-    """The workers here, not started yet."""
+def _staff(
+    plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given, outside: Invitation
+) -> LocalWorkers | WorkerThreads | RayWorkers:
+    """The workers that this process starts, not started yet. `outside`: how those on other machines join."""
     loop, folder = made.loop, made.loop.directory.path / "workers"
     if plan.fleet is not None:
         return plan.fleet.announce(made.invitation, loop.directory.path)
@@ -435,6 +449,10 @@ def _staff(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]],
     invitation = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
     trusted, environ = trusting(loop.run)
     every = {name: [*arguments, *trusted] for name, arguments in workers.items()}
+    if plan.asked.up and plan.run.launch.elsewhere:
+        from shoal.launch.elsewhere import launcher
+
+        return launcher(loop.run, folder, outside or made.invitation, every, loop.message)
     return LocalWorkers(folder, invitation, every, gpus_of(loop.run), environ=environ)
 
 

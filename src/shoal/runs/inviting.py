@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.config import Run
+from shoal.config.environment import coordinator_secrets
 from shoal.config.schema.cluster import Transport
 from shoal.transports import Server
 from shoal.transports.connect import needs_keys, serve
@@ -55,7 +56,8 @@ class Secrets(NamedTuple):
         if path.exists():
             saved = json.loads(path.read_text(encoding="utf-8"))
             return cls(saved["token"], keys_from_secret(saved["secret"]), saved["port"], *(saved[name] for name in _LATER if name in saved))
-        return cls(new_token(), new_keys())
+        given = coordinator_secrets()
+        return cls(new_token(), new_keys()) if given is None else cls(given[0], keys_from_secret(given[1]))
 
     def save(self, folder: Path) -> None:
         partial = folder / ".secrets.json"  # never half a file: a run that has lost its secrets has lost its workers

@@ -88,8 +88,11 @@ class Host(Section):
     """Address under which this machine reaches the server."""
     server_port: Port | None = None
     """Port under which this machine reaches the server; null: the transport's."""
+    user: str | None = None
+    """Whom `shoal up` with launch.kind ssh logs in as; null: as your ssh configuration says."""
     host: str | None = None
-    """Address of this machine. Its worker calls the coordinator and listens nowhere: the address tells people whom a run waits for."""
+    """Address of this machine, which `shoal up` with launch.kind ssh logs in to; null: its name. Its worker calls the coordinator and
+    listens nowhere: the address tells people whom a run waits for."""
     port: Port | None = None
     """Port of this machine, told with its address; 0 tells none."""
     memory_gb: PositiveFloat | None = None
@@ -136,13 +139,71 @@ class Coordinator(Section):
     """File the weights are saved to and continued from; null: in the run's folder."""
 
 
-class Launch(Section):
-    """How many processes a worker is made of."""
+class Ssh(Section):
+    """Workers on machines that your own ssh reaches, with your keys and your configuration."""
 
+    python: str = "python3"
+    """The Python there that has Shoal: a command, or a path such as `~/shoal/bin/python`."""
+    wheel: str | None = None
+    """A wheel of this very version (`make dist`), installed into `~/.shoal` on machines whose Python lacks it; null: none is installed."""
+    options: tuple[str, ...] = ()
+    """More options for ssh, such as `-p`, `2222`."""
+
+
+class Ray(Section):
+    """Workers as actors of a Ray cluster. Settings and invitations travel through Ray; updates do not."""
+
+    address: str = "auto"
+    """The cluster: `auto` for the one of this machine, or `ray://host:10001`."""
+    cpus: PositiveFloat = 1.0
+    """CPUs that each worker asks Ray for; its GPUs are launch.devices_per_node."""
+
+
+class Slurm(Section):
+    """A batch script for Slurm."""
+
+    options: tuple[str, ...] = ()
+    """Lines for `#SBATCH`, such as `--partition=gpu`."""
+    setup: tuple[str, ...] = ()
+    """Shell commands before anything starts, such as `source ~/shoal/bin/activate`."""
+
+
+class Kubernetes(Section):
+    """Manifests for Kubernetes."""
+
+    image: str = "shoal:latest"
+    """A container image that has Shoal."""
+    namespace: str = "default"
+    """Where everything is made."""
+    storage_gb: PositiveInt = 20
+    """Size of the volume for the run's folder."""
+    storage_class: str | None = None
+    """Class of that volume; null: the cluster's default."""
+
+
+class Launch(Section):
+    """What starts workers, and how many processes a worker is made of."""
+
+    kind: Literal["local", "ssh", "ray", "slurm", "kubernetes"] = "local"
+    """What `shoal up` starts workers with: processes here, ssh, a Ray cluster; for Slurm and Kubernetes it writes what they are given."""
+    ssh: Ssh = Ssh()
+    ray: Ray = Ray()
+    slurm: Slurm = Slurm()
+    kubernetes: Kubernetes = Kubernetes()
     devices_per_node: PositiveInt | None = None
     """Devices to use on each machine; null: all of them."""
     nodes: PositiveInt | None = None
     """Machines the engine spans; null: as torchrun says, else 1."""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this program starts workers on other machines itself."""
+        return self.kind in ("ssh", "ray")
+
+    @property
+    def written(self) -> bool:
+        """Whether another program starts everything, and is given a file."""
+        return self.kind in ("slurm", "kubernetes")
 
 
 class ScheduledTask(Section):

@@ -61,6 +61,8 @@ class Trail(NamedTuple):
     """What the newest one says of itself."""
     records: list[bytes]
     """Of all journals since the snapshot, each as it was packed."""
+    waiting: list[tuple[str, int]]
+    """Results that were confirmed and that no coordinator has taken yet: worker and unit."""
 
 
 def trail(connection: Connection) -> Trail:
@@ -70,9 +72,10 @@ def trail(connection: Connection) -> Trail:
         ledger = [row[0] for row in connection.execute("SELECT entry FROM shoal.ledger ORDER BY line").fetchall()]
         newest = connection.execute("SELECT number, header FROM shoal.snapshots ORDER BY number DESC LIMIT 1").fetchone()
         if newest is None:
-            return Trail(ledger, None, [])
+            return Trail(ledger, None, [], [])
         records = connection.execute("SELECT record FROM shoal.records WHERE journal >= %s ORDER BY journal, id", (newest[0],)).fetchall()
-        return Trail(ledger, json.loads(newest[1]), [bytes(row[0]) for row in records])
+        waiting = connection.execute("SELECT worker, unit FROM shoal.contributions WHERE kind = 'delivered'").fetchall()
+        return Trail(ledger, json.loads(newest[1]), [bytes(row[0]) for row in records], [(row[0], row[1]) for row in waiting])
 
 
 def damage(connection: Connection) -> list[str]:

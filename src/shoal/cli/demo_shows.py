@@ -1,0 +1,66 @@
+"""What the demos end with: something that a trained network reads, writes or draws."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_DIGITS, _DRAWN = 6, 6
+_PROMPT, _TOKENS = "def ", 200
+
+
+def show(what: str, folder: Path) -> None:
+    """Show what the run in a folder has learned."""
+    {"digits": _show_digits, "text": _show_text, "drawing": _show_drawing}[what](folder)
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def _show_digits(folder: Path) -> None:
+    import torch
+
+    from shoal.runs.assembly import assemble
+    from shoal.runs.trained import open_run
+    from shoal.tasks.images import as_text
+
+    trained = open_run(str(folder), _warn)
+    samples = assemble(trained.run).data.eval
+    assert samples is not None
+    network = trained.task.players["model"]
+    batch = samples.batch(range(_DIGITS))
+    with torch.no_grad():
+        guesses = network(batch["image"].to(next(network.parameters()).device)).argmax(1).tolist()
+    pictures = [as_text(image[0]) for image in batch["image"]]
+    print("\nDigits that none of them had seen, and what their network reads:\n")
+    for line in zip(*pictures, strict=True):
+        print("   ".join(line).rstrip())
+    words = (f"reads {guess}, is {label}" for guess, label in zip(guesses, batch["label"].tolist(), strict=True))
+    print("   ".join(text.ljust(len(pictures[0][0])) for text in words))
+
+
+def _show_drawing(folder: Path) -> None:
+    from shoal.runs.trained import open_run
+    from shoal.tasks import Draws
+    from shoal.tasks.images import as_text
+
+    trained = open_run(str(folder), _warn)
+    assert isinstance(trained.task, Draws)
+    pictures = [as_text(image.mean(0)) for image in trained.task.images()[:_DRAWN]]
+    print("\nDigits that nobody wrote; the class's generator made them up:\n")
+    for line in zip(*pictures, strict=True):
+        print("   ".join(line).rstrip())
+    print(f"\nmore of them: shoal generate {folder} --grid digits.png")
+
+
+def _show_text(folder: Path) -> None:
+    from shoal.runs.trained import generate_text, open_run
+
+    trained = open_run(str(folder), _warn)
+    print(f"\nWhat it writes after {_PROMPT!r}; it has read Python's own source, byte by byte:\n\n{_PROMPT}", end="")
+    decoding = trained.run.serving.decoding
+    calm = decoding.replace(active="top_k", top_k=decoding.top_k.replace(temperature=0.6))
+    for piece in generate_text(trained, _PROMPT, max_new_tokens=_TOKENS, seed=1, decoding=calm):
+        print(piece, end="", flush=True)
+    print()

@@ -1,0 +1,21 @@
+"""`shoal down`: end a fleet that `shoal up` started; the run is saved, and can go on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+_PATIENCE_S = 90.0
+
+
+def run(argv: list[str]) -> int:
+    made = argparse.ArgumentParser("shoal down", description="End a fleet that `shoal up` started: the run is saved, its workers leave.")
+    made.add_argument("run", metavar="RUN", help="the run's folder")
+    made.add_argument("--patience", type=float, default=_PATIENCE_S, metavar="SECONDS", help="then end it at once (default: 90)")
+    arguments = made.parse_args(argv)
+    from shoal.launch.keeping_up import take_down
+
+    saved = take_down(Path(arguments.run), arguments.patience)
+    how = "saved and ended" if saved else "ended at once, since it did not end by itself; nothing that was confirmed is lost"
+    print(f"{arguments.run}: {how}\ngo on:  shoal up --run-dir {arguments.run} --resume\naudit:  shoal audit {arguments.run}")
+    return 0

@@ -1,0 +1,145 @@
+"""`shoal up`: start a whole fleet with one command, wherever launch.kind says that its workers are."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.cli.options import load, parse, parser, require
+from shoal.config.load import Override
+from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.launch.batch import Written
+    from shoal.launch.starting import Plan
+
+_WHAT = """Start a coordinator here and all its workers where launch.kind says (local, ssh, ray), and return; or write what Slurm or
+Kubernetes is given. `shoal down RUN` ends it."""
+_LOG = "up.log"
+_LOOK_S = 0.1
+_OPEN_S = 600.0
+"""How long the coordinator may take to open its door: it may have data to fetch."""
+
+
+def run(argv: list[str]) -> int:
+    made = parser("up", _WHAT)
+    made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
+    made.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
+    made.add_argument("--workers", type=int, metavar="N", help="how many workers (default: those that the configuration names)")
+    made.add_argument(
+        "--num_nodes", "--num-nodes", type=int, metavar="N", help="how many machines: one worker each, or one engine over all"
+    )
+    made.add_argument("--num_gpus", "--num-gpus", metavar="N", help="GPUs of each machine (launch.devices_per_node)")
+    made.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
+    made.add_argument("--foreground", action="store_true", help="stay at the terminal, and end everything with Ctrl-C")
+    arguments, overrides = parse(made, argv)
+    if arguments.resume and not arguments.run_dir:
+        raise ShoalError("--resume: say which run goes on, with --run-dir DIR")
+    overrides += _counts(arguments, overrides)
+    plan = _planned(arguments, overrides)
+    folder = Path(arguments.run_dir or Path(plan.run.output_dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.run.name or 'up'}")
+    if plan.run.launch.written:
+        return _write(plan, folder, arguments)
+    if arguments.foreground:
+        return _stay(arguments, overrides, folder, argv)
+    return _leave_running(plan, folder, argv, bool(arguments.run_dir))
+
+
+def _counts(arguments: argparse.Namespace, overrides: list[Override]) -> list[Override]:
+    """How many machines and GPUs, as settings."""
+    given = [Override("launch.devices_per_node", arguments.num_gpus, f"--num_gpus {arguments.num_gpus}")] if arguments.num_gpus else []
+    if arguments.num_nodes is None or arguments.resume:
+        return given
+    if not require(load(arguments, [*overrides, *given])).run.alone:
+        arguments.workers = arguments.workers or arguments.num_nodes
+        return given
+    return [*given, Override("launch.nodes", str(arguments.num_nodes), f"--num_nodes {arguments.num_nodes}")]
+
+
+def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> Plan:
+    from shoal.cli.running import planned
+    from shoal.launch.starting import Asked
+
+    if not arguments.resume and require(load(arguments, overrides)).run.launch.kind == "slurm":
+        return planned(arguments, overrides, Asked(otherwise=1))
+    asked = Asked(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), up=True)
+    return planned(arguments, overrides, asked)
+
+
+# --- for other schedulers ------------------------------------------------------------------------------
+
+
+def _write(plan: Plan, folder: Path, arguments: argparse.Namespace) -> int:
+    """Write the script or the manifests, and say what to do with them."""
+    from shoal.launch import batch
+
+    if (folder / "config.yaml").exists():
+        raise ShoalError(f"{folder} holds something already: choose another --run-dir")
+    run, count = plan.run, arguments.workers or plan.run.cluster.num_workers or plan.run.launch.nodes
+    if not count:
+        raise ShoalError("how many machines? Say --num_nodes N, or --workers N")
+    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.absolute()
+    config = folder / "config.yaml"
+    config.write_text(_settings(plan), encoding="utf-8")
+    writer = batch.slurm if run.launch.kind == "slurm" else batch.kubernetes
+    _show(writer(run, run.name or folder.name, folder, config, count))
+    return 0
+
+
+def _settings(plan: Plan) -> str:
+    """The whole configuration as one file. Secrets come from the environment again."""
+    from shoal.config.fields import as_data
+    from shoal.config.show import to_yaml
+
+    return "dialect: shoal\n" + to_yaml(as_data(plan.run, mask=None)).replace("${", "$${")
+
+
+def _show(written: Written) -> None:
+    from shoal.transports.private_files import write_private
+
+    write_private(written.path, written.text)
+    print(f"wrote {written.path}\nstart it with:\n  {written.start}\nend it with:\n  {written.end}")
+
+
+# --- from here -----------------------------------------------------------------------------------------
+
+
+def _stay(arguments: argparse.Namespace, overrides: list[Override], folder: Path, argv: list[str]) -> int:
+    """Coordinate in this process, until the run is over."""
+    from shoal.cli.running import carry_out
+    from shoal.launch.keeping_up import noted
+
+    arguments.run_dir = str(folder)
+    plan = _planned(arguments, overrides)
+    with noted(folder):
+        return carry_out(plan, argv)
+
+
+def _leave_running(plan: Plan, folder: Path, argv: list[str], named: bool) -> int:
+    """Start the process that stays, wait until workers can join, and return."""
+    from shoal.launch.keeping_up import running
+
+    if running(folder) is not None:
+        raise ShoalError(f"{folder} is up already: `shoal down {folder}` ends it")
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / _LOG
+    spoken = log.stat().st_size if log.exists() else 0
+    command = [sys.executable, "-m", "shoal", "up", *argv, *([] if named else ["--run-dir", str(folder)]), "--foreground"]
+    with log.open("ab") as stream:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True)
+    until = time.monotonic() + _OPEN_S
+    while b"shoal join " not in (said := log.read_bytes()[spoken:]) and process.poll() is None and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    if process.poll() not in (None, 0):
+        sys.stderr.write(said.decode(errors="replace"))
+        return process.poll() or 1
+    where = os.path.relpath(folder)
+    print(f"{plan.workers} workers are being started ({plan.run.launch.kind}); what they say is in {where}/workers")
+    print(f"see it:      shoal status {where}\nwhat it says: {where}/{_LOG}\nend it:      shoal down {where}")
+    return 0

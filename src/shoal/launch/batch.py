@@ -1,0 +1,163 @@
+"""What `shoal up` writes for schedulers that start everything themselves: a batch script for Slurm, manifests for Kubernetes.
+
+Both need nobody at a terminal, and both come back: a job that was put back into the queue, or a pod that was moved, goes on with the run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from shoal.config import Run
+from shoal.config.ranks import of_several
+from shoal.errors import ShoalError
+from shoal.transports.keys import key_text, new_keys, new_token
+
+_FOLDER = "/run/shoal"
+"""Where the coordinator's pod has the run's folder."""
+_TORCHRUN_PORT = 29400
+
+
+class Written(NamedTuple):
+    """A file for a scheduler, and what a person types to start and to end it."""
+
+    path: Path
+    text: str
+    start: str
+    end: str
+
+
+def slurm(run: Run, name: str, folder: Path, config: Path, workers: int) -> Written:
+    """A batch script. Where a strategy has workers, the first node coordinates and every node works; where one engine spans all nodes,
+    torchrun starts its processes."""
+    settings, name = run.launch.slurm, _plain(name)
+    head = ["#!/bin/bash", f"#SBATCH --job-name={name}", f"#SBATCH --nodes={workers}", "#SBATCH --ntasks-per-node=1", "#SBATCH --requeue"]
+    head += ["#SBATCH --open-mode=append", f"#SBATCH --output={folder}/slurm-%j.log"]
+    head += (
+        [f"#SBATCH --gpus-per-node={run.launch.devices_per_node}"] if run.launch.devices_per_node and run.training.device != "cpu" else []
+    )
+    head += [f"#SBATCH {option}" for option in settings.options]
+    body = _alone_on_slurm(run, folder, config, workers) if run.alone else _together_on_slurm(run, folder, config, workers)
+    text = "\n".join([*head, "", "set -euo pipefail", *settings.setup, *body]) + "\n"
+    path = folder / "job.sbatch"
+    return Written(path, text, f"sbatch {shlex.quote(str(path))}", f"scancel --name={name}")
+
+
+def _goes_on(folder: Path, config: Path) -> list[str]:
+    """Shell lines that begin a run, or go on with it where the job was started before."""
+    run, file = shlex.quote(str(folder / "run")), shlex.quote(str(config))
+    return [f"run={run}", f'if [ -e "$run/config.yaml" ]; then begin="--resume"; else begin={file}; fi']
+
+
+def _alone_on_slurm(run: Run, folder: Path, config: Path, nodes: int) -> list[str]:
+    if not of_several(run):
+        raise ShoalError("one process on one machine trains (strategy.kind local, engine.kind single): that needs no launcher")
+    each = run.launch.devices_per_node or "gpu"
+    return [
+        *_goes_on(folder, config),
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        f"srun torchrun --nnodes={nodes} --nproc-per-node={each} --max-restarts=3 --rdzv-backend=c10d \\",
+        f'    --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:{_TORCHRUN_PORT}" -m shoal train $begin --run-dir "$run"',
+    ]
+
+
+def _together_on_slurm(run: Run, folder: Path, config: Path, workers: int) -> list[str]:
+    return [
+        *_goes_on(folder, config),
+        "# The coordinator is on the first node. The token goes to workers through their environment, never on a command line.",
+        'shoal coordinate $begin --run-dir "$run" --workers 0 &',
+        "coordinator=$!",
+        f'until line=$(shoal invite slurm --run "$run" --workers {workers} 2>/dev/null | tail -n 1); [ -n "$line" ]; do',
+        '    kill -0 "$coordinator"; sleep 1',
+        "done",
+        'export SHOAL_TOKEN=$(printf %s "$line" | sed "s/.*--token \\([^ ]*\\).*/\\1/")',
+        'join=$(printf %s "$line" | sed "s/ --token [^ ]*//")',
+        "# A worker that dies is started again by its own node, and by nobody once the run is over.",
+        "srun --kill-on-bad-exit=0 --overlap bash -c 'for try in 1 2 3 4 5 6 7 8 9; do '\"$join\"' && exit 0; [ $? -eq 2 ] && exit 2;"
+        " sleep 5; done; exit 1' &",
+        'wait "$coordinator"',
+    ]
+
+
+# --- Kubernetes ------------------------------------------------------------------------------------------
+
+
+def kubernetes(run: Run, name: str, folder: Path, config: Path, workers: int) -> Written:
+    """Manifests: the configuration, the secrets, a volume, a service, the coordinator's job and the workers' job."""
+    if run.alone:
+        raise ShoalError("strategy.kind local: one engine over several machines is started by torchrun; launch.kind slurm writes that")
+    name, settings = _plain(name), run.launch.kubernetes
+    keys, port = new_keys(), getattr(run.transport, "port", None)
+    if not port:
+        raise ShoalError(
+            "launch.kind kubernetes: the coordinator's service needs a port that is known: transport.kind zmq, and transport.port"
+        )
+    made: list[dict[str, Any]] = [
+        _object("v1", "ConfigMap", name, run, data={"config.yaml": config.read_text(encoding="utf-8")}),
+        _object("v1", "Secret", name, run, type="Opaque", stringData={"token": new_token(), "key": keys.secret}),
+        _object("v1", "PersistentVolumeClaim", name, run, spec=_volume(settings.storage_gb, settings.storage_class)),
+        _object(
+            "v1", "Service", name, run, spec={"clusterIP": "None", "selector": {"shoal": name}, "ports": [{"name": "shoal", "port": port}]}
+        ),
+        _object("batch/v1", "Job", f"{name}-coordinator", run, spec=_coordinator(run, name, port)),
+        _object(
+            "batch/v1", "Job", f"{name}-workers", run, spec=_workers(run, name, f"tcp://{name}:{port}", key_text(keys.public), workers)
+        ),
+    ]
+    path = folder / "manifests.yaml"
+    text = "".join(f"---\n{yaml.safe_dump(one, sort_keys=False)}" for one in made)
+    return Written(path, text, f"kubectl apply -f {shlex.quote(str(path))}", f"kubectl delete -f {shlex.quote(str(path))}")
+
+
+def _object(version: str, kind: str, name: str, run: Run, **rest: Any) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": run.launch.kubernetes.namespace}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
+
+
+def _volume(size_gb: int, kind: str | None) -> dict[str, Any]:
+    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": f"{size_gb}Gi"}}}
+    return spec | ({"storageClassName": kind} if kind else {})
+
+
+def _coordinator(run: Run, name: str, port: int) -> dict[str, Any]:
+    begin = f"if [ -e {_FOLDER}/run/config.yaml ]; then begin=--resume; else begin=/config/config.yaml; fi"
+    container = {
+        "name": "coordinator",
+        "image": run.launch.kubernetes.image,
+        "command": ["sh", "-c", f"{begin}; exec shoal coordinate $begin --run-dir {_FOLDER}/run --workers 0 --host 0.0.0.0"],
+        "env": [_secret("SHOAL_TOKEN", name, "token"), _secret("SHOAL_SECRET_KEY", name, "key")],
+        "ports": [{"containerPort": port}],
+        "volumeMounts": [{"name": "run", "mountPath": _FOLDER}, {"name": "config", "mountPath": "/config"}],
+    }
+    volumes = [{"name": "run", "persistentVolumeClaim": {"claimName": name}}, {"name": "config", "configMap": {"name": name}}]
+    pod = {"restartPolicy": "OnFailure", "containers": [container], "volumes": volumes}
+    return {"backoffLimit": 100, "template": {"metadata": {"labels": {"shoal": name}}, "spec": pod}}
+
+
+def _workers(run: Run, name: str, address: str, key: str, workers: int) -> dict[str, Any]:
+    """A job with an index, so that each pod is the same worker again after it was moved."""
+    command = f"exec shoal join {address} --key {shlex.quote(key)} --name worker-$JOB_COMPLETION_INDEX"
+    container: dict[str, Any] = {
+        "name": "worker",
+        "image": run.launch.kubernetes.image,
+        "command": ["sh", "-c", command],
+        "env": [_secret("SHOAL_TOKEN", name, "token")],
+    }
+    if run.launch.devices_per_node and run.training.device != "cpu":
+        container["resources"] = {"limits": {"nvidia.com/gpu": run.launch.devices_per_node}}
+    pod = {"restartPolicy": "OnFailure", "containers": [container]}
+    counts = {"completionMode": "Indexed", "completions": workers, "parallelism": workers, "backoffLimit": 100}
+    return {**counts, "template": {"metadata": {"labels": {"shoal-workers": name}}, "spec": pod}}
+
+
+def _secret(variable: str, name: str, key: str) -> dict[str, Any]:
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+
+
+def _plain(name: str) -> str:
+    """A name as Kubernetes and DNS allow it."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "shoal"

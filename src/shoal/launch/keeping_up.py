@@ -1,0 +1,64 @@
+"""Which process keeps a fleet up: up.json in the run's folder, from `shoal up` until its end, so that `shoal down` finds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shoal.errors import ShoalError
+from shoal.transports.private_files import write_private
+
+_FILE = "up.json"
+_LOOK_S = 0.1
+
+
+def _began(pid: int) -> str:
+    """When a process began, as the system tells it; nothing: there is no such process. A later one with the same number began later."""
+    done = subprocess.run(["ps", "-o", "lstart=", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    words = done.stdout.split()
+    return "" if not words or words[-1].startswith("Z") else " ".join(words[:-1])
+
+
+@contextmanager
+def noted(folder: Path) -> Iterator[None]:
+    """Note that this process keeps the run up, while it does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _FILE
+    write_private(path, json.dumps({"pid": os.getpid(), "began": _began(os.getpid())}))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def running(folder: Path) -> int | None:
+    """The process that keeps the run in a folder up."""
+    try:
+        saved = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        pid, began = int(saved["pid"]), str(saved["began"])
+    except (OSError, ValueError, KeyError):
+        return None
+    return pid if began and _began(pid) == began else None
+
+
+def take_down(folder: Path, patience_s: float) -> bool:
+    """Ask it to save and end, and wait; whether it did so by itself. Raises ShoalError where nothing is up."""
+    pid = running(folder)
+    if pid is None:
+        raise ShoalError(f"nothing is up in {folder}: `shoal up` starts a fleet, and a run that was completed has ended by itself")
+    os.kill(pid, signal.SIGTERM)
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        if running(folder) is None:
+            return True
+        time.sleep(_LOOK_S)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)  # its workers leave when they notice that it is gone
+    (folder / _FILE).unlink(missing_ok=True)
+    return False

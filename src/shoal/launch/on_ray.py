@@ -1,0 +1,151 @@
+"""Workers as actors of a Ray cluster that is there already, each with a placement group of its own.
+
+Through Ray go strings: an invitation, arguments, what a worker printed. Weights and updates go between worker and coordinator, as always.
+A worker whose node comes later waits for it; one whose node went is started again wherever Ray has room.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shoal.config import Run
+from shoal.config.plugins import as_arguments
+from shoal.errors import ShoalError
+from shoal.launch.local import pause_s
+from shoal.launch.ray_host import Host
+from shoal.runs.inviting import Invitation
+
+_LOOK_EVERY_S = 2.0
+_PARTING_S = 10.0
+_USER_ERROR = 2
+
+
+class RayWorker:
+    """One worker, and the actor that runs it."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        self.name, self.arguments = name, list(arguments)
+        self.actor: Any = None
+        self.group: Any = None
+        self.outcome: Any = None
+        """What becomes of the actor's work, some day."""
+        self.log: Any = None
+        """The end of its log, when it has been asked for."""
+        self.started_at = self.restart_at = 0.0
+        self.failed = ""
+        self.done = False
+
+
+class RayWorkers:
+    """The workers of a run on a Ray cluster."""
+
+    def __init__(
+        self, run: Run, folder: Path, invitation: Invitation, workers: Mapping[str, Sequence[str]], notify: Callable[[str], None]
+    ) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise ShoalError("launch.kind ray needs Ray: pip install 'shoal[ray]'") from None
+        self.ray, self.folder, self.notify = ray, folder, notify
+        self.settings, self.gpus = run.launch.ray, run.launch.devices_per_node or 0
+        if run.training.device == "cpu":
+            self.gpus = 0
+        self.invitation = json.dumps(invitation._asdict())
+        self.workers = [RayWorker(name, arguments) for name, arguments in workers.items()]
+        self._look_at = 0.0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> None:
+        """Reach the cluster and ask it for places. Raises ShoalError where there is no cluster."""
+        if not self.ray.is_initialized():
+            try:
+                self.ray.init(address=self.settings.address, log_to_driver=False, logging_level="ERROR")
+            except ConnectionError as error:
+                raise ShoalError(f"launch.ray.address: there is no Ray cluster at {self.settings.address}: {error}") from None
+        for worker in self.workers:
+            self._start(worker)
+
+    def _start(self, worker: RayWorker) -> None:
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        wanted = {"CPU": self.settings.cpus} | ({"GPU": float(self.gpus)} if self.gpus else {})
+        worker.started_at, worker.restart_at = time.monotonic(), 0.0
+        worker.group = placement_group([wanted], strategy="SPREAD")
+        place = PlacementGroupSchedulingStrategy(placement_group=worker.group, placement_group_bundle_index=0)
+        remote = self.ray.remote(num_cpus=self.settings.cpus, num_gpus=self.gpus, max_concurrency=4, scheduling_strategy=place)(Host)
+        worker.actor = remote.remote(worker.name, [*worker.arguments, *as_arguments()])
+        worker.outcome = worker.actor.work.remote(self.invitation)
+
+    def look_after(self, notify: Callable[[str], None], lost: Callable[[str], None] = lambda name: None) -> None:
+        """Start workers again whose node went, or that died. Raises ShoalError when none is left."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_EVERY_S
+        for worker in self.workers:
+            if worker.done or worker.failed:
+                continue
+            if worker.restart_at:
+                if now >= worker.restart_at:
+                    self._start(worker)
+                continue
+            self._collect_log(worker)
+            if self.ray.wait([worker.outcome], timeout=0)[0]:
+                self._ended(worker, notify, lost)
+        if self.workers and all(worker.failed for worker in self.workers):
+            raise ShoalError(f"no worker is left: {self.workers[0].failed}")
+
+    def _ended(self, worker: RayWorker, notify: Callable[[str], None], lost: Callable[[str], None]) -> None:
+        try:
+            code, said = self.ray.get(worker.outcome)
+        except self.ray.exceptions.RayError as error:
+            code, said = -1, f"Ray lost it ({type(error).__name__})"
+        self._write(worker, said)
+        self._give_back(worker)
+        if code == 0:
+            worker.done = True
+            return
+        lost(worker.name)
+        if code == _USER_ERROR:
+            worker.failed = f"{worker.name}: {said.strip().splitlines()[-1] if said.strip() else 'it said nothing'}"
+            notify(f"warning: {worker.failed}")
+            return
+        worker.restart_at = time.monotonic() + pause_s(time.monotonic() - worker.started_at)
+        notify(f"warning: {worker.name} ended: {said.strip().splitlines()[-1] if said.strip() else code}; starting it again")
+
+    def _collect_log(self, worker: RayWorker) -> None:
+        """Fetch what a worker has printed, without waiting for it."""
+        if worker.log is None:
+            worker.log = worker.actor.said.remote()
+        elif self.ray.wait([worker.log], timeout=0)[0]:
+            with suppress(self.ray.exceptions.RayError):  # its outcome tells more
+                self._write(worker, self.ray.get(worker.log))
+            worker.log = None
+
+    def _write(self, worker: RayWorker, text: str) -> None:
+        with (self.folder / f"{worker.name}.log").open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _give_back(self, worker: RayWorker) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        self.ray.kill(worker.actor)
+        remove_placement_group(worker.group)
+        worker.actor = worker.group = worker.log = None
+
+    def close(self) -> None:
+        """Ask the workers to leave, keep their receipts, and give their places back."""
+        there = [worker for worker in self.workers if worker.actor is not None]
+        for worker in there:
+            worker.actor.stop.remote()
+        if there:
+            self.ray.wait([worker.outcome for worker in there], num_returns=len(there), timeout=_PARTING_S)
+        for worker in there:
+            self._give_back(worker)
+        self.ray.shutdown()

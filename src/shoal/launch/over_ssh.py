@@ -1,0 +1,151 @@
+"""Workers on machines that ssh reaches: looked at, started, watched, started again, and ended with the run.
+
+The user's own ssh does all of it, with the user's keys and configuration. A worker reads its secrets from its standard input, which is the
+ssh connection: when that ends, in whatever way, the worker leaves. What it says comes back over the same connection into its log here.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+from shoal.config import Run
+from shoal.config.schema.cluster import Host
+from shoal.errors import ShoalError
+from shoal.launch.local import LocalWorker, LocalWorkers
+from shoal.runs.inviting import Invitation
+from shoal.transports.addresses import parse
+from shoal.transports.databases import is_address
+from shoal.version import __version__
+
+_LOST = 255
+"""What ssh itself ends with: there was no connection, or it broke, or the worker was killed."""
+_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+_CHECK_S, _INSTALL_S = 60.0, 1200.0
+_LOOK = "import sys, shoal; print(*sys.version_info[:2], shoal.__version__)"
+_AT_ONCE = 16
+_ROOM = ".shoal"
+"""The folder in the user's home there, which holds all that Shoal puts on a machine."""
+
+
+class SshWorkers(LocalWorkers):
+    """The workers of a run, each on a machine of its own."""
+
+    passing = (_LOST,)
+
+    def __init__(
+        self, run: Run, folder: Path, invitation: Invitation, workers: Mapping[str, Sequence[str]], notify: Callable[[str], None]
+    ) -> None:
+        super().__init__(folder, invitation._asdict(), workers)
+        self.settings, self.hosts, self.notify = run.launch.ssh, run.cluster.hosts, notify
+        self.room = f"{_ROOM}/{secrets.token_hex(6)}"
+        """What workers keep while the run lasts."""
+        self.pythons: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Look at all machines, and start a worker on each that is fit. Raises ShoalError where none is."""
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            faults = dict(zip(self.workers, pool.map(self._look_at, self.workers), strict=True))
+        for worker, fault in faults.items():
+            if fault:
+                worker.failed = f"{worker.name}: {fault}"
+                self.notify(f"warning: {worker.name} cannot work: {fault}")
+        if all(faults.values()):
+            raise ShoalError(f"no worker could be started: {next(iter(self.workers)).failed}")
+        for worker in self.workers:
+            if not worker.failed:
+                self._start(worker)
+
+    # --- one machine ---------------------------------------------------------------------------------
+
+    def target(self, name: str) -> str:
+        """Whom ssh is told to log in to."""
+        host = self.hosts.get(name, Host())
+        return f"{host.user}@{host.host or name}" if host.user else host.host or name
+
+    def ssh(self, name: str, command: str) -> list[str]:
+        return ["ssh", *_OPTIONS, *self.settings.options, self.target(name), command]
+
+    def _look_at(self, worker: LocalWorker) -> str:
+        """See that the machine has a Python and this very version; what is wrong with it, else nothing."""
+        python = self.settings.python
+        done = self._run(worker.name, f"{_word(python)} -c {shlex.quote(_LOOK)}", _CHECK_S)
+        if done.returncode == _LOST:
+            return f"ssh {self.target(worker.name)} does not work: {_last(done.stderr)}"
+        found = done.stdout.split()
+        if done.returncode == 0 and len(found) == 3 and found[2] == __version__:
+            self.pythons[worker.name] = python
+            return ""
+        what = f"it has Shoal {found[2]}" if done.returncode == 0 and len(found) == 3 else f"{python} has no Shoal: {_last(done.stderr)}"
+        if self.settings.wheel is None:
+            return f"{what}; this is {__version__}. Name its Python (launch.ssh.python), or a wheel to install (launch.ssh.wheel)"
+        return self._install(worker, Path(self.settings.wheel))
+
+    def _install(self, worker: LocalWorker, wheel: Path) -> str:
+        """Put the wheel into an environment of its own on the machine."""
+        if not wheel.is_file() or f"-{__version__}-" not in wheel.name:
+            return f"launch.ssh.wheel: {wheel} is no wheel of version {__version__} (`make dist` makes one)"
+        self.notify(f"installing {wheel.name} on {worker.name} …")
+        place, python = f"{_ROOM}/{__version__}", self.settings.python
+        command = (
+            f"mkdir -p {place} && cat > {place}/{wheel.name} && {_word(python)} -m venv {place}/venv "
+            f"&& {place}/venv/bin/python -m pip install --quiet {place}/{wheel.name}"
+        )
+        done = self._run(worker.name, command, _INSTALL_S, wheel.read_bytes())
+        if done.returncode:
+            return f"{wheel.name} could not be installed: {_last(done.stderr)}"
+        self.pythons[worker.name] = f"~/{place}/venv/bin/python"
+        return ""
+
+    def _run(self, name: str, command: str, seconds: float, given: bytes = b"") -> subprocess.CompletedProcess[str]:
+        """A command on a machine, to its end. One that takes too long counts as a lost connection."""
+        try:
+            done = subprocess.run(self.ssh(name, command), input=given, capture_output=True, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess([], _LOST, "", f"no answer in {seconds:.0f} s")
+        except OSError as error:
+            return subprocess.CompletedProcess([], _LOST, "", f"there is no ssh here: {error.strerror}")
+        return subprocess.CompletedProcess([], done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+    # --- what LocalWorkers asks ------------------------------------------------------------------------
+
+    def open(self, worker: LocalWorker, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        join = shlex.join(["-m", "shoal", *self.command(worker, self.room)])
+        command = f"mkdir -p {self.room} && exec {_word(self.pythons[worker.name])} {join}"
+        alone: dict[str, Any] = {} if sys.platform == "win32" else {"start_new_session": True}  # Ctrl-C here is for the coordinator
+        return subprocess.Popen(self.ssh(worker.name, command), stdin=subprocess.PIPE, stdout=log, stderr=log, **alone)
+
+    def invitation_of(self, worker: LocalWorker) -> dict[str, Any]:
+        """Each machine may reach the coordinator under an address of its own."""
+        host, known = self.hosts.get(worker.name), self.invitation
+        if host is None or is_address(known["address"]):
+            return known
+        here = parse(known["address"])
+        return known | {"address": str(here._replace(host=host.server_address or here.host, port=host.server_port or here.port))}
+
+    def close(self, patience_s: float = 10.0) -> None:
+        """Ask the workers to leave, fetch their receipts, and leave nothing of the run on the machines."""
+        super().close(patience_s)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(self._clear, [worker for worker in self.workers if worker.name in self.pythons]))
+
+    def _clear(self, worker: LocalWorker) -> None:
+        done = self._run(worker.name, f"cat {self.room}/{shlex.quote(worker.name)}.jsonl; rm -rf {self.room}", _CHECK_S)
+        if done.stdout:
+            (self.folder / f"{worker.name}.jsonl").write_text(done.stdout, encoding="utf-8")
+
+
+def _word(path: str) -> str:
+    """A path as one word of a shell, which still finds the home folder."""
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
+
+
+def _last(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,38 @@
+"""What an actor of Ray does: it runs a worker as a process of its node, and tells what the worker said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+class Host:
+    """One worker on a node of Ray's. The worker ends with the actor."""
+
+    def __init__(self, name: str, arguments: list[str]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="shoal-ray-"))
+        self.log, self.read = self.folder / "log", 0
+        kept = ["--receipts", str(self.folder / "receipts.jsonl"), "--state", str(self.folder / "state")]
+        command = [sys.executable, "-m", "shoal", "join", "--stdin", "--name", name, *kept, *arguments]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+
+    def work(self, invitation: str) -> tuple[int, str]:
+        """Work until the end; the exit code, and what was said since it was last asked for."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(invitation.encode() + b"\n")
+        self.process.stdin.flush()
+        return self.process.wait(), self.said()
+
+    def said(self) -> str:
+        """What the worker has printed since this was last asked."""
+        text = self.log.read_bytes()[self.read :]
+        self.read += len(text)
+        return text.decode(errors="replace")
+
+    def stop(self) -> None:
+        """Ask the worker to leave."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()

@@ -1,0 +1,171 @@
+"""A stage for demonstrations: a coordinator and workers as processes of this machine, which may be killed and come back.
+
+Everything on it is what users themselves type: `shoal coordinate` prints a line, workers join with it, `kill -9` ends whom it likes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from shoal.errors import ShoalError
+from shoal.launch import nursery
+from shoal.launch.local import fair_threads, last_line
+from shoal.runs.inviting import Invitation
+from shoal.transports.databases import is_address
+from shoal.transports.databases import parse as parse_database
+
+_LOOK_S = 0.05
+_START_S = 120.0
+_STOP_S = 30.0
+
+
+class Seen(NamedTuple):
+    """How far a run has come, by its newest records."""
+
+    version: int = 0
+    samples: int = 0
+    figures: Mapping[str, float] = MappingProxyType({})
+    """The newest loss, and what the newest evaluation found."""
+
+
+class Stage:
+    """The processes of one demonstration. They end with the context."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], threads: int) -> None:
+        """`arguments`: files and settings of `shoal coordinate`. `threads`: among so many workers the cores are shared out."""
+        self.folder, self.run, self.arguments = folder, folder / "run", list(arguments)
+        self.log = folder / "coordinator.log"
+        self.environ = {**os.environ, "OMP_NUM_THREADS": str(fair_threads(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
+        self.coordinator: nursery.Process | None = None
+        self.workers: dict[str, nursery.Process] = {}
+        self.invitation: Invitation | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Stage:
+        nursery.prepare()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in [*self.workers.values(), self.coordinator]:
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def open(self) -> None:
+        """Start the coordinator, and wait until it says how to join. Raises ShoalError where it does not."""
+        self._coordinate([*self.arguments])
+
+    def come_back(self) -> None:
+        """Start the coordinator again where it was killed."""
+        self._coordinate(["--resume"])
+
+    def _coordinate(self, arguments: list[str]) -> None:
+        spoken = self.log.stat().st_size if self.log.exists() else 0
+        command = ["-m", "shoal", "coordinate", *arguments, "--run-dir", str(self.run), "--host", "127.0.0.1"]
+        with self.log.open("ab") as log:
+            self.coordinator = nursery.start(command, stdout=log, stderr=log, env=self.environ)
+        self.invitation = self._invited(self._told(spoken, "  shoal join "))
+
+    def _told(self, spoken: int, beginning: str) -> str:
+        """Wait for a line of the coordinator's."""
+        until = time.monotonic() + _START_S
+        while time.monotonic() < until:
+            text = self.log.read_bytes()[spoken:].decode(errors="replace")
+            for line in text.splitlines(keepends=True):
+                if line.startswith(beginning) and line.endswith("\n"):
+                    return line
+            assert self.coordinator is not None
+            if self.coordinator.poll() is not None:
+                raise ShoalError(f"the coordinator does not start: {last_line(self.log)} (see {self.log})")
+            time.sleep(_LOOK_S)
+        raise ShoalError(f"the coordinator has not opened its door in {_START_S:.0f} s (see {self.log})")
+
+    def _invited(self, line: str) -> Invitation:
+        words = shlex.split(line)
+        if not is_address(words[2]):
+            return Invitation(words[2], words[words.index("--token") + 1], None)
+        token = (self.run / "class_token").read_text(encoding="utf-8").strip()
+        return Invitation(parse_database(words[2])._replace(password=token).address, "", None)
+
+    def join(self, name: str, more: Sequence[str] = ()) -> None:
+        """Start a worker, which leaves when this process ends, however it ends."""
+        assert self.invitation is not None
+        kept = self.run / "workers"
+        kept.mkdir(parents=True, exist_ok=True)
+        command = ["-m", "shoal", "join", "--stdin", "--name", name, "--receipts", str(kept / f"{name}.jsonl"), "--state", str(kept / name)]
+        with (kept / f"{name}.log").open("ab") as log:
+            process = nursery.start([*command, *more], stdout=log, stderr=log, env=self.environ)
+        process.stdin.write(json.dumps(self.invitation._asdict()).encode() + b"\n")
+        process.stdin.flush()
+        self.workers[name] = process
+
+    def kill(self, name: str) -> None:
+        """`kill -9` for a worker."""
+        self._end(self.workers[name])
+
+    def crash(self) -> None:
+        """`kill -9` for the coordinator."""
+        assert self.coordinator is not None
+        self._end(self.coordinator)
+
+    def _end(self, process: nursery.Process) -> None:
+        process.kill()
+        process.wait()
+
+    def seen(self) -> Seen:
+        """How far the run has come."""
+        found, path = Seen(), self.run / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        figures: dict[str, float] = {}
+        for record in _records(lines):
+            figures |= {name: record[name] for name in ("loss", "accuracy", "perplexity") if record["split"] == "eval" and name in record}
+            found = Seen(max(found.version, record["step"]), max(found.samples, record["samples"]), figures)
+        return found
+
+    def ended(self) -> bool:
+        """Whether the coordinator has ended by itself. Raises ShoalError where it failed."""
+        assert self.coordinator is not None
+        code = self.coordinator.poll()
+        if code not in (None, 0):
+            raise ShoalError(f"the coordinator ended: {last_line(self.log)} (see {self.log})")
+        return code == 0
+
+    def stop(self) -> None:
+        """Ask the coordinator to save and end, and the workers to leave."""
+        assert self.coordinator is not None
+        if self.coordinator.poll() is None:
+            self.coordinator.send_signal(signal.SIGINT)
+        wait(self.coordinator, _STOP_S)
+        for process in self.workers.values():
+            process.stdin.close()
+        for process in self.workers.values():
+            wait(process, _STOP_S)
+
+
+def wait(process: nursery.Process, seconds: float) -> None:
+    """Wait for a process to end, and kill it where it takes too long."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _records(lines: list[str]) -> list[dict[str, Any]]:
+    """Records that are whole: the last line may just be written."""
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

@@ -1,0 +1,174 @@
+"""`shoal up` and `shoal down`: whole fleets with one command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from commands import HANG_S
+from shoal.cli.main import main
+from shoal.launch import over_ssh
+from shoal.launch.keeping_up import running
+from shoal.version import __version__
+
+SMALL = "dialect: shoal\nname: small\nmodel: {kind: mlp, hidden_sizes: [8]}\ndata: {source: {kind: builtin, name: digits}}\n"
+FLEET = SMALL + "strategy: {kind: syncps, round_timeout_s: 5}\ntransport: {kind: zmq, port: 0}\ncluster: {workers: [ann, bo]}\n"
+FOR_EVER = ["--set", "training.epochs=100000", "--set", "coordinator.heartbeat_interval_s=0.5"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    return tmp_path
+
+
+def wait_until(true: object) -> None:
+    assert callable(true)
+    until = time.monotonic() + HANG_S
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def by_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program called ssh that runs the command here, in a home of its own for each host: what sshd does, without a network."""
+    program = folder / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!{sys.executable}\nimport os, sys\nhost, command = sys.argv[-2:]\nif host == 'nobody':\n    sys.exit('ssh: no route') or 255\n"
+        f"home = os.path.join({str(folder)!r}, 'homes', host)\nos.makedirs(home, exist_ok=True)\nos.chdir(home)\n"
+        "os.environ['HOME'] = home\nos.execv('/bin/sh', ['sh', '-c', command])\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+def test_a_fleet_by_ssh_restarts_who_is_killed_and_down_leaves_nothing(by_ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = [
+        "--set",
+        "launch.kind=ssh",
+        "--set",
+        f"launch.ssh.python={sys.executable}",
+        "--set",
+        "cluster.hosts={ann: {user: ada}, bo: {host: bo}}",
+    ]
+    assert main(["up", "fleet.yaml", *more, *FOR_EVER, "--run-dir", "run", "--host", "127.0.0.1"]) == 0
+    try:
+        assert "shoal down run" in capsys.readouterr().out
+        assert running(Path("run")) is not None
+        ledger = by_ssh / "run" / "coordinator" / "ledger.jsonl"
+        wait_until(lambda: ledger.exists() and '"ann"' in ledger.read_text() and '"bo"' in ledger.read_text())
+        assert (by_ssh / "homes" / "ada@ann" / ".shoal").exists(), "the user and the address of the file are ssh's"
+        killed = _process_in(by_ssh / "homes" / "bo")
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: _process_in(by_ssh / "homes" / "bo") not in (0, killed))
+        wait_until(lambda: "bo was killed" in (by_ssh / "run" / "up.log").read_text())
+        assert main(["up", "fleet.yaml", *more, "--run-dir", "run"]) == 2
+        assert "is up already" in capsys.readouterr().err
+    finally:
+        main(["down", "run"])
+    assert running(Path("run")) is None
+    assert not _process_in(by_ssh / "homes" / "ada@ann")
+    assert not [*(by_ssh / "homes" / "bo" / ".shoal").iterdir()]
+    assert main(["audit", "run"]) == 0
+    assert "2 files" in capsys.readouterr().out, "the receipts came back"
+    assert main(["down", "run"]) == 2
+    assert "nothing is up" in capsys.readouterr().err
+
+
+def _process_in(home: Path) -> int:
+    """The newest worker in a host's home folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.readlink(entry / "cwd") == str(home) and "join" in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return max(found, default=0)
+
+
+def test_machines_that_are_not_fit_are_named_with_what_to_do(by_ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--set", "launch.kind=ssh", "--set", "cluster.workers=[ann]", "--foreground", "--host", "127.0.0.1"]
+    assert main(["up", "fleet.yaml", *more, "--set", "launch.ssh.python=no-such-python", "--run-dir", "a"]) == 2
+    assert "no-such-python has no Shoal" in (said := capsys.readouterr().err)
+    assert "launch.ssh.wheel" in said
+    wheel = ["--set", "launch.ssh.python=no-such-python", "--set", "launch.ssh.wheel=shoal-0.0.1-py3-none-any.whl"]
+    assert main(["up", "fleet.yaml", *more, *wheel, "--run-dir", "b"]) == 2
+    assert f"no wheel of version {__version__}" in capsys.readouterr().err
+
+
+def test_every_machine_is_told_the_address_under_which_it_reaches_the_server(folder: Path) -> None:
+    from shoal.config.load import File, resolve
+    from shoal.runs.inviting import Invitation
+
+    run = resolve([File("cluster_config_edp"), File("nn_config")], [], environ={}).run
+    made = over_ssh.SshWorkers(run, folder / "w", Invitation("tcp://10.10.0.1:65432", "t", None), {"pi5": (), "win": ()}, print)
+    assert [made.invitation_of(worker)["address"] for worker in made.workers] == ["tcp://192.168.50.1:65432", "tcp://10.10.0.1:65432"]
+
+
+def test_slurm_gets_a_script_that_bash_reads_and_that_comes_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--set", "launch.kind=slurm", "--set", "launch.slurm.options=[--partition=gpu]", "--run-dir", "job", "--num_nodes", "4"]
+    assert main(["up", "fleet.yaml", *options, "--set", "cluster.workers=[]"]) == 0
+    script = folder / "job" / "job.sbatch"
+    text = script.read_text()
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert "#SBATCH --nodes=4\n" in text
+    assert "#SBATCH --partition=gpu\n" in text
+    assert "#SBATCH --requeue\n" in text
+    assert "--resume" in text
+    assert f"sbatch {script}" in capsys.readouterr().out
+    assert main(["config", "check", "job/config.yaml"]) == 0
+
+
+def test_a_stack_of_ava_gets_torchrun_with_its_nodes_and_gpus(folder: Path) -> None:
+    stack = ["gpu/tiny", "--num_gpus", "8", "--num_nodes", "2", "--set", "engine.kind=ddp", "--set", "launch.kind=slurm"]
+    assert main(["up", *stack, "--run-dir", "job"]) == 0
+    text = (folder / "job" / "job.sbatch").read_text()
+    assert "torchrun --nnodes=2 --nproc-per-node=8" in text
+    assert "#SBATCH --gpus-per-node=8\n" in text
+
+
+def test_kubernetes_gets_manifests_whose_parts_fit_each_other(folder: Path) -> None:
+    options = ["--set", "launch.kind=kubernetes", "--set", "transport.port=7000", "--set", "launch.kubernetes.image=me/shoal:1"]
+    assert main(["up", "fleet.yaml", *options, "--run-dir", "job"]) == 0
+    path = folder / "job" / "manifests.yaml"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600, "it holds the token"
+    objects = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(path.read_text())}
+    service, workers = objects["Service", "small"], objects["Job", "small-workers"]
+    coordinator = objects["Job", "small-coordinator"]["spec"]["template"]
+    assert service["spec"]["selector"].items() <= coordinator["metadata"]["labels"].items()
+    assert workers["spec"]["completions"] == 2
+    command = workers["spec"]["template"]["spec"]["containers"][0]["command"][-1]
+    assert "tcp://small:7000" in command
+    assert objects["Secret", "small"]["stringData"]["token"] not in command
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    for one in objects.values():
+        validate.validate(one, validate.latest_version(), strict=True)
+
+
+def test_a_coordinator_takes_the_secrets_that_its_manifests_were_written_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.runs.inviting import Secrets
+    from shoal.transports.keys import new_keys
+
+    keys = new_keys()
+    monkeypatch.setenv("SHOAL_TOKEN", "t" * 32)
+    assert Secrets.of(folder).token != "t" * 32, "a token alone is for joining"
+    monkeypatch.setenv("SHOAL_SECRET_KEY", keys.secret)
+    assert (Secrets.of(folder).token, Secrets.of(folder).keys.public) == ("t" * 32, keys.public)
+
+
+def test_launchers_settings_without_their_launcher_are_told_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["config", "check", "fleet.yaml", "--set", "launch.ssh.python=python3.12"])
+    assert "that is for launch.kind ssh" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""`shoal demo`: what it promises on the screen really happens, and in a bounded time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import demo, demo_scenes
+from shoal.cli.demo_scenes import SCENES
+from shoal.cli.main import main
+from shoal.config.load import File, parse_override, resolve
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_every_scene_has_good_settings_together_and_alone(name: str) -> None:
+    scene = SCENES[name]
+    together = resolve(
+        [File(file) for file in scene.files], [parse_override(text) for text in (*scene.settings, *scene.together)], environ={}
+    )
+    assert together.ok, together.problems
+    if scene.compares:
+        overrides = [parse_override(text) for text in (*scene.settings, "strategy.kind=local", "evaluation.strategy=never")]
+        assert resolve([File(file) for file in scene.files], overrides, environ={}).ok
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_only_those_who_have_joined_are_killed(name: str) -> None:
+    here = {worker.name for worker in SCENES[name].workers}
+    shares = [happening.share for happening in SCENES[name].happenings]
+    assert shares == sorted(shares)
+    for happening in SCENES[name].happenings:
+        if happening.what == "kill":
+            here.remove(happening.who)
+        elif happening.what == "join":
+            assert happening.who not in here
+            here.add(happening.who)
+    assert here
+
+
+def test_a_demo_without_its_extra_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo_scenes, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "classroom", "--run-dir", "x"]) == 2
+    assert "pip install 'shoal[class]'" in capsys.readouterr().err
+    assert main(["demo", "chat", "--run-dir", "x"]) == 2
+    assert "pip install 'shoal[serve]'" in capsys.readouterr().err
+
+
+def test_the_demo_kills_workers_and_the_coordinator_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "_LEAST_S", 1.0)
+    assert main(["demo", "--seconds", "3", "--run-dir", "demo"]) == 0
+    out = capsys.readouterr().out
+    assert "ben is killed" in out
+    assert "fay joins late" in out
+    assert "it is back, with the very weights it last confirmed" in out
+    assert "nothing is missing, nothing is counted twice" in out
+    assert "accuracy of one process" in out
+    assert "reads " in out
+    assert "shoal demo classroom" in out
+    assert (tmp_path / "demo" / "run" / "workers" / "fay.jsonl").exists()
+    assert main(["demo", "--run-dir", "demo"]) == 2
+    assert "holds something already" in capsys.readouterr().err
