@@ -1,4 +1,4 @@
-"""Hostile schedules by the thousand: all ten planted mistakes are found within a minute each, and in the coordinator as it is, none."""
+"""Hostile schedules by the thousand: all planted mistakes are found within a minute each, and in the coordinator as it is, none."""
 
 from __future__ import annotations
 

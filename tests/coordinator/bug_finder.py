@@ -1,8 +1,8 @@
 """Looks for schedules that break a promise: draws hostile ones by seed, lives through them, and shrinks one that fails to a short story.
 
 A schedule is a list of things that happen (`hard_weather.World.happen`): workers act, messages arrive, are lost or doubled, workers and the
-coordinator die at any effect, clocks jump, snapshots are taken. After each, the promises are checked (`World.check`, `check_patience`,
-`check_same`). A seed gives the same schedule for ever, so whatever is found can be replayed.
+coordinator die at any effect, the disk fails, clocks jump, snapshots are taken. After each, the promises are checked (`World.check`,
+`check_patience`, `check_same`). A seed gives the same schedule for ever, so whatever is found can be replayed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from test_coordinator_schedules import LIKELY, STRATEGIES, WRONG, live_through
+from test_coordinator_schedules import DISK, LIKELY, STRATEGIES, WRONG, live_through
 
 Step = tuple[str, int]
 TOLD = {
@@ -27,6 +27,9 @@ TOLD = {
     "leave": "{who} says goodbye, and starts anew",
     "crash": "the coordinator will die after {number} effects of its next event",
     "snapshot": "the coordinator takes a snapshot",
+    "full": "the disk is full: it does not take the records of the next {few} events that have any, and the coordinator dies of each",
+    "half": "the disk takes a new journal and half of a snapshot, and the coordinator dies",
+    "spoil": "the newest snapshot cannot be read, and the coordinator comes back from the one before it",
     "time": "time passes: {seconds:g} s",
 }
 SECONDS = (0.1, 1.0, 4.0, 6.0, 11.0, 40.0, -30.0)
@@ -53,7 +56,7 @@ class Case(NamedTuple):
         lines = [f"strategy {self.strategy}, {self.workers} workers, {'4 versions' if self.steps == 4 else 'no end'}:"]
         for kind, number in self.schedule:
             who, seconds = f"w{number % self.workers}", SECONDS[number % 7]
-            lines.append("  " + TOLD[kind].format(who=who, number=number, seconds=seconds))
+            lines.append("  " + TOLD[kind].format(who=who, number=number, seconds=seconds, few=1 + number % 3))
         return "\n".join([*lines, f"  then the weather clears, and: {self.broken()}"])
 
 
@@ -74,7 +77,7 @@ def drawn(seed: int) -> Case:
     """A hostile case, the same for the same seed."""
     dice = random.Random(seed)
     length = dice.choice((12, 25, 50, 100))
-    schedule = tuple((dice.choice(LIKELY + WRONG), dice.randrange(12)) for _ in range(length))
+    schedule = tuple((dice.choice(LIKELY + WRONG + DISK), dice.randrange(12)) for _ in range(length))
     return Case(dice.choice([*STRATEGIES]), dice.randint(1, 4), dice.choice((4, 10**6)), schedule)
 
 

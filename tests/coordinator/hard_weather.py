@@ -1,4 +1,5 @@
-"""A world in which everything goes wrong: messages are lost, doubled and reordered, workers die, the coordinator dies, clocks jump.
+"""A world in which everything goes wrong: messages are lost, doubled and reordered, workers die, the coordinator dies, its disk fails,
+clocks jump.
 
 Workers speak the real protocol, one question at a time. What a contribution says follows from the batches it was made of, so the ledger
 alone tells what the weights must be.
@@ -63,6 +64,8 @@ class Disk:
     snapshot: dict[str, Any] = field(default_factory=dict)
     journal: list[tuple[dict[str, Any], tuple[bytes, ...]]] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
+    before: tuple[dict[str, Any], list[tuple[dict[str, Any], tuple[bytes, ...]]]] | None = None
+    """The snapshot before the newest, and the journal from it to the newest one; None: there is none, or it was needed already."""
 
 
 class World:
@@ -81,6 +84,8 @@ class World:
         """When each round was first seen open, and in which life of the coordinator."""
         self.dies_after: int | None = None
         """Effects of the next event that are still carried out before the coordinator dies."""
+        self.full_for = 0
+        """Events whose records the disk will not take."""
         self.coordinator = believing(Coordinator(plan, strategy, Numbers(SIZE)))
         self.event(Opened())
         self.snapshot()
@@ -90,6 +95,9 @@ class World:
     def event(self, event: Event) -> None:
         effects = self.coordinator.handle(event, self.now)
         until, self.dies_after = self.dies_after, None
+        if self.full_for and until is None and any(isinstance(effect, Persist) for effect in effects):
+            self.full_for -= 1
+            until = next(number for number, effect in enumerate(effects) if isinstance(effect, Persist))
         for effect in effects if until is None else effects[:until]:
             self.carry_out(effect)
         if until is not None:
@@ -107,10 +115,27 @@ class World:
                 letter.sender.answer = (copy.deepcopy(effect.header), effect.frames)
 
     def snapshot(self) -> None:
-        coordinator = self.coordinator
-        pending = [(copy.deepcopy(record), tuple(bytes(frame) for frame in frames)) for record, frames in coordinator.pending()]
-        saved = copy.deepcopy(coordinator.state_dict()) | {"vector": coordinator.learner.vector.clone(), "ledger": len(self.disk.ledger)}
-        self.disk.snapshot, self.disk.journal = saved, pending
+        coordinator, disk = self.coordinator, self.disk
+        saved = copy.deepcopy(coordinator.state_dict()) | {"vector": coordinator.learner.vector.clone(), "ledger": len(disk.ledger)}
+        if disk.snapshot:
+            disk.before = disk.snapshot, disk.journal
+        disk.snapshot, disk.journal = saved, self._head()
+
+    def _head(self) -> list[tuple[dict[str, Any], tuple[bytes, ...]]]:
+        """What a new journal begins with."""
+        return [(copy.deepcopy(record), tuple(bytes(frame) for frame in frames)) for record, frames in self.coordinator.pending()]
+
+    def half_a_snapshot(self) -> None:
+        """The disk takes the new journal, and then no snapshot: the one before counts, with both journals."""
+        self.disk.journal += self._head()
+        self.crash()
+
+    def spoil(self) -> None:
+        """The newest snapshot cannot be read any more, and the coordinator comes back from the one before it."""
+        if self.disk.before is not None:
+            (self.disk.snapshot, journal), self.disk.before = self.disk.before, None
+            self.disk.journal = journal + self.disk.journal
+            self.crash()
 
     def crash(self, whole: bool = True) -> None:
         """The coordinator is gone, and comes back from what its disk holds."""
@@ -137,6 +162,8 @@ class World:
             else:
                 assert value == getattr(after.state, name), name
         assert [record for record, _ in before.pending()] == [record for record, _ in after.pending()]
+        counted = [{number: dict(there.sent) for number, there in one.rounds.open.items()} for one in (before, after)]
+        assert counted[0] == counted[1], "each contribution of an open round is counted once"
 
     # --- workers --------------------------------------------------------------------------------------
 
@@ -282,6 +309,12 @@ class World:
             self.dies_after = number
         elif kind == "snapshot":
             self.snapshot()
+        elif kind == "full":
+            self.full_for = 1 + number % 3
+        elif kind == "half":
+            self.half_a_snapshot()
+        elif kind == "spoil":
+            self.spoil()
         elif kind == "time":
             self.pass_time((0.1, 1.0, 4.0, 6.0, 11.0, 40.0, -30.0)[number % 7])
 
@@ -290,7 +323,7 @@ class World:
         if len(self.workers) > 2 and len(self.letters) % 2:
             del self.workers[0]
         self.letters.clear()
-        self.dies_after = None
+        self.dies_after, self.full_for = None, 0
         for worker in self.workers:
             if worker.call >= 0:
                 self.send(worker)

@@ -1,4 +1,4 @@
-"""Ten mistakes that a coordinator could have, each planted by a patch: the bug finder must find every one of them."""
+"""Eleven mistakes that a coordinator could have, each planted by a patch: the bug finder must find every one of them."""
 
 from __future__ import annotations
 
@@ -115,6 +115,11 @@ def _counts_a_share_twice(patch: Any) -> None:
     patch.setattr(book.Book, "_combine", combine)
 
 
+def _counts_the_head_of_a_journal_again(patch: Any) -> None:
+    """What a journal repeats of the one before it, since the disk took no snapshot between them, is counted once more."""
+    patch.setattr(rounds.Rounds, "holds", lambda self, record: False)
+
+
 MISTAKES: dict[str, Patch] = {
     "a contribution that comes again is taken again": _forgets_repeats,
     "answers go out before their records are kept": _confirms_before_it_keeps,
@@ -126,4 +131,5 @@ MISTAKES: dict[str, Patch] = {
     "one of several contributions of a worker is dropped": _drops_one_of_several,
     "a unit is lent to two workers": _lends_twice,
     "a late contribution is weighed twice": _counts_a_share_twice,
+    "what two journals hold is counted twice": _counts_the_head_of_a_journal_again,
 }

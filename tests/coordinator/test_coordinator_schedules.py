@@ -1,4 +1,4 @@
-"""Any order of messages, losses, doubles, deaths, crashes and clock jumps: what was confirmed is in the weights exactly once."""
+"""Any order of messages, losses, doubles, deaths, crashes, disk faults, clock jumps: what was confirmed is in the weights once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ STRATEGIES: dict[str, Policies] = {
 }
 LIKELY = ["go"] * 8 + ["act"] * 5 + ["deliver"] * 5 + ["time"] * 3
 WRONG = ["double", "lose", "again", "again", "die", "leave", "crash", "crash", "snapshot"]
-SCHEDULE = st.lists(st.tuples(st.sampled_from(LIKELY + WRONG), st.integers(0, 11)), min_size=20, max_size=120)
+DISK = ["full", "half", "snapshot", "spoil"]
+"""What a disk does: it is full, it takes half a snapshot, or the newest snapshot cannot be read."""
+SCHEDULE = st.lists(st.tuples(st.sampled_from(LIKELY + WRONG + DISK), st.integers(0, 11)), min_size=20, max_size=120)
 
 
 def live_through(strategy: Policies, schedule: list[tuple[str, int]], workers: int, steps: int) -> World:
@@ -72,7 +74,7 @@ def test_the_schedules_are_as_hard_as_they_claim() -> None:
     crashes, confirmed, several, outcomes = 0, 0, 0, set[str]()
     for seed in range(60):
         chance = random.Random(seed)
-        schedule = [(chance.choice(LIKELY + WRONG), chance.randrange(12)) for _ in range(100)]
+        schedule = [(chance.choice(LIKELY + WRONG + DISK * (seed % 2)), chance.randrange(12)) for _ in range(100)]
         world = live_through(chance.choice(list(STRATEGIES.values())), schedule, 3, 10**6)
         crashes, confirmed = crashes + world.crashes, confirmed + len(world.confirmed)
         outcomes |= world.coordinator.state.contributions.keys()

@@ -17,6 +17,8 @@ from typing import Any
 from shoal.errors import ShoalError
 
 KEY_FILE = "receipts.key"
+_JSON = json.JSONEncoder(separators=(",", ":"))
+"""Made once: every contribution is sealed."""
 
 
 def key_in(folder: Path) -> bytes:
@@ -36,9 +38,9 @@ def key_in(folder: Path) -> bytes:
 
 def digest_of(line: list[Any]) -> str:
     """A short name of a contribution, as the ledger tells it."""
-    return hashlib.sha256(json.dumps(line, separators=(",", ":")).encode()).hexdigest()[:16]
+    return hashlib.sha256(_JSON.encode(line).encode()).hexdigest()[:16]
 
 
 def seal(key: bytes, worker: str, seq: int, digest: str, version: int) -> str:
-    content = json.dumps([worker, seq, digest, version], separators=(",", ":")).encode()
+    content = _JSON.encode([worker, seq, digest, version]).encode()
     return hmac.new(key, content, "sha256").hexdigest()[:32]
