@@ -27,8 +27,8 @@ def shown(capsys: pytest.CaptureFixture[str], host: str, hosts: tuple[str, ...] 
 def test_without_a_way_out_the_addresses_of_the_network_cards_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "_addresses_of_routes", list)
     monkeypatch.setattr(socket, "gethostname", lambda: "nobody-knows-this.invalid")
-    assert "127.0.0.1" in addresses._addresses_of_cards(), "the loopback card has an address everywhere"
-    monkeypatch.setattr(addresses, "_addresses_of_cards", lambda: ["127.0.0.1", "169.254.7.7", "10.9.8.7"])
+    assert "127.0.0.1" in addresses._cards().values(), "the loopback card has an address everywhere"
+    monkeypatch.setattr(addresses, "_cards", lambda: {"lo": "127.0.0.1", "eth0": "169.254.7.7", "eth1": "10.9.8.7"})
     assert addresses.local_addresses() == ["10.9.8.7", "169.254.7.7"], "an address that the machine gave itself comes last"
     assert addresses.to_tell("0.0.0.0") == "10.9.8.7"
 
@@ -47,3 +47,8 @@ def test_other_machines_are_never_told_to_join_themselves(capsys: pytest.Capture
     assert told.startswith("workers on this machine join with:\n")
     assert "this machine has no address in a network" in told
     assert "no address in a network" not in shown(capsys, "127.0.0.1", hosts=("127.0.0.1",))
+
+
+def test_the_card_that_leads_to_this_machine_is_the_loopback_one() -> None:
+    name = addresses.interface_of("127.0.0.1")
+    assert addresses._cards().get(name or "") == "127.0.0.1"
