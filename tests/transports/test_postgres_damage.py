@@ -117,6 +117,10 @@ def test_a_repair_goes_back_to_what_is_sound_and_names_what_is_lost(
     sound = 5 if "max(id)" in spoil else 3 if "journal = 2" in spoil else 2
     with database.connect() as owner:
         owner.execute(spoil.encode())
+        owner.execute(
+            "INSERT INTO shoal.contributions (kind, worker, unit, iteration, epoch, start, batches)"
+            " VALUES ('delivered', 'bo', 7, 1, 0, 0, 1)"
+        )
     told: list[str] = []
     assert repair_database(database.conninfo("coordinator"), tmp_path, told.append)
     assert f"lost: contributions {sound} to 5 of ann, as far as they were taken" in told
@@ -128,7 +132,7 @@ def test_a_repair_goes_back_to_what_is_sound_and_names_what_is_lost(
     finally:
         again.close()
     assert [record.get("n", record["kind"]) for record in records] == [*range(sound), "repaired"]
-    assert records[-1]["lost"] == [["ann", sound, 5]]
+    assert records[-1]["lost"] == [["ann", sound, 5], ["bo", 0, 7]], "bo's result was confirmed, and in no record yet"
     assert not repair_database(database.conninfo("coordinator"), tmp_path, told.append), "nothing is left to mend"
 
 

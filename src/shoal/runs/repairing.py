@@ -81,11 +81,11 @@ def repair_database(address: str, folder: Path, say: Callable[[str], None]) -> b
             raise _nothing_to_go_on_from(server.line.place)
         sound, length = mending.sound_since(server, snapshot.step), int(snapshot.state["ledger"])
         ledger = [*mending.ledger_since(server, length)]
-        after = ({record["worker"]: record["seq"]} for record in mending.readable_after(server, sound.last))
-        lost = _lost(_known(snapshot, sound.records), [*_told_by(ledger), *after])
-        version = _version(snapshot, sound.records)
-        if not (sound.problem or lost or _newest_in(ledger) > version):
+        known, version = _known(snapshot, sound.records), _version(snapshot, sound.records)
+        told = [*_told_by(ledger), *({record["worker"]: record["seq"]} for record in mending.readable_after(server, sound.last))]
+        if not (sound.problem or _lost(known, told) or _newest_in(ledger) > version):
             return False
+        lost = _lost(known, [*told, *({worker: seq} for worker, seq in mending.waiting(server))])
         reason = sound.problem or "the journal has lost its end"
         with server.transaction():
             aside = _write_down(folder, mending.go_back(server, snapshot.step, length, sound.last))

@@ -53,6 +53,11 @@ def readable_after(server: PostgresServer, last: int) -> Iterator[dict[str, Any]
             yield record
 
 
+def waiting(server: PostgresServer) -> list[tuple[Any, ...]]:
+    """Worker and number of results that were confirmed and are in no record yet."""
+    return server.fetch("SELECT worker, unit FROM shoal.contributions WHERE kind = 'delivered' ORDER BY seq")
+
+
 def ledger_since(server: PostgresServer, length: int) -> Iterator[dict[str, Any]]:
     """Lines that the ledger got after a snapshot, and that can be trusted."""
     for entry, checksum in server.fetch("SELECT entry, checksum FROM shoal.ledger WHERE line > %s ORDER BY line", (length,)):
