@@ -120,7 +120,7 @@ seed: SEED
 model: {kind: gpt, hidden_size: 64, num_layers: 2, num_heads: 4, max_seq_len: 16, positions: rotary}
 data: {source: {kind: preferences, path: sums.jsonl}, tokenizer: bytes}
 task: language-modelling
-training: {batch_size: 50, max_steps: STEPS, device: cpu, optimizer: {learning_rate: 0.003}}
+training: {batch_size: 20, max_steps: STEPS, device: cpu, optimizer: {learning_rate: 0.003}}
 evaluation: {strategy: never}
 """
 POLICY = """\

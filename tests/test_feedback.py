@@ -39,6 +39,7 @@ def test_the_documented_command_trains_a_base_and_then_the_policy(
     told = capsys.readouterr().err
     assert "phase 1, base: rlhf.policy is not given, and the model is small: its base is trained first" in told
     assert "phase 2, policy" in told
+    assert 'what changed: shoal generate --compare run/base run/policy --prompt "…"' in told
     base, policy = (json.loads(Path("run", name, "summary.json").read_text()) for name in ("base", "policy"))
     assert (base["steps"], policy["steps"]) == (3, 5 * 2 * 8 // 4), "the policy's length is rlhf.ppo.steps"
     run = open_run("run/base", print).run

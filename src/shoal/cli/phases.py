@@ -30,7 +30,16 @@ def train_in_phases(made: Plan, arguments: argparse.Namespace, overrides: list[O
         code = _train(phase, arguments, overrides, folder)
         if not is_done(folder):
             return code
+    _tell_how_to_compare(made, root)
     return code
+
+
+def _tell_how_to_compare(made: Plan, root: Path) -> None:
+    """Say how to see what the policy has learned."""
+    assert made.run.rlhf is not None
+    before = next((str(root / name) for name in ("answers", "base") if (root / name).is_dir()), made.run.rlhf.policy)
+    if before is not None:
+        sys.stderr.write(f'what changed: shoal generate --compare {before} {root / "policy"} --prompt "…"\n')
 
 
 def _root(made: Plan, arguments: argparse.Namespace) -> Path:
