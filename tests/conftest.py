@@ -79,5 +79,5 @@ def shared_data() -> Path:
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No variable of the machine reaches a test, and no test writes into the user's own folders."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
-    for name in ("DB_PASSWORD", "HF_TOKEN", "SHOAL_API_KEY", "CONFIG_PATH", "TELEMETRY_ALPHA", "LOG_LEVEL"):
+    for name in ("DB_PASSWORD", "HF_TOKEN", "SHOAL_API_KEY", "CONFIG_PATH", "TELEMETRY_ALPHA", "LOG_LEVEL", "LOG_FORMAT"):
         monkeypatch.delenv(name, raising=False)

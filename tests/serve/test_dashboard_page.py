@@ -91,7 +91,6 @@ def write_run(path: Path, workers: int = 3, records: int = 60) -> RunFolder:
 @contextmanager
 def shown(folder: RunFolder, token: str | None = None, public: bool = False) -> Iterator[str]:
     server = WatchServer([folder], "127.0.0.1", [0], token, public)
-    server.socket.listen()
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -203,6 +203,7 @@ class ClusterLoop:
                 self._look_around()
             if self.higher is not None:
                 self.higher.look()
+        self.status.look("ending")  # workers may leave before anybody looks again
         if coordinator.stopped:
             raise ShoalError(coordinator.stopped)
         self.driver.happen(Interrupted(recorder.stopping) if recorder.stopping else Concluded())

@@ -30,7 +30,7 @@ Row = tuple[str, ...]
 def lines(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What there is to say of the whole run, each as a word and a text."""
     kind = status["strategy"] or "one process, no workers"
-    scheduler = f", scheduler {status['scheduler']}" if status["strategy"] else ""
+    scheduler = f", scheduler {status['scheduler']}" if status["scheduler"] != "none" else ""
     over = f" over {status['transport']}" if status["transport"] else ""
     yield "run", f"{status['run'] or status.get('folder', '')}: {kind}{over}{scheduler}"
     yield "state", _state(status)

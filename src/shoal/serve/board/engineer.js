@@ -40,8 +40,8 @@ export class Engineer {
     return card;
   }
 
-  show(views, chosen) {
-    const view = views[chosen] ?? views[0];
+  show(views) {
+    const [view] = views;
     this.views = views;
     this.showLoss(views);
     this.showWorkers(view);
@@ -55,7 +55,7 @@ export class Engineer {
     this.showAudit(view);
     this.showCheckpoints(view);
     this.showEvents(view);
-    this.showSettings(views.indexOf(view));
+    this.showSettings(0);
   }
 
   showLoss(views) {
@@ -98,7 +98,7 @@ export class Engineer {
   }
 
   showWorkers(view) {
-    const rows = view.workers, status = view.run.status ?? {};
+    const rows = view.workers.map((row) => (row.state === "gone" || row.state === "left" ? { ...row, heard_s: null } : row)), status = view.run.status ?? {};
     const card = this.card("workers", "Workers", rows.length > 0 || Boolean(status.strategy), true);
     const shown = COLUMNS.filter(([key]) => rows.some((row) => row[key] !== undefined && row[key] !== "" && row[key] !== null));
     const [key, way] = this.sort;

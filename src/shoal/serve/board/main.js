@@ -40,7 +40,7 @@ function drawNow() {
   find("progress").value = time === null ? (status.progress ?? 1) : status.of ? views[0].step / status.of : time / (length() || 1);
   showTime();
   if (shown === "class") classroom.show(views[0]);
-  else engineer.show(views, 0);
+  else engineer.show(views);
 }
 
 function length() {
