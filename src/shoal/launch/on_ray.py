@@ -137,7 +137,7 @@ class RayWorkers:
         worker.actor = worker.group = worker.log = None
 
     def close(self) -> None:
-        """Ask the workers to leave, keep their receipts, and give their places back."""
+        """Ask the workers to leave, and give their places back."""
         there = [worker for worker in self.workers if worker.actor is not None]
         for worker in there:
             worker.actor.stop.remote()
