@@ -1,11 +1,11 @@
 # make demo    see it work          make test    all tests         make quick   units and properties: tests that start no process
-# make bench   ratios to peers      make docs    generated pages   make lint    style, types, layers
-# make chaos   kill -9, 1,200 times make clean   forget the virtual environment
+# make bench   ratios to peers      make docs    pages and site    make lint    style, types, layers
+# make chaos   kill -9, 1,200 times make dist    wheel and sdist   make clean   forget the virtual environment
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test quick chaos lint bench docs clean
+.PHONY: demo test quick chaos lint bench docs dist clean
 
 # The environment is made once, and again when what it is made from changes. The stamp says which extras are in it.
 .venv/core: pyproject.toml constraints.txt
@@ -43,6 +43,14 @@ bench: .venv/dev
 
 docs: .venv/dev
 	@$(BIN)/python docs/generate.py
+	@$(BIN)/python docs/site.py
+
+# A wheel and a source distribution, which install in an empty environment and run the demo.
+dist: .venv/core
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt build
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist . >.venv/dist.log 2>&1 || { cat .venv/dist.log; exit 1; }
+	@ls dist
 
 clean:
 	rm -rf .venv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -20,6 +21,8 @@ ISLANDS = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
 PIPELINE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
 MIXTURES = (ROOT / "docs" / "mixtures.md").read_text(encoding="utf-8")
 WATCHING = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
+SHELF = (ROOT / "docs" / "shelf.md").read_text(encoding="utf-8")
+RACK = (ROOT / "docs" / "rack.md").read_text(encoding="utf-8")
 PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 SLIPS = "dialect: shoal\nmodel:\n  kind: gtp\nstrategy:\n  kind: syncps\n  pull_evry_steps: 10\n"
 
@@ -52,7 +55,15 @@ def commands_in(block: str) -> list[str]:
 
 SCRIPTS = [
     pytest.param(commands_in(block), id=f"{name} {number}")
-    for name, page in (("README", README), ("islands", ISLANDS), ("mixtures", MIXTURES), ("pipeline", PIPELINE), ("watching", WATCHING))
+    for name, page in (
+        ("README", README),
+        ("islands", ISLANDS),
+        ("mixtures", MIXTURES),
+        ("pipeline", PIPELINE),
+        ("watching", WATCHING),
+        ("shelf", SHELF),
+        ("rack", RACK),
+    )
     for number, block in enumerate(blocks("sh", page), 1)
     if commands_in(block)
 ]
@@ -94,13 +105,30 @@ def test_the_examples_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest
     assert list((tmp_path / "watched" / "logs").glob("events.*"))
 
 
-@pytest.mark.parametrize("command", re.findall(r"^\| .* \| `(shoal [^`]*)`.* \|$", README, re.MULTILINE))
+@pytest.mark.parametrize("command", re.findall(r"^\| [^|]* \| `(shoal [^`]*)` \| [^|]* \|$", README, re.MULTILINE))
 def test_the_starting_points_work(command: str, tmp_path: Path) -> None:
     shell(command, tmp_path)
     if "init" in command:
         assert "OK" in shell("shoal config check", tmp_path)
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.stem
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_the_site_has_all_pages_and_asks_nobody_for_anything(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("site_of_docs", ROOT / "docs" / "site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    written = {path.name: path.read_text(encoding="utf-8") for path in site.build(tmp_path / "site")}
+    assert {f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md")} - written.keys() == {"README.html"}, "every page is in the index"
+    for name, text in written.items():
+        assert not re.search(r"<(script|link|img|iframe)[^>]*(src|href)=.http", text), name
+        for target in re.findall(r'href="([a-z]+\.html)', text):
+            assert target in written, (name, target)

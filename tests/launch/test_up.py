@@ -80,7 +80,7 @@ def test_a_fleet_by_ssh_restarts_who_is_killed_and_down_leaves_nothing(by_ssh: P
         main(["down", "run"])
     assert running(Path("run")) is None
     assert not _process_in(by_ssh / "homes" / "ada@ann")
-    assert not [*(by_ssh / "homes" / "bo" / ".shoal").iterdir()]
+    assert not (by_ssh / "homes" / "bo" / ".shoal").exists()
     assert main(["audit", "run"]) == 0
     assert "2 files" in capsys.readouterr().out, "the receipts came back"
     assert main(["down", "run"]) == 2

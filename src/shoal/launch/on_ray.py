@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class RayWorkers:
         self, run: Run, folder: Path, invitation: Invitation, workers: Mapping[str, Sequence[str]], notify: Callable[[str], None]
     ) -> None:
         try:
-            import ray
+            ray: Any = import_module("ray")
         except ImportError:
             raise ShoalError("launch.kind ray needs Ray: pip install 'shoal[ray]'") from None
         self.ray, self.folder, self.notify = ray, folder, notify
@@ -71,13 +72,11 @@ class RayWorkers:
             self._start(worker)
 
     def _start(self, worker: RayWorker) -> None:
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+        groups, strategies = import_module("ray.util.placement_group"), import_module("ray.util.scheduling_strategies")
         wanted = {"CPU": self.settings.cpus} | ({"GPU": float(self.gpus)} if self.gpus else {})
         worker.started_at, worker.restart_at = time.monotonic(), 0.0
-        worker.group = placement_group([wanted], strategy="SPREAD")
-        place = PlacementGroupSchedulingStrategy(placement_group=worker.group, placement_group_bundle_index=0)
+        worker.group = groups.placement_group([wanted], strategy="SPREAD")
+        place = strategies.PlacementGroupSchedulingStrategy(placement_group=worker.group, placement_group_bundle_index=0)
         remote = self.ray.remote(num_cpus=self.settings.cpus, num_gpus=self.gpus, max_concurrency=4, scheduling_strategy=place)(Host)
         worker.actor = remote.remote(worker.name, [*worker.arguments, *as_arguments()])
         worker.outcome = worker.actor.work.remote(self.invitation)
@@ -133,14 +132,12 @@ class RayWorkers:
             file.write(text)
 
     def _give_back(self, worker: RayWorker) -> None:
-        from ray.util.placement_group import remove_placement_group
-
         self.ray.kill(worker.actor)
-        remove_placement_group(worker.group)
+        import_module("ray.util.placement_group").remove_placement_group(worker.group)
         worker.actor = worker.group = worker.log = None
 
     def close(self) -> None:
-        """Ask the workers to leave, keep their receipts, and give their places back."""
+        """Ask the workers to leave, and give their places back."""
         there = [worker for worker in self.workers if worker.actor is not None]
         for worker in there:
             worker.actor.stop.remote()

@@ -44,8 +44,8 @@ class SshWorkers(LocalWorkers):
     ) -> None:
         super().__init__(folder, invitation._asdict(), workers)
         self.settings, self.hosts, self.notify = run.launch.ssh, run.cluster.hosts, notify
-        self.room = f"{_ROOM}/{secrets.token_hex(6)}"
-        """What workers keep while the run lasts."""
+        self.rooms = {name: f"{_ROOM}/{secrets.token_hex(6)}" for name in workers}
+        """Where each keeps what it needs while the run lasts; several may share a home folder."""
         self.pythons: dict[str, str] = {}
 
     def start(self) -> None:
@@ -116,8 +116,9 @@ class SshWorkers(LocalWorkers):
     # --- what LocalWorkers asks ------------------------------------------------------------------------
 
     def open(self, worker: LocalWorker, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        join = shlex.join(["-m", "shoal", *self.command(worker, self.room)])
-        command = f"mkdir -p {self.room} && exec {_word(self.pythons[worker.name])} {join}"
+        room = self.rooms[worker.name]
+        join = shlex.join(["-m", "shoal", *self.command(worker, room)])
+        command = f"mkdir -p {room} && exec {_word(self.pythons[worker.name])} {join}"
         alone: dict[str, Any] = {} if sys.platform == "win32" else {"start_new_session": True}  # Ctrl-C here is for the coordinator
         return subprocess.Popen(self.ssh(worker.name, command), stdin=subprocess.PIPE, stdout=log, stderr=log, **alone)
 
@@ -136,7 +137,9 @@ class SshWorkers(LocalWorkers):
             list(pool.map(self._clear, [worker for worker in self.workers if worker.name in self.pythons]))
 
     def _clear(self, worker: LocalWorker) -> None:
-        done = self._run(worker.name, f"cat {self.room}/{shlex.quote(worker.name)}.jsonl; rm -rf {self.room}", _CHECK_S)
+        room = self.rooms[worker.name]
+        command = f"cat {room}/{shlex.quote(worker.name)}.jsonl; rm -rf {room}; rmdir {_ROOM} 2>/dev/null"  # an installation stays
+        done = self._run(worker.name, command, _CHECK_S)
         if done.stdout:
             (self.folder / f"{worker.name}.jsonl").write_text(done.stdout, encoding="utf-8")
 
