@@ -237,3 +237,22 @@ def test_a_tree_of_synchronous_rounds_is_one_large_round(tmp_path: Path) -> None
     for relay in relays:
         assert relay.driver is not None
         assert torch.equal(relay.driver.coordinator.learner.vector, world.driver.coordinator.learner.vector)
+
+
+@pytest.mark.parametrize("dies", ["", "sent"])
+def test_a_relay_may_have_relays_below_it(tmp_path: Path, dies: str) -> None:
+    """A tree of three levels: what the lowest confirmed is in the weights above once, though the relay between them is killed."""
+    world = World(tmp_path, STRATEGIES["syncps"], 1, ROUNDS)
+    middle = Relay(world, "middle", 0, "syncps", dies)
+    lowest: Any = Relay(middle, "lowest", 0, "syncps")  # type: ignore[arg-type]  # it asks of what is above only what a relay has, too
+    Learner(world, "own", 1.5)
+    world.run()
+    assert (middle.deaths >= 3) == bool(dies)
+    for relay in (lowest, middle):
+        relay.driver.snapshot()
+        relay.driver.close()
+        assert own_violations(relay) == []
+    assert violations(world) == []
+    assert told_above(world, middle) == []
+    assert told_above(middle, lowest) == []  # type: ignore[arg-type]
+    assert sum(len(line["from"]) for line in lines(lowest.folder) if "from" in line) > ROUNDS
