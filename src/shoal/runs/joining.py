@@ -8,6 +8,7 @@ import platform
 import secrets
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -374,6 +375,8 @@ def _keepsakes(parts: Parts, strategy: Policies, way: Way, name: str, tell: Call
         earlier = earlier.parent.parent
     crew = parts.engine.crew
     own = "" if crew is parts.engine.world else f"process-{crew.rank}"  # where each steps by itself, each keeps its own
+    if (held := parts.run.engine.experts) is not None:  # what is kept of other experts does not fit
+        own = f"experts-{zlib.crc32(str(held).encode()):08x}"
     return Keepsakes(
         parts.engine,
         way.state / own if way.state else None,
