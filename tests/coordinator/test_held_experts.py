@@ -1,4 +1,4 @@
-"""A worker that holds some of the experts is a stranger like any other: what it says is checked, and what it sends must be as long as that."""
+"""A worker that holds some of the experts is a stranger like any other: what it says is checked, and what it sends must fit that."""
 
 from __future__ import annotations
 
