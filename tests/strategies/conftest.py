@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from layered import loaded, merged
 
+from shoal.config.load import parse_override
 from shoal.config.schema.cluster import InProcess
 from shoal.runs.cluster_loop import ClusterLoop
 from shoal.runs.coordinating import prepare
@@ -51,7 +53,13 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ou
 
 
 def cluster_in(parent: Path) -> Callable[..., Outcome]:
-    def train(*layers: Mapping[str, Any], workers: int = 3, change: Callable[[Joined], None] = lambda joined: None) -> Outcome:
+    def train(
+        *layers: Mapping[str, Any],
+        workers: int = 3,
+        change: Callable[[Joined], None] = lambda joined: None,
+        own: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
+    ) -> Outcome:
+        """`own`: what some workers set for themselves, by their numbers."""
         made = loaded(merged({"coordinator": {"heartbeat_interval_s": 30.0}}, *layers))
         folder = parent / f"cluster-{len(list(parent.iterdir()))}"
         loop, invitation = prepare(made, run_dir=str(folder), resume=False, reporters=[], workers=workers, transport=InProcess())
@@ -60,8 +68,9 @@ def cluster_in(parent: Path) -> Callable[..., Outcome]:
 
         def work(number: int) -> None:
             try:
-                name, own = f"w{number}", folder / "workers"
-                way = Way(*invitation, name=name, receipts=own / f"{name}.jsonl", state=own / name)
+                name, place = f"w{number}", folder / "workers"
+                overrides = [parse_override(text) for text in own.get(number, ())]
+                way = Way(*invitation, name=name, receipts=place / f"{name}.jsonl", state=place / name, overrides=overrides)
                 worker = Joined(way, lambda text: None)
                 worker.prepare()
                 joined.append(worker)

@@ -89,6 +89,38 @@ def router_is_causal(settings: Settings, router: str, per_token: int) -> None:
         )
 
 
+@rule("engine.experts", "model.kind", "strategy.kind")
+def only_workers_of_a_mixture_hold_experts(settings: Settings, held: tuple[int, ...] | None, model: str, strategy: str) -> None:
+    if held is not None and model != "moe":
+        message = f"a model of the kind {model} has no experts: a worker holds all of it"
+        settings.report("held", message, "engine.experts", "model.kind", help="set engine.experts to null")
+    elif held is not None and strategy == "local":
+        message = "a run without other workers needs all of its experts"
+        settings.report("held", message, "engine.experts", "strategy.kind", help="set engine.experts to null")
+
+
+@rule("engine.experts", "model.experts.count", "model.experts.per_token", "model.experts.router")
+def held_experts_are_there(settings: Settings, held: tuple[int, ...] | None, count: int, per_token: int, router: str) -> None:
+    if held is None:
+        return
+    if list(held) != sorted(set(held)) or not held or held[-1] >= count:
+        message = f"experts are named by numbers from 0 to {count - 1}, each once and in ascending order"
+        settings.report("held", message, "engine.experts", "model.experts.count")
+    elif len(held) < per_token:
+        message = f"each token visits {per_token} experts, and {len(held)} are held"
+        settings.report("held", message, "engine.experts", "model.experts.per_token")
+    elif router == "hash":
+        message = "the router hash sends each token to experts of a fixed table: a worker that lacks some cannot send it to others"
+        settings.report("held", message, "engine.experts", "model.experts.router")
+
+
+@rule("engine.experts", "engine.kind")
+def collectives_hold_all_experts(settings: Settings, held: tuple[int, ...] | None, engine: str) -> None:
+    if held is not None and engine in ("collectives", "pipeline"):
+        message = f"the engine {engine} holds all experts"
+        settings.report("held", message, "engine.experts", "engine.kind", help="set engine.experts to null")
+
+
 @rule("model.experts.router", "updates.privacy.enabled")
 def loads_are_private(settings: Settings, router: str, private: bool) -> None:
     if private and router == "sigmoid-bias":

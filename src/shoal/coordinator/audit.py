@@ -34,19 +34,32 @@ class Contribution(NamedTuple):
     epoch: int
     position: int
     batches: int
+    experts: tuple[int, ...] = ()
+    """Those of a mixture that it is of; none: all of them."""
 
     @property
     def key(self) -> Key:
         return self.worker, self.seq
 
+    @property
+    def line(self) -> list[Any]:
+        """As the ledger has it."""
+        return [*self[:-1], list(self.experts)] if self.experts else [*self[:-1]]
+
     @classmethod
     def of(cls, values: Iterable[Any]) -> Contribution:
         """Raises TypeError where the values are not what they must be."""
         made = cls(*values)
-        numbers = made[1:3] + made[4:]
+        made = made._replace(experts=tuple(made.experts))
+        numbers = made[1:3] + made[4:-1] + made.experts
         if type(made.worker) is not str or type(made.share) not in (int, float) or any(type(number) is not int for number in numbers):
             raise TypeError
         return made
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> Contribution:
+        """Of a record of the journal."""
+        return cls.of([*(record[name] for name in cls._fields[:-1]), record.get("experts", ())])
 
 
 @dataclass
@@ -120,7 +133,7 @@ def missing_above(above: Evidence, below: Evidence) -> list[str]:
         for one in (Contribution.of(one) for one in [*line.get("from", ()), *line.get("unused", ())]):
             tally.known[one.key] = one
     records = (record for _, record in above.records if record.get("kind") in ("accepted", "held"))
-    waiting = {one.key: one for one in (Contribution.of(record[name] for name in Contribution._fields) for record in records)}
+    waiting = {one.key: one for one in map(Contribution.of_record, records)}
     said: set[Key] = set()
     for place, line in below.ledger:
         if "upstream" not in line:
@@ -265,7 +278,7 @@ class Follower:
             there = self.open.pop(record["round"], {})
             yield from self._close(record["round"] + 1, there, _closed_with(record, there))
         elif record["kind"] in ("accepted", "held"):
-            one = Contribution.of(record[name] for name in Contribution._fields)
+            one = Contribution.of_record(record)
             known = self.tally.known.get(one.key)
             if known is not None and known != one:
                 yield f"contribution {one.seq} of {one.worker} is not what the ledger says"
@@ -300,7 +313,7 @@ def _lost(evidence: Evidence, tally: Tally, open_now: dict[Key, Contribution]) -
             continue
         elif key not in known:
             yield f"{place}: contribution {receipt.seq} of {receipt.worker} was confirmed, and is nowhere"
-        elif receipt.digest and receipt.digest != digest_of(known[key]):
+        elif receipt.digest and receipt.digest != digest_of(known[key].line):
             yield f"{place}: contribution {receipt.seq} of {receipt.worker} is not what was confirmed"
 
 

@@ -38,6 +38,7 @@ from shoal.coordinator.units import Settled
 from shoal.updates import codecs, rules
 from shoal.updates.answers import digest
 from shoal.updates.experts import ExpertBlocks, combine_apart, mean_by_experts
+from shoal.updates.holding import Experts, Part, mean_of_reports, mean_over_holders, size_of
 from shoal.updates.messages import Contribute
 
 _PLAIN = NoCodec()
@@ -72,6 +73,8 @@ class Book:
         self.plan, self.learner = plan, learner
         self.remembered = max(_LEAST_REMEMBERED, 2 * policies.pull_every) if policies.contribution.own_steps else 0
         """Own versions of a worker that are kept at most: more than it takes between two pulls."""
+        self.averages = policies.contribution.averages
+        """Whether workers send their weights, of which the new ones are the mean."""
         self.state = State()
         self.settled = Settled()
         self.rounds = Rounds()
@@ -92,10 +95,12 @@ class Book:
             return float(self.state.upstream["step"])
         return self.state.version if self.plan.total_batches is None else self.state.batches / self.plan.batches_per_step
 
-    def decode(self, frames: Frames, number: int = 0) -> tuple[Tensor, Tensor]:
-        """The update and the buffers in a contribution to a round. Raises UpdateError."""
+    def decode(self, frames: Frames, number: int = 0, experts: Experts = ()) -> tuple[Tensor, Tensor]:
+        """The update and the buffers in a contribution to a round, of these experts. Raises UpdateError."""
         span, extra = self.plan.span(number), self.learner.buffers.numel()
         size = self.learner.vector.numel() if span is None else span[1] - span[0]
+        if experts and self.plan.experts is not None:
+            size = size_of(self.plan.experts, experts)
         if not frames or (extra and len(frames) < 2):
             raise codecs.UpdateError("frames are missing")
         body, tail = (frames[:-1], frames[-1:]) if extra else (frames, ())
@@ -104,11 +109,11 @@ class Book:
             vector = self._decode(size, body)
         return vector, codecs.decode(_PLAIN, extra, tail) if extra else torch.empty(0)
 
-    def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "") -> tuple[Tensor, Tensor]:
+    def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "", experts: Experts = ()) -> tuple[Tensor, Tensor]:
         """What came of a unit. Raises UpdateError. `worker`: who sent it now; empty: it was taken before."""
         intake = self.plan.intake
         if intake is None:
-            return self.decode(frames)
+            return self.decode(frames, experts=experts)
         return intake.read(frames, *self._samples_of(unit), base, self.state.version, worker)
 
     def _samples_of(self, unit: int) -> tuple[int, int]:
@@ -178,9 +183,10 @@ class Book:
         return self._accept(record, held)
 
     def _decode_again(self, record: dict[str, Any], frames: Frames) -> tuple[Tensor, Tensor]:
+        experts = tuple(record.get("experts", ()))
         if "unit" in record:
-            return self.decode_unit(frames, record["unit"], record["base"])
-        return self.decode(frames, record["round"])
+            return self.decode_unit(frames, record["unit"], record["base"], experts=experts)
+        return self.decode(frames, record["round"], experts)
 
     def _seat(self, record: dict[str, Any]) -> None:
         state, name, seat = self.state, record["worker"], record["seat"]
@@ -319,7 +325,7 @@ class Book:
         """The update that contributions make together, the buffers, and the share of the update that counts."""
         updates, seed = self.plan.updates, self.plan.seed + self.state.version
         if len(held) == 1 and updates.aggregation.kind == "mean" and not updates.memory:
-            return held[0].vector, held[0].buffers, held[0].record["share"]
+            return self._alone(held[0]), held[0].buffers, held[0].record["share"]
         for one in held:
             if one.record["share"] != 1.0:
                 one.vector = one.vector * one.record["share"]  # not in place: it may lie in a frame
@@ -330,22 +336,36 @@ class Book:
         weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
         buffers = self._combine_buffers(held, weights)
         if len(held) == 1 and updates.aggregation.kind == "mean":
-            return held[0].vector, buffers, 1.0
+            return self._alone(held[0]), buffers, 1.0
         if updates.aggregation.kind == "mean" and isinstance(updates.mixing, NoMixing):
             return self._mean(held, weights), buffers, 1.0
         stack, experts = torch.stack([one.vector for one in held]), self._experts(held)
-        combine = rules.combine if experts is None else partial(combine_apart, experts)
+        combine = rules.combine if experts is None or not experts.apart else partial(combine_apart, experts)
         dropped: set[int] = set()
         update, self.centre = combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed, dropped)
         self._dropped = [held[place].record["worker"] for place in sorted(dropped)]
         return update, buffers, 1.0
 
+    def _alone(self, one: Held) -> Tensor:
+        """The update that a contribution makes by itself."""
+        return self._mean_over_holders([one], torch.ones(1)) if one.experts else one.vector
+
+    def _mean_over_holders(self, held: list[Held], weights: Tensor) -> Tensor:
+        """The mean of contributions of which some are of some experts only. An expert that none is of does not move."""
+        blocks, vector = self.plan.experts, self.learner.vector
+        assert blocks is not None
+        unmoved = vector.clone() if self.averages else torch.zeros_like(vector)
+        loads = None if blocks.cap is None else torch.stack([blocks.loads_of(one.buffers) for one in held])
+        return mean_over_holders(blocks, [Part(one.vector, one.experts) for one in held], weights, unmoved, loads)
+
     def _experts(self, held: list[Held]) -> ExpertBlocks | None:
-        """Where the experts lie in contributions to a round, if they are looked at by themselves."""
+        """Where the experts lie in contributions to a round."""
         experts = self.plan.experts
         return None if experts is None else experts.within(self.plan.span(held[0].record["round"]))
 
     def _mean(self, held: list[Held], weights: Tensor) -> Tensor:
+        if any(one.experts for one in held):
+            return self._mean_over_holders(held, weights)
         vectors, room = [one.vector for one in held], self._room(held[0].vector.numel())
         experts = self._experts(held)
         if experts is None or experts.cap is None:
@@ -367,6 +387,8 @@ class Book:
         if not self.learner.buffers.numel():
             return torch.empty(0)
         stack = torch.stack([one.buffers for one in held])
+        if self.plan.experts is not None and any(one.experts for one in held):
+            return mean_of_reports(self.plan.experts, stack, weights, [one.experts for one in held])
         return rules.mean(stack, weights) if self.plan.updates.aggregation.kind == "mean" else rules.median(stack)
 
     def write_off(self) -> list[Effect]:

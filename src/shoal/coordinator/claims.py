@@ -7,10 +7,11 @@ is taken up to what they can hold. Figures are for people: one that is not finit
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shoal.coordinator.state import Plan
 from shoal.coordinator.units import Unit
+from shoal.updates.holding import why_not_held
 from shoal.updates.messages import Contribute, Delivered
 
 LARGEST_FIGURE = 1e12
@@ -51,6 +52,19 @@ class Claims:
 
     def _weight(self, claimed: float, samples: int) -> float:
         return claimed if self.plan.samples_per_batch is None else min(claimed, samples * self.plan.weight_per_sample)
+
+    def why_not_held(self, experts: Sequence[int]) -> str:
+        """Why a worker cannot take part with these experts alone; empty: it can."""
+        plan, updates = self.plan, self.plan.updates
+        if plan.experts is None:
+            return "the model of this run has no experts: a worker holds all of it"
+        if updates.aggregation.kind != "mean" or updates.mixing.kind != "none" or updates.memory:
+            return "the rule of this run compares contributions, and needs all of every one: a worker holds all experts"
+        if plan.spans:
+            return "this run exchanges its weights in fragments (strategy.fragments): a worker holds all experts"
+        if plan.above is not None:
+            return "this is a relay, which passes on what its workers have of all experts: join the coordinator above it"
+        return why_not_held(plan.experts, experts)
 
     # --- where it stands --------------------------------------------------------------------------------
 

@@ -181,7 +181,7 @@ class Lender:
         if not self.leases.holds(worker.name, asked.unit, host.now):
             return self.leases.submit(worker.name, asked.unit, asked.base, host.now)
         try:
-            decoded = host.book.decode_unit(frames, asked.unit, asked.base, worker.name)
+            decoded = host.book.decode_unit(frames, asked.unit, asked.base, worker.name, worker.experts)
         except codecs.UpdateError as error:
             self._failed(self.leases.fail(worker.name, asked.unit, f"what {worker.name} sent cannot be used: {error}"))
             raise
@@ -189,7 +189,7 @@ class Lender:
         if outcome == "accepted":
             unit = self.cut.unit(asked.unit)
             result = Delivered(worker.name, asked.seq, asked.base, asked.weight, asked.samples, *unit, asked.metrics)
-            host.record(delivered(host.claims.delivered(result), asked.unit, 1.0, state.version), frames, decoded)
+            host.record(delivered(host.claims.delivered(result), asked.unit, 1.0, state.version, worker.experts), frames, decoded)
         return outcome
 
     def give_back(self, worker: Worker, unit: int) -> None:

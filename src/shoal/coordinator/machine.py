@@ -20,7 +20,7 @@ from shoal.coordinator.lending import Lender, printable
 from shoal.coordinator.membership import Membership, Worker
 from shoal.coordinator.pacing import steps_for
 from shoal.coordinator.policies import Policies
-from shoal.coordinator.publisher import Publisher
+from shoal.coordinator.publisher import MOST_SETS, PartPublisher, Publisher
 from shoal.coordinator.seals import seal
 from shoal.coordinator.state import (
     Adopted,
@@ -43,7 +43,8 @@ from shoal.coordinator.state import (
 from shoal.coordinator.tasking import Taskmaster
 from shoal.updates import codecs
 from shoal.updates.answers import InexactAnswers, digest
-from shoal.updates.messages import PROTOCOL, Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Join, Leave, Pull
+from shoal.updates.holding import Experts, size_of, told
+from shoal.updates.messages import PROTOCOL, Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Hold, Join, Leave, Pull
 
 LONGEST_WAIT_S = 5.0
 """An answer is never held back longer: a worker that hears nothing may then take the connection for lost."""
@@ -69,6 +70,7 @@ class Coordinator:
         self.members.known = self.state.seats
         self.publisher = Publisher(plan.updates.codec)
         self.publisher.publish(0, learner.vector, learner.buffers)
+        self.parts = PartPublisher(self.publisher, plan.experts)
         contributions = policies.rounds.expected_contributions(plan.expected)
         self.lender = Lender(self, plan.cut, contributions) if plan.cut is not None else None
         """Where the data is leased in units."""
@@ -195,11 +197,29 @@ class Coordinator:
                     self.tasks.begin(worker)
                 self.rounds.activate(worker.name)
                 self.answer(event.caller, {"kind": "weights"}, worker, asked.have)
+            case Hold():
+                self._hold(event.caller, tuple(asked.experts), worker)
             case Claim() | GiveBack() | Fail():
                 self._answer_about_unit(event.caller, asked, worker)
             case Leave():
                 self._remove(worker, f"left: {printable(asked.reason)}" if asked.reason else "left", left=True)
                 self.answer(event.caller, {"kind": "goodbye"}, worker)
+
+    def _hold(self, caller: Any, experts: Experts, worker: Worker) -> None:
+        """A worker takes part with some of the experts. What it is sent, and what it may send, is of these from now on."""
+        problem = self.claims.why_not_held(experts)
+        if worker.name in self.rounds.active:
+            problem = "it has begun with other weights: a worker says what it holds before it asks for weights"
+        elif not problem and not self.parts.has_room_for(experts):
+            problem = f"workers hold {MOST_SETS} different sets of experts already: take one of theirs"
+        if problem:
+            self._tell_of_member(f"{worker.name} cannot hold experts {told(experts)}: {problem}")
+            return self._refuse(caller, "unfit", f"experts {told(experts)}: {problem}")
+        assert self.plan.experts is not None
+        worker.experts = experts
+        self.parts.hold(worker.session, experts)
+        self._tell_of_member(f"{worker.name} holds experts {told(experts)} of {self.plan.experts.per_layer}")
+        return self.answer(caller, {"kind": "held", "size": size_of(self.plan.experts, experts)}, worker)
 
     def _pulse(self, caller: Any, asked: Heartbeat, worker: Worker) -> None:
         worker.state, worker.figures = printable(asked.state), self.claims.figures(asked.figures)
@@ -231,7 +251,7 @@ class Coordinator:
 
     def answer(self, caller: Any, header: dict[str, Any], worker: Worker, have: int = _NO_WEIGHTS) -> None:
         """Answer, with weights for a worker that has version `have`."""
-        fields, frames = self.publisher.since(worker.session, have) if have > _NO_WEIGHTS else ({}, ())
+        fields, frames = self.parts.since(worker.session, have) if have > _NO_WEIGHTS else ({}, ())
         most_lag = self.policies.admission.most_lag(self.members.speed(worker))
         version = self.book.state.version
         header = {**header, "version": version, "step": self.book.step, "done": self.finished, "most_lag": most_lag, **fields}
@@ -326,7 +346,7 @@ class Coordinator:
         """A worker takes part no longer. `left`: it said so itself, or comes back at once."""
         self.members.remove(worker)
         self.rounds.deactivate(worker.name)
-        self.publisher.forget(worker.session)
+        self.parts.forget(worker.session)
         waited = self.waiting.pop(worker.session, None)
         callers = [waited.caller if waited is not None else None, self.lender.forget(worker, left) if self.lender is not None else None]
         for caller in callers:
@@ -424,12 +444,13 @@ class Coordinator:
         number = self.policies.rounds.round_for(asked.round, self._open_round)
         late = self.policies.rounds.window > 0 and asked.round < number
         try:
-            decoded = self.book.decode(event.frames, number)
+            decoded = self.book.decode(event.frames, number, worker.experts)
         except codecs.UpdateError as error:
             worker.reject("malformed")
             return self._refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
-        self.record(accepted(worker.name, worker.seat, self.claims.believed(asked), share, number, late), event.frames, decoded)
+        made = accepted(worker.name, worker.seat, self.claims.believed(asked), share, number, late, worker.experts)
+        self.record(made, event.frames, decoded)
         self._move_on(worker, asked)
         self._close_what_is_due()  # the answer then brings the weights that this contribution moved
         return self._receipt(event.caller, worker, asked, "accepted")

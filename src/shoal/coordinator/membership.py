@@ -34,6 +34,8 @@ class Worker:
     """Which of the coordinator's challenges it answered when it joined."""
     guest: str = ""
     """Whose invitation let it in; empty: the run's own token."""
+    experts: tuple[int, ...] = ()
+    """The experts of a mixture that it holds; none: all of them."""
     seen_seq: int = -1
     seen_place: tuple[int, int] = (0, 0)
     """The last number, and epoch and batch, that it was seen to send, whatever became of it."""

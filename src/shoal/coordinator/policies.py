@@ -37,6 +37,11 @@ class Contribution(Protocol):
         """Whether slower workers are asked for fewer steps."""
         ...
 
+    @property
+    def averages(self) -> bool:
+        """Whether workers send their weights, of which the new ones are the mean, and not how far they moved."""
+        ...
+
 
 class OpenRound(Protocol):
     """A round that contributions are still coming in for."""

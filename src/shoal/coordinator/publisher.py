@@ -13,12 +13,16 @@ from torch import Tensor
 
 from shoal.config.schema.updates import Codec
 from shoal.updates import codecs
+from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
 from shoal.updates.frames import Frames, frame_of
+from shoal.updates.holding import Experts, part_of
 from shoal.updates.rooms import room
 
 MOST_REPLICA_BYTES = 2 << 30
 """Memory for all replicas together, and one more while workers move on from one to the next; workers beyond it get full weights."""
+MOST_SETS = 64
+"""Different sets of experts that workers may hold at a time."""
 _RETRY = 16
 """Pulls until changes are looked for again, after they were found to be everywhere."""
 _ALL = "all"
@@ -48,6 +52,7 @@ class Publisher:
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
+        self.most_bytes = MOST_REPLICA_BYTES
         self.version = -1
         self.span: Span | None = None
         """What changed with the newest version; None: everything may have."""
@@ -144,7 +149,7 @@ class Publisher:
 
     def _has_room(self) -> bool:
         """For one more replica."""
-        return self.codec.kind != "none" and max(self._kept, 1) * 4 * self.vector.numel() <= MOST_REPLICA_BYTES
+        return self.codec.kind != "none" and max(self._kept, 1) * 4 * self.vector.numel() <= self.most_bytes
 
     def _buffer_frame(self) -> Frames:
         return (frame_of(self.buffers.clone().numpy()),) if self.buffers.numel() else ()
@@ -153,6 +158,49 @@ class Publisher:
 def _copied(vector: Tensor) -> Tensor:
     """A copy in memory that was used before: to have the system clear fresh pages takes longer than to copy."""
     return torch.frombuffer(room(4 * vector.numel()), dtype=torch.float32).copy_(vector) if vector.numel() else vector.clone()
+
+
+class PartPublisher:
+    """Weights for workers that hold some of a mixture's experts: a publisher for each set of experts that somebody holds."""
+
+    def __init__(self, whole: Publisher, blocks: ExpertBlocks | None) -> None:
+        self._whole, self._blocks = whole, blocks
+        self._publishers: dict[Experts, Publisher] = {}
+        self._sessions: dict[str, Experts] = {}
+
+    def has_room_for(self, experts: Experts) -> bool:
+        """Each set is a copy of a part of the weights: whoever makes up ever new ones fills no memory."""
+        return experts in self._publishers or len(self._publishers) < MOST_SETS
+
+    def hold(self, session: str, experts: Experts) -> None:
+        """From now on this worker has these experts."""
+        self._sessions[session] = experts
+        self._publishers.setdefault(experts, Publisher(self._whole.codec))
+        self._share_memory()
+
+    def since(self, session: str, have: int) -> tuple[dict[str, Any], Frames]:
+        """What a worker with version `have` needs to have the newest one: of its experts and the trunk, or of all weights."""
+        experts = self._sessions.get(session)
+        if experts is None or self._blocks is None:
+            return self._whole.since(session, have)
+        own, whole = self._publishers[experts], self._whole
+        if own.version != whole.version:
+            own.publish(whole.version, part_of(self._blocks, whole.vector, experts), whole.buffers)
+        return own.since(session, have)
+
+    def forget(self, session: str) -> None:
+        self._whole.forget(session)
+        experts = self._sessions.pop(session, None)
+        if experts is None:
+            return
+        self._publishers[experts].forget(session)
+        if experts not in self._sessions.values():
+            del self._publishers[experts]
+            self._share_memory()
+
+    def _share_memory(self) -> None:
+        for one in self._publishers.values():
+            one.most_bytes = MOST_REPLICA_BYTES // len(self._publishers)
 
 
 class Notice(NamedTuple):

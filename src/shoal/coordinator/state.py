@@ -15,6 +15,7 @@ from shoal.coordinator.units import Cut
 from shoal.scheduling import Matching
 from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
+from shoal.updates.holding import Experts
 from shoal.updates.messages import Asked, Contribute, Delivered, FromLeases
 
 Key = tuple[str, int]
@@ -157,7 +158,7 @@ class Plan(NamedTuple):
     spans: tuple[Span, ...] = ()
     """The parts of the weights that rounds take in turn; none: every round moves all of them."""
     experts: ExpertBlocks | None = None
-    """Where the experts of a mixture lie, where they are weighed by themselves; None: they are part of the whole."""
+    """Where the experts of a mixture lie; None: the model is none."""
     receipt_key: bytes = b""
     """What receipts are sealed with (`seals.py`); empty: they are not."""
     samples_per_batch: int | None = None
@@ -355,6 +356,11 @@ class Held:
     def key(self) -> Key:
         return key_of(self.record)
 
+    @property
+    def experts(self) -> Experts:
+        """The experts of a mixture that it is of; none: all of them."""
+        return tuple(self.record.get("experts", ()))
+
 
 def key_of(record: Mapping[str, Any]) -> Key:
     """What a round knows a contribution by: its worker, who may have several in it, and its number."""
@@ -369,7 +375,7 @@ def former_key_of(record: Mapping[str, Any]) -> str:
     return f"{name} {record['unit']}" if "unit" in record else name
 
 
-def delivered(asked: Delivered, unit: int, share: float, number: int) -> dict[str, Any]:
+def delivered(asked: Delivered, unit: int, share: float, number: int, experts: Experts = ()) -> dict[str, Any]:
     """The record of what was learned from a unit. All units are one seat's: each is done once, whichever worker does it."""
     return {
         "kind": "accepted",
@@ -378,12 +384,15 @@ def delivered(asked: Delivered, unit: int, share: float, number: int) -> dict[st
         "share": share,
         "round": number,
         "position": asked.start + asked.batches,
+        **({"experts": list(experts)} if experts else {}),
         **{name: getattr(asked, name) for name in ("worker", "seq", "base", "weight", "samples", "epoch", "batches")},
         "metrics": dict(asked.metrics),
     }
 
 
-def accepted(worker: str, seat: int, asked: Contribute, share: float, number: int, late: bool = False) -> dict[str, Any]:
+def accepted(
+    worker: str, seat: int, asked: Contribute, share: float, number: int, late: bool = False, experts: Experts = ()
+) -> dict[str, Any]:
     """The record of a contribution."""
     return {
         "kind": "accepted",
@@ -392,14 +401,17 @@ def accepted(worker: str, seat: int, asked: Contribute, share: float, number: in
         "share": share,
         "round": number,
         **({"late": True} if late else {}),
+        **({"experts": list(experts)} if experts else {}),
         **{name: getattr(asked, name) for name in ("seq", "base", "weight", "samples", "epoch", "position", "batches")},
         "metrics": dict(asked.metrics),
     }
 
 
 def ledger_line(record: dict[str, Any]) -> list[Any]:
-    """A contribution in the ledger: worker, number, base, share, samples, and which batches of which seat."""
-    return [record[name] for name in ("worker", "seq", "base", "share", "samples", "seat", "epoch", "position", "batches")]
+    """A contribution in the ledger: worker, number, base, share, samples, which batches of which seat, and the experts that it is of, where
+    its worker does not hold all of them."""
+    line = [record[name] for name in ("worker", "seq", "base", "share", "samples", "seat", "epoch", "position", "batches")]
+    return [*line, list(record["experts"])] if record.get("experts") else line
 
 
 def mean_metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:

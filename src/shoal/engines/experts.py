@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+
+from torch import Tensor, nn
 
 from shoal.engines.single import SingleEngine
 from shoal.models.experts import Experts
@@ -13,15 +15,17 @@ from shoal.updates.layout import Layout
 
 
 def expert_blocks(engine: SingleEngine, cap: float | None, apart: bool = False) -> ExpertBlocks | None:
-    """The experts of the engine's networks; None: there are none, or nobody weighs them (`cap`) or looks at each of them (`apart`)."""
+    """The experts of the engine's networks; None: there are none. `cap`: they are weighed; `apart`: a rule looks at each of them."""
     layers = [one for player in engine.task.players.values() for one in player.modules() if isinstance(one, Experts)]
-    if not layers or not (cap is not None or apart):
+    if not layers:
         return None
     spans, at = list[tuple[Span, ...]](), 0
     for name, layout in engine.layouts.items():
         spans += spans_of_experts(engine.task.players[name], layout, at)
         at += layout.size
-    return ExpertBlocks(tuple(spans), len(layers), layers[0].router.per_token, 0 if cap is None else _loads_at(engine), cap)
+    loads_at = 0 if cap is None else _places(engine, lambda kept: [kept.reported_LE])[0]
+    biases_at = tuple(_places(engine, lambda kept: [router.bias_E for router in kept.routers]))
+    return ExpertBlocks(tuple(spans), len(layers), layers[0].router.per_token, loads_at, cap, apart, at, biases_at)
 
 
 def spans_of_experts(network: nn.Module, layout: Layout, at: int = 0) -> list[tuple[Span, ...]]:
@@ -37,12 +41,12 @@ def spans_of_experts(network: nn.Module, layout: Layout, at: int = 0) -> list[tu
     return found
 
 
-def _loads_at(engine: SingleEngine) -> int:
-    """Where the loads begin in the engine's buffers."""
-    (loads,) = (one for one in engine.kept if isinstance(one, Loads))
-    at = sum(one.numel() for one in engine.statistics)
+def _places(engine: SingleEngine, wanted: Callable[[Loads], list[Tensor]]) -> list[int]:
+    """Where the wanted tensors of the networks' loads begin in the engine's buffers."""
+    found = {id(value) for one in engine.kept if isinstance(one, Loads) for value in wanted(one)}
+    at, places = sum(one.numel() for one in engine.statistics), list[int]()
     for place in (value for one in engine.kept for value in one.state()):
-        if place is loads.reported_LE:
-            return at
+        if id(place) in found:
+            places.append(at)
         at += place.numel()
-    raise AssertionError("the network does not report its loads")
+    return places

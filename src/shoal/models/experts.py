@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shoal.config.schema import model as schema
 from shoal.models.activations import ACTIVATIONS, blend
 from shoal.models.cache import LayerCache
-from shoal.models.routers import Routes, router
+from shoal.models.routers import Held, Routes, router
 from shoal.models.trunk import INITIAL_STD, BlockPart, Sight, Told
 
 
@@ -42,14 +42,15 @@ class Experts(BlockPart):
     per_expert = (*stacks, "up_bias", "down_bias")
     """The parameters whose first dimension is the experts."""
 
-    def __init__(self, settings: schema.Moe, vocab_size: int) -> None:
+    def __init__(self, settings: schema.Moe, vocab_size: int, held: Held = None) -> None:
+        """`held`: the experts that are here; None: all of them."""
         super().__init__()
         experts = settings.experts
-        self.dropout, self.count = settings.dropout, experts.count
+        self.dropout, self.count = settings.dropout, experts.count if held is None else len(held)
         self.capacity_factor, self.z_loss = experts.capacity_factor, experts.z_loss_weight > 0
         self.gated = settings.feed_forward == "swiglu"
         width, inner = settings.hidden_size, settings.intermediate_size or 4 * settings.hidden_size
-        self.router = router(experts, width, vocab_size)
+        self.router = router(experts, width, vocab_size, held)
         self.up = nn.Parameter(torch.empty(self.count, 2 * inner if self.gated else inner, width))
         self.down = nn.Parameter(torch.empty(self.count, width, inner))
         self.up_bias = nn.Parameter(torch.zeros(self.count, self.up.shape[1])) if settings.bias else None

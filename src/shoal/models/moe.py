@@ -21,6 +21,7 @@ from shoal.models.gpt import Attention
 from shoal.models.heads import MixtureOfHeads
 from shoal.models.kept import Kept
 from shoal.models.memory import EpisodicMemory
+from shoal.models.routers import Held
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
 from shoal.models.shapes import Shapes, vocab_size_for
 from shoal.models.trunk import Auxiliary, Beside, BlockPart, Told, Trunk
@@ -29,9 +30,10 @@ from shoal.models.trunk import Auxiliary, Beside, BlockPart, Told, Trunk
 class Moe(Trunk):
     """Its own losses: balance of the experts' loads, and z-loss."""
 
-    def __init__(self, settings: schema.Moe, vocab_size: int) -> None:
+    def __init__(self, settings: schema.Moe, vocab_size: int, held: Held = None) -> None:
+        """`held`: the experts that are here; None: all of them."""
         reader = ContextEncoder(settings) if reads(settings) else None
-        parts = partial(block_parts, settings, vocab_size)
+        parts = partial(block_parts, settings, vocab_size, held)
         super().__init__(settings, vocab_size, parts, settings.initializer_range, reader)
         self.memory = EpisodicMemory(settings) if settings.episodic_memory.enabled else None
         self.head_balance_weight = settings.mixture_of_heads.balance_weight
@@ -42,13 +44,13 @@ class Moe(Trunk):
         if experts.z_loss_weight:
             self.loss_weights["z_loss"] = experts.z_loss_weight
         routers = [router for router in self.modules() if isinstance(router, SigmoidBiasRouter)]
-        self.loads = Loads(settings.num_layers, experts.count, routers)
+        self.loads = Loads(settings.num_layers, experts.count, routers, held)
 
     def only(self, first: int, last: int) -> Self:
         """Loads are counted anew, for these layers alone."""
         part = super().only(first, last)
         routers = [router for router in part.blocks.modules() if isinstance(router, SigmoidBiasRouter)]
-        part.loads = Loads(last - first, self.loads.load_LE.shape[1], routers, first)
+        part.loads = Loads(last - first, self.loads.reported_LE.shape[1], routers, tuple(self.loads.held), first)
         part.loads.reports = self.loads.reports
         part.head_loads = StepLoads(last - first, self.head_loads.load_LE.shape[1]) if self.head_loads is not None else None
         return part
@@ -106,9 +108,10 @@ class StepLoads(Kept):
 class Loads(StepLoads):
     """The loads of experts, and what the biases of routers make of them."""
 
-    def __init__(self, layers: int, experts: int, routers: list[SigmoidBiasRouter], first: int = 0) -> None:
+    def __init__(self, layers: int, experts: int, routers: list[SigmoidBiasRouter], held: Held = None, first: int = 0) -> None:
         """`first`: the number of the first layer."""
-        super().__init__(layers, experts)
+        self.held = [*range(experts)] if held is None else [*held]
+        super().__init__(layers, len(self.held))
         self.first = first
         self.register_buffer("reported_LE", torch.zeros(layers, experts), persistent=False)
         self.reports = False
@@ -123,7 +126,7 @@ class Loads(StepLoads):
 
     def end_step(self) -> None:
         self._decided = [router.movement(load_E) for router, load_E in zip(self.routers, self.load_LE, strict=False)]
-        now = [*self._decided, *([self.load_LE.float()] if self.reports else [])]
+        now = [*self._decided, *([self._load_of_all()] if self.reports else [])]
         self._moved = [before + one for before, one in zip(self._moved, now, strict=True)] if self._moved else now
 
     def figures(self) -> dict[str, Tensor]:
@@ -141,8 +144,16 @@ class Loads(StepLoads):
     def details(self) -> dict[str, Tensor]:
         """Each expert's share in the choices of the step."""
         return {
-            f"layers/{layer}/load/{i}": one for layer, share_E in enumerate(self._shares(), self.first) for i, one in enumerate(share_E)
+            f"layers/{layer}/load/{number}": one
+            for layer, share_E in enumerate(self._shares(), self.first)
+            for number, one in zip(self.held, share_E, strict=True)
         }
+
+    def _load_of_all(self) -> Tensor:
+        """The loads of the step, 0 for experts that are not here."""
+        load_LE = torch.zeros_like(self.reported_LE)
+        load_LE[:, self.held] = self.load_LE.to(load_LE)
+        return load_LE
 
     def _shares(self) -> Tensor:
         """Without layers where nothing was seen: a coordinator computes no step."""
@@ -177,16 +188,16 @@ class Loads(StepLoads):
             self.reported_LE.copy_(movement[-1].clamp(0, 1))
 
 
-def block_parts(settings: schema.Moe, vocab_size: int, layer: int) -> tuple[BlockPart, BlockPart]:
+def block_parts(settings: schema.Moe, vocab_size: int, held: Held, layer: int) -> tuple[BlockPart, BlockPart]:
     """The attention and the feed-forward of a layer."""
     heads = settings.mixture_of_heads.enabled
     attention: BlockPart = MixtureOfHeads(settings) if heads else Attention(settings, settings.attention_dropout)
     if crosses(settings, layer):
         attention = WithCrossAttention(attention, settings)
-    return attention, Experts(settings, vocab_size)
+    return attention, Experts(settings, vocab_size, held)
 
 
 def players(model: schema.Moe, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
-    network = Moe(model, vocab_size_for(model.vocab_size, shapes))
+    network = Moe(model, vocab_size_for(model.vocab_size, shapes), run.engine.experts)
     network.loads.reports = run.strategy.weighs_experts
     return {"model": network}

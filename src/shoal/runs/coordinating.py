@@ -129,6 +129,8 @@ def _coordinating(
 
 def agree(run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, given: Given) -> Agreed:
     """What the run is made of, and what its workers must agree on."""
+    if run.engine.experts is not None:
+        raise ShoalError("engine.experts: a coordinator holds all experts; a worker names its own: shoal join … --set engine.experts=[0,1]")
     policies, lengths = strategies.of(run, expected), list[Length]()
 
     def steps(samples: data.Data) -> int:

@@ -8,6 +8,7 @@ import platform
 import secrets
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,6 +93,8 @@ class Joined:
                 self._keep_key(way.name)
             self.welcome = self._join()
             self.run = configuration(self.welcome.header, way.overrides)
+            if self.run.engine.experts is not None:
+                self._hold(self.run.engine.experts)
         except BaseException as problem:
             self._say_why(problem)
             self._close_lines()
@@ -133,6 +136,14 @@ class Joined:
         elif self.name != self.way.name:
             self.courier.tell(f"another worker of this run is called {self.way.name}, so this one is {self.name}")
         return Welcome(self.protocol.welcome, self.protocol.welcome_frames)
+
+    def _hold(self, experts: tuple[int, ...]) -> None:
+        """Tell the coordinator which experts are here. From then on the weights of this worker are as long as it says."""
+        if not isinstance(self.lines[0], ClientLine):
+            raise ShoalError("engine.experts: through a database all workers read the same weights, with all experts; leave it out")
+        self.protocol.experts = experts
+        self.courier.converse()
+        self.welcome = self.welcome._replace(header=self.welcome.header | {"size": self.protocol.size})
 
     def _keep_key(self, name: str) -> None:
         """Once kept, the key makes this worker known again when it comes back under this name."""
@@ -383,6 +394,8 @@ def _keepsakes(parts: Parts, strategy: Policies, way: Way, name: str, tell: Call
         earlier = earlier.parent.parent
     crew = parts.engine.crew
     own = "" if crew is parts.engine.world else f"process-{crew.rank}"  # where each steps by itself, each keeps its own
+    if (held := parts.run.engine.experts) is not None:  # what is kept of other experts does not fit
+        own = f"experts-{zlib.crc32(str(held).encode()):08x}"
     return Keepsakes(
         parts.engine,
         way.state / own if way.state else None,

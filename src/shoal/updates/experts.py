@@ -31,6 +31,17 @@ class ExpertBlocks(NamedTuple):
     """Where the reported loads begin in what a worker sends beside its update."""
     cap: float | None = None
     """How many times its share in the plain mean a contribution may count in an expert; None: loads are not reported."""
+    apart: bool = False
+    """Whether a rule that compares looks at each expert by itself."""
+    size: int = 0
+    """Numbers in the vector."""
+    biases_at: tuple[int, ...] = ()
+    """Where, in what a worker sends beside its update, the biases of each layer's experts begin; none: routers have no biases."""
+
+    @property
+    def per_layer(self) -> int:
+        """Experts of a layer."""
+        return len(self.spans_X) // self.layers
 
     def loads_of(self, report: Tensor) -> Tensor:
         """The loads in a worker's report, as far as they can be true: [X]."""

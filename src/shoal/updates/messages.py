@@ -15,6 +15,7 @@ from shoal.errors import ShoalError
 PROTOCOL = 4
 _MOST = 2**53
 _MOST_FIGURES = 1024
+_MOST_EXPERTS = 4096
 """Of one contribution: a mixture of experts has eight for each layer."""
 LONGEST_REASON = 500
 EMPTY: Mapping[str, float] = MappingProxyType({})
@@ -93,6 +94,15 @@ class Heartbeat(NamedTuple):
     state: str
     figures: Mapping[str, float] = EMPTY
     """What people want to see of a worker: samples so far, time it waited."""
+
+
+class Hold(NamedTuple):
+    """The model does not fit here: I hold these experts of it only. Said before the first pull; what travels from then on is of these."""
+
+    session: str
+    number: int
+    experts: tuple[int, ...]
+    """Their numbers, the same in every layer."""
 
 
 class Pull(NamedTuple):
@@ -175,7 +185,7 @@ class Failed(NamedTuple):
     reason: str
 
 
-Asked = Join | Leave | Gone | Heartbeat | Pull | Contribute | Claim | GiveBack | Fail
+Asked = Join | Leave | Gone | Heartbeat | Hold | Pull | Contribute | Claim | GiveBack | Fail
 FromLeases = Delivered | Failed
 """Not from workers: from who keeps the leases."""
 
@@ -198,6 +208,10 @@ def _mapping(item: Callable[[Any], bool], most: int) -> Callable[[Any], bool]:
     )
 
 
+def _are_numbers(value: Any) -> bool:
+    return type(value) in (list, tuple) and len(value) <= _MOST_EXPERTS and all(type(one) is int and 0 <= one < _MOST for one in value)
+
+
 def _is_name(value: Any) -> bool:
     return value is None or (type(value) is str and _NAME.fullmatch(value) is not None)
 
@@ -213,6 +227,7 @@ _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
     "leave": (Leave, _SESSION | {"reason": _text(LONGEST_REASON)}),
     "gone": (Gone, {"name": lambda value: value is not None and _is_name(value)} | _IDENTITY),
     "heartbeat": (Heartbeat, _SESSION | {"state": _text(40), "figures": _mapping(lambda value: type(value) in (int, float), 16)}),
+    "hold": (Hold, _SESSION | {"experts": _are_numbers}),
     "pull": (Pull, _SESSION | {"have": _integer(-1)}),
     "contribute": (
         Contribute,

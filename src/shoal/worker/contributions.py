@@ -335,6 +335,8 @@ class Gradients:
     """Parts of the weights that take turns."""
     overlap: int = 0
     """Steps that a worker goes on while its contribution is on its way."""
+    averages: bool = False
+    """Whether the new weights are the mean of the workers' own: then those are sent, not how far they moved."""
 
     def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
         """What makes the contributions of a worker. `keeper` keeps what only the worker knows; `spans`: parts of the weights that rounds
@@ -351,8 +353,6 @@ class Movement(Gradients):
     """A worker takes many steps alone, with its own optimizer, and sends how far they led it."""
 
     alone: bool = True
-    averages: bool = False
-    """Whether the new weights are the mean of the workers' own: then those are sent, not how far they moved."""
 
     def producer(self, worker: Surroundings, keeper: Keeper, spans: tuple[Span, ...]) -> Producer:
         return MovementProducer(worker, self, keeper, spans)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
 from shoal.updates.identities import Identity
-from shoal.updates.messages import LONGEST_REASON, Asked, Claim, Contribute, Fail, GiveBack, Heartbeat, Join, Leave, Pull
+from shoal.updates.messages import LONGEST_REASON, Asked, Claim, Contribute, Fail, GiveBack, Heartbeat, Hold, Join, Leave, Pull
 
 Frames = Sequence[bytes | memoryview]
 SLOWEST_LINK = 50_000
@@ -116,6 +116,12 @@ class Protocol:
 
     until: int | None = None
     """The batch of the epoch at which the worker's place at the data ends; None: it does not end."""
+    experts: tuple[int, ...] = ()
+    """The experts of a mixture that the worker holds; none: all of them. Each session is told."""
+    size: int | None = None
+    """Numbers in the vector of a worker with these experts, as the coordinator says."""
+    _holds: bool = False
+    """Whether the coordinator has taken note of the experts in this session."""
 
     def __init__(
         self,
@@ -227,6 +233,8 @@ class Protocol:
             return self._returns[0], ()
         if self._leaves:
             return Leave("", 0, self._reason), ()
+        if self.experts and not self._holds:
+            return Hold("", 0, self.experts), ()
         if self.have < 0:
             return (Pull("", 0, -1) if self.ready else None), ()
         if self.pending is not None:
@@ -287,6 +295,8 @@ class Protocol:
                 return self._leased(header, frames)
             case GiveBack() | Fail():
                 self._returns.pop(0)
+            case Hold():
+                self._holds, self.size = True, int(header["size"])
             case _:
                 self.left = True
         return []
@@ -320,6 +330,7 @@ class Protocol:
         """Take the place at the data that was given: the one the worker has, unless another took it while it was gone. What the coordinator
         had not taken is sent again, unless others learned from that data."""
         self.welcome, self.welcome_frames, self.session, self.until = header, frames, header["session"], header.get("until")
+        self._holds = False
         same, self.joining = header["name"] == self.name, self.joining._replace(name=header["name"], nonce="", proof="")
         if same and header["last_seq"] < self.confirmed:
             self.forgotten = (

@@ -5,19 +5,29 @@ from typing import Literal, Union
 from shoal.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
-class Single(Section):
+class Computing(Section):
+    """What engines have in common."""
+
+    experts: tuple[NonNegativeInt, ...] | None = None
+    """The experts of a mixture that a worker holds where all of them do not fit it: `shoal join … --set engine.experts=[0,1,2,3]`.
+
+    It computes with these and the trunk, and nothing else travels. null: all of them.
+    """
+
+
+class Single(Computing):
     """One process, one device."""
 
     kind: Literal["single"] = "single"
 
 
-class Ddp(Section):
+class Ddp(Computing):
     """A copy of the model on each device, gradients averaged."""
 
     kind: Literal["ddp"] = "ddp"
 
 
-class Fsdp(Section):
+class Fsdp(Computing):
     """Parameters, gradients and optimizer state sharded over the devices (torch `fully_shard`)."""
 
     kind: Literal["fsdp"] = "fsdp"
@@ -27,7 +37,7 @@ class Fsdp(Section):
     """Give a block's gathered parameters up after the forward pass, and gather them again for the backward pass."""
 
 
-class DeepSpeed(Section):
+class DeepSpeed(Computing):
     """DeepSpeed ZeRO."""
 
     kind: Literal["deepspeed"] = "deepspeed"
@@ -51,7 +61,7 @@ class DeepSpeed(Section):
     """Most parameters held at once at stage 3."""
 
 
-class Pipeline(Section):
+class Pipeline(Computing):
     """Layers in consecutive blocks over several machines, each block's output feeding the next."""
 
     kind: Literal["pipeline"] = "pipeline"
@@ -65,7 +75,7 @@ class Pipeline(Section):
     """Longest wait for a neighbour or a request."""
 
 
-class Collectives(Section):
+class Collectives(Computing):
     """A copy of the model in each process, which steps by itself; an all-reduce averages the copies at the end of each round of diloco."""
 
     kind: Literal["collectives"] = "collectives"

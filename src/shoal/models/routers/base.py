@@ -1,6 +1,8 @@
 """What every router gives, and what those that learn share. All of it is computed in 32 bits at least.
 
-Shapes: T tokens, D width, E experts, K experts a token.
+A worker may hold some of the experts only: then these are all that its routers choose among, and they have the numbers 0, 1, … here.
+
+Shapes: T tokens, D width, E experts (those that are held, but in the weights), K experts a token.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
 from shoal.models.trunk import INITIAL_STD
+
+Held = tuple[int, ...] | None
+"""The numbers of the experts that a worker holds; None: all of them."""
 
 
 class Routes(NamedTuple):
@@ -42,13 +47,14 @@ class Router(nn.Module):
 
 
 class LearnedRouter(Router):
-    """A row of weights for each expert."""
+    """A row of weights for each expert, held or not."""
 
     full_precision = True
     """Engines that round the parameters of other modules for mixed precision leave these as they are."""
 
-    def __init__(self, settings: schema.Experts, width: int) -> None:
+    def __init__(self, settings: schema.Experts, width: int, held: Held = None) -> None:
         super().__init__(settings)
+        self.held = None if held is None else list(held)
         self.weight = nn.Parameter(torch.empty(settings.count, width))
         self.initialise(INITIAL_STD)
 
@@ -58,7 +64,8 @@ class LearnedRouter(Router):
     def logits(self, x_TD: Tensor) -> Tensor:
         with torch.autocast(x_TD.device.type, enabled=False):
             wide = torch.promote_types(x_TD.dtype, torch.float32)
-            return F.linear(x_TD.to(wide), self.weight.to(wide))
+            weight_ED = self.weight if self.held is None else self.weight[self.held]
+            return F.linear(x_TD.to(wide), weight_ED.to(wide))
 
 
 def gates_of(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:

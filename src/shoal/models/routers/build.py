@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shoal.config.schema import model as schema
-from shoal.models.routers.base import Router
+from shoal.errors import ShoalError
+from shoal.models.routers.base import Held, Router
 from shoal.models.routers.gshard import GshardRouter
 from shoal.models.routers.hash import HashRouter
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
@@ -13,7 +14,11 @@ from shoal.models.routers.switch import SwitchRouter
 _LEARNED = {"switch": SwitchRouter, "gshard": GshardRouter, "stochastic": StochasticRouter, "sigmoid-bias": SigmoidBiasRouter}
 
 
-def router(settings: schema.Experts, width: int, vocab_size: int) -> Router:
+def router(settings: schema.Experts, width: int, vocab_size: int, held: Held = None) -> Router:
     if settings.router == "hash":
+        if held is not None:
+            raise ShoalError(
+                "engine.experts: the router hash sends tokens to all experts by a fixed table, so a worker must hold all of them"
+            )
         return HashRouter(settings, vocab_size)
-    return _LEARNED[settings.router](settings, width)
+    return _LEARNED[settings.router](settings, width, held)

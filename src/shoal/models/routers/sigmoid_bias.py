@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema import model as schema
-from shoal.models.routers.base import LearnedRouter, Routes, gates_of
+from shoal.models.routers.base import Held, LearnedRouter, Routes, gates_of
 
 BOUND = 1.0
 """Scores lie between 0 and 1: biases further apart than this on either side of 0 would change nothing."""
@@ -22,21 +22,24 @@ BOUND = 1.0
 class SigmoidBiasRouter(LearnedRouter):
     bias_E: Tensor
 
-    def __init__(self, settings: schema.Experts, width: int) -> None:
-        super().__init__(settings, width)
+    def __init__(self, settings: schema.Experts, width: int, held: Held = None) -> None:
+        super().__init__(settings, width, held)
         self.step = settings.bias_step
         self.register_buffer("bias_E", torch.zeros(settings.count))
 
     def forward(self, x_TD: Tensor, input_ids_T: Tensor) -> Routes:
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.sigmoid()
-        experts_TK = (scores_TE.detach() + self.bias_E).topk(self.per_token, dim=1).indices
+        bias_E = self.bias_E if self.held is None else self.bias_E[self.held]
+        experts_TK = (scores_TE.detach() + bias_E).topk(self.per_token, dim=1).indices
         shares_TE = scores_TE / scores_TE.sum(1, keepdim=True)
         return Routes(experts_TK, gates_of(scores_TE, experts_TK), None, shares_TE, logits_TE)
 
     def movement(self, load_E: Tensor) -> Tensor:
-        """How far a step moves the biases in which the experts had so many tokens."""
-        return self.step * torch.sign(load_E.mean() - load_E).to(self.bias_E)
+        """How far a step moves the biases in which the experts had so many tokens. Those of experts that are not here stay."""
+        movement_E = torch.zeros_like(self.bias_E)
+        movement_E[slice(None) if self.held is None else self.held] = self.step * torch.sign(load_E.mean() - load_E).to(self.bias_E)
+        return movement_E
 
     def shift(self, movement_E: Tensor) -> None:
         self.bias_E.add_(movement_E.to(self.bias_E)).clamp_(-BOUND, BOUND)

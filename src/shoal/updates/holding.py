@@ -1,0 +1,110 @@
+"""Workers that hold some of a mixture's experts: what of the vector they have, and the mean of what they and others send.
+
+Holds: a holder's vector is the whole one without the stretches of the experts that it does not hold. The trunk is the mean over all
+contributions, an expert the mean over those of its holders; where there is none, it is left as it is.
+
+Shapes: N contributions, E experts of a layer, X experts of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.updates.experts import ExpertBlocks, capped_shares, stretches
+from shoal.updates.rules import mean_of_vectors
+
+Experts = tuple[int, ...]
+"""Numbers of experts, the same in every layer, in ascending order; none: all of them."""
+
+
+class Part(NamedTuple):
+    """A contribution's vector, and the experts that it is of."""
+
+    vector: Tensor
+    experts: Experts
+
+
+def why_not_held(blocks: ExpertBlocks, experts: Sequence[int]) -> str:
+    """What is wrong with these experts as those of a worker; empty: nothing."""
+    if list(experts) != sorted(set(experts)) or not experts:
+        return "experts are named by their numbers, each once and in ascending order"
+    if experts[0] < 0 or experts[-1] >= blocks.per_layer:
+        return f"the experts of this run have the numbers 0 to {blocks.per_layer - 1}"
+    if len(experts) < blocks.per_token:
+        return f"each token visits {blocks.per_token} experts: a worker must hold as many at least"
+    return ""
+
+
+def size_of(blocks: ExpertBlocks, experts: Experts) -> int:
+    """Numbers in the vector of a worker with these experts."""
+    return sum(end - start for (start, end), number in _stretches(blocks) if _has(blocks, experts, number))
+
+
+def part_of(blocks: ExpertBlocks, vector: Tensor, experts: Experts) -> Tensor:
+    """What a worker with these experts has of a vector."""
+    return torch.cat([vector[start:end] for (start, end), number in _stretches(blocks) if _has(blocks, experts, number)])
+
+
+def mean_over_holders(
+    blocks: ExpertBlocks, parts: Sequence[Part], weights_N: Tensor, out: Tensor, loads_NX: Tensor | None = None
+) -> Tensor:
+    """The mean of contributions, in `out`, which keeps what it has where an expert has no holder. With loads each expert is weighed by the
+    tokens that it saw, as `mean_by_experts` weighs it, among its holders."""
+    shares_NX = None if loads_NX is None else _shares_of_holders(blocks, parts, weights_N, loads_NX)
+    at = [0] * len(parts)
+    for (start, end), number in _stretches(blocks):
+        holders = [i for i, part in enumerate(parts) if _has(blocks, part.experts, number)]
+        if holders:
+            vectors = [parts[i].vector[at[i] : at[i] + end - start] for i in holders]
+            shares_N = weights_N[holders] if number is None or shares_NX is None else shares_NX[holders, number]
+            mean_of_vectors(vectors, shares_N, out[start:end])
+        for i in holders:
+            at[i] += end - start
+    return out
+
+
+def mean_of_reports(blocks: ExpertBlocks, reports_NB: Tensor, weights_N: Tensor, held: Sequence[Experts]) -> Tensor:
+    """The mean of what contributions report beside their updates; the bias of an expert by its holders alone: others do not move it."""
+    weights_N = weights_N.double()
+    mean_B = (weights_N @ reports_NB.double()) / weights_N.sum()
+    holds_NE = torch.tensor([[_has(blocks, experts, number) for number in range(blocks.per_layer)] for experts in held])
+    shares_NE = weights_N[:, None] * holds_NE
+    shares_NE = shares_NE / shares_NE.sum(0).clamp(min=1e-300)
+    for start in blocks.biases_at:
+        mean_B[start : start + blocks.per_layer] = (shares_NE * reports_NB[:, start : start + blocks.per_layer]).sum(0)
+    return mean_B.to(reports_NB.dtype)
+
+
+def told(experts: Sequence[int]) -> str:
+    """Numbers of experts for people: 0–3, 8."""
+    runs = list[list[int]]()
+    for number in experts:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _stretches(blocks: ExpertBlocks) -> list[tuple[tuple[int, int], int | None]]:
+    return list(stretches(blocks.spans_X, blocks.size))
+
+
+def _has(blocks: ExpertBlocks, experts: Experts, number: int | None) -> bool:
+    """Whether a holder of these experts has a stretch: the trunk's (None), or that of an expert among those of all layers."""
+    return number is None or not experts or number % blocks.per_layer in experts
+
+
+def _shares_of_holders(blocks: ExpertBlocks, parts: Sequence[Part], weights_N: Tensor, loads_NX: Tensor) -> Tensor:
+    assert blocks.cap is not None
+    shares_NX = torch.zeros_like(loads_NX, dtype=torch.float64)
+    for number in range(blocks.per_layer):
+        holders = [i for i, part in enumerate(parts) if _has(blocks, part.experts, number)]
+        if holders:
+            own_HL = loads_NX[holders, number :: blocks.per_layer]
+            shares_NX[holders, number :: blocks.per_layer] = capped_shares(own_HL, weights_N[holders], blocks.cap)
+    return shares_NX
