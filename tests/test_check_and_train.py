@@ -93,11 +93,11 @@ def test_the_presets_that_cannot_be_trained_yet_are_marked_in_the_list(capsys: p
 
 
 def test_everything_is_said_at_once_and_at_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "check", "hardware/h100_80gb", "--set", "serving.num_nodes=2"]) == 2
+    assert main(["config", "check", "hardware/h100_80gb", "--set", "engine.kind=pipeline"]) == 2
     told = capsys.readouterr().err
     assert len(said(told)) >= 2
     assert "real fp8 matrix products are not built yet" in told
-    assert "serving over several machines is not built yet: `serving.num_nodes`" in told
+    assert "the engine pipeline is not built yet" in told
     assert "command line" in told
 
 

@@ -272,7 +272,6 @@ def test_what_is_not_built_is_refused_by_name(folder: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     "setting",
     [
-        "serving.num_nodes=2",
         "engine.kind=pipeline",
     ],
 )
