@@ -257,32 +257,6 @@ def test_a_full_disk_is_told_and_training_goes_on(
     assert len(list((folder / "run" / "checkpoints").glob("step-*"))) == 3
 
 
-UNBUILT = {
-    "smolcluster/cluster_config_mp": "pipeline",
-}
-
-
-@pytest.mark.parametrize(("preset", "word"), UNBUILT.items())
-def test_what_is_not_built_is_refused_by_name(folder: Path, capsys: pytest.CaptureFixture[str], preset: str, word: str) -> None:
-    assert shoal(preset, "--run-dir", "run") == 2
-    assert word in capsys.readouterr().err
-    assert not (folder / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "serving.num_nodes=2",
-        "engine.kind=pipeline",
-    ],
-)
-def test_a_setting_of_an_unbuilt_part_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], setting: str) -> None:
-    assert shoal("starter", "--set", setting) == 2
-    error = capsys.readouterr().err
-    assert "not built yet" in error
-    assert len(error.strip().splitlines()) <= 12
-
-
 @pytest.mark.parametrize(
     ("settings", "word"),
     [

@@ -43,6 +43,18 @@ Where this machine differs, say so: --set data.source.path=/my/mnist --set train
 
 
 def run(argv: list[str]) -> int:
+    arguments = _parsed(argv)
+    load_plugins(arguments)
+    if arguments.node:
+        return _hold_layers(arguments)
+    here = place()
+    if here is None:
+        return _take_part(arguments, argv)
+    work = (lambda: _follow(arguments, here)) if here.rank else (lambda: _take_part(arguments, argv))
+    return as_rank(here, work, watch=here.rank > 0 and arguments.stdin)
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace:
     made = argparse.ArgumentParser(
         "shoal join",
         description="Work for a coordinator, on this machine.",
@@ -75,15 +87,7 @@ def run(argv: list[str]) -> int:
     )
     made.add_argument("--node", action="store_true", help="hold layers of a model that `shoal serve` serves")
     made.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
-    arguments = made.parse_args(argv)
-    load_plugins(arguments)
-    if arguments.node:
-        return _hold_layers(arguments)
-    here = place()
-    if here is None:
-        return _take_part(arguments, argv)
-    work = (lambda: _follow(arguments, here)) if here.rank else (lambda: _take_part(arguments, argv))
-    return as_rank(here, work, watch=here.rank > 0 and arguments.stdin)
+    return made.parse_args(argv)
 
 
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:

@@ -10,22 +10,14 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from shoal.config.fields import as_data
-from shoal.config.layers import Assignment, Key, default_at
 from shoal.config.load import Loaded
 from shoal.config.parts import Part
-from shoal.config.problems import Label, Problem, Severity
+from shoal.config.problems import Problem, Severity
 from shoal.config.schema import Run
 from shoal.config.schema.training import EMULATED
-from shoal.config.text import data_of
 
 NOT_BUILT = "not-built"
 _MISSING_PACKAGE = "missing-package"
-_MOST_PLACES = 6
-"""Places of one part that are shown; the rest are counted."""
-
-_UNBUILT: dict[str, str] = {}
-"""Settings that ask for a part which does not exist yet. None of them may be ignored."""
 
 
 class Package(NamedTuple):
@@ -87,7 +79,7 @@ _PACKAGES = (
 
 def refusals(loaded: Loaded, *, packages: Severity = "error") -> list[Problem]:
     """Everything that a run with these settings is refused for. `packages`: how bad it is that one is not installed."""
-    unbuilt = [*_unbuilt_parts(loaded), *_unbuilt_precisions(loaded), *_unbuilt_settings(loaded)]
+    unbuilt = [*_unbuilt_parts(loaded), *_unbuilt_precisions(loaded)]
     return [*unbuilt, *_missing_packages(loaded, packages)]
 
 
@@ -111,26 +103,6 @@ def _unbuilt_precisions(loaded: Loaded) -> Iterator[Problem]:
         help = f"--allow-emulation (training.allow_emulation: true) rounds as {kind} asks and computes in fp32, slower than bf16; "
         help += f"`{settings.spelling(path)}: bf16` is fast on GPUs that have it"
         yield Problem(NOT_BUILT, message, settings.labels(path), settings.spelling(path), help=help)
-
-
-def _unbuilt_settings(loaded: Loaded) -> Iterator[Problem]:
-    """One problem for each part, at all the places that ask for it."""
-    asked: dict[str, list[Assignment]] = {}
-    for path, history in loaded.settings.history.items():
-        part, node = _part_at(path), history[-1].node
-        written = part and node.span.source.kind not in ("default", "environment")
-        if written and data_of(node) != as_data(default_at(path, loaded.settings.kinds)):
-            asked.setdefault(part, []).append(history[-1])
-    for part, assignments in asked.items():
-        names = [f"`{one.node.user_path or '.'.join(one.path)}`" for one in assignments]
-        more = f" and {len(names) - _MOST_PLACES} more" if len(names) > _MOST_PLACES else ""
-        message = f"{part} is not built yet: {', '.join(names[:_MOST_PLACES])}{more}"
-        labels = tuple(Label(one.node.span) for one in assignments[:1])
-        yield Problem(NOT_BUILT, message, labels, assignments[0].node.user_path, help="leave them out to train without it")
-
-
-def _part_at(path: Key) -> str:
-    return next((name for prefix, name in _UNBUILT.items() if ".".join(path).startswith(prefix)), "")
 
 
 def _missing_packages(loaded: Loaded, severity: Severity) -> Iterator[Problem]:

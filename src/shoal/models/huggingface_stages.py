@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import ShoalError
 from shoal.models.huggingface import CACHE_NAMES, HuggingFace, HuggingFaceCache
-from shoal.models.stages import Ends, Stage, skeleton
+from shoal.models.stage_parts import Ends, Stage, skeleton
 from shoal.models.trunk import Beside
 
 _WIDTHS = {
@@ -113,8 +113,8 @@ class HuggingFaceStage(Stage):
 class HuggingFaceEnds(Ends):
     """Everything of a model of transformers but its layers."""
 
-    def __init__(self, model: HuggingFace, entry: bool, exit: bool, seen: Anatomy | None = None) -> None:
-        super().__init__(entry, exit)
+    def __init__(self, model: HuggingFace, entry: bool, after: bool, seen: Anatomy | None = None) -> None:
+        super().__init__(entry, after)
         whole = _plain(model)
         seen = seen or anatomy(whole)
         self.vocab_size, self.max_seq_len = model.vocab_size, model.max_seq_len
@@ -122,7 +122,7 @@ class HuggingFaceEnds(Ends):
         place = _place(whole)
         self._stub = _Stub(layers_of(self.inner)[0], seen.returns_tuple)
         _adopt(self.inner, whole, but=place)
-        used = (seen.before if entry else frozenset()) | (seen.after if exit else frozenset())
+        used = (seen.before if entry else frozenset()) | (seen.after if after else frozenset())
         for name, module in _outside(self.inner, place):
             if name not in used:
                 _empty(module)

@@ -8,65 +8,19 @@ Shapes: B batch, L tokens, S tokens seen (L and those in the cache), D width, V 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.models.cache import KeyValueCache
+from shoal.models.stage_parts import Ends, Stage, fill, needed, skeleton
 from shoal.models.trunk import Beside, Trunk
 
-_ONE_AT_A_TIME = threading.RLock()
-
-
-class Stage(nn.Module):
-    """The layers [first, last) of a model."""
-
-    joins_rows = True
-    """Whether the caches of several requests can be joined into one."""
-
-    def __init__(self, first: int, last: int) -> None:
-        super().__init__()
-        self.first, self.last = first, last
-
-    def forward(
-        self, x_BLD: Tensor, input_ids_BL: Tensor, *, cache: Any = None, attention_mask: Tensor | None = None, beside: Beside | None = None
-    ) -> Tensor:
-        """The stream after these layers. `attention_mask` [B, S] is 0 at padding, the tokens in the cache counted; `beside` takes up what
-        these layers tell: losses count by their share of all layers."""
-        raise NotImplementedError
-
-    def new_cache(self, capacity: int) -> Any:
-        """Room for the keys and values of so many tokens in these layers; it grows where there are more."""
-        raise NotImplementedError
-
-    def gradient_checkpointing(self, enabled: bool) -> None:
-        """Whether the backward pass computes activations again instead of keeping them."""
-        raise NotImplementedError
-
-
-class Ends(nn.Module):
-    """What comes before the first layer (`entry`) and after the last (`exit`): either, or both."""
-
-    vocab_size: int
-    max_seq_len: int | None
-
-    def __init__(self, entry: bool, exit: bool) -> None:
-        super().__init__()
-        self.entry, self.exit = entry, exit
-
-    def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
-        """The stream before the first layer. `past`: tokens in the cache."""
-        raise NotImplementedError
-
-    def logits(self, x_BLD: Tensor) -> Tensor:
-        """Logits [B, L, V] of the stream after the last layer."""
-        raise NotImplementedError
+__all__ = ["Ends", "Stage", "cut", "depth", "ends_of", "fill", "layer_parameters", "needed", "skeleton", "stage_of"]
 
 
 class TrunkStage(Stage):
@@ -103,8 +57,8 @@ class TrunkStage(Stage):
 class TrunkEnds(Ends):
     """Embeddings, last normalisation and output matrix of a transformer of Shoal's own. A tied matrix is there once."""
 
-    def __init__(self, model: Trunk, entry: bool, exit: bool) -> None:
-        super().__init__(entry, exit)
+    def __init__(self, model: Trunk, entry: bool, after: bool) -> None:
+        super().__init__(entry, after)
         self.vocab_size, self.max_seq_len = model.vocab_size, model.max_seq_len
         part = model.without_layers()
         self.__dict__["part"] = part
@@ -112,9 +66,9 @@ class TrunkEnds(Ends):
             self.token_embedding = part.token_embedding
         if entry and part.position_embedding is not None:
             self.position_embedding = part.position_embedding
-        if exit:
+        if after:
             self.norm = part.norm
-        if exit and part.output is not None:
+        if after and part.output is not None:
             self.output = part.output
         self.train(model.training)
 
@@ -169,14 +123,15 @@ def stage_of(model: Any, first: int, last: int) -> Stage:
     return HuggingFaceStage(model, first, last)
 
 
-def ends_of(model: Any, *, entry: bool = True, exit: bool = True) -> Ends:
-    """What is before and after the layers of a model, with the model's own parameters."""
+def ends_of(model: Any, **wanted: bool) -> Ends:
+    """What is before and after the layers of a model, with the model's own parameters. `entry=False` or `exit=False` leaves one out."""
     depth(model)
+    before, after = wanted.get("entry", True), wanted.get("exit", True)
     if isinstance(model, Trunk):
-        return TrunkEnds(model, entry, exit)
+        return TrunkEnds(model, before, after)
     from shoal.models.huggingface_stages import HuggingFaceEnds
 
-    return HuggingFaceEnds(model, entry, exit)
+    return HuggingFaceEnds(model, before, after)
 
 
 def cut(model: Any, bounds: Sequence[int]) -> list[Stage]:
@@ -184,55 +139,6 @@ def cut(model: Any, bounds: Sequence[int]) -> list[Stage]:
     if list(bounds[:1]) != [0] or bounds[-1] != depth(model):
         raise ShoalError(f"stages must begin at layer 0 and end at {depth(model)}, and these have the bounds {list(bounds)}")
     return [stage_of(model, first, last) for first, last in pairwise(bounds)]
-
-
-@contextmanager
-def skeleton() -> Iterator[None]:
-    """Models that are made meanwhile have parameters without numbers, which take no memory; their buffers are real."""
-    with _ONE_AT_A_TIME:
-        original: Callable[..., None] = nn.Module.register_parameter
-        own = threading.get_ident()
-
-        def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            original(module, name, parameter)
-            # A tied parameter is registered twice, and must stay one; and other threads make models with numbers meanwhile
-            if parameter is not None and not parameter.is_meta and threading.get_ident() == own:
-                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-
-        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            nn.Module.register_parameter = original  # type: ignore[method-assign]
-
-
-def needed(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors that must be put into a stage or into ends, by their names in the whole model; of tied ones the first name."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor
-    return found
-
-
-def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put tensors into a stage or into ends that was made as a skeleton. They are not copied. Raises ShoalError."""
-    homes: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    for owner in module.modules():
-        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
-        for table in tables:
-            for name, tensor in table.items():
-                homes.setdefault(id(tensor), []).append((table, name))
-    for name, tensor in needed(module).items():
-        given = tensors.get(name)
-        if given is None or given.shape != tensor.shape:
-            what = "is missing" if given is None else f"has the shape {tuple(given.shape)} instead of {tuple(tensor.shape)}"
-            raise ShoalError(f"the tensor {name} of the model {what}")
-        made = nn.Parameter(given, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else given
-        for table, key in homes[id(tensor)]:
-            table[key] = made
 
 
 def layer_parameters(model: Any) -> list[int]:

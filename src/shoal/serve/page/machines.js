@@ -13,7 +13,8 @@ function block(machine) {
   node.className = machine.alive ? "machine" : "machine dead";
   const name = document.createElement("strong");
   name.textContent = machine.name;
-  const layers = machine.layers ? `layers ${machine.layers[0]} to ${machine.layers[1]}` : "all layers";
+  const idle = machine.layers && machine.layers[1] < machine.layers[0];
+  const layers = idle ? "no layers" : machine.layers ? `layers ${machine.layers[0]} to ${machine.layers[1]}` : "all layers";
   node.append(name, line(machine.alive ? layers : "cannot be reached"), line(`${(machine.parameters / 1e6).toFixed(1)} million weights`));
   return node;
 }
