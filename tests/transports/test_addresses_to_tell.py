@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +20,10 @@ RUN = resolve_data({"strategy": {"kind": "async"}}, name="test", dialect="shoal"
 
 
 def shown(capsys: pytest.CaptureFixture[str], host: str, hosts: tuple[str, ...] = ()) -> str:
-    started: Any = SimpleNamespace(invitation=Invitation(f"tcp://{host}:7000", "token", None), loop=SimpleNamespace(run=RUN), role="")
-    show_invitation(started, hosts)
+    with tempfile.TemporaryDirectory() as folder:
+        loop = SimpleNamespace(run=RUN, directory=SimpleNamespace(path=Path(folder)))
+        started: Any = SimpleNamespace(invitation=Invitation(f"tcp://{host}:7000", "token", None), loop=loop, role="")
+        show_invitation(started, hosts)
     return capsys.readouterr().out
 
 
