@@ -118,6 +118,17 @@ def test_state_space_models_generate_too():
     check_recomputed(HuggingFace(transformers.MambaForCausalLM(config)).eval(), steps=12)
 
 
+def test_a_cache_forgets_its_last_tokens(shapes, folder):
+    model, ids = built(shapes, folder), prompt(1, 9)
+    cache = model.new_cache(0)
+    with torch.no_grad():
+        model.next_logits(ids[:, :6], cache)
+        first = model.next_logits(ids[:, 6:], cache)
+        cache.crop(6)
+        again = model.next_logits(ids[:, 6:], cache)
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+
+
 def test_left_padding_changes_nothing(shapes, folder):
     model = built(shapes, folder).eval()
     row, mask = prompt(1, 5), F.pad(torch.ones(1, 5, dtype=torch.long), (4, 0))

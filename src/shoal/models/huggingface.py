@@ -36,7 +36,7 @@ class HuggingFaceCache:
 
     def crop(self, length: int) -> None:
         """Forget all tokens after so many. Rows must not be padded."""
-        self.past.crop(length)
+        self.past.crop(length - self.past.get_seq_length())  # transformers wants to know how many go, as a negative number
 
     def row(self, i: int, length: int) -> HuggingFaceCache:
         """The last tokens of one row, as a cache of its own."""
