@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ import torch
 from torch import Tensor
 
 from commands import HANG_S, Processes, processes_in, wait_for
-from shoal.launch import nursery
 from shoal.runs.checkpoint import Checkpoints
 from shoal.transports.addresses import free_port
 
@@ -182,14 +183,14 @@ def test_torchrun_trains_over_collectives(processes: Processes, over_collectives
 
 
 @contextlib.contextmanager
-def torchrun(folder: Path, *arguments: str, log: str = "torchrun.log") -> Iterator[nursery.Process]:
-    command = [str(Path(__file__).with_name("torchrun.py")), "--monitor-interval", "0.2", *arguments]
+def torchrun(folder: Path, *arguments: str, log: str = "torchrun.log") -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.2", *arguments]
     with (folder / log).open("w") as file:
-        started = nursery.start(command, cwd=folder, stdout=file.fileno(), stderr=file.fileno())
+        started = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
     try:
         yield started
     finally:
-        started.send_signal(signal.SIGTERM)
+        started.terminate()
         started.wait()
 
 
@@ -228,7 +229,7 @@ def test_torchrun_alone_trains_with_each_process_as_a_worker(processes: Processe
 
 
 @contextlib.contextmanager
-def two_machines(folder: Path, *arguments: str) -> Iterator[list[nursery.Process]]:
+def two_machines(folder: Path, *arguments: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """What two machines would start."""
     meeting = f"127.0.0.1:{free_port('127.0.0.1')}"
     command = ["--nnodes", "2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--local-addr", "127.0.0.1"]
