@@ -37,7 +37,7 @@ class Live:
 
     def __init__(self, folder: Path, bounds: Bounds = Bounds(), **server: Any) -> None:  # noqa: B008 - a tuple
         self.folder, self.bounds, self.options = folder, bounds, server
-        self.notes, self.published_ones = list[str](), list[Published]()
+        self.notes, self.published_ones, self.clients = list[str](), list[Published](), list[ZmqClient]()
         self.begin(resume=False)
 
     def begin(self, resume: bool) -> None:
@@ -69,6 +69,12 @@ class Live:
             self.driver.step(0.05)
 
     def end(self) -> None:
+        """A client that nobody closes would wait for its connection wherever Python happens to collect it."""
+        for client in self.clients:
+            client.close()
+        self._stop()
+
+    def _stop(self) -> None:
         self._ending.set()
         self.server.wake()
         self._thread.join()
@@ -76,7 +82,7 @@ class Live:
         self.server.close()
 
     def restart(self) -> None:
-        self.end()
+        self._stop()
         self.begin(resume=True)
 
     def published(self, version: Published, replaying: bool) -> None:
@@ -86,7 +92,8 @@ class Live:
         self.notes.append(text)
 
     def client(self, **options: Any) -> ZmqClient:
-        return ZmqClient(self.server.address, **{"token": TOKEN, "server_key": None, "max_frame_bytes": LIMIT} | options)
+        self.clients.append(ZmqClient(self.server.address, **{"token": TOKEN, "server_key": None, "max_frame_bytes": LIMIT} | options))
+        return self.clients[-1]
 
 
 class Honest:
