@@ -31,7 +31,7 @@ HERE = {
     "training.global_batch_size": "null",
 }
 """What any machine has, in the place of what presets expect on theirs: data sets, models of the hub, GPUs, a database."""
-SMALL_GPT = {"model.kind": "gpt", "model.num_layers": "1", "model.hidden_size": "16", "model.num_heads": "2"}
+SMALL_GPT = {"model.kind": "gpt", "model.num_layers": "3", "model.hidden_size": "16", "model.num_heads": "2"}
 
 
 def stand_ins(run: Run) -> dict[str, str]:
