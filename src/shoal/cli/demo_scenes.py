@@ -135,7 +135,6 @@ SCENES = {
         shows="text",
         page="docs/volunteers.md",
         next="shoal init --preset dist-llm-train/wan-conservative && shoal train config.yaml",
-        compares="loss",
     ),
     "islands": Scene(
         title="Two islands of two processes each (DiLoCo over FSDP) meet every 10 steps, over 50 Mbit/s.",
