@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -24,7 +25,12 @@ KILLED_AT_TOKEN = 30
 
 def nodes() -> list[int]:
     """The processes here that hold layers, whoever is their parent."""
-    return [each.pid for each in psutil.process_iter() if "shoal-nodes-" in (said := " ".join(each.cmdline())) and "--node" in said]
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            words = " ".join(process.cmdline())
+            found += [process.pid] if "shoal-nodes-" in words and "--node" in words else []
+    return found
 
 
 def answer(port: int, seed: int, victim: int | None = None) -> str:
