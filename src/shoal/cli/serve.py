@@ -63,7 +63,7 @@ def _answer(served: Served, arguments: argparse.Namespace, stages: Spread | None
 def _spread(served: Served, arguments: argparse.Namespace) -> Iterator[Spread]:
     """The model with its layers on several machines, or with --nodes in several processes of this one."""
     from shoal.launch import nursery
-    from shoal.launch.starting import addresses_of_server
+    from shoal.launch.starting import address_of_first
     from shoal.serve.spread import Spread, door
 
     assert served.run is not None
@@ -74,7 +74,7 @@ def _spread(served: Served, arguments: argparse.Namespace) -> Iterator[Spread]:
         with _local_nodes(stages, invitation._asdict(), arguments.nodes - 1):
             yield stages
         return
-    hosts = tuple(arguments.node_host) or addresses_of_server(served.run, "--node-host") or ("0.0.0.0",)
+    hosts = tuple(arguments.node_host) or address_of_first(served.run, "--node-host") or ("0.0.0.0",)
     server, invitation = door(served, hosts)
     show_nodes(served.run, invitation, served.nodes - 1)
     yield Spread(served, server, tell)

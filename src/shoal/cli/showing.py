@@ -165,10 +165,7 @@ def show_nodes(run: Run, invitation: Invitation, count: int) -> None:
     here = parse_address(invitation.address)
     print(f"the layers are spread over {count + 1} machines, this one counted. The others join with:\n  shoal join {here} {rest}")
     for name in run.cluster.workers:
-        host = run.cluster.hosts.get(name)
-        if host is not None and (host.server_address or host.server_port):
-            own = here._replace(host=host.server_address or here.host, port=host.server_port or here.port)
-            print(f"{name} joins with:\n  shoal join {own} --name {name} {rest}")
+        print(f"{name} joins with:\n  shoal join {here} --name {name} {rest}")
     sys.stdout.flush()
 
 

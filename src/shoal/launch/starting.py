@@ -204,25 +204,26 @@ def places(plan: Plan, arguments: Sequence[str], tell: Callable[[str], None]) ->
     """The side of the coordinator that gives out the places of a pipeline. `arguments`: those of `shoal train` for the first stage."""
     from shoal.launch.gathering import Host
 
-    return Host(plan.run, plan.asked.hosts or _address_of_first(plan) or ("0.0.0.0",), arguments, tell)
+    return Host(
+        plan.run, plan.asked.hosts or address_of_first(plan.run, "--host", plan.loaded.settings.spelling) or ("0.0.0.0",), arguments, tell
+    )
 
 
-def _address_of_first(plan: Plan) -> tuple[str, ...]:
-    """The server's own address, where the settings tell it: the entries of others are theirs. Raises ShoalError where this is another
-    machine."""
+def address_of_first(run: Run, option: str, spelling: Callable[[str], str] = lambda path: path) -> tuple[str, ...]:
+    """The server's own address where machines hold layers and the settings tell it: the entries of others are theirs. `option` names
+    another address. Raises ShoalError where this is another machine."""
     from shoal.transports.addresses import free_port
 
-    cluster = plan.run.cluster
-    server = cluster.hosts.get(cluster.server or "")
-    if server is None or not server.server_address or getattr(plan.run.transport, "host", None) is not None:
+    server = run.cluster.hosts.get(run.cluster.server or "")
+    if server is None or not server.server_address or getattr(run.transport, "host", None) is not None:
         return ()
     try:
         free_port(server.server_address)
     except ShoalError:
-        where = plan.loaded.settings.spelling(f"cluster.hosts.{cluster.server}.server_address")
+        where = spelling(f"cluster.hosts.{run.cluster.server}.server_address")
         raise ShoalError(
-            f"`{where}` says that {cluster.server} is at {server.server_address}, which is no address of this machine: "
-            f"start it on {cluster.server}, or say --host ADDRESS"
+            f"`{where}` says that {run.cluster.server} is at {server.server_address}, which is no address of this machine: "
+            f"start it on {run.cluster.server}, or say {option} ADDRESS"
         ) from None
     return (server.server_address,)
 
@@ -363,13 +364,12 @@ def _finished(loop: Loop | ClusterLoop, summary: dict[str, Any]) -> Outcome:
 
 def _hosts(plan: Plan) -> tuple[str, ...]:
     if plan.asked.invite:
-        return plan.asked.hosts or addresses_of_server(plan.run, "--host", plan.loaded.settings.spelling) or ("0.0.0.0",)
+        return plan.asked.hosts or _addresses_of_server(plan.run, plan.loaded.settings.spelling) or ("0.0.0.0",)
     return plan.fleet.hosts if plan.fleet is not None else ("127.0.0.1",)
 
 
-def addresses_of_server(run: Run, option: str, spelling: Callable[[str], str] = lambda path: path) -> tuple[str, ...]:
-    """Where the settings say that the hosts reach the server, its own entry first. `option` names another address. Raises ShoalError where
-    this is another machine."""
+def _addresses_of_server(run: Run, spelling: Callable[[str], str]) -> tuple[str, ...]:
+    """Where the settings say that the hosts reach the server, its own entry first. Raises ShoalError where this is another machine."""
     from shoal.transports.addresses import free_port
 
     if isinstance(run.transport, Postgres) or getattr(run.transport, "host", None) is not None:
@@ -383,7 +383,7 @@ def addresses_of_server(run: Run, option: str, spelling: Callable[[str], str] = 
             where = spelling(f"cluster.hosts.{name}.server_address")
             raise ShoalError(
                 f"`{where}` says that the server listens at {address}, which is no address of this machine: "
-                f"start it on {run.cluster.server or 'the server'}, or say {option} ADDRESS"
+                f"start it on {run.cluster.server or 'the server'}, or say --host ADDRESS"
             ) from None
     return tuple(address for address in reversed(found) if address is not None)
 
