@@ -39,18 +39,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def imported_for(item: pytest.Function) -> set[str]:
     """Names of all modules that the files behind a test import, as far as those files are ours."""
     fixtures = (one.func for several in item._fixtureinfo.name2fixturedefs.values() for one in several)
-    waiting = [vars(item.module), *(getattr(function, "__globals__", {}) for function in fixtures)]  # every conftest.py has the same name
-    seen: set[str] = set()
-    found: set[str] = set()
-    while waiting:
-        names = waiting.pop()
-        file = str(names.get("__file__"))
-        if file not in seen and Path(file).is_relative_to(ROOT / "tests"):
-            seen.add(file)
-            modules = list(modules_in(names))
-            found |= {module.__name__ for module in modules}
-            waiting += map(vars, modules)
-    return found
+    files = [vars(item.module), *(getattr(function, "__globals__", {}) for function in fixtures)]  # every conftest.py has the same name
+    return set().union(*(imported_from(str(names.get("__file__")), names) for names in files))
+
+
+_found: dict[str, set[str]] = {}
+
+
+def imported_from(file: str, names: dict[str, Any]) -> set[str]:
+    """Names of all modules that a file imports, and that files of ours imported by it import. Every file is looked at once."""
+    if file not in _found:
+        _found[file] = set()  # files that import each other end here
+        if file.startswith(f"{ROOT / 'tests'}/"):
+            modules = set(modules_in(names))
+            _found[file] = {module.__name__ for module in modules}.union(
+                *(imported_from(str(module.__file__), vars(module)) for module in modules if getattr(module, "__file__", None))
+            )
+    return _found[file]
 
 
 def modules_in(names: dict[str, Any]) -> Iterator[ModuleType]:
