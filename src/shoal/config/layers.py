@@ -286,7 +286,7 @@ def union_at(path: Key, kinds: dict[Key, str]) -> TaggedType | None:
 
 def default_at(path: Key, kinds: dict[Key, str] | None = None) -> Any:
     """The default of the setting at a path."""
-    value: Any = Run()
+    value: Any = _defaults()
     for depth, name in enumerate(path):
         kind = (kinds or {}).get(path[:depth])
         if kind is not None and name != "kind" and getattr(value, "kind", None) != kind:
@@ -296,6 +296,12 @@ def default_at(path: Key, kinds: dict[Key, str] | None = None) -> Any:
         else:
             value = getattr(value, name, None)
     return value
+
+
+@lru_cache
+def _defaults() -> Run:
+    """A run of which nothing was set. It never changes, and it is asked for a hundred times when a file is read."""
+    return Run()
 
 
 def _section_of(checker: Checker, kind: str | None) -> type[Section] | None:
