@@ -17,6 +17,8 @@ from shoal.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+CONFIGURING = (ROOT / "docs" / "configuring.md").read_text(encoding="utf-8")
 ISLANDS = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
 PIPELINE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
 MIXTURES = (ROOT / "docs" / "mixtures.md").read_text(encoding="utf-8")
@@ -44,7 +46,7 @@ def test_the_shown_output_is_what_is_printed(tmp_path: Path) -> None:
     for file in (ROOT / "examples" / "layers").glob("*.yaml"):
         (tmp_path / file.name).write_text(file.read_text())
     (tmp_path / "slips.yaml").write_text(SLIPS)
-    for block in blocks("console"):
+    for block in blocks("console", CONFIGURING):
         for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
             assert shell(command, tmp_path).strip() == output.strip()
 
@@ -57,6 +59,8 @@ SCRIPTS = [
     pytest.param(commands_in(block), id=f"{name} {number}")
     for name, page in (
         ("README", README),
+        ("training", TRAINING),
+        ("configuring", CONFIGURING),
         ("islands", ISLANDS),
         ("mixtures", MIXTURES),
         ("pipeline", PIPELINE),
