@@ -171,14 +171,6 @@ def test_collectives_go_on_with_the_very_optimizers_they_had(processes: Processe
     assert_same(rest, over_collectives, 0.0)
 
 
-def test_torchrun_trains_over_collectives(processes: Processes, over_collectives: dict[str, Tensor]) -> None:
-    settings = [*DILOCO, *COLLECTIVES]
-    with torchrun(processes.folder, *HERE, "-m", "shoal", "train", "config.yaml", *settings, "--run-dir", "fleet") as fleet:
-        code = fleet.wait(HANG_S)
-    assert code == 0, (processes.folder / "torchrun.log").read_text()
-    assert_same(weights_of(processes.folder / "fleet"), over_collectives, 0.0)
-
-
 # --- started by torchrun -------------------------------------------------------------------------------
 
 
@@ -216,16 +208,33 @@ def test_torchrun_starts_the_processes_of_an_island(processes: Processes) -> Non
         assert worker.wait(HANG_S) == 0, (processes.folder / "torchrun.log").read_text()
 
 
-def test_torchrun_alone_trains_with_each_process_as_a_worker(processes: Processes) -> None:
-    settings = [*DILOCO, "--set", "launch.devices_per_node=null"]
-    with torchrun(processes.folder, *HERE, "-m", "shoal", "train", "config.yaml", *settings, "--run-dir", "fleet") as fleet:
-        code = fleet.wait(HANG_S)
-    assert code == 0, (processes.folder / "torchrun.log").read_text()
-    assert (summary_of(processes.folder / "fleet")["status"], summary_of(processes.folder / "fleet")["steps"]) == ("completed", 3)
-    assert {path.stem for path in (processes.folder / "fleet" / "workers").glob("*.jsonl")} == {"w1", "w2"}
-    alike = trained(processes, "alike", *settings, "--workers", "2")
-    assert_same(weights_of(processes.folder / "fleet"), alike, 1e-6)
-    processes.audit("fleet")
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Two processes of one torchrun, that train over collectives, and then as two workers."""
+    with prepared(tmp_path_factory.mktemp("fleet")) as processes:
+        (processes.folder / "program.py").write_text(
+            "from shoal import train\n"
+            "common = ['strategy.kind=diloco', 'strategy.inner_steps=4']\n"
+            "train('config.yaml', overrides=[*common, 'engine.kind=collectives'], run_dir='collectives')\n"
+            "train('config.yaml', overrides=[*common, 'launch.devices_per_node=null'], run_dir='workers-of-torchrun')\n"
+        )
+        with torchrun(processes.folder, *HERE, "program.py") as fleet:
+            code = fleet.wait(HANG_S)
+        assert code == 0, (processes.folder / "torchrun.log").read_text()
+        yield processes
+
+
+def test_torchrun_trains_over_collectives(fleet: Processes, over_collectives: dict[str, Tensor]) -> None:
+    assert_same(weights_of(fleet.folder / "collectives"), over_collectives, 0.0)
+
+
+def test_torchrun_alone_trains_with_each_process_as_a_worker(fleet: Processes) -> None:
+    run = fleet.folder / "workers-of-torchrun"
+    assert (summary_of(run)["status"], summary_of(run)["steps"]) == ("completed", 3)
+    assert {path.stem for path in (run / "workers").glob("*.jsonl")} == {"w1", "w2"}
+    alike = trained(fleet, "alike", *DILOCO, "--set", "launch.devices_per_node=null", "--workers", "2")
+    assert_same(weights_of(run), alike, 1e-6)
+    fleet.audit(run.name)
 
 
 @contextlib.contextmanager
@@ -243,7 +252,7 @@ def logs_in(folder: Path) -> list[str]:
 
 def test_torchrun_on_two_machines_makes_each_an_island(processes: Processes) -> None:
     """Nobody says how many processes an island has, and the run still knows how long an epoch is."""
-    settings = ["--set", "engine.kind=fsdp", *DILOCO]
+    settings = ["--set", "engine.kind=ddp", *DILOCO]
     settings += ["--set", "training.max_steps=null", "--set", "training.epochs=1", "--set", "training.batch_size=40"]
     command = ["--nproc-per-node", "2", "-m", "shoal", "train", "config.yaml", *settings, "--set", "launch.devices_per_node=null"]
     with two_machines(processes.folder, *command, "--run-dir", "fleet") as machines:
@@ -261,22 +270,21 @@ def test_torchrun_starts_a_killed_fleet_again_from_what_it_confirmed(processes: 
         "import os, threading, time\n"
         "from pathlib import Path\n"
         "from shoal import train\n"
-        "def die(after):\n"
-        "    while len(list(Path('fleet/checkpoints').glob('step-*'))) < after: time.sleep(0.01)\n"
-        "    Path(f'death-{after}').write_text('')\n"
+        "def die():\n"
+        "    while not Path('fleet/checkpoints/latest').exists(): time.sleep(0.01)\n"
+        "    Path('death').write_text('')\n"
         "    os.kill(os.getpid(), 9)\n"
-        "deaths = len(list(Path('.').glob('death-*')))\n"
-        "if os.environ['RANK'] == '1' and deaths < 2:\n"
-        "    threading.Thread(target=die, args=(4 * deaths + 1,), daemon=True).start()\n"
+        "if os.environ['RANK'] == '1' and not Path('death').exists():\n"
+        "    threading.Thread(target=die, daemon=True).start()\n"
         "common = ['strategy.kind=diloco', 'strategy.inner_steps=4', 'launch.devices_per_node=null', 'training.epochs=1000']\n"
-        "one = train('config.yaml', overrides=[*common, 'training.max_steps=160'], run_dir='fleet')\n"
+        "one = train('config.yaml', overrides=[*common, 'training.max_steps=80'], run_dir='fleet')\n"
         "again = train('config.yaml', overrides=[*common, 'training.max_steps=8'], run_dir='again')\n"
         'Path(f"{os.environ[\'RANK\']}.told").write_text(f"{one.status} {one.steps} {again.status} {again.steps}")\n'
     )
     with two_machines(processes.folder, "--nproc-per-node", "1", "program.py") as machines:
         codes = [machine.wait(HANG_S) for machine in machines]
     assert codes == [0, 0], logs_in(processes.folder)
-    assert len(list(processes.folder.glob("death-*"))) == 2
+    assert (processes.folder / "death").exists()
     assert summary_of(processes.folder / "fleet")["resumed_from"], "it went on, and did not begin anew"
-    assert [(processes.folder / f"{rank}.told").read_text() for rank in (0, 1)] == ["completed 40 completed 2"] * 2
+    assert [(processes.folder / f"{rank}.told").read_text() for rank in (0, 1)] == ["completed 20 completed 2"] * 2
     processes.audit("fleet")

@@ -44,6 +44,9 @@ OFFLOADED = [json.dumps({"kind": "deepspeed", "zero_stage": stage, "cpu_offload"
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed (shoal[deepspeed])")
 
 
+LOADS = ("torch._dynamo", "shoal.engines.fsdp")
+
+
 def together(name: str, count: int, *arguments: str, device: str = "cpu") -> list[Any]:
     """Run a function of this file in so many processes; what each returned. None is left behind."""
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +58,7 @@ def together(name: str, count: int, *arguments: str, device: str = "cpu") -> lis
             environ = os.environ | environment_of(here) | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device, "SHOAL_TEST_DEVICE": device}
             command = [__file__, str(results[rank]), name, *arguments]
             with logs[rank].open("wb") as log:
-                processes.append(nursery.start(command, env=environ, stdout=log, stderr=log))
+                processes.append(nursery.start(command, env=environ, stdout=log, stderr=log, loads=LOADS if device == "cpu" else ()))
         try:
             codes = [process.wait(600) for process in processes]
         finally:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> nursery.Process:
+def started(folder: Path, *arguments: str, env: dict[str, str] | None = None, loads: Sequence[str] = ()) -> nursery.Process:
     with (folder / "output").open("ab") as output:
-        return nursery.start(arguments, stdout=output, stderr=output, env=env, cwd=folder)
+        return nursery.start(arguments, stdout=output, stderr=output, env=env, cwd=folder, loads=loads)
 
 
 def wait_for_output(folder: Path, text: str) -> None:
@@ -57,6 +58,13 @@ def test_it_is_what_the_interpreter_would_have_started(folder: Path) -> None:
     process.stdin.close()
     assert process.wait(300) == process.returncode == 7
     assert (folder / "output").read_text() == f"['tells.py', 'a'] {folder} red 3 False {folder}\n"
+
+
+def test_what_all_will_need_is_loaded_before_they_are_forked(folder: Path) -> None:
+    """A module that is not there is for the process itself to miss."""
+    (folder / "tells.py").write_text("import sys\nprint('colorsys' in sys.modules)\n")
+    assert started(folder, "tells.py", loads=["colorsys", "not_there"]).wait(300) == 0
+    assert (folder / "output").read_text() == "True\n"
 
 
 def test_a_signal_reaches_it_and_its_end_is_told(folder: Path) -> None:

@@ -191,7 +191,7 @@ FIELDS = [
 ]
 
 
-@settings(max_examples=2000)
+@settings(max_examples=400)
 @given(st.dictionaries(st.sampled_from(FIELDS), anything, max_size=6), st.booleans())
 def test_any_body_is_read_or_refused(fields, whole):
     for read in (read_chat, read_completion):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema.training import EMULATED, Training
 from shoal.engines import optimizers
+from shoal.engines.emulation import emulate
 from shoal.engines.health import MOST_SKIPPED, HealthMonitor
 from shoal.engines.schedule import learning_rate
 from shoal.engines.weighing import Weighing, length
@@ -453,8 +454,6 @@ def _like(places: list[Tensor], values: Tensor) -> Iterator[Tensor]:
 def _emulated(run: Run, task: Task) -> Scaled | None:
     if run.training.precision.kind not in EMULATED:
         return None
-    from shoal.engines.emulation import emulate  # it imports torch's compiler, which takes seconds
-
     return emulate(task.players, run.training)
 
 

@@ -16,6 +16,7 @@ from shoal.config.schema.training import Fp8, Nvfp4, Training
 from shoal.engines import nvfp4
 from shoal.engines.blocks import blocks_of
 from shoal.errors import ShoalError
+from shoal.models.compiling import left_alone
 
 _LAST_SHARE = 0.15
 """Of the blocks, at the end, that nvfp4 leaves in bf16; one at least."""
@@ -133,7 +134,7 @@ class _RoundedProduct(torch.autograd.Function):
         return for_x, for_weight, None, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@left_alone
 def rounded_product(x_NI: Tensor, weight_OI: Tensor, rounding: Format, name: str) -> Tensor:
     if not len(x_NI):  # an expert that nobody visits
         return x_NI.new_zeros(0, len(weight_OI))

@@ -16,6 +16,7 @@ from shoal.engines.base import Engine, StepResult, tensors_of
 from shoal.engines.weighing import length
 from shoal.engines.world import World
 from shoal.errors import ShoalError
+from shoal.models.compiling import tell_the_compiler
 from shoal.models.kept import kept
 from shoal.tasks import Batch, Task
 from shoal.updates.layout import lay_out
@@ -34,6 +35,7 @@ class SingleEngine(Engine):
         self.layouts = {name: network.layout for name, network in self.networks.items()}
         self.statistics = [buffer for player in task.players.values() for buffer in statistics(player)]
         if run.training.compile:
+            tell_the_compiler()
             task.compile()
         self.optimizers = {name: optimizers.build(self.chosen[name], network) for name, network in self.networks.items()}
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")

@@ -136,7 +136,7 @@ class LocalWorkers:
         """The workers share the cores: with more threads than cores they would slow each other down."""
         if "OMP_NUM_THREADS" in os.environ:
             return {}
-        size, _ = self.invitation.get("crew") or (1, True)
+        size, *_ = self.invitation.get("crew") or (1,)
         return {"OMP_NUM_THREADS": str(fair_threads(size * len(self.workers))), "OMP_WAIT_POLICY": "PASSIVE"}
 
     def _devices(self, worker: LocalWorker) -> dict[str, str]:

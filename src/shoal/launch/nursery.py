@@ -54,8 +54,12 @@ def start(
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
     start_new_session: bool = False,
+    loads: Sequence[str] = (),
 ) -> Process:
-    """A Python process with these arguments (`-m shoal …`, or a file and its own). Its standard input is a pipe."""
+    """A Python process with these arguments (`-m shoal …`, or a file and its own). Its standard input is a pipe.
+
+    `loads`: modules that it will need, and that start no threads and touch no GPU: the nursery loads them once for all that it forks.
+    """
     if sys.platform != "linux":
         return subprocess.Popen(
             [sys.executable, *arguments],
@@ -71,6 +75,7 @@ def start(
         "env": dict(os.environ if env is None else env),
         "cwd": os.path.abspath(cwd or os.getcwd()),
         "session": start_new_session,
+        "loads": list(loads),
     }
     output = [_number(1, stdout), _number(2, stderr)]
     process = _nursery().start(order, output) or _nursery().start(order, output)  # a nursery may have been killed just now
@@ -286,6 +291,9 @@ class Server:
                 os.kill(pid, number)
             return None
         descriptors, client.descriptors = client.descriptors[:3], client.descriptors[3:]
+        for name in question["start"]["loads"]:
+            with contextlib.suppress(ImportError):  # whoever needs it says so itself
+                importlib.import_module(name)
         ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:

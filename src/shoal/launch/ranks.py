@@ -26,6 +26,9 @@ LOST = 75
 """The exit code of a process that ended because another one did."""
 _LOOK_S = 0.05
 _PATIENCE_S = 5.0
+_LIBRARIES = {"fsdp": ("shoal.engines.fsdp", "torch._dynamo")}
+"""What an engine loads beside the rest: seconds, which its processes on the CPU spend once, together. On GPUs each loads its own: no
+library may look for a GPU before a fork."""
 _ENDED = (0, 2, 130)
 """Exit codes of processes that finished, or that have reported themselves why they could not."""
 
@@ -43,6 +46,7 @@ class Crew(NamedTuple):
 
     size: int
     on_cpu: bool
+    engine: str
 
     @classmethod
     def of(cls, run: Run, command: str, notify: Callable[[str], None], workers: int = 1) -> Crew | None:
@@ -67,7 +71,7 @@ class Crew(NamedTuple):
             raise ShoalError(f"launch.devices_per_node is {wanted}, and there are {there} GPUs here{shared}")
         if wanted is None and not there:
             notify(f"{run.engine.kind} with one process, on the CPU: there is no GPU here (launch.devices_per_node says how many)")
-        return cls(wanted or share, device == "cpu")
+        return cls(wanted or share, device == "cpu", run.engine.kind)
 
 
 def _stages(run: Run) -> int | None:
@@ -109,7 +113,8 @@ class LocalRanks:
 
     def __init__(self, crew: Crew, arguments: Sequence[str], secret: str = "") -> None:
         """`secret`: a line for the first process alone, on its standard input."""
-        (self.count, self.on_cpu), self.arguments, self.secret = crew, list(arguments), secret
+        (self.count, self.on_cpu, engine), self.arguments, self.secret = crew, list(arguments), secret
+        self.libraries = _LIBRARIES.get(engine, ()) if self.on_cpu else ()
         self.processes: list[nursery.Process] = []
 
     def run(self) -> int:
@@ -135,7 +140,7 @@ class LocalRanks:
         with (folder / f"{rank}.log").open("wb") as log:
             output = None if rank == 0 else log
             # Ctrl-C reaches this process alone, which passes it on
-            process = nursery.start(command, stdout=output, stderr=output, env=environ, start_new_session=True)
+            process = nursery.start(command, stdout=output, stderr=output, env=environ, start_new_session=True, loads=self.libraries)
         if rank == 0 and self.secret:
             with contextlib.suppress(OSError):  # the process has ended already
                 process.stdin.write(self.secret.encode() + b"\n")

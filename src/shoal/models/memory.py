@@ -22,6 +22,7 @@ from torch import Tensor
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.cache import KeyValueCache
+from shoal.models.compiling import left_alone
 from shoal.models.kept import Kept
 from shoal.models.trunk import NEVER, Context, Sight
 
@@ -89,7 +90,7 @@ class EpisodicMemory(Kept):
 
     # --- recall --------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @left_alone
     @torch.no_grad()
     def recall(self, x_BLD: Tensor, sight: Sight, cache: KeyValueCache | None) -> Context | None:
         """What there is to read from here on: the context, and what the chunks that are complete now recall."""
@@ -140,7 +141,7 @@ class EpisodicMemory(Kept):
 
     # --- writing down --------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @left_alone
     def watch(self, x_BLD: Tensor) -> None:
         """Called while learning with the hidden states at the memory's layer: their means, and the norms of their gradients to come."""
         norms: list[Tensor] = []

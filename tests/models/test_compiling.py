@@ -1,0 +1,27 @@
+"""What torch's compiler leaves alone."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.models.compiling import left_alone, tell_the_compiler
+
+
+def test_what_is_left_alone_runs_as_it_is_written_within_what_is_compiled() -> None:
+    graphs: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph.code)
+        return graph
+
+    @left_alone
+    def alone(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return alone(x.cos()).exp()
+
+    tell_the_compiler()
+    x = torch.linspace(0, 1, 5)
+    assert torch.equal(torch.compile(whole, backend=keep)(x), x.cos().sin().exp())
+    assert [name in "".join(graphs) for name in ("cos", "sin()", "exp")] == [True, False, True]
