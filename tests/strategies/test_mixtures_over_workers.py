@@ -13,6 +13,7 @@ from shoal.coordinator import book
 from shoal.engines.experts import expert_blocks
 from shoal.runs.assembly import assemble
 from shoal.updates.experts import ExpertBlocks, believable, combine_apart, mean_by_experts
+from shoal.watch.sinks import LoadMap
 
 MOE = {
     "model": {
@@ -61,6 +62,48 @@ def test_one_worker_moves_weights_and_biases_as_one_process_does(
         torch.testing.assert_close(together[name], value, rtol=0, atol=1e-6, msg=name)
 
 
+RECORDED = {"logging": {"every_steps": 1}, "model": {"experts": {"router": "switch"}}}
+
+
+def loads_of(loop: Any) -> list[list[float]]:
+    """The loads of the experts in each record of training, layer after layer."""
+    records = [record for record in loop.directory.metrics() if record["split"] == "train"]
+    return [[record[f"layers/{layer}/load/{expert}"] for layer in range(2) for expert in range(4)] for record in records]
+
+
+def test_the_loads_at_a_worker_are_recorded_as_one_process_records_them(cluster: Callable[..., Any], alone: Callable[..., Any]) -> None:
+    together = cluster(MOE, RECORDED, {"strategy": STRATEGIES["syncps"]}, workers=1)
+    assert loads_of(together.loop) == [pytest.approx(one) for one in loads_of(alone(MOE, RECORDED))]
+
+
+def test_the_loads_of_all_workers_are_recorded_and_drawn(cluster: Callable[..., Any]) -> None:
+    together = cluster(MOE, RECORDED, {"strategy": STRATEGIES["diloco"]}, workers=2, reporters=[LoadMap()])
+    found = torch.tensor(loads_of(together.loop))
+    torch.testing.assert_close(found.view(-1, 2, 4).sum(2), torch.ones(len(found), 2))
+    assert (together.loop.directory.path / "experts.png").exists()
+
+
+def test_loads_are_not_told_where_the_data_is_to_stay_private() -> None:
+    private = {"strategy": STRATEGIES["syncps"], "updates": {"clip_norm": 1.0, "privacy": {"enabled": True}}}
+    for changed, reports in ((private, False), ({"strategy": STRATEGIES["syncps"]}, True), ({"strategy": {"kind": "local"}}, False)):
+        run = loaded(merged(MOE, RECORDED, changed)).run
+        assert assemble(run, None, None, lambda samples: 8).single.task.players["model"].loads.reports == reports
+
+
+REMEMBERED = {"model": {"episodic_memory": {"enabled": True, "capacity": 32, "chunk_size": 4, "vectors": 2}}}
+
+
+def test_a_coordinators_memory_is_made_of_what_its_workers_remember(cluster: Callable[..., Any]) -> None:
+    together = cluster(MOE, RECORDED, REMEMBERED, {"strategy": STRATEGIES["syncps"]}, workers=2)
+    kept, *others = (one.task.players["model"].memory for one in (together.loop.engine, *(one.worker.engine for one in together.workers)))
+    known = {tuple(ids.tolist()) for ids in kept.ids_NT[kept.importance_N > 0]}
+    assert len(known) > 8
+    own = [{tuple(ids.tolist()) for ids in memory.ids_NT[memory.importance_N > 0]} for memory in others]
+    assert known <= own[0] | own[1]
+    assert len(own[0] & own[1] & known) > 4, "each has also heard of what the other learned from"
+    assert together.summary["metrics"]["eval"]["loss_without_memory"] > 0
+
+
 WEIGHED = {"strategy": {"kind": "diloco", "inner_steps": 4, "round_timeout_s": 60.0, "expert_weight_cap": 1.5}}
 
 
@@ -107,6 +150,8 @@ def test_a_worker_that_claims_all_tokens_is_believed_no_further_than_its_batches
     for loads in seen_loads:
         assert float(loads.max()) <= 0.5, "of two experts for each token, one has half of the choices at most"
         torch.testing.assert_close(loads, believable(loads.view(-1, 4), 2).view_as(loads))
+    told = together.loop.engine.task.players["model"].loads.details()
+    assert max(float(one) for one in told.values()) <= 0.5, "nor do people see more"
 
 
 def test_the_blocks_of_experts_are_where_the_network_has_them() -> None:
