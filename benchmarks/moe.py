@@ -1,8 +1,8 @@
 """A mixture of experts against a dense model with as many active parameters, on equal tokens; routers and features side by side.
 
 Each token visits two of eight experts, each half as wide as the dense feed-forward: the router's weights are all that a token uses beside.
-`BENCH=moe` begins afresh, `BENCH=moe:on` goes on where an earlier one was cut off, `BENCH=moe:next` does one run more: losses are kept in
-results/moe.json.
+`BENCH=moe` begins afresh, `BENCH=moe:on` goes on where an earlier one was cut off, also within a run, `BENCH=moe:next` does one run more:
+losses are kept in results/moe.json.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import gzip
 import io
 import json
-import tempfile
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +23,11 @@ from shoal.cli.main import main
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 SPEECHES, SHAKESPEARE, PAIRS = SHARED / "text" / "sotu_1900_2021.txt.gz", SHARED / "text" / "tinyshakespeare.txt", SHARED / "snli"
 KEPT = Path(__file__).parents[1] / "results" / "moe.json"
-STEPS, ACTIVE_WIDTH, PER_TOKEN, SEEDS = 1500, 256, 2, (1, 2)
+STEPS, WIDTH, ACTIVE_WIDTH, PER_TOKEN, SEEDS = 1500, 32, 128, 2, (1, 2)
 """With 300 steps each expert has seen a quarter of few tokens, and the two are alike."""
 CONFIG = f"""\
 dialect: shoal
-model: {{kind: gpt, hidden_size: 64, num_layers: 3, num_heads: 4, max_seq_len: 64, intermediate_size: {ACTIVE_WIDTH}, dropout: 0.0,
+model: {{kind: gpt, hidden_size: {WIDTH}, num_layers: 2, num_heads: 4, max_seq_len: 64, intermediate_size: {ACTIVE_WIDTH}, dropout: 0.0,
         positions: rotary, feed_forward: swiglu, norm: rms, bias: false}}
 data: {{source: {{kind: text, path: texts}}, tokenizer: characters}}
 training:
@@ -35,10 +35,10 @@ training:
   max_steps: {STEPS}
   device: cpu
   clipping: {{max_norm: 1.0}}
-  optimizer: {{name: AdamW, learning_rate: 0.004, beta2: 0.99, weight_decay: 0.1}}
+  optimizer: {{name: AdamW, learning_rate: 0.006, beta2: 0.99, weight_decay: 0.1}}
   schedule: {{kind: cosine, warmup_steps: 50, end_learning_rate: 0.0002}}
 evaluation: {{strategy: steps, every_steps: {STEPS}, batches: 40}}
-checkpoint: {{strategy: never}}
+checkpoint: {{strategy: steps, every_steps: 150, keep_last: 1}}
 """
 MIXTURE = CONFIG.replace("kind: gpt", f"kind: moe, experts: {{count: 8, per_token: {PER_TOKEN}, capacity_factor: null}}").replace(
     f"intermediate_size: {ACTIVE_WIDTH}", f"intermediate_size: {ACTIVE_WIDTH // PER_TOKEN}"
@@ -104,13 +104,19 @@ def write(text: str, folder: Path) -> None:
 
 
 def trained(case: Case, seed: int) -> dict[str, dict[str, float]]:
-    """The last figures of a run."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
-        write(case.text, Path("texts"))
-        Path("config.yaml").write_text(case.config)
+    """The last figures of a run, which goes on where it was cut off."""
+    folder = KEPT.parent / "moe" / f"{case.name}, seed {seed}".replace(" ", "-")
+    begun = (folder / "run" / "checkpoints").is_dir()
+    if not begun:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write(case.text, folder / "texts")
+        (folder / "config.yaml").write_text(case.config)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         chosen = [word for setting in (f"seed={seed}", *case.settings) for word in ("--set", setting)]
-        assert main(["train", "config.yaml", "--run-dir", "run", *chosen]) == 0
-        metrics: dict[str, dict[str, float]] = json.loads(Path("run/summary.json").read_text())["metrics"]
+        assert main(["train", "config.yaml", "--run-dir", "run", *chosen, *(["--resume"] if begun else [])]) == 0
+    metrics: dict[str, dict[str, float]] = json.loads((folder / "run" / "summary.json").read_text())["metrics"]
+    shutil.rmtree(folder)
     return metrics
 
 
@@ -130,7 +136,10 @@ def measure(part: str = "") -> Iterator[Row]:
         return
     known: dict[str, Any] = json.loads(KEPT.read_text()) if part and KEPT.exists() else {}
     KEPT.parent.mkdir(exist_ok=True)
-    missing = [(case, seed) for seed in SEEDS for case in CASES if f"{case.name}, seed {seed}" not in known]
+    if not part:
+        shutil.rmtree(KEPT.parent / "moe", ignore_errors=True)
+    order = [(case, seed) for case in CASES[:2] for seed in SEEDS] + [(case, seed) for seed in SEEDS for case in CASES[2:]]
+    missing = [(case, seed) for case, seed in order if f"{case.name}, seed {seed}" not in known]
     for case, seed in missing[:1] if part == "next" else missing:
         known[f"{case.name}, seed {seed}"] = trained(case, seed)
         KEPT.write_text(json.dumps(known))

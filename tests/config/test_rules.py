@@ -57,6 +57,11 @@ BROKEN = [
         "strategy: {kind: diloco, expert_weight_cap: 2}\nmodel: {kind: moe}\nupdates: {clip_norm: 1.0, privacy: {enabled: true}}\n",
         ["strategy.expert_weight_cap", "updates.privacy.enabled"],
     ),
+    (
+        "not-built",
+        "model: {kind: moe, retrieval: {enabled: true}}\ntask: reward\ndata: {source: {kind: preferences, path: x}}\n",
+        ["model.retrieval.enabled", "task"],
+    ),
     ("held", "strategy: {kind: edp}\nmodel: {kind: gpt}\nengine: {experts: [0, 1]}\n", ["engine.experts", "model.kind"]),
     ("held", "strategy: {kind: local}\nmodel: {kind: moe}\nengine: {experts: [0, 1]}\n", ["engine.experts", "strategy.kind"]),
     (
