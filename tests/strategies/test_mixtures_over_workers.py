@@ -39,6 +39,15 @@ STRATEGIES = {
 }
 
 
+RECORDED = {"logging": {"every_steps": 1}}
+
+
+def loads_of(loop: Any) -> list[list[float]]:
+    """The loads of the experts in each record of training, layer after layer."""
+    records = [record for record in loop.directory.metrics() if record["split"] == "train"]
+    return [[record[f"layers/{layer}/load/{expert}"] for layer in range(2) for expert in range(4)] for record in records]
+
+
 def biases(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([value for name, value in weights.items() if name.endswith("bias_E")])
 
@@ -53,40 +62,23 @@ def test_a_mixture_learns_under_every_strategy(cluster: Callable[..., Any], stra
 
 
 @pytest.mark.parametrize("strategy", [STRATEGIES["syncps"], STRATEGIES["diloco"]], ids=["syncps", "diloco"])
-def test_one_worker_moves_weights_and_biases_as_one_process_does(
+def test_one_worker_moves_weights_and_biases_as_one_process_does_and_records_the_same_loads(
     cluster: Callable[..., Any], alone: Callable[..., Any], strategy: Any
 ) -> None:
-    together, single = cluster(MOE, {"strategy": strategy}, workers=1).weights, alone(MOE).engine.weights()
-    assert biases(single).any()
-    for name, value in single.items():
-        torch.testing.assert_close(together[name], value, rtol=0, atol=1e-6, msg=name)
-
-
-RECORDED = {"logging": {"every_steps": 1}, "model": {"experts": {"router": "switch"}}}
-
-
-def loads_of(loop: Any) -> list[list[float]]:
-    """The loads of the experts in each record of training, layer after layer."""
-    records = [record for record in loop.directory.metrics() if record["split"] == "train"]
-    return [[record[f"layers/{layer}/load/{expert}"] for layer in range(2) for expert in range(4)] for record in records]
-
-
-def test_the_loads_at_a_worker_are_recorded_as_one_process_records_them(cluster: Callable[..., Any], alone: Callable[..., Any]) -> None:
-    together = cluster(MOE, RECORDED, {"strategy": STRATEGIES["syncps"]}, workers=1)
-    assert loads_of(together.loop) == [pytest.approx(one) for one in loads_of(alone(MOE, RECORDED))]
-
-
-def test_the_loads_of_all_workers_are_recorded_and_drawn(cluster: Callable[..., Any]) -> None:
-    together = cluster(MOE, RECORDED, {"strategy": STRATEGIES["diloco"]}, workers=2, reporters=[LoadMap()])
-    found = torch.tensor(loads_of(together.loop))
-    torch.testing.assert_close(found.view(-1, 2, 4).sum(2), torch.ones(len(found), 2))
-    assert (together.loop.directory.path / "experts.png").exists()
+    together, single = cluster(MOE, RECORDED, {"strategy": strategy}, workers=1), alone(MOE, RECORDED)
+    assert biases(single.engine.weights()).any()
+    for name, value in single.engine.weights().items():
+        torch.testing.assert_close(together.weights[name], value, rtol=0, atol=1e-6, msg=name)
+    steps = 4 if strategy["kind"] == "diloco" else 1  # a round's loads are those of all its steps
+    wanted = torch.tensor(loads_of(single)).view(-1, steps, 8).mean(1)
+    torch.testing.assert_close(torch.tensor(loads_of(together.loop)), wanted)
 
 
 def test_loads_are_not_told_where_the_data_is_to_stay_private() -> None:
+    plain = {"model": {"experts": {"router": "switch"}}}
     private = {"strategy": STRATEGIES["syncps"], "updates": {"clip_norm": 1.0, "privacy": {"enabled": True}}}
     for changed, reports in ((private, False), ({"strategy": STRATEGIES["syncps"]}, True), ({"strategy": {"kind": "local"}}, False)):
-        run = loaded(merged(MOE, RECORDED, changed)).run
+        run = loaded(merged(MOE, plain, changed)).run
         assert assemble(run, None, None, lambda samples: 8).single.task.players["model"].loads.reports == reports
 
 
@@ -94,7 +86,7 @@ REMEMBERED = {"model": {"episodic_memory": {"enabled": True, "capacity": 32, "ch
 
 
 def test_a_coordinators_memory_is_made_of_what_its_workers_remember(cluster: Callable[..., Any]) -> None:
-    together = cluster(MOE, RECORDED, REMEMBERED, {"strategy": STRATEGIES["syncps"]}, workers=2)
+    together = cluster(MOE, REMEMBERED, {"strategy": STRATEGIES["syncps"]}, workers=2)
     kept, *others = (one.task.players["model"].memory for one in (together.loop.engine, *(one.worker.engine for one in together.workers)))
     known = {tuple(ids.tolist()) for ids in kept.ids_NT[kept.importance_N > 0]}
     assert len(known) > 8
@@ -124,9 +116,11 @@ def seen_loads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_workers_report_the_tokens_that_experts_are_weighed_by(
     cluster: Callable[..., Any], seen_loads: list[torch.Tensor], changed: dict[str, Any]
 ) -> None:
-    together = cluster(MOE, WEIGHED, {"strategy": changed}, workers=2)
+    together = cluster(MOE, WEIGHED, {"strategy": changed}, RECORDED, workers=2, reporters=[LoadMap()])
     assert together.loss < 5.6
     assert len(seen_loads) == 2 * changed.get("fragments", 1)
+    assert (together.loop.directory.path / "experts.png").exists()
+    torch.testing.assert_close(torch.tensor(loads_of(together.loop)), torch.stack([loads.mean(0) for loads in seen_loads]).float())
     for loads in seen_loads:
         torch.testing.assert_close(loads.view(2, 2, 4).sum(2), torch.ones(2, 2, dtype=torch.float64))
         assert not torch.equal(loads[0], loads[1]), "each has tokens of its own"
