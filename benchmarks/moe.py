@@ -1,85 +1,147 @@
 """A mixture of experts against a dense model with as many active parameters, on equal tokens; routers and features side by side.
 
 Each token visits two of eight experts, each half as wide as the dense feed-forward: the router's weights are all that a token uses beside.
+`BENCH=moe` begins afresh, `BENCH=moe:on` goes on where an earlier one was cut off, also within a run, `BENCH=moe:next` does one run more:
+losses are kept in results/moe.json.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
-import tempfile
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from run import Row
 
 from shoal.cli.main import main
 
-TEXT = Path(__file__).parents[2] / "shared" / "data" / "text" / "tinyshakespeare.txt"
-STEPS, ACTIVE_WIDTH, PER_TOKEN = 1500, 256, 2
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+SPEECHES, SHAKESPEARE, PAIRS = SHARED / "text" / "sotu_1900_2021.txt.gz", SHARED / "text" / "tinyshakespeare.txt", SHARED / "snli"
+KEPT = Path(__file__).parents[1] / "results" / "moe.json"
+STEPS, WIDTH, ACTIVE_WIDTH, PER_TOKEN, SEEDS = 1500, 32, 128, 2, (1, 2)
 """With 300 steps each expert has seen a quarter of few tokens, and the two are alike."""
 CONFIG = f"""\
 dialect: shoal
-model: {{kind: gpt, hidden_size: 64, num_layers: 3, num_heads: 4, max_seq_len: 64, intermediate_size: {ACTIVE_WIDTH}, dropout: 0.0,
+model: {{kind: gpt, hidden_size: {WIDTH}, num_layers: 2, num_heads: 4, max_seq_len: 64, intermediate_size: {ACTIVE_WIDTH}, dropout: 0.0,
         positions: rotary, feed_forward: swiglu, norm: rms, bias: false}}
-data: {{source: {{kind: text, path: {TEXT}}}, tokenizer: characters}}
+data: {{source: {{kind: text, path: texts}}, tokenizer: characters}}
 training:
   batch_size: 16
   max_steps: {STEPS}
+  device: cpu
   clipping: {{max_norm: 1.0}}
-  optimizer: {{name: AdamW, learning_rate: 0.004, beta2: 0.99, weight_decay: 0.1}}
+  optimizer: {{name: AdamW, learning_rate: 0.006, beta2: 0.99, weight_decay: 0.1}}
   schedule: {{kind: cosine, warmup_steps: 50, end_learning_rate: 0.0002}}
 evaluation: {{strategy: steps, every_steps: {STEPS}, batches: 40}}
-checkpoint: {{strategy: never}}
+checkpoint: {{strategy: steps, every_steps: 150, keep_last: 1}}
 """
-MIXTURE = CONFIG.replace("kind: gpt", f"kind: moe, experts: {{count: 8, per_token: {PER_TOKEN}}}").replace(
+MIXTURE = CONFIG.replace("kind: gpt", f"kind: moe, experts: {{count: 8, per_token: {PER_TOKEN}, capacity_factor: null}}").replace(
     f"intermediate_size: {ACTIVE_WIDTH}", f"intermediate_size: {ACTIVE_WIDTH // PER_TOKEN}"
 )
-ROUTERS = ("gshard", "hash", "stochastic", "sigmoid-bias")
-FEATURES = (
-    ("no balance loss", ["model.experts.aux_loss_weight=0"]),
-    ("z-loss", ["model.experts.z_loss_weight=0.001"]),
-    ("nothing dropped", ["model.experts.capacity_factor=8"]),
-    ("mixture of heads", ["model.mixture_of_heads.enabled=true"]),
-    ("mixture of activations", ["model.mixture_of_activations.enabled=true"]),
-    ("nvfp4, emulated", ["training.precision.kind=nvfp4", "training.allow_emulation=true"]),
-    ("fp8, emulated", ["training.precision.kind=fp8", "training.allow_emulation=true"]),
-    ("bf16", ["training.precision.kind=bf16"]),
+
+
+class Case(NamedTuple):
+    """A run, and the one that it is compared with."""
+
+    name: str
+    settings: Sequence[str] = ()
+    against: str = "switch"
+    text: str = "speeches"
+    config: str = MIXTURE
+    target: str = "–"
+
+
+LONG = ["model.max_seq_len=128", "training.batch_size=8"]
+"""Sequences that are long enough for some chunks; as many tokens a step."""
+ONE_BY_ONE = ["data.batching=padded", "model.max_seq_len=96"]
+PASSAGES = ("enabled=true", "encoder=words", "chunk_size=32", "passage_words=16", "passage_tokens=96", "top_k=2")
+FOUND = [f"model.retrieval.{one}" for one in PASSAGES]
+REMEMBERED = ["model.episodic_memory.enabled=true", "model.episodic_memory.chunk_size=32"]
+CASES = (
+    Case("dense", config=CONFIG, against=""),
+    Case("switch", against="dense", target="< 1"),
+    *(Case(name, [f"model.experts.router={name}"]) for name in ("gshard", "hash", "stochastic")),
+    Case("sigmoid-bias", ["model.experts.router=sigmoid-bias", "model.experts.aux_loss_weight=0"]),
+    Case("mixture of heads", ["model.mixture_of_heads.enabled=true"]),
+    Case("mixture of activations", ["model.mixture_of_activations.enabled=true"]),
+    Case("no balance loss", ["model.experts.aux_loss_weight=0"]),
+    Case("z-loss", ["model.experts.z_loss_weight=0.001"]),
+    Case("capacity factor 1.25", ["model.experts.capacity_factor=1.25"]),
+    Case("dense, Shakespeare", config=CONFIG, against="", text="shakespeare"),
+    Case("switch, Shakespeare", against="dense, Shakespeare", text="shakespeare", target="< 1"),
+    Case("no context", ONE_BY_ONE, against="", text="hypotheses"),
+    Case("cross-attention", [*ONE_BY_ONE, "model.cross_attention.enabled=true"], against="no context", text="pairs"),
+    Case("nothing to read", LONG, against="", text="addresses"),
+    Case("retrieval", [*LONG, *FOUND], "nothing to read", "addresses"),
+    Case("memory", [*LONG, *REMEMBERED], "nothing to read", "addresses"),
+    Case("memory, nothing replayed", [*LONG, *REMEMBERED, "model.episodic_memory.replay_rate=0"], "nothing to read", "addresses"),
+    Case("bf16", ["training.precision.kind=bf16"]),
+    Case("fp8, emulated", ["training.precision.kind=fp8", "training.allow_emulation=true"]),
+    Case("nvfp4, emulated", ["training.precision.kind=nvfp4", "training.allow_emulation=true"]),
 )
 
 
-def trained(config: str, settings: list[str]) -> dict[str, dict[str, float]] | None:
-    """The last figures of a run; nothing where the settings ask for a part that is not built."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(config)
-        chosen = [word for setting in settings for word in ("--set", setting)]
-        with contextlib.redirect_stderr(io.StringIO()):
-            if main(["config", "check", str(path), *chosen]):
-                return None
-        assert main(["train", str(path), "--run-dir", f"{folder}/run", *chosen]) == 0
-        metrics: dict[str, dict[str, float]] = json.loads((Path(folder) / "run" / "summary.json").read_text())["metrics"]
+def write(text: str, folder: Path) -> None:
+    """The text that a case learns from, as files."""
+    folder.mkdir()
+    if text == "shakespeare":
+        (folder / "all.txt").write_bytes(SHAKESPEARE.read_bytes())
+    elif text in ("pairs", "hypotheses"):
+        rows = [
+            line.split("\t") for file in sorted(PAIRS.glob("*.gz")) for line in gzip.decompress(file.read_bytes()).decode().splitlines()
+        ]
+        lines = [{"text": row[1]} | ({"context": row[0]} if text == "pairs" else {}) for row in rows]
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    else:
+        whole = gzip.decompress(SPEECHES.read_bytes()).decode()
+        for number, part in enumerate([whole] if text == "speeches" else whole.split("\n\n")):
+            (folder / f"{number:03}.txt").write_text(part)
+
+
+def trained(case: Case, seed: int) -> dict[str, dict[str, float]]:
+    """The last figures of a run, which goes on where it was cut off."""
+    folder = KEPT.parent / "moe" / f"{case.name}, seed {seed}".replace(" ", "-")
+    begun = (folder / "run" / "checkpoints").is_dir()
+    if not begun:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write(case.text, folder / "texts")
+        (folder / "config.yaml").write_text(case.config)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        chosen = [word for setting in (f"seed={seed}", *case.settings) for word in ("--set", setting)]
+        assert main(["train", "config.yaml", "--run-dir", "run", *chosen, *(["--resume"] if begun else [])]) == 0
+    metrics: dict[str, dict[str, float]] = json.loads((folder / "run" / "summary.json").read_text())["metrics"]
+    shutil.rmtree(folder)
     return metrics
 
 
-def row(name: str, settings: list[str], peer: float, target: str) -> Row | None:
-    metrics = trained(MIXTURE, settings)
-    if metrics is None:
-        print(f"moe, {name}: skipped, it is not built yet")
-        return None
+def row(case: Case, seed: int, known: dict[str, Any]) -> Row:
+    metrics = known[f"{case.name}, seed {seed}"]
     loss, layers = metrics["eval"]["loss"], [value for name, value in metrics["train"].items() if name.endswith("/load_excess")]
-    note = f"the fullest expert has {1 + sum(layers) / len(layers):.2f} × an even share"
-    return Row(f"moe, {name}: validation loss", loss, peer, "nats/character", loss / peer, target, note)
+    peer = known[f"{case.against}, seed {seed}"]["eval"]["loss"]
+    notes = [f"the fullest expert has {1 + sum(layers) / len(layers):.2f} × an even share"] if layers else []
+    notes += [f"{name} {value:.4f}" for name, value in metrics["eval"].items() if name.startswith("loss_without")]
+    name = f"moe, {case.name}, against {case.against}, seed {seed}: validation loss"
+    return Row(name, loss, peer, "nats/character", loss / peer, case.target, "; ".join(notes))
 
 
-def measure() -> list[Row]:
-    if not TEXT.exists():
+def measure(part: str = "") -> Iterator[Row]:
+    if not SPEECHES.exists():
         print("moe: skipped, there is no text in ../shared/data")
-        return []
-    dense = trained(CONFIG, [])
-    assert dense is not None
-    first = row("switch, against a dense model of equal active parameters", [], dense["eval"]["loss"], "< 1")
-    assert first is not None
-    others = [row(f"{router}, against switch", [f"model.experts.router={router}"], first.ours, "–") for router in ROUTERS]
-    others += [row(f"{name}, against without", settings, first.ours, "–") for name, settings in FEATURES]
-    return [first, *(one for one in others if one is not None)]
+        return
+    known: dict[str, Any] = json.loads(KEPT.read_text()) if part and KEPT.exists() else {}
+    KEPT.parent.mkdir(exist_ok=True)
+    if not part:
+        shutil.rmtree(KEPT.parent / "moe", ignore_errors=True)
+    order = [(case, seed) for case in CASES[:2] for seed in SEEDS] + [(case, seed) for seed in SEEDS for case in CASES[2:]]
+    missing = [(case, seed) for case, seed in order if f"{case.name}, seed {seed}" not in known]
+    for case, seed in missing[:1] if part == "next" else missing:
+        known[f"{case.name}, seed {seed}"] = trained(case, seed)
+        KEPT.write_text(json.dumps(known))
+    there = [(case, seed) for case in CASES for seed in SEEDS if case.against and f"{case.name}, seed {seed}" in known]
+    yield from (row(case, seed, known) for case, seed in there)

@@ -7,7 +7,9 @@ sends its movement turned round.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -66,7 +68,7 @@ def trained(cap: float | None, seed: int, lies: bool = False) -> float:
 
 def combined(shared: Any, cap: float | None, vectors: list[Tensor], reports: list[Tensor]) -> Tensor:
     weights, room, blocks = torch.ones(len(vectors)), torch.empty_like(vectors[0]), expert_blocks(shared, cap)
-    if blocks is None:
+    if blocks is None or cap is None:
         return rules.mean_of_vectors(vectors, weights, room)
     return mean_by_experts(blocks, vectors, weights, torch.stack([blocks.loads_of(one) for one in reports]), room)
 
@@ -85,15 +87,15 @@ def judged(worker: Parts, vector: Tensor) -> float:
     return worker.single.evaluate(batches())["loss"]
 
 
-def measure() -> list[Row]:
+def measure(part: str = "") -> Iterator[Row]:
+    """`part`: honest, or liar; empty: both."""
     if not TEXT.exists():
         print("moe-workers: skipped, there is no text in ../shared/data")
-        return []
-    rows, unit = list[Row](), "nats/byte"
-    for lies in (False, True):
-        plain = sum(trained(None, seed, lies) for seed in SEEDS) / len(SEEDS)
+        return
+    for lies in {"honest": [False], "liar": [True], "": [False, True]}[part]:
+        plain = [trained(None, seed, lies) for seed in SEEDS]
         for cap in (1.5, 4.0):
-            ours = sum(trained(cap, seed, lies) for seed in SEEDS) / len(SEEDS)
+            ours = [trained(cap, seed, lies) for seed in SEEDS]
             name = f"moe over workers, expert_weight_cap {cap:g}{', a liar among four' if lies else ''}: validation loss"
-            rows.append(Row(name, ours, plain, unit, ours / plain, "–", "against the plain mean"))
-    return rows
+            each = ", ".join(f"{own / other:.4f}" for own, other in zip(ours, plain, strict=True))
+            yield Row(name, mean(ours), mean(plain), "nats/byte", mean(ours) / mean(plain), "–", f"against the plain mean; seeds {each}")

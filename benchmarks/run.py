@@ -1,7 +1,7 @@
 """`make bench`: ratios to peers, measured in one run. `make bench BENCH="config"` runs one.
 
 Each benchmark is a module here with `measure() -> Iterable[Row]`; the table is printed and written to results/bench.json. A benchmark that
-yields its rows has each of them told as soon as it is measured, since some take minutes.
+yields its rows has each of them told as soon as it is measured, since some take minutes. `BENCH=moe:on` hands `on` to `measure`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds"]
 DEFAULT += ["same-answer", "rejection", "byzantine", "private", "engines", "classroom", "makespan"]
-# By name only: pipeline, stragglers, diloco, slow-link and simulate-truth (half an hour each), moe (a quarter), moe-workers, goodput,
+# By name only: pipeline, stragglers, diloco, slow-link and simulate-truth (half an hour each), moe (an hour), moe-workers, goodput,
 # simulate, gpu-dense, gpu-diloco, classroom-quality, rlhf (ten minutes)
 
 
@@ -54,7 +54,8 @@ def main() -> None:
     on = machine()
     for name in sys.argv[1:] or DEFAULT:
         print(f"measuring {name} …", file=sys.stderr)
-        for row in importlib.import_module(name.replace("-", "_")).measure():
+        module, *part = name.split(":")
+        for row in importlib.import_module(module.replace("-", "_")).measure(*part):
             print(f"  {row.name}: {row.ours:.4g} {row.unit}, {row.ratio:.3g} of {row.peer:.4g}", file=sys.stderr, flush=True)
             rows.append(row)
     width = max((len(row.name) for row in rows), default=0)

@@ -58,6 +58,34 @@ BROKEN = [
         ["strategy.expert_weight_cap", "updates.privacy.enabled"],
     ),
     (
+        "not-built",
+        "model: {kind: moe, retrieval: {enabled: true}}\ntask: reward\ndata: {source: {kind: preferences, path: x}}\n",
+        ["model.retrieval.enabled", "task"],
+    ),
+    ("held", "strategy: {kind: edp}\nmodel: {kind: gpt}\nengine: {experts: [0, 1]}\n", ["engine.experts", "model.kind"]),
+    ("held", "strategy: {kind: local}\nmodel: {kind: moe}\nengine: {experts: [0, 1]}\n", ["engine.experts", "strategy.kind"]),
+    (
+        "held",
+        "strategy: {kind: edp}\nmodel: {kind: moe, experts: {count: 8}}\nengine: {experts: [0, 8]}\n",
+        ["engine.experts", "model.experts.count"],
+    ),
+    ("held", "strategy: {kind: edp}\nmodel: {kind: moe}\nengine: {experts: [1, 0]}\n", ["engine.experts"]),
+    (
+        "held",
+        "strategy: {kind: edp}\nmodel: {kind: moe, experts: {per_token: 2}}\nengine: {experts: [3]}\n",
+        ["engine.experts", "model.experts.per_token"],
+    ),
+    (
+        "held",
+        "strategy: {kind: edp}\nmodel: {kind: moe, experts: {router: hash}}\nengine: {experts: [0, 1]}\n",
+        ["engine.experts", "model.experts.router"],
+    ),
+    (
+        "held",
+        "strategy: {kind: diloco}\nmodel: {kind: moe}\nengine: {kind: collectives, experts: [0, 1]}\n",
+        ["engine.experts", "engine.kind"],
+    ),
+    (
         "experts",
         "model: {kind: gpt}\nupdates: {experts_apart: true, aggregation: {kind: geometric-median}}\n",
         ["updates.experts_apart", "model.kind"],

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from tiny_cluster import Cluster, FakeWorker, encoded, strategy_of
 
 from shoal.config.schema.strategy import SyncPs
-from shoal.coordinator import Coordinator
+from shoal.config.schema.updates import Krum, NearestNeighbours, Updates
+from shoal.coordinator import Coordinator, publisher
+from shoal.coordinator.state import Above
+from shoal.errors import ShoalError
+from shoal.runs.joining import Joined
 from shoal.updates.experts import ExpertBlocks
 
 BLOCKS = ExpertBlocks((((1, 2),), ((2, 3),)), layers=1, per_token=1, size=4)
@@ -67,6 +72,46 @@ def test_experts_that_do_not_exist_are_refused() -> None:
         answer = cluster.hold(worker, *wrong)
         assert (answer["kind"], answer["reason"]) == ("refused", "unfit")
     assert any("cannot hold experts" in note for note in cluster.notes)
+
+
+COMPARES = Updates(aggregation=Krum())
+REFUSALS = (
+    ({"experts": None}, "the model of this run has no experts"),
+    ({"updates": COMPARES}, "the rule of this run compares contributions"),
+    ({"updates": Updates(memory=0.9)}, "the rule of this run compares contributions"),
+    ({"updates": Updates(mixing=NearestNeighbours())}, "the rule of this run compares contributions"),
+    ({"spans": ((0, 2), (2, 4))}, "this run exchanges its weights in fragments"),
+    ({"above": Above(0, 1, 10)}, "this is a relay"),
+    ({"experts": BLOCKS._replace(per_token=2)}, "each token visits 2 experts"),
+)
+
+
+@pytest.mark.parametrize(("changed", "reason"), REFUSALS)
+def test_a_run_that_needs_all_experts_of_a_worker_says_why_to_both(changed: dict[str, Any], reason: str) -> None:
+    cluster = mixture()
+    worker = cluster.join("a", pull=False)
+    cluster.coordinator.claims.plan = cluster.plan._replace(**changed)
+    answer = cluster.hold(worker, 0)
+    assert (answer["kind"], answer["reason"]) == ("refused", "unfit")
+    assert reason in answer["detail"]
+    assert any(f"a cannot hold experts 0: {reason}" in note for note in cluster.notes)
+    assert cluster.hold(worker, 0)["kind"] == "refused", "asking again changes nothing"
+
+
+def test_sets_of_experts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "MOST_SETS", 1)
+    cluster = mixture()
+    holder(cluster, "a", 0)
+    other = cluster.join("b", pull=False)
+    assert "different sets of experts already: take one of theirs" in cluster.hold(other, 1)["detail"]
+    assert cluster.hold(other, 0)["kind"] == "held"
+
+
+def test_through_a_database_a_worker_holds_all_experts() -> None:
+    joined: Any = object.__new__(Joined)
+    joined.lines = [object()]
+    with pytest.raises(ShoalError, match="through a database all workers read the same weights"):
+        joined._hold((0, 1))
 
 
 def test_other_experts_than_those_that_were_named_are_refused() -> None:

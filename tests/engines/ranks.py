@@ -200,10 +200,10 @@ def mixture_of(world: World | None, engine: dict[str, Any], **training: Any) -> 
     return made.gradient.tolist(), made.buffers.tolist()
 
 
-def writing(world: World) -> dict[str, Any]:
+def writing(world: World, *engines: str) -> dict[str, Any]:
     """What a mixture writes before and after a step, while its parameters are sharded."""
     found = {}
-    for text in (FSDP, ZERO[2]):
+    for text in engines:
         made = mixture_engine(world, json.loads(text))
         model = made.task.players["model"]
         found[text] = []
@@ -244,18 +244,18 @@ def with_passages(step: int, rank: int = 0, size: int = 1) -> list[Batch]:
     return found
 
 
-def feature_gradient(world: World | None, engine: dict[str, Any]) -> list[float]:
-    """The gradient of the third step of a mixture with every feature that is the same in one process and in several."""
-    made = mixture_engine(world, engine, FEATURES)
+def feature_gradient(world: World | None, engine: dict[str, Any], **training: Any) -> tuple[list[float], list[float]]:
+    """The gradient of the third step of a mixture with every feature that is the same in one process and in several, and the biases that
+    the steps before left."""
+    made = mixture_engine(world, engine, FEATURES, **training)
     for step in range(2):
         made.step(with_passages(step, made.world.rank, made.world.size))
     made.gradients(with_passages(2, made.world.rank, made.world.size))
-    gradient: list[float] = made.gradient.tolist()
-    return gradient
+    return made.gradient.tolist(), made.buffers.tolist()
 
 
 def features(world: World, *engines: str) -> dict[str, Any]:
-    return {text: feature_gradient(world, json.loads(text)) for text in engines}
+    return {text: feature_gradient(world, json.loads(text), gradient_checkpointing=True) for text in engines}
 
 
 def remembering(world: World, *engines: str) -> dict[str, Any]:
@@ -264,7 +264,8 @@ def remembering(world: World, *engines: str) -> dict[str, Any]:
     for text in engines:
         made = mixture_engine(world, json.loads(text), REMEMBERING, gradient_checkpointing=True)
         losses = [float(world.total(made.step(with_passages(step % 2, world.rank, world.size)).metrics)["loss"]) for step in range(6)]
-        found[text] = {"losses": losses, "kept": made.buffers.tolist()}
+        memory: Any = made.task.players["model"].memory
+        found[text] = {"losses": losses, "kept": [*made.buffers.tolist(), *memory.importance_N.tolist(), *memory.ids_NT.flatten().tolist()]}
     return found
 
 

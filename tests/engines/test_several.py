@@ -1,4 +1,4 @@
-"""Several processes give what one gives, whichever engine they are."""
+"""Several processes give what one gives, whichever engine they are. ZeRO's are in test_zero.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from ranks import DDP, FSDP, KEPT, OFFLOADED, ZERO, needs_deepspeed
+from ranks import DDP, FSDP, KEPT
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +22,6 @@ def in_two() -> list[dict[str, Any]]:
     return ranks.together("several", 2, json.dumps(["agreement", DDP, FSDP, KEPT]), '["statistics"]', '["small_last_batch"]')
 
 
-@pytest.fixture(scope="module")
-def in_two_of_zero() -> list[dict[str, Any]]:
-    """The same, under DeepSpeed."""
-    asked = [["agreement", *ZERO, OFFLOADED[-1]], ["flat_view", *ZERO, *OFFLOADED]]
-    return ranks.together("several", 2, *map(json.dumps, asked))
-
-
 def check_agreement(found: list[dict[str, list[float]]], alone: list[float]) -> None:
     for name, losses in found[0].items():
         assert losses == pytest.approx(alone, rel=1e-4), name
@@ -37,11 +30,6 @@ def check_agreement(found: list[dict[str, list[float]]], alone: list[float]) -> 
 
 def test_ddp_and_fsdp_follow_one_process_over_fifty_steps(alone: list[float], in_two: list[dict[str, Any]]) -> None:
     check_agreement([found["agreement"] for found in in_two], alone)
-
-
-@needs_deepspeed
-def test_zero_1_2_and_3_follow_one_process_over_fifty_steps(alone: list[float], in_two_of_zero: list[dict[str, Any]]) -> None:
-    check_agreement([found["agreement"] for found in in_two_of_zero], alone)
 
 
 def check_flat_view(seen_by_all: list[dict[str, Any]]) -> None:
@@ -57,11 +45,6 @@ def check_flat_view(seen_by_all: list[dict[str, Any]]) -> None:
 
 def test_every_rank_sees_the_whole_gradient_and_the_whole_weights() -> None:
     check_flat_view(ranks.together("flat_view", 3, DDP, FSDP))
-
-
-@needs_deepspeed
-def test_every_rank_of_zero_sees_the_whole_gradient_and_the_whole_weights(in_two_of_zero: list[dict[str, Any]]) -> None:
-    check_flat_view([found["flat_view"] for found in in_two_of_zero])
 
 
 def test_running_figures_of_batchnorm_are_the_same_in_all_ranks(in_two: list[dict[str, Any]]) -> None:

@@ -177,3 +177,74 @@ def test_the_loss_without_memory_is_told_beside_the_loss_with_it() -> None:
     assert judged["loss"] != judged["loss_without_memory"]
     memory_of(model).reading = False
     assert LanguageModelling({"model": model}).evaluate([batch_of(seed=20)])["loss_without_memory"] == judged["loss_without_memory"]
+
+
+def told(model: Moe) -> Tensor:
+    (rows,) = memory_of(model).take_movement()
+    return rows
+
+
+def reporting(model: Moe) -> Moe:
+    memory_of(model).reports = True
+    return model
+
+
+def test_workers_tell_of_their_most_important_new_sequences_once() -> None:
+    model = reporting(model_of(replay_rate=0.0))
+    for seed in range(3):
+        step(model, batch_of(seed=seed))
+    rows = told(model)
+    assert (rows[:, 0] > 0).all()
+    assert torch.equal(rows[:, 0], rows[:, 0].sort(descending=True).values)
+    assert (told(model)[:, 0] == -1).all()
+
+
+def test_a_coordinator_remembers_what_it_is_told_and_hands_it_on() -> None:
+    worker, coordinator, other = (reporting(model_of(replay_rate=0.0)) for _ in range(3))
+    step(worker, batch_of())
+    memory_of(coordinator).follow([told(worker)])
+    (rows,) = memory_of(coordinator).state()
+    memory_of(other).told_WR.copy_(rows)
+    memory_of(other).hear()
+    kept_by = [{tuple(ids.tolist()) for ids in memory_of(model).ids_NT[:4]} for model in (worker, coordinator, other)]
+    assert kept_by[0] == kept_by[1] == kept_by[2]
+    recalled = opened(coordinator).eval()
+    judged = LanguageModelling({"model": recalled}).evaluate([batch_of(seed=20)])
+    assert judged["loss"] != judged["loss_without_memory"]
+
+
+def test_claims_that_no_sequence_can_be_are_not_remembered() -> None:
+    worker, coordinator = reporting(model_of(replay_rate=0.0)), reporting(model_of())
+    step(worker, batch_of())
+    rows = told(worker)
+    rows[0, 1], rows[1, 33], rows[2, 1], rows[3, 0] = 50.0, -1.0, 0.5, 1e30
+    rows[3, -4:] = 1e30
+    memory = memory_of(coordinator)
+    memory.follow([rows])
+    assert int((memory.importance_N > 0).sum()) == 1
+    assert float(memory.importance_N.max()) == 100.0
+    assert float(memory.vectors_NVD.max()) <= 32**0.5
+
+
+def test_a_replayed_token_counts_by_its_weight() -> None:
+    """The gradient is that of a mean in which each of its tokens counts so often, padding not at all."""
+    found = []
+    for weight in (1.0, 3.0):
+        model = filled(replay_rate=0.5, replay_weight=weight)
+        model.zero_grad()
+        torch.manual_seed(3)
+        step(model, batch_of(seed=6))
+        found.append(model.token_embedding.weight.grad.clone())
+    model = filled(replay_rate=0.5)
+    model.zero_grad()
+    for one in kept(model):
+        one.begin_step()
+    torch.manual_seed(3)
+    mixed, _ = memory_of(model).mixed(batch_of(seed=6))
+    weights = torch.tensor([1.0] * 4 + [3.0] * 2)[:, None] * (mixed["labels"] != -100)
+    beside = LanguageModelling({"model": model}).beside_tokens(mixed)["beside"]
+    losses = torch.nn.functional.cross_entropy(model(mixed["input_ids"], beside=beside).transpose(1, 2), mixed["labels"], reduction="none")
+    total = (losses * weights).sum() / weights.sum() + sum(weight * value for _, weight, value in beside.losses)
+    total.backward()
+    torch.testing.assert_close(model.token_embedding.weight.grad, found[1], rtol=1e-4, atol=1e-7)
+    assert not torch.allclose(found[0], found[1])

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from shoal.config.schema import model as schema
+from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
+from shoal.models import generate
+from shoal.models.context import WithCrossAttention
 from shoal.models.decoding import Draws, Warp
+from shoal.models.generate import ReadBeside
 from shoal.models.gpt import Gpt
 from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
 from shoal.serve.engine import Ended, Engine, FullError, Job
+from shoal.serve.spread import Spread
 from shoal.serve.stages import OneNode
 
 VOCABULARY = 40
@@ -173,12 +181,59 @@ def test_probabilities_of_tokens_are_those_of_the_model():
     assert [other.logprob for other in found[0].others] == pytest.approx(exact.topk(2).values.tolist())
 
 
-@pytest.mark.parametrize("feature", ["cross_attention", "episodic_memory"])
-def test_a_model_that_reads_something_beside_its_prompt_is_refused(feature: str) -> None:
+def reading_model(feature: str) -> Moe:
+    """A model whose gates to what it reads are open, and which remembers something."""
     reading = {
         "cross_attention": schema.CrossAttention(enabled=True),
-        "episodic_memory": schema.EpisodicMemory(enabled=True, chunk_size=4),
+        "retrieval": schema.Retrieval(enabled=True, chunk_size=4),
+        "episodic_memory": schema.EpisodicMemory(enabled=True, chunk_size=4, capacity=6, top_k=2),
     }[feature]
-    settings = schema.Moe(hidden_size=16, num_layers=2, num_heads=2, max_seq_len=16, **{feature: reading})
-    with pytest.raises(ShoalError, match="is not served yet"):
-        OneNode(Moe(settings, VOCABULARY))
+    torch.manual_seed(1)
+    model = Moe(schema.Moe(hidden_size=16, num_layers=2, num_heads=2, max_seq_len=64, **{feature: reading}), VOCABULARY).eval()
+    for part in model.modules():
+        if isinstance(part, WithCrossAttention):
+            part.gate.data.fill_(2.0)
+    if model.memory is not None:
+        model.memory.importance_N.fill_(1.0)
+        model.memory.vectors_NVD.normal_()
+    return model
+
+
+def passages_beside(ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a chunk of four tokens finds is itself turned round."""
+    chunks = (ids_BL.shape[1] - 1) // 4
+    found = ids_BL[:, : 4 * chunks].unflatten(1, (chunks, 4)).flip(2) if chunks else ids_BL[:, None, :1] * 0 - 1
+    return {"passage_ids": found, "passage_from": torch.arange(1, found.shape[1] + 1)[None].expand(len(ids_BL), -1) * 4}
+
+
+BESIDE = {
+    "cross_attention": ReadBeside(lambda ids_BL: {"context_ids": torch.tensor([[[5, 6, 7]]])}, None),
+    "retrieval": ReadBeside(passages_beside, 4),
+    "episodic_memory": None,
+}
+
+
+@pytest.mark.parametrize("feature", BESIDE)
+def test_a_served_model_reads_what_it_reads_when_it_writes_alone(feature: str) -> None:
+    """Prompts are read in pieces, beside others that write meanwhile."""
+    model, beside = reading_model(feature), BESIDE[feature]
+    prompts, heard = [list(range(1, 20)), [3, 4, 5, 6, 7]], [Heard(), Heard()]
+    one = Engine(OneNode(model, beside), most_running=2, most_waiting=2, clock=itertools.count().__next__)
+    for prompt, listener in zip(prompts, heard, strict=True):
+        one.submit(job(prompt, listener, 14, warp=Warp(0.0)))
+        one.step()
+    finish(one)
+    greedy = Decoding(active="greedy")
+    for prompt, listener in zip(prompts, heard, strict=True):
+        wanted = generate(model, torch.tensor([prompt]), max_new_tokens=14, decoding=greedy, beside=beside)
+        assert listener.tokens == [int(token) for token in wanted]
+    plain = alone(model, prompts[0], 14) if beside else None
+    assert heard[0].tokens != plain, "what it reads changes what it writes"
+    assert one.stages.rows.empty
+    assert not one.stages._readers
+
+
+def test_a_model_that_reads_is_not_spread_over_machines() -> None:
+    served: Any = SimpleNamespace(model=reading_model("episodic_memory"))
+    with pytest.raises(ShoalError, match="is served by one machine: --nodes 1"):
+        Spread(served, None, print)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from shoal.runs.cluster_loop import ClusterLoop
 from shoal.runs.coordinating import prepare
 from shoal.runs.joining import Joined, Way
 from shoal.runs.loop import Loop
+from shoal.runs.recorder import Reporter
 
 
 class Outcome(NamedTuple):
@@ -58,11 +59,12 @@ def cluster_in(parent: Path) -> Callable[..., Outcome]:
         workers: int = 3,
         change: Callable[[Joined], None] = lambda joined: None,
         own: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
+        reporters: Sequence[Reporter] = (),
     ) -> Outcome:
         """`own`: what some workers set for themselves, by their numbers."""
         made = loaded(merged({"coordinator": {"heartbeat_interval_s": 30.0}}, *layers))
         folder = parent / f"cluster-{len(list(parent.iterdir()))}"
-        loop, invitation = prepare(made, run_dir=str(folder), resume=False, reporters=[], workers=workers, transport=InProcess())
+        loop, invitation = prepare(made, run_dir=str(folder), resume=False, reporters=[*reporters], workers=workers, transport=InProcess())
         joined: list[Joined] = []
         problems: list[BaseException] = []
 

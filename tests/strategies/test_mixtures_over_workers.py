@@ -13,6 +13,7 @@ from shoal.coordinator import book
 from shoal.engines.experts import expert_blocks
 from shoal.runs.assembly import assemble
 from shoal.updates.experts import ExpertBlocks, believable, combine_apart, mean_by_experts
+from shoal.watch.sinks import LoadMap
 
 MOE = {
     "model": {
@@ -38,6 +39,15 @@ STRATEGIES = {
 }
 
 
+RECORDED = {"logging": {"every_steps": 1}}
+
+
+def loads_of(loop: Any) -> list[list[float]]:
+    """The loads of the experts in each record of training, layer after layer."""
+    records = [record for record in loop.directory.metrics() if record["split"] == "train"]
+    return [[record[f"layers/{layer}/load/{expert}"] for layer in range(2) for expert in range(4)] for record in records]
+
+
 def biases(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([value for name, value in weights.items() if name.endswith("bias_E")])
 
@@ -52,13 +62,38 @@ def test_a_mixture_learns_under_every_strategy(cluster: Callable[..., Any], stra
 
 
 @pytest.mark.parametrize("strategy", [STRATEGIES["syncps"], STRATEGIES["diloco"]], ids=["syncps", "diloco"])
-def test_one_worker_moves_weights_and_biases_as_one_process_does(
+def test_one_worker_moves_weights_and_biases_as_one_process_does_and_records_the_same_loads(
     cluster: Callable[..., Any], alone: Callable[..., Any], strategy: Any
 ) -> None:
-    together, single = cluster(MOE, {"strategy": strategy}, workers=1).weights, alone(MOE).engine.weights()
-    assert biases(single).any()
-    for name, value in single.items():
-        torch.testing.assert_close(together[name], value, rtol=0, atol=1e-6, msg=name)
+    together, single = cluster(MOE, RECORDED, {"strategy": strategy}, workers=1), alone(MOE, RECORDED)
+    assert biases(single.engine.weights()).any()
+    for name, value in single.engine.weights().items():
+        torch.testing.assert_close(together.weights[name], value, rtol=0, atol=1e-6, msg=name)
+    steps = 4 if strategy["kind"] == "diloco" else 1  # a round's loads are those of all its steps
+    wanted = torch.tensor(loads_of(single)).view(-1, steps, 8).mean(1)
+    torch.testing.assert_close(torch.tensor(loads_of(together.loop)), wanted)
+
+
+def test_loads_are_not_told_where_the_data_is_to_stay_private() -> None:
+    plain = {"model": {"experts": {"router": "switch"}}}
+    private = {"strategy": STRATEGIES["syncps"], "updates": {"clip_norm": 1.0, "privacy": {"enabled": True}}}
+    for changed, reports in ((private, False), ({"strategy": STRATEGIES["syncps"]}, True), ({"strategy": {"kind": "local"}}, False)):
+        run = loaded(merged(MOE, plain, changed)).run
+        assert assemble(run, None, None, lambda samples: 8).single.task.players["model"].loads.reports == reports
+
+
+REMEMBERED = {"model": {"episodic_memory": {"enabled": True, "capacity": 32, "chunk_size": 4, "vectors": 2}}}
+
+
+def test_a_coordinators_memory_is_made_of_what_its_workers_remember(cluster: Callable[..., Any]) -> None:
+    together = cluster(MOE, REMEMBERED, {"strategy": STRATEGIES["syncps"]}, workers=2)
+    kept, *others = (one.task.players["model"].memory for one in (together.loop.engine, *(one.worker.engine for one in together.workers)))
+    known = {tuple(ids.tolist()) for ids in kept.ids_NT[kept.importance_N > 0]}
+    assert len(known) > 8
+    own = [{tuple(ids.tolist()) for ids in memory.ids_NT[memory.importance_N > 0]} for memory in others]
+    assert known <= own[0] | own[1]
+    assert len(own[0] & own[1] & known) > 4, "each has also heard of what the other learned from"
+    assert together.summary["metrics"]["eval"]["loss_without_memory"] > 0
 
 
 WEIGHED = {"strategy": {"kind": "diloco", "inner_steps": 4, "round_timeout_s": 60.0, "expert_weight_cap": 1.5}}
@@ -81,9 +116,11 @@ def seen_loads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_workers_report_the_tokens_that_experts_are_weighed_by(
     cluster: Callable[..., Any], seen_loads: list[torch.Tensor], changed: dict[str, Any]
 ) -> None:
-    together = cluster(MOE, WEIGHED, {"strategy": changed}, workers=2)
+    together = cluster(MOE, WEIGHED, {"strategy": changed}, RECORDED, workers=2, reporters=[LoadMap()])
     assert together.loss < 5.6
     assert len(seen_loads) == 2 * changed.get("fragments", 1)
+    assert (together.loop.directory.path / "experts.png").exists()
+    torch.testing.assert_close(torch.tensor(loads_of(together.loop)), torch.stack([loads.mean(0) for loads in seen_loads]).float())
     for loads in seen_loads:
         torch.testing.assert_close(loads.view(2, 2, 4).sum(2), torch.ones(2, 2, dtype=torch.float64))
         assert not torch.equal(loads[0], loads[1]), "each has tokens of its own"
@@ -107,6 +144,8 @@ def test_a_worker_that_claims_all_tokens_is_believed_no_further_than_its_batches
     for loads in seen_loads:
         assert float(loads.max()) <= 0.5, "of two experts for each token, one has half of the choices at most"
         torch.testing.assert_close(loads, believable(loads.view(-1, 4), 2).view_as(loads))
+    told = together.loop.engine.task.players["model"].loads.details()
+    assert max(float(one) for one in told.values()) <= 0.5, "nor do people see more"
 
 
 def test_the_blocks_of_experts_are_where_the_network_has_them() -> None:

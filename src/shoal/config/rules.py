@@ -178,6 +178,17 @@ def a_memory_keeps_no_secrets(settings: Settings, remembers: bool, private: bool
         settings.report("memory", message, "model.episodic_memory.enabled", "updates.privacy.enabled")
 
 
+@rule("task", "model.retrieval.enabled", "model.cross_attention.enabled", "model.episodic_memory.enabled")
+def answers_are_written_without_reading(settings: Settings, task: Task | None, finds: bool, attends: bool, remembers: bool) -> None:
+    """Prompts are padded on the left, and what a model reads is found by chunks from the left."""
+    if task is None or task.needs not in ("pairs", "prompts"):
+        return
+    asked = {"model.retrieval.enabled": finds, "model.cross_attention.enabled": attends, "model.episodic_memory.enabled": remembers}
+    for path in (path for path, wanted in asked.items() if wanted):
+        message = f"in the task {task.kind} a model reads prompts and answers, and nothing beside them yet"
+        settings.report("not-built", message, path, "task.kind", help=f"set {path} to false")
+
+
 @rule("updates.privacy.enabled", "updates.clip_norm")
 def privacy_needs_clipping(settings: Settings, private: bool, clip: float | None) -> None:
     if private and clip is None:

@@ -37,6 +37,7 @@ from shoal.coordinator.state import Held, Learner, Piece, Plan, State, Upstream,
 from shoal.coordinator.units import Settled
 from shoal.updates import codecs, rules
 from shoal.updates.answers import digest
+from shoal.updates.episodes import EpisodeRows
 from shoal.updates.experts import ExpertBlocks, combine_apart, mean_by_experts
 from shoal.updates.holding import Experts, Part, mean_of_reports, mean_over_holders, size_of
 from shoal.updates.messages import Contribute
@@ -97,7 +98,12 @@ class Book:
 
     def decode(self, frames: Frames, number: int = 0, experts: Experts = ()) -> tuple[Tensor, Tensor]:
         """The update and the buffers in a contribution to a round, of these experts. Raises UpdateError."""
-        span, extra = self.plan.span(number), self.learner.buffers.numel()
+        vector, buffers = self._decode_both(frames, number, experts, self.learner.buffers.numel())
+        return vector, buffers if self.plan.experts is None else self.plan.experts.checked(buffers)
+
+    def _decode_both(self, frames: Frames, number: int, experts: Experts, extra: int) -> tuple[Tensor, Tensor]:
+        """`extra`: numbers beside the update."""
+        span = self.plan.span(number)
         size = self.learner.vector.numel() if span is None else span[1] - span[0]
         if experts and self.plan.experts is not None:
             size = size_of(self.plan.experts, experts)
@@ -184,9 +190,29 @@ class Book:
 
     def _decode_again(self, record: dict[str, Any], frames: Frames) -> tuple[Tensor, Tensor]:
         experts = tuple(record.get("experts", ()))
-        if "unit" in record:
-            return self.decode_unit(frames, record["unit"], record["base"], experts=experts)
-        return self.decode(frames, record["round"], experts)
+        try:
+            if "unit" in record:
+                return self.decode_unit(frames, record["unit"], record["base"], experts=experts)
+            return self.decode(frames, record["round"], experts)
+        except codecs.UpdateError:
+            added = self._told_since()
+            if not added:
+                raise
+            return self._decode_as_formerly(frames, 0 if "unit" in record else record["round"], experts, added)
+
+    def _told_since(self) -> list[tuple[int, int]]:
+        """What earlier versions did not tell beside an update: where each begins, and how many numbers it is."""
+        blocks, episodes = self.plan.experts, self.plan.episodes
+        loads = [] if blocks is None or blocks.loads_at is None else [(blocks.loads_at, len(blocks.spans_X))]
+        return sorted(loads + ([] if episodes is None else [(episodes.at, episodes.rows * episodes.width)]))
+
+    def _decode_as_formerly(self, frames: Frames, number: int, experts: Experts, added: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Read a record of an earlier version, with nothing in the place of what was not told then."""
+        extra = self.learner.buffers.numel() - sum(count for _, count in added)
+        vector, buffers = self._decode_both(frames, number, experts, extra)
+        for at, count in added:
+            buffers = torch.cat([buffers[:at], buffers.new_zeros(count), buffers[at:]])
+        return vector, buffers
 
     def _seat(self, record: dict[str, Any]) -> None:
         state, name, seat = self.state, record["worker"], record["seat"]
@@ -330,7 +356,7 @@ class Book:
             if one.record["share"] != 1.0:
                 one.vector = one.vector * one.record["share"]  # not in place: it may lie in a frame
         if updates.compares or updates.memory:
-            held = one_of_each_worker(held)
+            held = one_of_each_worker(held, self.plan.episodes)
         for one in held if updates.memory else ():
             one.vector = self._remember(one.record["worker"], one.vector, updates.memory or 0.0)
         weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
@@ -383,13 +409,16 @@ class Book:
         return now
 
     def _combine_buffers(self, held: list[Held], weights: Tensor) -> Tensor:
-        """Statistics are averaged; under a rule that withstands false contributions their median is taken, which does too."""
+        """Statistics are averaged; under a rule that withstands false contributions their median is taken, which does too. Of the episodes
+        that are told some are taken as they are."""
         if not self.learner.buffers.numel():
             return torch.empty(0)
         stack = torch.stack([one.buffers for one in held])
         if self.plan.experts is not None and any(one.experts for one in held):
-            return mean_of_reports(self.plan.experts, stack, weights, [one.experts for one in held])
-        return rules.mean(stack, weights) if self.plan.updates.aggregation.kind == "mean" else rules.median(stack)
+            together = mean_of_reports(self.plan.experts, stack, weights, [one.experts for one in held])
+        else:
+            together = rules.mean(stack, weights) if self.plan.updates.aggregation.kind == "mean" else rules.median(stack)
+        return together if self.plan.episodes is None else self.plan.episodes.put(together, stack)
 
     def write_off(self) -> list[Effect]:
         """What waits in rounds that will not close is named, and let go."""
@@ -412,16 +441,18 @@ class Book:
         self.memories = dict(saved.get("memories", {}))
 
 
-def one_of_each_worker(held: list[Held]) -> list[Held]:
+def one_of_each_worker(held: list[Held], episodes: EpisodeRows | None = None) -> list[Held]:
     """The rows that a rule compares: what a worker sent several times is averaged, by what it learned from. None counts twice."""
     by_worker: dict[str, list[Held]] = {}
     for one in held:
         by_worker.setdefault(one.record["worker"], []).append(one)
-    return [group[0] if len(group) == 1 else _mean_of(group) for group in by_worker.values()]
+    return [group[0] if len(group) == 1 else _mean_of(group, episodes) for group in by_worker.values()]
 
 
-def _mean_of(held: list[Held]) -> Held:
+def _mean_of(held: list[Held], episodes: EpisodeRows | None) -> Held:
     weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
     vector = rules.mean_of_vectors([one.vector for one in held], weights, torch.empty_like(held[0].vector))
-    buffers = rules.mean(torch.stack([one.buffers for one in held]), weights)
+    reports = torch.stack([one.buffers for one in held])
+    buffers = rules.mean(reports, weights)
+    buffers = buffers if episodes is None else episodes.put(buffers, reports)
     return Held(held[0].record | {"weight": float(weights.sum())}, (), vector, buffers)

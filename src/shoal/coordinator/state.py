@@ -13,6 +13,7 @@ from shoal.config.schema.updates import Updates
 from shoal.coordinator.effects import Frames
 from shoal.coordinator.units import Cut
 from shoal.scheduling import Matching
+from shoal.updates.episodes import EpisodeRows
 from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
 from shoal.updates.holding import Experts
@@ -159,6 +160,8 @@ class Plan(NamedTuple):
     """The parts of the weights that rounds take in turn; none: every round moves all of them."""
     experts: ExpertBlocks | None = None
     """Where the experts of a mixture lie; None: the model is none."""
+    episodes: EpisodeRows | None = None
+    """Where the episodes of a memory lie in what workers tell beside their updates; None: there is no memory."""
     receipt_key: bytes = b""
     """What receipts are sealed with (`seals.py`); empty: they are not."""
     samples_per_batch: int | None = None

@@ -382,6 +382,8 @@ class Engine(ABC):
         places = [*self.statistics, *(value for one in self.kept for value in one.state())]
         for place, value in zip(places, _like(places, values), strict=True):
             place.copy_(value)
+        for one in self.kept:
+            one.hear()
 
     def take_report(self) -> Tensor:
         """What a worker sends beside its update, as long as `buffers`: statistics, and how far its steps since the last report would move

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
 from shoal.engines.single import SingleEngine
 from shoal.models.experts import Experts
+from shoal.models.kept import Kept
+from shoal.models.memory import EpisodicMemory
 from shoal.models.moe import Loads
+from shoal.updates.episodes import EpisodeRows
 from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
 from shoal.updates.layout import Layout
@@ -23,8 +27,8 @@ def expert_blocks(engine: SingleEngine, cap: float | None, apart: bool = False) 
     for name, layout in engine.layouts.items():
         spans += spans_of_experts(engine.task.players[name], layout, at)
         at += layout.size
-    loads_at = 0 if cap is None else _places(engine, lambda kept: [kept.reported_LE])[0]
-    biases_at = tuple(_places(engine, lambda kept: [router.bias_E for router in kept.routers]))
+    loads_at = next(iter(_places(engine, Loads, lambda kept: [kept.reported_LE])), None)
+    biases_at = tuple(_places(engine, Loads, lambda kept: [router.bias_E for router in kept.routers]))
     return ExpertBlocks(tuple(spans), len(layers), layers[0].router.per_token, loads_at, cap, apart, at, biases_at)
 
 
@@ -41,9 +45,16 @@ def spans_of_experts(network: nn.Module, layout: Layout, at: int = 0) -> list[tu
     return found
 
 
-def _places(engine: SingleEngine, wanted: Callable[[Loads], list[Tensor]]) -> list[int]:
-    """Where the wanted tensors of the networks' loads begin in the engine's buffers."""
-    found = {id(value) for one in engine.kept if isinstance(one, Loads) for value in wanted(one)}
+def episode_rows(engine: SingleEngine) -> EpisodeRows | None:
+    """The episodes that workers tell of; None: there is no memory."""
+    memories = [one for one in engine.kept if isinstance(one, EpisodicMemory)]
+    at = _places(engine, EpisodicMemory, lambda kept: kept.state())
+    return EpisodeRows(at[0], *memories[0].told_WR.shape) if at else None
+
+
+def _places(engine: SingleEngine, kind: type[Kept], wanted: Callable[[Any], list[Tensor]]) -> list[int]:
+    """Where the wanted tensors of kept state of a kind begin in the engine's buffers."""
+    found = {id(value) for one in engine.kept if isinstance(one, kind) for value in wanted(one)}
     at, places = sum(one.numel() for one in engine.statistics), list[int]()
     for place in (value for one in engine.kept for value in one.state()):
         if id(place) in found:

@@ -80,6 +80,27 @@ class ReadBeside(NamedTuple):
     """Tokens after which there may be something new; None: it stays the same."""
 
 
+class Reader:
+    """Tells a model what there is to read beside texts that grow."""
+
+    def __init__(self, model: Any, beside: ReadBeside | None) -> None:
+        self.model, self.beside = model, beside
+        self.seen_BL: Tensor | None = None
+        self.chunks = -1
+
+    def after(self, new_BL: Tensor) -> dict[str, Any]:
+        """What the model is given with the next tokens of the texts: nothing, where it has all there is."""
+        if self.beside is None:
+            return {}
+        self.seen_BL = new_BL if self.seen_BL is None else torch.cat([self.seen_BL, new_BL], dim=1)
+        chunks = 0 if self.beside.every is None else (self.seen_BL.shape[1] - 1) // self.beside.every
+        if chunks == self.chunks:
+            return {}
+        self.chunks = chunks
+        columns = {name: value.to(new_BL.device) for name, value in self.beside.columns(self.seen_BL).items()}
+        return {"beside": self.model.new_beside(**columns)}
+
+
 class _Chooser:
     """Chooses the rows' tokens, and remembers them where a repetition costs something."""
 
@@ -119,25 +140,14 @@ class Context:
 
     def _start(self) -> None:
         self.cache, self.length = self.model.new_cache(self.capacity), 0
-        self.seen_BL, self.chunks = self.unseen_BL[:, :0], -1
+        self.reader = Reader(self.model, self.beside)
 
     def next_logits(self) -> Tensor:
         """Logits [B, V] of the next token, from the tokens not seen yet and the cache of the others."""
         self.length += self.unseen_BL.shape[1]
-        keywords = self._new_to_read() | ({} if self.mask_BS is None else {"attention_mask": self.mask_BS})
+        keywords = self.reader.after(self.unseen_BL) | ({} if self.mask_BS is None else {"attention_mask": self.mask_BS})
         logits_BV: Tensor = self.model.next_logits(self.unseen_BL, self.cache, **keywords)
         return logits_BV
-
-    def _new_to_read(self) -> dict[str, Any]:
-        if self.beside is None:
-            return {}
-        self.seen_BL = torch.cat([self.seen_BL, self.unseen_BL], dim=1)
-        chunks = 0 if self.beside.every is None else (self.length - 1) // self.beside.every
-        if chunks == self.chunks:
-            return {}
-        self.chunks = chunks
-        columns = {name: value.to(self.seen_BL.device) for name, value in self.beside.columns(self.seen_BL).items()}
-        return {"beside": self.model.new_beside(**columns)}
 
     def append(self, next_B: Tensor) -> None:
         self.recent.append(next_B)

@@ -55,6 +55,9 @@ class Kept(nn.Module):
         """Where each process has other layers: take over what `part` saw in the layers from number `first` on, and the `total` of all
         processes' parts. Then this is what was seen in all layers."""
 
+    def hear(self) -> None:
+        """The coordinator's state is here."""
+
     def follow(self, movement: list[Tensor]) -> None:
         """Move the state as workers report. What they report is a claim: it must not lead out of the state's bounds."""
 

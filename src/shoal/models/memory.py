@@ -8,11 +8,16 @@ mean norm of its batch; it fades with every step, and is found anew when the seq
 A chunk recalls episodes by its mean hidden state, and the tokens after it read them: nothing depends on what comes later. A sequence never
 recalls an episode that began with the same tokens, which may be its own.
 
-Shapes: B batch, L tokens, D width, N episodes, T longest sequence, U chunks, K episodes of a chunk, V vectors of an episode, W written.
+Among many workers each tells the coordinator of the most important sequences that it wrote down since it last did, and the coordinator's
+own memory is made of those. Its newest ones travel with the weights, and workers write them down beside their own.
+
+Shapes: B batch, L tokens, D width, N episodes, T longest sequence, U chunks, K episodes of a chunk, V vectors of an episode, W written,
+R numbers of an episode on its way: importance, T inputs, T labels, V · D of the vectors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +37,10 @@ _FADING = 0.999
 """What is left of an episode's importance after a step: half of it after some 700."""
 _WRITTEN = 4
 """New and replayed sequences each that one process writes down in a step."""
+_SENT = 8
+"""Episodes that a worker tells of at once, and that come with new weights."""
+_MOST_IMPORTANT = 100.0
+"""What a worker may claim for an episode: about the loss of a model that knows nothing, with ten times the mean norm of its batch."""
 _BASE = 6364136223846793005
 """Powers of it tell sequences apart by their tokens, modulo 2^64."""
 
@@ -61,7 +70,7 @@ class Thread(NamedTuple):
 class EpisodicMemory(Kept):
     """The episodes, as buffers that are saved with the weights."""
 
-    def __init__(self, settings: schema.Moe) -> None:
+    def __init__(self, settings: schema.Moe, vocab_size: int) -> None:
         super().__init__()
         memory, width, longest = settings.episodic_memory, settings.hidden_size, settings.max_seq_len
         if memory.chunk_size >= longest:
@@ -69,24 +78,31 @@ class EpisodicMemory(Kept):
                 f"model.episodic_memory.chunk_size: what a chunk of {memory.chunk_size} tokens recalls is read by the tokens after it, "
                 f"and a sequence has {longest} (model.max_seq_len): set it lower"
             )
-        self.top_k, self.chunk_size, self.replay_rate = min(memory.top_k, memory.capacity), memory.chunk_size, memory.replay_rate
+        self.top_k, self.chunk_size = min(memory.top_k, memory.capacity), memory.chunk_size
+        self.replay_rate, self.replay_weight = memory.replay_rate, memory.replay_weight
         self.layer = settings.num_layers // 2 - 1 if settings.num_layers > 1 else -1
         """The layer after which it is asked and written; −1: before the first."""
         self.reading = True
         """Whether anything is recalled: the loss without is found by switching it off."""
-        N = memory.capacity
+        self.reports = False
+        """Whether there are others to tell of episodes, and to hear of theirs."""
+        self.vocab_size, N = vocab_size, memory.capacity
         self.register_buffer("vectors_NVD", torch.zeros(N, memory.vectors, width))
         self.register_buffer("ids_NT", torch.full((N, longest), -1, dtype=torch.int32))
         self.register_buffer("labels_NT", torch.full((N, longest), IGNORED, dtype=torch.int32))
         self.register_buffer("importance_N", torch.full((N,), _EMPTY))
         self.register_buffer("powers_T", _powers(longest), persistent=False)
+        self.register_buffer("told_WR", torch.full((_SENT, 1 + 2 * longest + memory.vectors * width), _EMPTY), persistent=False)
         self._seen: list[Seen] = []
+        self._untold = self.told_WR[:0]
 
     vectors_NVD: Tensor
     ids_NT: Tensor
     labels_NT: Tensor
     importance_N: Tensor
     powers_T: Tensor
+    told_WR: Tensor
+    """A coordinator's episodes of its last round."""
 
     # --- recall --------------------------------------------------------------------------------------
 
@@ -163,9 +179,16 @@ class EpisodicMemory(Kept):
         """Write down what all processes chose. All of them do the same."""
         everybody = self._gathered(self._chosen())
         self._seen = []
-        filled = self.importance_N > _EMPTY
-        self.importance_N[filled] *= _FADING
-        for importance, slot, ids_T, labels_T, vectors_VD in zip(*everybody, strict=True):
+        self._fade()
+        self._write(everybody)
+        if self.reports:
+            self._remember_to_tell(*everybody)
+
+    def _fade(self) -> None:
+        self.importance_N[self.importance_N > _EMPTY] *= _FADING
+
+    def _write(self, episodes: Sequence[Tensor]) -> None:
+        for importance, slot, ids_T, labels_T, vectors_VD in zip(*episodes, strict=True):
             place = self._place(float(importance), int(slot), ids_T)
             if place is not None:
                 self.importance_N[place], self.vectors_NVD[place] = importance, vectors_VD
@@ -201,7 +224,7 @@ class EpisodicMemory(Kept):
         for seen in self._seen:
             if seen.norms and seen.scored:
                 ids_BL, labels_BL, losses_B, slots_B = seen.scored[0]
-                norms_B = seen.norms[0]
+                norms_B = torch.where(slots_B < 0, seen.norms[0], seen.norms[0] / self.replay_weight)
                 importance_B = torch.nan_to_num(losses_B * norms_B / norms_B.mean().clamp(min=1e-30), nan=0.0, posinf=0.0)
                 rows = zip(importance_B.tolist(), slots_B.tolist(), ids_BL, labels_BL, seen.vectors_BVD, strict=True)
                 found += [row for row in rows if bool(torch.isfinite(row[4]).all())]
@@ -217,6 +240,48 @@ class EpisodicMemory(Kept):
             everybody[self.rank] = values
             gathered.append(self.total(everybody).flatten(0, 1))
         return gathered
+
+    # --- among many workers --------------------------------------------------------------------------
+
+    def _remember_to_tell(self, importance_W: Tensor, slot_W: Tensor, ids_WT: Tensor, labels_WT: Tensor, vectors_WVD: Tensor) -> None:
+        rows_WR = torch.cat([importance_W[:, None], ids_WT.float(), labels_WT.float(), vectors_WVD.flatten(1)], 1)
+        rows_WR = torch.cat([self._untold.to(rows_WR), rows_WR[(slot_W < 0) & (importance_W > 0)]])
+        self._untold = rows_WR[rows_WR[:, 0].argsort(descending=True, stable=True)[:_SENT]]
+
+    def state(self) -> list[Tensor]:
+        return [self.told_WR] if self.reports else []
+
+    def take_movement(self) -> list[Tensor]:
+        if not self.reports:
+            return []
+        rows_WR = torch.full_like(self.told_WR, _EMPTY)
+        rows_WR[: len(self._untold)], self._untold = self._untold, self._untold[:0]
+        return [rows_WR]
+
+    def follow(self, movement: list[Tensor]) -> None:
+        for rows_WR in movement:
+            self.told_WR.copy_(self._believable(rows_WR))
+            self._fade()
+            self.hear()
+
+    def hear(self) -> None:
+        """Write down the episodes that were told. Their vectors are of other weights by now, as those of all episodes are."""
+        if not self.reports:
+            return
+        T, vectors_NVD = self.ids_NT.shape[1], self.vectors_NVD
+        there_WR = self.told_WR[self.told_WR[:, 0] > 0]
+        importance_W, ids_WT, labels_WT, vectors_WX = torch.split(there_WR, [1, T, T, vectors_NVD[0].numel()], 1)
+        new_W = torch.full((len(there_WR),), -1)
+        self._write((importance_W[:, 0], new_W, ids_WT.long(), labels_WT.long(), vectors_WX.view(-1, *vectors_NVD.shape[1:])))
+
+    def _believable(self, rows_WR: Tensor) -> Tensor:
+        """Episodes as a sequence can have been; those that cannot have no importance."""
+        T, limit = self.ids_NT.shape[1], self.vectors_NVD.shape[2] ** 0.5
+        importance_W, ids_WT, labels_WT, vectors_WX = torch.split(rows_WR, [1, T, T, rows_WR.shape[1] - 1 - 2 * T], 1)
+        sound_WT = (ids_WT >= -1) & (ids_WT < self.vocab_size) & (ids_WT == ids_WT.round())
+        sound_WT &= (labels_WT == IGNORED) | ((labels_WT >= 0) & (labels_WT < self.vocab_size) & (labels_WT == labels_WT.round()))
+        importance_W = torch.where(sound_WT.all(1, keepdim=True), importance_W.clamp(max=_MOST_IMPORTANT), _EMPTY)
+        return torch.cat([importance_W, ids_WT, labels_WT, vectors_WX.clamp(-limit, limit)], 1)
 
     # --- replay --------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ class Moe(Trunk):
         reader = ContextEncoder(settings) if reads(settings) else None
         parts = partial(block_parts, settings, vocab_size, held)
         super().__init__(settings, vocab_size, parts, settings.initializer_range, reader)
-        self.memory = EpisodicMemory(settings) if settings.episodic_memory.enabled else None
+        self.memory = EpisodicMemory(settings, vocab_size) if settings.episodic_memory.enabled else None
         self.head_balance_weight = settings.mixture_of_heads.balance_weight
         routed = [part.routed for part in self.modules() if isinstance(part, MixtureOfHeads)]
         self.head_loads = StepLoads(settings.num_layers, routed[0]) if routed else None
@@ -116,7 +116,7 @@ class Loads(StepLoads):
         self.first = first
         self.register_buffer("reported_LE", torch.zeros(layers, experts), persistent=False)
         self.reports = False
-        """Whether a worker reports each expert's share in the choices since its last report. A coordinator's are of its last round."""
+        """Whether workers report each expert's share in the choices since their last report. A coordinator's are of its last round."""
         # Not as submodules: they are the blocks' own
         self.__dict__["routers"] = routers
         self._decided: list[Tensor] = []
@@ -143,11 +143,14 @@ class Loads(StepLoads):
         return {f"layers/{layer}/{name}": value for name, values_L in by_name.items() for layer, value in enumerate(values_L, self.first)}
 
     def details(self) -> dict[str, Tensor]:
-        """Each expert's share in the choices of the step."""
+        """Each expert's share in the choices of the step; at a coordinator, which computes no step, in those of its last round."""
+        share_LE, held = self._shares(), self.held
+        if not len(share_LE) and self.reported_LE.any():
+            share_LE, held = self.reported_LE, [*range(self.reported_LE.shape[1])]
         return {
             f"layers/{layer}/load/{number}": one
-            for layer, share_E in enumerate(self._shares(), self.first)
-            for number, one in zip(self.held, share_E, strict=True)
+            for layer, share_E in enumerate(share_LE, self.first)
+            for number, one in zip(held, share_E, strict=True)
         }
 
     def _load_of_all(self) -> Tensor:
@@ -200,5 +203,7 @@ def block_parts(settings: schema.Moe, vocab_size: int, held: Held, layer: int) -
 
 def players(model: schema.Moe, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
     network = Moe(model, vocab_size_for(model.vocab_size, shapes), run.engine.experts)
-    network.loads.reports = run.strategy.weighs_experts
+    network.loads.reports = run.shares_updates and not run.updates.privacy.enabled  # what experts are chosen tells of the data
+    if network.memory is not None:
+        network.memory.reports = run.shares_updates
     return {"model": network}

@@ -18,7 +18,7 @@ from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
 from shoal.coordinator.state import Above, Bounds, Plan
 from shoal.engines import choose_device
-from shoal.engines.experts import expert_blocks
+from shoal.engines.experts import episode_rows, expert_blocks
 from shoal.engines.learners import Adoption, EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, needed, ranks_of, weight_per_sample
@@ -197,6 +197,7 @@ def _plan_of(run: Run, agreed: Agreed) -> Plan:
         worker_steps=length.worker_steps,
         spans=agreed.spans,
         experts=expert_blocks(agreed.parts.single, agreed.policies.expert_cap, run.updates.experts_apart),
+        episodes=episode_rows(agreed.parts.single),
         samples_per_batch=length.samples_per_batch or run.training.batch_size,
         samples_per_epoch=_samples_per_epoch(length, samples),
         weight_per_sample=weight_per_sample(run, samples),

@@ -181,7 +181,12 @@ def generate_text(
         raise ShoalError(f"a model of kind {trained.run.model.kind} does not write text; --grid draws images")
     if context and not getattr(getattr(trained.run.model, "cross_attention", None), "enabled", False):
         raise ShoalError("this model reads no context: it was trained without model.cross_attention.enabled")
-    finder = data.open_finder(trained.run, trained.passages, trained.tokenizer) if trained.passages else None
-    beside = read_beside(finder, trained.tokenizer, context)
-    decoding = decoding or trained.run.serving.decoding
+    decoding, beside = decoding or trained.run.serving.decoding, beside_of(trained, context)
     yield from write_text(trained.task.players["model"], trained.tokenizer, prompt, max_new_tokens, seed, decoding, beside)
+
+
+def beside_of(trained: Trained, context: str = "") -> models.ReadBeside | None:
+    """What the model reads beside what it writes: passages that it finds in its index, and a context that is given."""
+    assert trained.tokenizer is not None
+    finder = data.open_finder(trained.run, trained.passages, trained.tokenizer) if trained.passages else None
+    return read_beside(finder, trained.tokenizer, context)

@@ -13,10 +13,11 @@ from shoal.config.schema import Run
 from shoal.config.schema.serving import Serving
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
+from shoal.models.generate import ReadBeside
 from shoal.models.huggingface import HuggingFace
 from shoal.models.pretrained import load
 from shoal.models.stages import depth, ends_of, needed, stage_of
-from shoal.runs.trained import open_run
+from shoal.runs.trained import beside_of, open_run
 from shoal.serve.chat import ChatTemplate, template_in
 from shoal.serve.gguf import converted
 from shoal.serve.skeletons import bones, described_hugging_face, described_own
@@ -42,6 +43,8 @@ class Served(NamedTuple):
     """What another machine needs to make the model without numbers; null: the model cannot be spread."""
     run: Run | None = None
     """Where machines join, and which there are."""
+    beside: ReadBeside | None = None
+    """Where texts that are written find what the model reads; null: it reads nothing, or what it remembers."""
 
 
 def open_served(targets: Sequence[str], overrides: list[Override], warn: Callable[[str], None], nodes: int | None = None) -> Served:
@@ -82,7 +85,7 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None], no
     folders = [trained.root / "tokenizer", Path(str(getattr(trained.run.model, "pretrained", trained.root)))]
     served = Served(trained.root.resolve().name, model, tokenizer, template_in(folders), run.serving, (), _ends(model, tokenizer))
     described = described_hugging_face(model) if isinstance(model, HuggingFace) else described_own(trained.run.model, model)
-    return served._replace(nodes=nodes or run.serving.num_nodes or 1, described=described, run=run)
+    return served._replace(nodes=nodes or run.serving.num_nodes or 1, described=described, run=run, beside=beside_of(trained))
 
 
 def _hugging_face(run: Run, name: str, nodes: int) -> Served:

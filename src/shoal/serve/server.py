@@ -27,7 +27,10 @@ class Service:
         key = settings.api_key.reveal() if settings.api_key else None
         refuse_open_door(host, key)
         self.engine = Engine(
-            stages or OneNode(served.model), most_running=settings.max_running, most_waiting=settings.max_waiting, clock=time.monotonic
+            stages or OneNode(served.model, served.beside),
+            most_running=settings.max_running,
+            most_waiting=settings.max_waiting,
+            clock=time.monotonic,
         )
         self.driver = Driver(self.engine, warn)
         self.sockets = [bound(host, port) for port in ports]

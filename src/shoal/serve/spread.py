@@ -19,7 +19,7 @@ from shoal.serve.hub import Hub, OwnLayers
 from shoal.serve.node import FRAME_BYTES, free_memory
 from shoal.serve.opening import Served
 from shoal.serve.pipeline import HERE, Node, Pipeline
-from shoal.serve.stages import LONGEST_UNBOUNDED, refuse_unserved
+from shoal.serve.stages import LONGEST_UNBOUNDED, reads_beside, refuse_unserved
 from shoal.serve.tensors import Tensors
 from shoal.transports import Server
 
@@ -31,6 +31,8 @@ class Spread(Pipeline):
 
     def __init__(self, served: Served, server: Server, tell: Callable[[str], None]) -> None:
         refuse_unserved(served.model)
+        if reads_beside(served.model):
+            raise ShoalError("a model that reads passages, a context or its memory is served by one machine: --nodes 1")
         if served.described is None:
             raise ShoalError("this model cannot be made on other machines; --nodes 1 serves it from this one alone")
         depth(served.model)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.models.generate import ReadBeside, Reader
 from shoal.serve.rows import Rows
 
 LONGEST_UNBOUNDED = 32_768
@@ -75,11 +76,14 @@ class Stages(Protocol):
 
 
 def refuse_unserved(model: Any) -> None:
-    """Raises ShoalError for models that do not write text, or need more than a prompt to do so."""
+    """Raises ShoalError for models that do not write text."""
     if not hasattr(model, "next_logits"):
         raise ShoalError(f"a {type(model).__name__} does not write text; serving needs model.kind lstm, gpt, moe or huggingface")
-    if getattr(model, "memory", None) is not None or getattr(model, "reader", None) is not None:
-        raise ShoalError("a model that reads passages, a context or its memory is not served yet; `shoal generate` writes with it")
+
+
+def reads_beside(model: Any) -> bool:
+    """Whether a model reads passages, a context or its memory beside its input."""
+    return getattr(model, "memory", None) is not None or getattr(model, "reader", None) is not None
 
 
 class OneNode:
@@ -87,13 +91,17 @@ class OneNode:
 
     groups = 1
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, beside: ReadBeside | None = None) -> None:
+        """`beside`: where texts that are written find what the model reads. What each request has read is its own, so the requests of a
+        model that reads are decoded one by one."""
         refuse_unserved(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device
         self.vocab_size: int = model.vocab_size
         self.longest: int = model.max_seq_len or LONGEST_UNBOUNDED
-        self.rows = Rows(model.new_cache, getattr(model, "joins_rows", True), self.device)
+        self.beside = beside
+        self.rows = Rows(model.new_cache, getattr(model, "joins_rows", True) and not reads_beside(model), self.device)
+        self._readers: dict[int, Reader] = {}
         self._started: deque[Work] = deque()
 
     def start(self, work: Work) -> None:
@@ -116,12 +124,14 @@ class OneNode:
         return logits_BV
 
     def _alone(self, request: int, ids: Sequence[int]) -> Tensor:
-        cache = self.rows.of_one(request, len(ids))
-        logits_1V: Tensor = self.model.next_logits(torch.tensor([ids], device=self.device), cache)
+        cache, ids_1L = self.rows.of_one(request, len(ids)), torch.tensor([ids], device=self.device)
+        keywords = self._readers.setdefault(request, Reader(self.model, self.beside)).after(ids_1L) if self.beside else {}
+        logits_1V: Tensor = self.model.next_logits(ids_1L, cache, **keywords)
         return logits_1V
 
     def release(self, request: int) -> None:
         self.rows.release(request)
+        self._readers.pop(request, None)
 
     def machines(self) -> list[Machine]:
         return [Machine("this machine", sum(parameter.numel() for parameter in self.model.parameters()))]

@@ -68,6 +68,8 @@ class LanguageModelling:
             batch, slots_B = self.memory.mixed(batch)
         logits_BLV, beside = self.outputs(batch)
         replay = {} if slots_B is None else self._score(logits_BLV, batch, slots_B, fresh)  # first: a fused loss uses the logits up
+        if len(batch["labels"]) > fresh and self.memory.replay_weight != 1:
+            self._weigh_replayed(logits_BLV, batch["labels"], fresh)
         fused = logits_BLV.is_cuda and _HAS_TRITON
         total, metrics = self._fused(logits_BLV, batch) if fused else self._plain(logits_BLV[..., : self.vocab_size], batch)
         metrics |= replay
@@ -88,6 +90,15 @@ class LanguageModelling:
         parts = {"loss": slice(fresh), "replay_loss": slice(fresh, None)}
         told = {name: sums_B[part].sum() / counts_B[part].sum().clamp(min=1) for name, part in parts.items()}
         return told | {"replayed": torch.full_like(told["loss"], len(slots_B) - fresh)}
+
+    def _weigh_replayed(self, logits_BLV: Tensor, labels_BL: Tensor, fresh: int) -> None:
+        """Make the gradient that of a mean in which a token of a replayed sequence counts `replay_weight` times. The mean itself is not
+        told anywhere, so gradients alone are scaled, and a fused loss needs no other kernel."""
+        counted_B = (labels_BL != IGNORED).sum(1).float()
+        weight_B = torch.ones_like(counted_B)
+        weight_B[fresh:] = self.memory.replay_weight
+        scale_B11 = (weight_B * counted_B.sum() / (weight_B * counted_B).sum().clamp(min=1e-30))[:, None, None]
+        logits_BLV.register_hook(lambda slope_BLV: slope_BLV * scale_B11.to(slope_BLV.dtype))  # type: ignore[no-untyped-call]
 
     def _plain(self, logits_BLV: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         total = cross_entropy(logits_BLV, batch["labels"])

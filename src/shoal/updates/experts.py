@@ -27,10 +27,10 @@ class ExpertBlocks(NamedTuple):
     layers: int
     per_token: int
     """Experts that a token chooses in a layer."""
-    loads_at: int = 0
-    """Where the reported loads begin in what a worker sends beside its update."""
+    loads_at: int | None = None
+    """Where the reported loads begin in what a worker sends beside its update; None: they are not reported."""
     cap: float | None = None
-    """How many times its share in the plain mean a contribution may count in an expert; None: loads are not reported."""
+    """How many times its share in the plain mean a contribution may count in an expert; None: experts are not weighed by loads."""
     apart: bool = False
     """Whether a rule that compares looks at each expert by itself."""
     size: int = 0
@@ -45,8 +45,15 @@ class ExpertBlocks(NamedTuple):
 
     def loads_of(self, report: Tensor) -> Tensor:
         """The loads in a worker's report, as far as they can be true: [X]."""
+        assert self.loads_at is not None
         reported_LE = report[self.loads_at : self.loads_at + len(self.spans_X)].view(self.layers, -1)
         return believable(reported_LE, self.per_token).flatten()
+
+    def checked(self, report: Tensor) -> Tensor:
+        """A worker's report with no loads in it that cannot be true."""
+        if self.loads_at is not None:
+            report[self.loads_at : self.loads_at + len(self.spans_X)] = self.loads_of(report).to(report)
+        return report
 
     def within(self, span: Span | None) -> ExpertBlocks:
         """The same blocks in a vector that holds this part of the weights only; parts are cut between tensors."""

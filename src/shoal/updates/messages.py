@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Union
 
 from shoal.errors import ShoalError
 
-PROTOCOL = 4
+PROTOCOL = 5
 _MOST = 2**53
 _MOST_FIGURES = 1024
 _MOST_EXPERTS = 4096

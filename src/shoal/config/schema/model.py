@@ -166,6 +166,8 @@ class EpisodicMemory(Section):
     """Vectors of an episode: the mean hidden states of so many stretches of a sequence."""
     replay_rate: Share = 0.1
     """Sequences replayed from the memory, as a share of those of a batch."""
+    replay_weight: PositiveFloat = 1.0
+    """How many times a token of a replayed sequence counts in the loss, against one of a new sequence."""
 
 
 class Moe(Transformer, built_by="shoal.models.moe:players"):

@@ -57,6 +57,11 @@ class Run(Section):
         return isinstance(self.strategy, Local)
 
     @property
+    def shares_updates(self) -> bool:
+        """Whether workers learn, and send a coordinator what they learned."""
+        return not self.alone and not self.strategy.gives_answers
+
+    @property
     def scheduled(self) -> bool:
         """Whether a scheduler gives out shares of the data."""
         return self.scheduler.kind != "none"

@@ -32,11 +32,6 @@ class Strategy(Part, noun="strategy"):
     gives_answers: ClassVar[bool] = False
     """Whether workers answer prompts, and the coordinator learns from the answers: for tasks that need prompts, and for no others."""
 
-    @property
-    def weighs_experts(self) -> bool:
-        """Whether an expert's update is weighed by the tokens that it saw, so that workers report those."""
-        return False
-
     @classmethod
     def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
         """Settings of this strategy that `shoal plan` tries for so many workers, besides the kind; none: it tries something else."""
@@ -204,10 +199,6 @@ class DiLoCo(Strategy, built_by="shoal.strategies.diloco:policies"):
 
     No contribution counts more in an expert than this many times its share in the plain mean. null: the plain mean.
     """
-
-    @property
-    def weighs_experts(self) -> bool:
-        return self.expert_weight_cap is not None
 
     @classmethod
     def worth_trying(cls, workers: int) -> tuple[Mapping[str, Any], ...]:
