@@ -129,6 +129,10 @@ class Engine(ABC):
         """The processes that make up a worker: those that step together, unless each steps by itself."""
         return self.world
 
+    def finish(self) -> None:
+        """Give the networks back to whoever wants to use them without this engine."""
+        return
+
     # --- the flat view -----------------------------------------------------------------------------
 
     @property
@@ -169,15 +173,18 @@ class Engine(ABC):
 
         Whoever steps a network before asking for the next lets the next see the new weights, as GANs are trained best.
         """
+        self._begin_step()
+        losses = [self.task.losses(self.on_device(self._filled(batch))) for batch in batches]
+        while player := self._backward_next(losses, weighing, metrics):
+            self._gather(player)
+            yield player
+
+    def _begin_step(self) -> None:
         self._forget()
         if self.scales is not None:
             self.scales.begin_step()
         for one in self.kept:
             one.begin_step()
-        losses = [self.task.losses(self.on_device(self._filled(batch))) for batch in batches]
-        while player := self._backward_next(losses, weighing, metrics):
-            self._gather(player)
-            yield player
 
     def _filled(self, batch: Batch) -> Batch:
         """Give a process without a share of the last small batch a sample that counts nothing: the others wait for it to compute."""
@@ -278,7 +285,11 @@ class Engine(ABC):
             group["lr"] = rate
         if scaled:
             self.scaler.unscale_(optimizer)
+        self._clip_and_step(name, metrics, scaled)
+
+    def _clip_and_step(self, name: str, metrics: dict[str, Tensor], scaled: bool) -> None:
         if self._clip(name, metrics, scaled):
+            optimizer = self.optimizers[name]
             self.scaler.step(optimizer) if scaled else optimizers.step(optimizer)
 
     def _clip(self, name: str, metrics: dict[str, Tensor], scaled: bool) -> bool:

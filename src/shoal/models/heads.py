@@ -6,12 +6,12 @@ Shapes: B batch, L tokens, D width, H heads, R routed heads, E head size.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Attention
-from shoal.models.trunk import Sight, Told
+from shoal.models.trunk import FullPrecisionLinear, Sight, Told
 
 
 class MixtureOfHeads(Attention):
@@ -32,7 +32,7 @@ class MixtureOfHeads(Attention):
                 f"model.mixture_of_heads: {mixture.active_share:.0%} of {heads} heads, of which {self.shared} are active for every token, "
                 "leave none to choose: raise active_share, or lower shared_heads"
             )
-        self.router = nn.Linear(settings.hidden_size, self.routed, bias=False)
+        self.router = FullPrecisionLinear(settings.hidden_size, self.routed, bias=False)
 
     def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, sight: Sight) -> tuple[Tensor, Told]:
         with torch.autocast(x_BLD.device.type, enabled=False):
@@ -48,6 +48,7 @@ class MixtureOfHeads(Attention):
         """How often the tokens that count chose each routed head, and its mean probability. The model makes a loss of it."""
         if counted_BL is None:
             return {}
-        load_R = torch.bincount(chosen[counted_BL].flatten(), minlength=self.routed).float()
+        chosen_BLCR = chosen.unsqueeze(-1) == torch.arange(self.routed, device=chosen.device)
+        load_R = (chosen_BLCR & counted_BL[..., None, None]).sum((0, 1, 2)).float()
         mean_R = (probability_BLR * counted_BL.unsqueeze(-1)).sum((0, 1)) / counted_BL.sum().clamp(min=1)
         return {"head_load_R": load_R, "head_probability_R": mean_R}

@@ -53,6 +53,9 @@ class Optimizer(Section):
     """Added to the denominator."""
     momentum: Decay | None = None
     """Momentum of SGD and RMSprop."""
+    moments: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """How Adam and AdamW keep their running means: bf16 takes half of the memory, fp8 (8-bit floats with a scale for each 2,048 numbers) a
+    quarter. Both round by chance, by the same chance whenever a step is repeated."""
     kwargs: Mapping[str, Any] = EMPTY
     """Further arguments, passed as they are."""
 
@@ -203,6 +206,8 @@ class Training(Section):
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    cuda_graph: bool = False
+    """Record a step's work on a CUDA GPU and replay it: several times faster for small models. For batches of few shapes."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where to compute; auto: cuda, else mps, else cpu."""
     penalties: Penalties = Penalties()
