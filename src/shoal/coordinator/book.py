@@ -16,6 +16,8 @@ the same code. It knows no clock and no member.
     failed     a unit of the data was given up
     inexact    what a worker sent for a unit was not computed as it should have been; the unit was given to others
     withdrawn  a person's invitation was withdrawn, and their workers were shown out
+    paused     the owner holds the run up, or lets it go on
+    evicted    the owner keeps a worker out, or lets it in again
     repaired   what followed was lost, and is named; nobody uses those numbers again
 """
 
@@ -171,6 +173,11 @@ class Book:
             return [Entry({"inexact": [record[name] for name in ("worker", "seq", "unit", "base", "digest", "reason")]})]
         if kind == "withdrawn":
             return [Entry({"withdrawn": record["guest"], "workers": record["workers"]})]
+        if kind == "paused":
+            self.state.paused = record["paused"]
+            return []
+        if kind == "evicted":
+            return self._evict(record)
         if kind == "repaired":
             self.state.sequences |= {worker: last for worker, _, last in record["lost"]}
             return [Entry({name: record[name] for name in ("lost", "reason")})]
@@ -187,6 +194,14 @@ class Book:
         if "unit" in record:
             return self.decode_unit(frames, record["unit"], record["base"], experts=experts)
         return self.decode(frames, record["round"], experts)
+
+    def _evict(self, record: dict[str, Any]) -> list[Effect]:
+        name, out = record["worker"], record["out"]
+        if out:
+            self.state.evicted[name] = self.state.keys.get(name, "")
+        else:
+            self.state.evicted.pop(name, None)
+        return [Entry({"evicted": name, "out": out})]
 
     def _seat(self, record: dict[str, Any]) -> None:
         state, name, seat = self.state, record["worker"], record["seat"]

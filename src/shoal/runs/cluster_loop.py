@@ -163,6 +163,7 @@ class ClusterLoop:
             clock=time.monotonic,
             new_session=lambda: secrets.token_hex(16),
             board=home.board,
+            status=lambda: self.status.as_json(),
         )
         return Driver(self.coordinator, around)
 
@@ -214,8 +215,10 @@ class ClusterLoop:
         self.driver.snapshot()
 
     def _look_around(self) -> None:
+        if self.coordinator.orders.stops:
+            self.interrupt()
         ending = self.coordinator.finished or self.recorder.stopping
-        self.status.look("ending" if ending else "running")
+        self.status.look("ending" if ending else "paused" if self.coordinator.state.paused else "running")
         self.beside()
 
     def members(self) -> Members:
@@ -381,4 +384,5 @@ class ClusterLoop:
         self.coordinator.publisher.publish(self.step, self.learner.vector, self.learner.buffers)
 
     def _summary(self) -> dict[str, Any]:
-        return {"contributions": dict(self.coordinator.state.contributions), **self.traffic_totals()}
+        by_owner = {"ended_by": "owner"} if self.coordinator.orders.stops else {}
+        return {"contributions": dict(self.coordinator.state.contributions), **self.traffic_totals(), **by_owner}

@@ -74,6 +74,10 @@ class StatusWriter:
         with suppress(ShoalError):  # it is for people to look at: the run goes on without
             self.loop.directory.write(FILE, json.dumps(status))
 
+    def as_json(self) -> bytes:
+        """How the run goes now, for an owner who asks from elsewhere."""
+        return json.dumps(self.status(self._state or "running")).encode()
+
     def status(self, state: str) -> dict[str, Any]:
         loop, recorder, now = self.loop, self.loop.recorder, time.time()
         rows = self._members(now)
