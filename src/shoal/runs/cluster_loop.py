@@ -21,6 +21,8 @@ from shoal.errors import ShoalError
 from shoal.runs.assembly import Parts, held_out
 from shoal.runs.checkpoint import Checkpoint, save_weights
 from shoal.runs.judging import Judge
+from shoal.runs.prometheus import shown_to_prometheus
+from shoal.runs.reading import whole_status
 from shoal.runs.recorder import INTERRUPTED, Members, Recorder, Reporter
 from shoal.runs.rollouts import RolloutFeed
 from shoal.runs.run_directory import RunDirectory
@@ -188,11 +190,15 @@ class ClusterLoop:
 
     def _work(self) -> None:
         try:
-            self._coordinate()
+            with shown_to_prometheus(self.run.coordinator, self.directory.path, self._told, self.message):
+                self._coordinate()
         finally:
             self.driver.close()
             if self.higher is not None:
                 self.higher.leave()
+
+    def _told(self) -> dict[str, Any]:
+        return whole_status(self.status.latest)
 
     def _coordinate(self) -> None:
         coordinator, recorder = self.coordinator, self.recorder
