@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -286,3 +288,35 @@ def test_a_diloco_coordinator_that_is_killed_repeats_no_round(processes: Process
     assert versions == list(range(1, len(versions) + 1))
     assert before < len(versions)
     processes.audit("run")
+
+
+def test_the_owner_pauses_evicts_and_stops_a_run_from_another_terminal_and_it_goes_on_later(processes: Processes, tmp_path: Path) -> None:
+    """A run that its owner ended is saved, and its command ends well; what a worker gave before it was shown out stays."""
+    run = processes.start("train", "config.yaml", "--workers", "2", "--run-dir", "run", *LONG, "--set", "coordinator.metrics_port=0")
+    figures = wait_for(run, r"figures for Prometheus: (\S+)")
+    ledger = tmp_path / "run" / "coordinator" / "ledger.jsonl"
+    eventually(lambda: ledger.exists() and ledger.stat().st_size > 2000)
+    processes.here("pause", "run")
+    made = versions_in(ledger)
+    eventually(lambda: 'shoal_workers{run="run"} 2' in urlopen(figures, timeout=HANG_S).read().decode())  # a second old at most
+    processes.here("evict", "run", "w1")
+    assert versions_in(ledger) == made
+    processes.here("resume", "run")
+    eventually(lambda: versions_in(ledger) > made + 3)
+    processes.here("stop", "run")
+    output, _ = run.communicate(timeout=HANG_S)
+    assert run.returncode == 0, output
+    assert "w1 is shown out by the owner" in output
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
+    processes.audit("run")
+
+
+def versions_in(ledger: Path) -> int:
+    return ledger.read_text().count('"version"')
+
+
+def eventually(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + HANG_S
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)

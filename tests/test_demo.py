@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 
+from commands import HANG_S, processes_in, wait_for
 from shoal.cli import demo, demo_scenes
 from shoal.cli.demo_scenes import SCENES
 from shoal.cli.main import main
@@ -66,3 +70,29 @@ def test_the_demo_kills_workers_and_the_coordinator_and_nothing_is_lost(
     assert (tmp_path / "demo" / "run" / "workers" / "fay.jsonl").exists()
     assert main(["demo", "--run-dir", "demo"]) == 2
     assert "holds something already" in capsys.readouterr().err
+
+
+def test_a_demo_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
+    with processes_in(tmp_path) as processes:
+        demo = processes.start("demo", "--seconds", "600", "--run-dir", "demo")
+        wait_for(demo, "join it")
+        assert _about(tmp_path / "demo") != []
+        demo.kill()
+        until = time.monotonic() + HANG_S
+        while left := _about(tmp_path / "demo"):
+            assert time.monotonic() < until, left
+            time.sleep(0.1)
+    assert json.loads((tmp_path / "demo" / "run" / "summary.json").read_text())["status"] == "interrupted", "what was learned is saved"
+
+
+def _about(folder: Path) -> list[str]:
+    """Processes of this machine that were told of a folder, apart from the demo itself."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            line, where = (path / "cmdline").read_text().replace("\0", " "), os.readlink(path / "cwd")
+        except OSError:
+            continue
+        if f" {folder.name}/run" in line and where == str(folder.parent):
+            found.append(line)
+    return found

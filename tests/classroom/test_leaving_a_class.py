@@ -99,3 +99,22 @@ def test_the_teachers_table_says_why_a_student_left(school: School, capsys: pyte
         capsys.readouterr()
         assert main(["status", school.access.address]) == 0
         assert "left: cannot read" in capsys.readouterr().out
+
+
+def test_a_teacher_pauses_a_class_and_shows_a_student_out_who_hears_why(school: School, capsys: pytest.CaptureFixture[str]) -> None:
+    with teaching(school) as made:
+        coordinator, folder = made.loop.coordinator, str(made.loop.directory.path)
+        for name in ("eve", "ada"):
+            school.worker(name)
+        wait_for(lambda: coordinator.state.version >= 3, "the class learns")
+        assert main(["pause", folder]) == 0
+        wait_for(lambda: main(["status", folder]) == 0 and "paused" in capsys.readouterr().out, "everybody sees that it is paused")
+        version = coordinator.state.version
+        assert main(["evict", folder, "eve"]) == 0
+        wait_for(lambda: school.problems, "she cannot go on")
+        assert "the teacher keeps you out" in str(school.problems.pop())
+        assert coordinator.state.version == version, "nothing is made while it is paused"
+        assert main(["resume", folder]) == 0
+        wait_for(lambda: coordinator.state.version >= version + 3, "the class goes on without her")
+        assert main(["evict", folder, "eve", "--undo"]) == 0
+        wait_for(lambda: school.ask("SELECT quarantined FROM shoal.standings WHERE quarantined IS NOT NULL") == [], "she may come back")

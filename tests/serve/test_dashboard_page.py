@@ -89,12 +89,15 @@ def write_run(path: Path, workers: int = 3, records: int = 60) -> RunFolder:
 
 
 @contextmanager
-def shown(folder: RunFolder, token: str | None = None, public: bool = False) -> Iterator[str]:
+def shown(folder: RunFolder, token: str | None = None, public: bool = False, word: str | None = None) -> Iterator[str]:
+    """The page's address. `word`: the owner's, where it is given; else nobody has it."""
     server = WatchServer([folder], "127.0.0.1", [0], token, public)
+    if word is not None:
+        word = server.word
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.port}/"
+        yield f"http://127.0.0.1:{server.port}/" + (f"#owner={word}" if word else "")
     finally:
         server.stop()
         thread.join()
@@ -179,3 +182,24 @@ def test_whoever_watches_from_elsewhere_types_the_token_and_is_not_told_how_to_j
         sync_api.expect(page.locator("#class-join")).to_be_hidden()
         page.locator("body").press("e")
         sync_api.expect(page.get_by_role("region", name="Workers").locator("tbody tr")).to_have_count(200)
+
+
+def test_the_owner_pauses_and_evicts_and_others_see_no_button(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, given = write_run(tmp_path / "run"), list[tuple[str, str | None]]()
+    monkeypatch.setattr("shoal.serve.watch_app.owner_in", lambda path: path)
+    monkeypatch.setattr("shoal.serve.watch_app.order", lambda owner, action, name: given.append((action, name)) or f"the owner: {HOSTILE}")
+    with shown(folder, word="") as address:
+        home, _, word = address.partition("#")
+        with opened(browser, home, f"#{word}") as page:
+            page.on("dialog", lambda asked: asked.accept())
+            page.locator("#pause").click()
+            sync_api.expect(page.locator("#said")).to_contain_text("<script>")
+            assert page.evaluate("location.hash") == "", "the word does not stay in the address"
+            page.locator("body").press("e")
+            page.get_by_role("button", name="Evict zoe").click()
+            page.locator("#stop").click()
+            page.wait_for_function("document.getElementById('said').textContent.length > 0")
+        with opened(browser, home, "#view=class") as page:
+            sync_api.expect(page.locator("#class-workers-title")).to_have_text("3 laptops help")
+            sync_api.expect(page.locator("#owner")).to_be_hidden()
+    assert given == [("pause", None), ("evict", "zoe"), ("stop", None)]

@@ -16,11 +16,11 @@ from shoal.cli.main import main
 from shoal.coordinator.ledger import Ledger
 from shoal.errors import ShoalError
 from shoal.runs.inviting import keep_line
+from shoal.runs.prometheus import exposition
 from shoal.runs.reading import RunFolder
 from shoal.serve import qr
 from shoal.serve.doors import Doors
 from shoal.serve.ledger_digest import LedgerDigest
-from shoal.serve.prometheus import exposition
 from shoal.serve.watch_app import make_watch_app
 from shoal.serve.watch_server import GUARDED, refuse_open_window
 from shoal.serve.watched import Place, Watch, WatchedRun
@@ -97,7 +97,7 @@ def test_the_stream_and_the_files_are_there_and_what_is_hostile_is_cleaned(tmp_p
         assert asks.get("/api/runs/7/status").status_code == 404
         page = asks.get("/")
         assert "default-src 'self'" in page.headers["content-security-policy"]
-        for name in ("look.css", "board.css", "main.js", "icon.svg"):
+        for name in ("look.css", "style.css", "main.js", "icon.svg"):
             assert asks.get(f"/{name}").status_code == 200
         assert asks.get("/api/runs/0/status", headers={"host": "evil.example"}).status_code == 403
         assert asks.post("/api/runs/0/status").status_code == 405
@@ -118,6 +118,32 @@ def test_whoever_only_watches_needs_the_token_and_never_learns_how_to_join(tmp_p
         told = asks.get("/api/runs/0/invitation").json()
         assert told["line"].endswith("--token secret")
         assert len(told["code"]) == len(told["code"][0]) >= 29
+
+
+def test_orders_need_the_owners_word_and_a_page_for_watching_has_no_way_to_give_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, given = folder_with(tmp_path / "run"), list[tuple[str, str | None]]()
+    monkeypatch.setattr("shoal.serve.watch_app.owner_in", lambda path: path)
+    monkeypatch.setattr("shoal.serve.watch_app.order", lambda owner, action, name: given.append((action, name)) or "done")
+    word = {"x-shoal-owner": "a" * 20}
+    with client(folder) as asks:  # nobody gave this one the owner's word
+        assert asks.post("/api/runs/0/orders", json={"action": "stop"}, headers=word).status_code == 405
+        assert asks.get("/api/owner", headers=word).status_code == 404
+    app: Any = Doors(make_watch_app(Watch([folder]), shows_invitation=True, word="a" * 20), None, GUARDED)
+    with TestClient(app, base_url=LOCAL) as asks:
+        for wrong in ({}, {"x-shoal-owner": ""}, {"x-shoal-owner": "b" * 20}):
+            assert asks.post("/api/runs/0/orders", json={"action": "stop"}, headers=wrong).status_code == 403
+            assert asks.get("/api/owner", headers=wrong).status_code == 403
+        form = word | {"content-type": "application/x-www-form-urlencoded"}
+        assert asks.post("/api/runs/0/orders", content='{"action": "stop"}', headers=form).status_code == 400
+        for body in ({"action": "rm"}, {"action": "evict", "name": 7}, [], {"name": "x"}):
+            assert asks.post("/api/runs/0/orders", json=body, headers=word).status_code == 400
+        assert asks.post("/api/runs/0/orders", json={"action": "x" * 2000}, headers=word).status_code == 413
+        assert asks.post("/api/runs/3/orders", json={"action": "stop"}, headers=word).status_code == 404
+        assert given == []
+        assert asks.post("/api/runs/0/orders", json={"action": "evict", "name": "ann"}, headers=word).json() == {"text": "done"}
+        assert given == [("evict", "ann")]
 
 
 def test_nobody_else_may_look_without_a_token() -> None:

@@ -14,7 +14,7 @@ from shoal.cli.demo_scenes import require
 from shoal.errors import ShoalError
 from shoal.launch import nursery
 from shoal.launch.local import last_line
-from shoal.launch.stage import wait
+from shoal.launch.stage import LEASHED, wait
 
 _REWARD = '''\
 """A reward: answers are to have many vowels."""
@@ -73,7 +73,7 @@ def learn_from_a_reward(folder: Path, seconds: float) -> None:
 def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> None:
     """Run a command until it has left a sign, and then for some seconds; then it is asked to save and end."""
     with log.open("ab") as stream:
-        process = nursery.start(["-m", "shoal", *command], stdout=stream, stderr=stream)
+        process = nursery.start(["-m", LEASHED, *command], stdout=stream, stderr=stream)
     try:
         until = time.monotonic() + _START_S
         while not (sign.exists() and _scores(sign)) and process.poll() is None and time.monotonic() < until:
@@ -112,7 +112,7 @@ def chat(folder: Path, seconds: float) -> None:
     log = folder / "serve.log"
     print("A model of 135 million parameters is opened (the first time it is converted, which takes a while) …", flush=True)
     with log.open("ab") as stream:
-        process = nursery.start(["-m", "shoal", "serve", "--demo", "--port", "0"], stdout=stream, stderr=stream)
+        process = nursery.start(["-m", LEASHED, "serve", "--demo", "--port", "0"], stdout=stream, stderr=stream)
     try:
         address = _address(log, process)
         print(f"It answers at {address}, as OpenAI's API does, and chats on the page there.\n\n> {_QUESTION}\n")

@@ -49,7 +49,8 @@ def show_outcome(loop: Loop | ClusterLoop, outcome: Outcome) -> int:
     print(f"run: {loop.directory.path}")
     if outcome.model:
         print(f"model: {outcome.model}")
-    return 130 if summary["status"] == "interrupted" else 0
+    # A launcher starts what failed again, and what its owner ended shall stay ended.
+    return 130 if summary["status"] == "interrupted" and summary.get("ended_by") != "owner" else 0
 
 
 def contributions(counts: Mapping[str, int]) -> str:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli.db import connected, place_of
 from shoal.cli.options import load, parse, parser, require
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 def run(argv: list[str]) -> int:
     arguments, overrides = parse(_parser(), argv)
+    if (owner := owner_file(arguments.files)) is not None:
+        from shoal.runs.owning import owner_in, status_from
+
+        return _show_status(status_from(owner_in(owner)), arguments.json)
     folder = folder_of(arguments.files) or _folder_of_settings(arguments, overrides)
     if folder is not None:
         return _show_folder(folder, arguments.json, arguments.grid)
@@ -59,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     made = parser(
         "status",
         "Show how a run goes. FILE is a run's folder (default: the newest in runs), or, for a run through PostgreSQL, its configuration "
-        "or a postgresql:// address. `shoal top` shows it live.",
+        "or a postgresql:// address, or, from another machine, a copy of the run's owner.json. `shoal top` shows it live.",
     )
     made.add_argument("--once", action="store_true", help="from a database: show it once, instead of again and again on a terminal")
     made.add_argument("--json", action="store_true", help="once, as JSON")
@@ -87,6 +91,12 @@ def folder_of(files: list[str]) -> RunFolder | None:
     return RunFolder(path) if len(files) == 1 and path.is_dir() else None
 
 
+def owner_file(files: list[str]) -> Path | None:
+    """The owner.json that is meant, if one is."""
+    path = Path(files[0]) if len(files) == 1 else None
+    return path if path is not None and path.suffix == ".json" and path.is_file() else None
+
+
 def _folder_of_settings(arguments: argparse.Namespace, overrides: list[Override]) -> RunFolder | None:
     """The newest run of a configuration; None for one that goes through a database, which knows more than a folder."""
     from shoal.config.schema.cluster import Postgres
@@ -105,7 +115,10 @@ def _show_folder(folder: RunFolder, as_json: bool, grid: str | None) -> int:
         if not pictures:
             raise ShoalError(_NO_SAMPLES)
         shutil.copyfile(folder.path / "samples" / pictures[-1].name, grid)
-    status = folder.status()
+    return _show_status(folder.status(), as_json)
+
+
+def _show_status(status: dict[str, Any], as_json: bool) -> int:
     if as_json:
         print(json.dumps(status, indent=2))
         return 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.status import folder_of
+from shoal.cli.status import folder_of, owner_file
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -21,22 +21,20 @@ _EVENTS = 6
 
 def run(argv: list[str]) -> int:
     made = argparse.ArgumentParser("shoal top", description="Show a run with its workers, live, until it ends or you press Ctrl-C.")
-    made.add_argument("run", nargs="?", metavar="RUN", help="a run's folder (default: the newest in runs)")
+    made.add_argument("run", nargs="?", metavar="RUN", help="a run's folder, or a copy of its owner.json (default: the newest in runs)")
     made.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to look (default: 1)")
     arguments = made.parse_args(argv)
-    folder = folder_of([arguments.run or "runs"] if arguments.run else [])
-    if folder is None:
-        raise ShoalError(f"{arguments.run or 'runs'} is no folder: name a run's folder, or start a run in this one (`shoal train`)")
+    look, where = _looker([arguments.run] if arguments.run else [])
     if not sys.stdout.isatty():
-        raise ShoalError(f"`shoal top` draws on a terminal, and this is none: `shoal status {folder.path}` prints once")
+        raise ShoalError(f"`shoal top` draws on a terminal, and this is none: `shoal status {where}` prints once")
     from rich.live import Live
 
     from shoal.runs.reading import GOING_ON
 
     try:
-        with Live(drawn(folder.status()), screen=True, auto_refresh=False) as live:
+        with Live(drawn(look()), screen=True, auto_refresh=False) as live:
             while True:
-                status = folder.status()
+                status = look()
                 live.update(drawn(status, live.console.height), refresh=True)
                 if status["state"] not in GOING_ON:
                     break
@@ -45,7 +43,20 @@ def run(argv: list[str]) -> int:
         return 0
     from shoal.cli.status import run as show_status
 
-    return show_status([str(Path(folder.path))])
+    return show_status([where])
+
+
+def _looker(given: list[str]) -> tuple[Callable[[], dict[str, Any]], str]:
+    """What looks at the run that is meant, and what to call the run."""
+    if (owner := owner_file(given)) is not None:
+        from shoal.runs.owning import owner_in, status_from
+
+        known = owner_in(owner)
+        return lambda: status_from(known), str(owner)
+    folder = folder_of(given)
+    if folder is None:
+        raise ShoalError(f"{[*given, 'runs'][0]} is no folder: name a run's folder, or start a run in this one (`shoal train`)")
+    return folder.status, str(folder.path)
 
 
 def drawn(status: dict[str, Any], height: int = 40) -> RenderableType:

@@ -15,7 +15,8 @@ PORT = 8650
 def run(argv: list[str]) -> int:
     made = argparse.ArgumentParser(
         "shoal watch",
-        description="Show runs in the browser: live, and once they are over from beginning to end. It reads their folders only.",
+        description="Show runs in the browser: live, and once they are over from beginning to end. It reads their folders only; on this "
+        "machine the printed address also lets you pause, resume and stop the run and evict workers.",
     )
     made.add_argument("runs", nargs="*", metavar="RUN", help="runs' folders, to compare several (default: the newest in runs)")
     made.add_argument("--host", metavar="ADDRESS", help="where to listen (default: this machine only; with --public everywhere)")
@@ -33,7 +34,7 @@ def run(argv: list[str]) -> int:
     token = _token(arguments)
     ports = [PORT, 0] if arguments.port is None else [arguments.port]
     server = WatchServer(folders, host, ports, token, arguments.public)
-    print(f"watch {', '.join(str(one.path) for one in folders)} at {_address(host, server.port, token)}", flush=True)
+    print(f"watch {', '.join(str(one.path) for one in folders)} at {_address(host, server.port, token, server.word)}", flush=True)
     server.run(arguments.parent)
     return 0
 
@@ -47,10 +48,11 @@ def _token(arguments: argparse.Namespace) -> str | None:
     return secrets.token_urlsafe(18) if arguments.public else None
 
 
-def _address(host: str, port: int, token: str | None) -> str:
-    """What to open. The token stands behind a `#`, so that a browser sends it to nobody by itself."""
+def _address(host: str, port: int, token: str | None, word: str | None) -> str:
+    """What to open. What stands behind a `#` a browser sends to nobody by itself: the token, and the owner's word for orders."""
     from shoal.transports.addresses import to_tell
 
     known = to_tell(host)
     shown = f"[{known}]" if ":" in known else known
-    return f"http://{shown}:{port}/" + (f"#token={token}" if token else "")
+    secret = "&".join(f"{name}={value}" for name, value in (("token", token), ("owner", word)) if value)
+    return f"http://{shown}:{port}/" + (f"#{secret}" if secret else "")

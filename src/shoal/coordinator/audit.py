@@ -94,7 +94,7 @@ class Tally:
     inexact: list[tuple[str, int, int, str]] = field(default_factory=list)
     """Answers that were refused: worker, number, unit, why."""
     shown_out: list[str] = field(default_factory=list)
-    """Whose invitations were withdrawn, in words."""
+    """Whose invitations were withdrawn, and whom the owner keeps out, in words."""
 
     def is_lost(self, key: Key) -> bool:
         return any(worker == key[0] and first <= key[1] <= last for worker, first, last in self.lost)
@@ -167,6 +167,8 @@ def _add_up(lines: list[Line], first: int | None, in_order: bool, violations: li
                 tally.inexact.append((str(worker), int(seq), int(unit), str(reason)))
             elif "withdrawn" in line:
                 tally.shown_out.append(f"the invitation of {line['withdrawn']} was withdrawn: {', '.join(line['workers'])} went")
+            elif "evicted" in line:
+                tally.shown_out.append(f"the owner {'keeps out' if line['out'] else 'lets in again'} {line['evicted']}")
             elif "version" in line:
                 violations += [f"{place}: {what}" for what in _count(tally, line, first, in_order)]
             else:

@@ -16,6 +16,8 @@ the same code. It knows no clock and no member.
     failed     a unit of the data was given up
     inexact    what a worker sent for a unit was not computed as it should have been; the unit was given to others
     withdrawn  a person's invitation was withdrawn, and their workers were shown out
+    paused     the owner holds the run up, or lets it go on
+    evicted    the owner keeps a worker out, or lets it in again
     repaired   what followed was lost, and is named; nobody uses those numbers again
 """
 
@@ -169,17 +171,11 @@ class Book:
             for names in (self.state.seats, self.state.keys):
                 names.pop(record["worker"], None)
             return []
-        if kind == "failed":
-            self.settled.add(record["unit"])
-            self.settled.failed += 1
-            return [Entry({"failed": [record[name] for name in ("epoch", "start", "batches", "reason")]})]
-        if kind == "inexact":
-            return [Entry({"inexact": [record[name] for name in ("worker", "seq", "unit", "base", "digest", "reason")]})]
-        if kind == "withdrawn":
-            return [Entry({"withdrawn": record["guest"], "workers": record["workers"]})]
-        if kind == "repaired":
-            self.state.sequences |= {worker: last for worker, _, last in record["lost"]}
-            return [Entry({name: record[name] for name in ("lost", "reason")})]
+        if kind == "paused":
+            self.state.paused = record["paused"]
+            return []
+        if kind in ("failed", "inexact", "withdrawn", "evicted", "repaired"):
+            return [Entry(self._tell(record))]
         if kind == "held" and (self.rounds.holds(record) or (self.upward is not None and self.upward.holds(record))):
             return []
         held = Held(record, frames, *(decoded or self._decode_again(record, frames)))
@@ -213,6 +209,29 @@ class Book:
         for at, count in added:
             buffers = torch.cat([buffers[:at], buffers.new_zeros(count), buffers[at:]])
         return vector, buffers
+
+    def _tell(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Move on by a record of what went wrong, or of whom the owner let in or out; what the ledger says of it."""
+        match record["kind"]:
+            case "failed":
+                self.settled.add(record["unit"])
+                self.settled.failed += 1
+                return {"failed": [record[name] for name in ("epoch", "start", "batches", "reason")]}
+            case "inexact":
+                return {"inexact": [record[name] for name in ("worker", "seq", "unit", "base", "digest", "reason")]}
+            case "withdrawn":
+                return {"withdrawn": record["guest"], "workers": record["workers"]}
+            case "evicted":
+                self._keep_out(record["worker"], record["out"])
+                return {"evicted": record["worker"], "out": record["out"]}
+        self.state.sequences |= {worker: last for worker, _, last in record["lost"]}
+        return {name: record[name] for name in ("lost", "reason")}
+
+    def _keep_out(self, name: str, out: bool) -> None:
+        if out:
+            self.state.evicted[name] = self.state.keys.get(name, "")
+        else:
+            self.state.evicted.pop(name, None)
 
     def _seat(self, record: dict[str, Any]) -> None:
         state, name, seat = self.state, record["worker"], record["seat"]

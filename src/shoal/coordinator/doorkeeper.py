@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shoal.coordinator.membership import Membership, Worker
 from shoal.coordinator.state import Bounds, State
 from shoal.updates.identities import is_proved
-from shoal.updates.messages import LONGEST_NAME, Gone, Join
+from shoal.updates.messages import LONGEST_NAME, Gone, Join, Order
 
 _NONCE_S = 60.0
 _MOST_NONCES = 4096
@@ -72,7 +72,7 @@ class Doorkeeper:
             self._nonces.popitem(last=False)
         return {"kind": "challenge", "nonce": nonce}
 
-    def check(self, asked: Join | Gone, purpose: str, before: Worker | None, now: float) -> tuple[int, Refusal]:
+    def check(self, asked: Join | Gone | Order, purpose: str, before: Worker | None, now: float) -> tuple[int, Refusal]:
         """Which challenge was answered, and what speaks against the answer. `before`: the worker that has the name now; an answer to an
         older challenge than its own comes from a process that it has replaced."""
         number, given_at = self._nonces.pop(asked.nonce, (0, 0.0))
@@ -102,8 +102,10 @@ class Doorkeeper:
             return _NOTHING
         return Refusal("withdrawn", f"the invitation of {guest} was withdrawn")
 
-    def admit(self, name: str, guest: str, state: State, now: float) -> Refusal:
-        """What speaks against letting one more worker of this name in."""
+    def admit(self, name: str, key: str, guest: str, state: State, now: float) -> Refusal:
+        """What speaks against letting one more worker of this name, with this key, in."""
+        if name in state.evicted or (state.evicted and key in state.evicted.values()):
+            return Refusal("evicted", f"the run's owner keeps {name} out")
         if name in self.members.by_name:
             return Refusal()
         if (until := self.members.quarantined.get(name, now)) > now:

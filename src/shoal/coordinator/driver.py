@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shoal.coordinator.bulletin_board import BulletinBoard
-from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published, Reply, Stop
+from shoal.coordinator.effects import Dismiss, Effect, Entry, Issue, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.machine import Coordinator
 from shoal.coordinator.scribe import Scribe
 from shoal.coordinator.snapshot_writer import SnapshotWriter
@@ -50,6 +50,8 @@ class Surroundings(NamedTuple):
     board: Board | None = None
     """The same as the server, where a database keeps the leases of units."""
     threads: bool = True
+    status: Callable[[], bytes] = lambda: b"{}"
+    """How the run goes, for its owner: JSON."""
 
 
 class Driver:
@@ -153,6 +155,8 @@ class Driver:
             self._write(effect)
         elif isinstance(effect, Entry):
             self.store.ledger.append(effect.line)
+        elif isinstance(effect, Dismiss) and self.board is not None:
+            self.board.board.keep_out(effect.worker, effect.out)
         elif isinstance(effect, Published) and self.board is not None and not self._replaying:
             self.board.publish()
 
@@ -163,6 +167,8 @@ class Driver:
         header, frames = effect.header, tuple(effect.frames)
         if header["kind"] == "welcome":
             header, frames = header | self.around.welcome.header, self.around.welcome.frames
+        elif header["kind"] == "status":
+            frames = (self.around.status(),)
         self.server.reply(effect.caller, Message(header, frames))
 
     # --- the end -----------------------------------------------------------------------------------

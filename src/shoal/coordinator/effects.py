@@ -46,6 +46,13 @@ class Issue(NamedTuple):
     units: Sequence[int]
 
 
+class Dismiss(NamedTuple):
+    """Keep a worker out, or let it in again, where a database lets workers in."""
+
+    worker: str
+    out: bool
+
+
 class Note(NamedTuple):
     """Say this to people."""
 
@@ -58,4 +65,4 @@ class Stop(NamedTuple):
     reason: str
 
 
-Effect = Reply | Persist | Entry | Published | Issue | Note | Stop
+Effect = Reply | Persist | Entry | Published | Issue | Dismiss | Note | Stop

@@ -85,7 +85,7 @@ class Lender:
     def offer_more(self) -> None:
         """All units on offer are settled, and the round is still open: units were given up, or the rule needs results of more workers."""
         host = self.host
-        if not self._offered or host.finished or not self._all_settled():
+        if not self._offered or host.finished or host.book.state.paused or not self._all_settled():
             return None
         needed, there = host.plan.needed, host.book.rounds.workers(host.book.state.version)
         if there < needed:
@@ -148,7 +148,7 @@ class Lender:
 
     def serve(self, longest_s: float) -> None:
         """Answer those who wait for a unit: with one, or with a word after the longest wait, or when the run is over."""
-        none_left = self.host.finished
+        none_left = self.host.finished or self.host.book.state.paused
         for session, claiming in list(self.claiming.items()):
             paused = self.host.is_paused(claiming.worker)
             lease = None if none_left or paused else self._lease(claiming.worker)

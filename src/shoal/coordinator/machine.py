@@ -18,6 +18,7 @@ from shoal.coordinator.doorkeeper import Bucket, Doorkeeper, Refusal
 from shoal.coordinator.effects import Effect, Frames, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.lending import Lender, printable
 from shoal.coordinator.membership import Membership, Worker
+from shoal.coordinator.orders import Orders
 from shoal.coordinator.pacing import steps_for
 from shoal.coordinator.policies import Policies
 from shoal.coordinator.publisher import MOST_SETS, PartPublisher, Publisher
@@ -44,7 +45,7 @@ from shoal.coordinator.tasking import Taskmaster
 from shoal.updates import codecs
 from shoal.updates.answers import InexactAnswers, digest
 from shoal.updates.holding import Experts, size_of, told
-from shoal.updates.messages import PROTOCOL, Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Hold, Join, Leave, Pull
+from shoal.updates.messages import PROTOCOL, Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Hold, Join, Leave, Order, Pull
 
 LONGEST_WAIT_S = 5.0
 """An answer is never held back longer: a worker that hears nothing may then take the connection for lost."""
@@ -84,6 +85,8 @@ class Coordinator:
         """Time as the coordinator sees it: it never goes back."""
         self.claims = Claims(plan, plan.bounds.devices * max(1, plan.batches_per_step // max(1, contributions)), self.refused)
         self.door = Doorkeeper(self.members, plan.bounds)
+        self.orders = Orders(self)
+        """What the run's owner wants."""
         self._notes, self._untold = Bucket(_NOTES_PER_S, _NOTES_AT_ONCE), 0
         self._clock: float | None = None
         self._effects: list[Effect] = []
@@ -100,7 +103,7 @@ class Coordinator:
             self._close_what_is_due()
         if self.lender is not None:
             self._lend(self.lender, more)
-        if self.plan.needed > 1:
+        if self.plan.needed > 1 and not self.state.paused:
             self._watch_quorum()
         return self._effects
 
@@ -114,7 +117,7 @@ class Coordinator:
                 self._evict_uninvited()
                 self._forget_unused()
                 self._reassure()
-                if self.tasks is not None:
+                if self.tasks is not None and not self.state.paused:
                     self.tasks.look_around()
             case LeaseResult():
                 assert self.lender is not None
@@ -124,9 +127,11 @@ class Coordinator:
                 assert self.lender is not None
                 self.lender.spoil(*event)
             case Exited():
-                self._lose(event.name, "is gone")
+                self.lose(event.name, "is gone")
             case Opened():
                 self.door.recall(self.state, self.now)
+                if self.state.paused:
+                    self.emit(Note("the run is paused, as its owner wanted: `shoal resume` lets it go on"))
                 if self.lender is not None:
                     self.lender.offer()
             case Interrupted():
@@ -172,14 +177,16 @@ class Coordinator:
         asked = event.asked
         if event.guest and (refusal := self.door.welcomes(event.guest)).reason:
             self._show_out(event.guest)
-            return self._refuse(event.caller, *refusal)
+            return self.refuse(event.caller, *refusal)
+        if isinstance(asked, Order):
+            return self.orders.hear(event, asked)
         if isinstance(asked, (Join, Gone)):
             return self._join(event, asked) if isinstance(asked, Join) else self._hear_of_end(event, asked)
         worker, beats = self.members.by_session.get(asked.session), isinstance(asked, Heartbeat)
         if worker is None:
-            return self._refuse(event.caller, "unknown-session")
+            return self.refuse(event.caller, "unknown-session")
         if asked.number <= worker.numbers[beats]:
-            return self._refuse(event.caller, "replayed")
+            return self.refuse(event.caller, "replayed")
         worker.numbers[beats] = asked.number
         self.members.hear(worker, self.now)
         if worker.name in self.rounds.absent:
@@ -214,7 +221,7 @@ class Coordinator:
             problem = f"workers hold {MOST_SETS} different sets of experts already: take one of theirs"
         if problem:
             self._tell_of_member(f"{worker.name} cannot hold experts {told(experts)}: {problem}")
-            return self._refuse(caller, "unfit", f"experts {told(experts)}: {problem}")
+            return self.refuse(caller, "unfit", f"experts {told(experts)}: {problem}")
         assert self.plan.experts is not None
         worker.experts = experts
         self.parts.hold(worker.session, experts)
@@ -230,7 +237,7 @@ class Coordinator:
     def _answer_about_unit(self, caller: Any, asked: Claim | GiveBack | Fail, worker: Worker) -> None:
         lender = self.lender
         if lender is None or lender.leases is None:
-            return self._refuse(caller, "impossible", "this run has no units on lease here")
+            return self.refuse(caller, "impossible", "this run has no units on lease here")
         if isinstance(asked, Claim):
             self.rounds.activate(worker.name)
             return self._answer_no_longer(lender.claim(caller, asked, worker))
@@ -245,7 +252,7 @@ class Coordinator:
         if caller is not None:
             self.emit(Reply(caller, {"kind": "refused", "reason": "asked-again", "detail": ""}))
 
-    def _refuse(self, caller: Any, reason: str, detail: str = "") -> None:
+    def refuse(self, caller: Any, reason: str, detail: str = "") -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
         self.emit(Reply(caller, {"kind": "refused", "reason": reason, "detail": detail}))
 
@@ -268,21 +275,21 @@ class Coordinator:
     def _join(self, event: Called, asked: Join) -> None:
         """Let a worker in that proves to have its key. What it asked for first is answered with what to sign."""
         if asked.protocol != PROTOCOL:
-            return self._refuse(event.caller, "protocol", f"the coordinator speaks version {PROTOCOL}: install the same version of shoal")
+            return self.refuse(event.caller, "protocol", f"the coordinator speaks version {PROTOCOL}: install the same version of shoal")
         if not asked.proof:
             return self.emit(Reply(event.caller, self.door.challenge(event.session, self.now)))
         name = self.door.name_for(asked, self.state)
         before = self.members.by_name.get(name)
         challenge, refusal = self.door.check(asked, "join", before, self.now)
         if not refusal.reason:
-            refusal = self.door.admit(name, event.guest, self.state, self.now)
+            refusal = self.door.admit(name, asked.key, event.guest, self.state, self.now)
         if not refusal.reason and self.tasks is not None and (unfit := self.tasks.unfit(name)):
             self._tell_of_member(f"{name} cannot take part: {unfit}")
             refusal = Refusal("unfit", unfit)
         if refusal.reason:
-            return self._refuse(event.caller, *refusal)
+            return self.refuse(event.caller, *refusal)
         if asked.instance in self.members.replaced.get(name, ()):
-            return self._refuse(event.caller, "replaced", f"another worker called {name} has come; start this one with a --name of its own")
+            return self.refuse(event.caller, "replaced", f"another worker called {name} has come; start this one with a --name of its own")
         if before is not None:
             if asked.instance != before.instance:
                 self.members.replace(before)
@@ -332,8 +339,8 @@ class Coordinator:
         if not refusal.reason and self.state.keys.get(asked.name) != asked.key:
             refusal = Refusal("unproved", f"{asked.name} has another key")
         if refusal.reason:
-            return self._refuse(event.caller, *refusal)
-        self._lose(asked.name, "has lost a process, and starts again")
+            return self.refuse(event.caller, *refusal)
+        self.lose(asked.name, "has lost a process, and starts again")
         return self.emit(Reply(event.caller, {"kind": "goodbye"}))
 
     def _welcome(self, worker: Worker) -> dict[str, Any]:
@@ -351,7 +358,7 @@ class Coordinator:
         callers = [waited.caller if waited is not None else None, self.lender.forget(worker, left) if self.lender is not None else None]
         for caller in callers:
             if caller is not None:
-                self._refuse(caller, "unknown-session")
+                self.refuse(caller, "unknown-session")
         self.door.leave(worker.name, self.state, self.now)
         self._tell_of_member(f"{worker.name} {why}")
 
@@ -380,7 +387,8 @@ class Coordinator:
         )
         self._remove(worker, "is in quarantine", left=True)
 
-    def _lose(self, name: str, why: str) -> None:
+    def lose(self, name: str, why: str) -> None:
+        """A worker takes part no longer, and has not said so itself."""
         if (worker := self.members.by_name.get(name)) is not None:
             self._remove(worker, why)
             self._close_what_is_due()
@@ -410,14 +418,14 @@ class Coordinator:
             self.rounds.activate(worker.name)  # it has the weights that this was computed on
             return self._receipt(event.caller, worker, asked, "accepted", repeated=True)
         if asked.base > self.state.version or worker.name not in self.rounds.active:
-            return self._refuse(event.caller, "impossible", "an update of weights that were never sent")
+            return self.refuse(event.caller, "impossible", "an update of weights that were never sent")
         if asked.batches > self.claims.most_batches or max(asked.epoch, asked.position) >= _MOST_DATA:
-            return self._refuse(event.caller, "impossible", "more data than the run has for one contribution")
+            return self.refuse(event.caller, "impossible", "more data than the run has for one contribution")
         if not self.claims.in_reach(asked, worker.seen_seq, worker.seen_place if self.tasks is None else None):
-            return self._refuse(event.caller, "misplaced", "a number, or a place at the data, that this worker cannot have come to")
+            return self.refuse(event.caller, "misplaced", "a number, or a place at the data, that this worker cannot have come to")
         worker.seen_seq, worker.seen_place = max(worker.seen_seq, asked.seq), max(worker.seen_place, (asked.epoch, asked.position))
         if (asked.unit >= 0) != (self.lender is not None and self.lender.leases is not None):
-            return self._refuse(event.caller, "impossible", "not what this run's workers send")
+            return self.refuse(event.caller, "impossible", "not what this run's workers send")
         self.members.arrive(worker, self.now, self.plan.telemetry_alpha)
         self.members.time(worker, asked.batches, self.now, self.plan.telemetry_alpha)
         worker.lag = self._lag(worker, asked.base)
@@ -447,7 +455,7 @@ class Coordinator:
             decoded = self.book.decode(event.frames, number, worker.experts)
         except codecs.UpdateError as error:
             worker.reject("malformed")
-            return self._refuse(event.caller, "malformed", str(error))
+            return self.refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
         made = accepted(worker.name, worker.seat, self.claims.believed(asked), share, number, late, worker.experts)
         self.record(made, event.frames, decoded)
@@ -465,7 +473,7 @@ class Coordinator:
         except InexactAnswers as error:
             return self._tell_inexact(event, asked, worker, str(error))
         except codecs.UpdateError as error:
-            self._refuse(event.caller, "malformed", str(error))
+            self.refuse(event.caller, "malformed", str(error))
             return self._count_failure(worker, "what it sent cannot be used")
         if outcome != "accepted":
             return self._turn_away(event.caller, asked, worker, outcome)
@@ -516,8 +524,9 @@ class Coordinator:
         return gone is not None and (asked.epoch, asked.position - asked.batches) < (gone[0], gone[1])
 
     def _receipt(self, caller: Any, worker: Worker, asked: Contribute, status: str, repeated: bool = False) -> None:
-        """Answer at once, or when the round has closed if the worker may not go on before."""
-        free = self.policies.rounds.may_send_next(asked.round, self.state.version) and self._has_room_for(worker, self.state.version)
+        """Answer at once, or when the round has closed if the worker may not go on before. Nobody goes on while the run is paused."""
+        free = not self.state.paused and self.policies.rounds.may_send_next(asked.round, self.state.version)
+        free = free and self._has_room_for(worker, self.state.version)
         if status == "accepted" and not free and not self.finished:
             before = self.waiting.pop(worker.session, None)
             self._answer_no_longer(None if before is None else before.caller)
@@ -536,7 +545,7 @@ class Coordinator:
     def _release(self) -> None:
         """Answer those who waited for a round that has closed by now."""
         for session, waited in list(self.waiting.items()):
-            free = self.policies.rounds.may_send_next(waited.round, self.state.version)
+            free = not self.state.paused and self.policies.rounds.may_send_next(waited.round, self.state.version)
             if free or self.finished:
                 self._answer_waiting(session, "accepted" if free else "finished")
 
@@ -556,7 +565,7 @@ class Coordinator:
     # --- rounds ------------------------------------------------------------------------------------
 
     def _close_what_is_due(self) -> None:
-        while self.rounds.open and not self.finished and self.book.upward is None and self.closing.due(self.state.version, self.now):
+        while self._may_close() and self.closing.due(self.state.version, self.now):
             number = self.state.version
             held = sorted(self.rounds.open[number].held.values(), key=lambda one: (one.record["worker"], one.record["seq"]))
             if (word := self.closing.judge(self.rounds.workers(number))) is not None:
@@ -568,6 +577,14 @@ class Coordinator:
             if self.lender is not None:
                 self.lender.offer()
             self._release()
+
+    def _may_close(self) -> bool:
+        return bool(self.rounds.open) and not (self.finished or self.state.paused) and self.book.upward is None
+
+    def go_on(self) -> None:
+        """The run is not held up any more: rounds that are due close, and those who waited for that are answered."""
+        self._close_what_is_due()
+        self._release()
 
     # --- a relay ------------------------------------------------------------------------------------
 

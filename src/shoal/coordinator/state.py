@@ -164,6 +164,8 @@ class Plan(NamedTuple):
     """Where the episodes of a memory lie in what workers tell beside their updates; None: there is no memory."""
     receipt_key: bytes = b""
     """What receipts are sealed with (`seals.py`); empty: they are not."""
+    owner_key: str = ""
+    """The public half of the owner's key: orders that it proves are obeyed. Empty: nobody gives orders here."""
     samples_per_batch: int | None = None
     """None: what workers say of their samples is not checked."""
     samples_per_epoch: int | None = None
@@ -317,6 +319,10 @@ class State:
     next_piece: int = 0
     epochs: int = 0
     """Epochs whose tasks are, or were, given out."""
+    paused: bool = False
+    """Whether the owner holds the run up: no round closes, and no unit is lent."""
+    evicted: dict[str, str] = field(default_factory=dict)
+    """Workers that the owner keeps out, by name, each with its key."""
     upstream: dict[str, Any] = field(default_factory=dict)
     """What a relay was last told by the coordinator that it is a worker of (`Upstream`)."""
 

@@ -148,6 +148,9 @@ class Board(Server, Protocol):
         ...
 
     def workers(self) -> list[dict[str, Any]]: ...
+    def keep_out(self, worker: str, out: bool) -> None:
+        """Lend no more units to a worker of this name, or do so again."""
+        ...
 
 
 class Watcher(Protocol):

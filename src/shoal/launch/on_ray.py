@@ -7,6 +7,7 @@ A worker whose node comes later waits for it; one whose node went is started aga
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,9 +21,10 @@ from shoal.errors import ShoalError
 from shoal.launch.local import pause_s
 from shoal.launch.ray_host import Host
 from shoal.runs.inviting import Invitation
+from shoal.updates.identities import Identity
 
 _LOOK_EVERY_S = 2.0
-_PARTING_S = 10.0
+_PARTING_S, _FETCH_S = 10.0, 2.0
 _USER_ERROR = 2
 
 
@@ -31,6 +33,8 @@ class RayWorker:
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name, self.arguments = name, list(arguments)
+        self.identity = Identity.new().secret
+        """Its own key: it is the same worker on whatever node it is started again."""
         self.actor: Any = None
         self.group: Any = None
         self.outcome: Any = None
@@ -56,7 +60,7 @@ class RayWorkers:
         self.settings, self.gpus = run.launch.ray, run.launch.devices_per_node or 0
         if run.training.device == "cpu":
             self.gpus = 0
-        self.invitation = json.dumps(invitation._asdict())
+        self.invitation = invitation
         self.workers = [RayWorker(name, arguments) for name, arguments in workers.items()]
         self._look_at = 0.0
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,12 +68,19 @@ class RayWorkers:
     def start(self) -> None:
         """Reach the cluster and ask it for places. Raises ShoalError where there is no cluster."""
         if not self.ray.is_initialized():
-            try:
-                self.ray.init(address=self.settings.address, log_to_driver=False, logging_level="ERROR")
-            except ConnectionError as error:
-                raise ShoalError(f"launch.ray.address: there is no Ray cluster at {self.settings.address}: {error}") from None
+            self._connect()
         for worker in self.workers:
             self._start(worker)
+
+    def _connect(self) -> None:
+        asked = signal.getsignal(signal.SIGTERM)  # Ray takes this signal for itself, and would end this process without saving the run
+        try:
+            self.ray.init(address=self.settings.address, log_to_driver=False, logging_level="ERROR")
+        except ConnectionError as error:
+            raise ShoalError(f"launch.ray.address: there is no Ray cluster at {self.settings.address}: {error}") from None
+        finally:
+            with suppress(ValueError):  # only a process's main thread hears signals
+                signal.signal(signal.SIGTERM, asked)
 
     def _start(self, worker: RayWorker) -> None:
         groups, strategies = import_module("ray.util.placement_group"), import_module("ray.util.scheduling_strategies")
@@ -79,7 +90,7 @@ class RayWorkers:
         place = strategies.PlacementGroupSchedulingStrategy(placement_group=worker.group, placement_group_bundle_index=0)
         remote = self.ray.remote(num_cpus=self.settings.cpus, num_gpus=self.gpus, max_concurrency=4, scheduling_strategy=place)(Host)
         worker.actor = remote.remote(worker.name, [*worker.arguments, *as_arguments()])
-        worker.outcome = worker.actor.work.remote(self.invitation)
+        worker.outcome = worker.actor.work.remote(json.dumps(self.invitation._replace(identity=worker.identity)._asdict()))
 
     def look_after(self, notify: Callable[[str], None], lost: Callable[[str], None] = lambda name: None) -> None:
         """Start workers again whose node went, or that died. Raises ShoalError when none is left."""
@@ -132,6 +143,11 @@ class RayWorkers:
             file.write(text)
 
     def _give_back(self, worker: RayWorker) -> None:
+        """Fetch a worker's receipts, and let its place go."""
+        with suppress(self.ray.exceptions.RayError):  # its node may be gone, and the receipts with it
+            receipts = self.ray.get(worker.actor.end.remote(), timeout=_FETCH_S)
+            with (self.folder / f"{worker.name}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(receipts)
         self.ray.kill(worker.actor)
         import_module("ray.util.placement_group").remove_placement_group(worker.group)
         worker.actor = worker.group = worker.log = None

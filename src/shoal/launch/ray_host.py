@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,8 @@ class Host:
     def __init__(self, name: str, arguments: list[str]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="shoal-ray-"))
         self.log, self.read = self.folder / "log", 0
-        kept = ["--receipts", str(self.folder / "receipts.jsonl"), "--state", str(self.folder / "state")]
+        self.receipts = self.folder / "receipts.jsonl"
+        kept = ["--receipts", str(self.receipts), "--state", str(self.folder / "state")]
         command = [sys.executable, "-m", "shoal", "join", "--stdin", "--name", name, *kept, *arguments]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
@@ -36,3 +38,11 @@ class Host:
         """Ask the worker to leave."""
         assert self.process.stdin is not None
         self.process.stdin.close()
+
+    def end(self) -> str:
+        """End the worker where it has not left by itself, and leave nothing on the node. Return its receipts."""
+        self.process.kill()
+        self.process.wait()
+        receipts = self.receipts.read_text(encoding="utf-8") if self.receipts.exists() else ""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return receipts

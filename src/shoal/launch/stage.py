@@ -23,6 +23,8 @@ from shoal.runs.inviting import Invitation
 from shoal.transports.databases import is_address
 from shoal.transports.databases import parse as parse_database
 
+LEASHED = "shoal.cli.leashed"
+"""Runs a command that ends with this process, however this process ends."""
 _LOOK_S = 0.05
 _START_S = 120.0
 _STOP_S = 30.0
@@ -70,7 +72,7 @@ class Stage:
 
     def _coordinate(self, arguments: list[str]) -> None:
         spoken = self.log.stat().st_size if self.log.exists() else 0
-        command = ["-m", "shoal", "coordinate", *arguments, "--run-dir", str(self.run), "--host", "127.0.0.1"]
+        command = ["-m", LEASHED, "coordinate", *arguments, "--run-dir", str(self.run), "--host", "127.0.0.1"]
         with self.log.open("ab") as log:
             self.coordinator = nursery.start(command, stdout=log, stderr=log, env=self.environ)
         self.invitation = self._invited(self._told(spoken, "  shoal join "))

@@ -21,6 +21,8 @@ from shoal.errors import ShoalError
 from shoal.runs.assembly import Parts, held_out
 from shoal.runs.checkpoint import Checkpoint, save_weights
 from shoal.runs.judging import Judge
+from shoal.runs.prometheus import shown_to_prometheus
+from shoal.runs.reading import whole_status
 from shoal.runs.recorder import INTERRUPTED, Members, Recorder, Reporter
 from shoal.runs.rollouts import RolloutFeed
 from shoal.runs.run_directory import RunDirectory
@@ -163,6 +165,7 @@ class ClusterLoop:
             clock=time.monotonic,
             new_session=lambda: secrets.token_hex(16),
             board=home.board,
+            status=lambda: self.status.as_json(),
         )
         return Driver(self.coordinator, around)
 
@@ -187,11 +190,15 @@ class ClusterLoop:
 
     def _work(self) -> None:
         try:
-            self._coordinate()
+            with shown_to_prometheus(self.run.coordinator, self.directory.path, self._told, self.message):
+                self._coordinate()
         finally:
             self.driver.close()
             if self.higher is not None:
                 self.higher.leave()
+
+    def _told(self) -> dict[str, Any]:
+        return whole_status(self.status.latest)
 
     def _coordinate(self) -> None:
         coordinator, recorder = self.coordinator, self.recorder
@@ -214,8 +221,10 @@ class ClusterLoop:
         self.driver.snapshot()
 
     def _look_around(self) -> None:
+        if self.coordinator.orders.stops:
+            self.interrupt()
         ending = self.coordinator.finished or self.recorder.stopping
-        self.status.look("ending" if ending else "running")
+        self.status.look("ending" if ending else "paused" if self.coordinator.state.paused else "running")
         self.beside()
 
     def members(self) -> Members:
@@ -381,4 +390,5 @@ class ClusterLoop:
         self.coordinator.publisher.publish(self.step, self.learner.vector, self.learner.buffers)
 
     def _summary(self) -> dict[str, Any]:
-        return {"contributions": dict(self.coordinator.state.contributions), **self.traffic_totals()}
+        by_owner = {"ended_by": "owner"} if self.coordinator.orders.stops else {}
+        return {"contributions": dict(self.coordinator.state.contributions), **self.traffic_totals(), **by_owner}

@@ -32,6 +32,7 @@ from shoal.runs.given import NOTHING, Given
 from shoal.runs.homes import Home, home_of
 from shoal.runs.inviting import Invitation
 from shoal.runs.joining import Joined
+from shoal.runs.owning import keep_owner
 from shoal.runs.recorder import Reporter
 from shoal.runs.relaying import Relay
 from shoal.runs.repairing import confirmed_in, refuse_forgotten
@@ -109,7 +110,8 @@ def _coordinating(
     for reporter in reporters if run.scheduled and _cut(run, agreed).note else ():
         reporter.message(_cut(run, agreed).note)
     bounds = plan.bounds._replace(guests=opened.guests)
-    plan = plan._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key, bounds=bounds)
+    owner = keep_owner(directory.path, opened.invitation) if place.kind != "in-process" else ""  # threads of this process have no address
+    plan = plan._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key, bounds=bounds, owner_key=owner)
     coordinator = Coordinator(plan, agreed.policies, learner)
     around = Place(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))

@@ -30,6 +30,8 @@ _OPERATIONAL = (
         "strategy.grace_s",
         "strategy.max_retries",
         "coordinator.heartbeat_interval_s",
+        "coordinator.metrics_port",
+        "coordinator.metrics_host",
     ),
     *("data.loader.num_workers", "data.loader.pin_memory", "data.loader.prefetch_factor", "data.loader.persistent_workers"),
 )

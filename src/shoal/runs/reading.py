@@ -20,7 +20,7 @@ from shoal.errors import ShoalError
 _FRESH_S = 10.0
 _LONG_S = 600.0
 """So long a coordinator may be silent, while its process is there: the last evaluation may take a while."""
-GOING_ON = ("running", "ending", "not here", "running or killed")
+GOING_ON = ("running", "paused", "ending", "not here", "running or killed")
 """States of a run that has not ended."""
 _MOST_BYTES_AT_ONCE = 8 << 20
 _LONGEST_LINE = 1 << 20
@@ -228,6 +228,12 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+def whole_status(told: Any) -> dict[str, Any]:
+    """A status that somebody else wrote, cleaned, with nothing missing."""
+    found = clean(told)
+    return _DEFAULTS | (found if isinstance(found, dict) else {})
+
+
 def newest_run(folder: Path) -> RunFolder:
     """The run below a folder that was written to last. Raises ShoalError."""
     found = [path.parent for path in folder.rglob("provenance.json") if (path.parent / "config.yaml").exists()]
@@ -256,6 +262,8 @@ def _changed_at(path: Path) -> float:
 
 
 def _is_running(pid: Any) -> bool:
+    if os.name != "posix":
+        return True  # on Windows to ask a process is to end it; how old the file is tells enough
     if not isinstance(pid, int) or pid <= 1:
         return False
     try:

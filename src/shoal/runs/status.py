@@ -58,6 +58,8 @@ class StatusWriter:
     def __init__(self, loop: Coordinated) -> None:
         self.loop, self.history = loop, History(loop.directory.path)
         self._next_at, self._state = 0.0, ""
+        self.latest: dict[str, Any] = {}
+        """What was written last."""
         self._pace: deque[tuple[float, int]] = deque(maxlen=64)
         self._last: dict[str, dict[str, Any]] = {}
         """Who was here a moment ago."""
@@ -69,10 +71,14 @@ class StatusWriter:
         if now < self._next_at and state == self._state:
             return
         self._next_at, self._state = now + _EVERY_S, state
-        status = self.status(state)
+        status = self.latest = self.status(state)
         self.history.look(status, now)
         with suppress(ShoalError):  # it is for people to look at: the run goes on without
             self.loop.directory.write(FILE, json.dumps(status))
+
+    def as_json(self) -> bytes:
+        """How the run goes now, for an owner who asks from elsewhere."""
+        return json.dumps(self.status(self._state or "running")).encode()
 
     def status(self, state: str) -> dict[str, Any]:
         loop, recorder, now = self.loop, self.loop.recorder, time.time()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.staticfiles import StaticFiles
 
 from shoal.models.decoding import Draws, Warp
 from shoal.serve.answering import Answer, prompts_of
@@ -20,11 +18,11 @@ from shoal.serve.engine import Ended, Engine, FullError, Heard, Job
 from shoal.serve.forms import Form, event
 from shoal.serve.metrics import Metrics
 from shoal.serve.opening import Served
+from shoal.serve.pages import show_page
 
 _LARGEST_BODY = 4 * 2**20
 _READY_S = 10.0
 """How long a token that went through the model says that it works."""
-PAGE = Path(__file__).parent / "page"
 
 
 class Api:
@@ -181,5 +179,5 @@ def make_app(served: Served, engine: Engine) -> FastAPI:
     app.get("/metrics")(lambda: PlainTextResponse(api.metrics.text(), media_type="text/plain; version=0.0.4"))
     app.add_exception_handler(RefusedError, refuse)
     app.add_exception_handler(HTTPException, not_found)
-    app.mount("/", StaticFiles(directory=PAGE, html=True))
+    show_page(app, "page")
     return app

@@ -1,30 +1,35 @@
-"""The dashboard over HTTP: a page, a stream of what changes, and figures for Prometheus. It reads runs' folders and changes nothing."""
+"""The dashboard over HTTP: a page, a stream of what changes, and figures for Prometheus. It reads runs' folders and changes nothing.
+
+Where whoever started it gave it the owner's word, it passes orders on to the run's coordinator; else there is no way to give any.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.staticfiles import StaticFiles
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from shoal.errors import ShoalError
+from shoal.runs.owning import order, owner_in
+from shoal.runs.prometheus import exposition
 from shoal.serve import qr
-from shoal.serve.prometheus import exposition
+from shoal.serve.pages import show_page
 from shoal.serve.watched import Place, Watch, WatchedRun
 
-BOARD, CHAT = Path(__file__).parent / "board", Path(__file__).parent / "page"
 _LOOK_EVERY_S = 1.0
 _ALIVE_EVERY_S = 15.0
 """A stream that has nothing new says something so often, so that both sides notice when the other is gone."""
 _MOST_STREAMS = 200
-_SHARED = ("look.css", "icon.svg")
-"""What both pages of this room look like."""
+_LONGEST_ORDER = 1000
+_ORDERS = ("pause", "resume", "stop", "evict", "readmit")
 
 
 class Dashboard:
@@ -43,7 +48,7 @@ class Dashboard:
                 await asyncio.to_thread(self.watch.look)
                 self._looked_at = time.monotonic()
 
-    def _run(self, number: int) -> WatchedRun:
+    def run(self, number: int) -> WatchedRun:
         if not 0 <= number < len(self.watch.runs):
             raise HTTPException(404, "there is no such run here")
         return self.watch.runs[number]
@@ -80,20 +85,20 @@ class Dashboard:
 
     async def status(self, number: int) -> Response:
         await self._look()
-        return JSONResponse(self._run(number).status)
+        return JSONResponse(self.run(number).status)
 
     async def settings(self, number: int) -> Response:
-        return JSONResponse(self._run(number).folder.provenance())
+        return JSONResponse(self.run(number).folder.provenance())
 
     async def sample(self, number: int, name: str) -> Response:
-        found = self._run(number).folder.sample(name)
+        found = self.run(number).folder.sample(name)
         if found is None:
             raise HTTPException(404, "there is no such sample")
         return Response(found, media_type="image/png") if isinstance(found, bytes) else PlainTextResponse(found)
 
     async def invitation(self, number: int) -> Response:
         """The line that lets a worker in. Whoever only watches does not learn it."""
-        found = self._run(number).folder.invitation() if self.shows_invitation else {}
+        found = self.run(number).folder.invitation() if self.shows_invitation else {}
         line = str(found.get("line", ""))
         square = qr.encode(line) if line else None
         return JSONResponse({"line": line, "token": found.get("token", ""), "code": _rows(square) if square else []})
@@ -104,20 +109,61 @@ class Dashboard:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
+class Orders:
+    """Orders of the owner, who has the word that the dashboard's command printed. Other users of this machine reach the page, too."""
+
+    def __init__(self, board: Dashboard, word: str) -> None:
+        self.board, self.word = board, word.encode()
+
+    async def knock(self, request: Request) -> Response:
+        """Whether whoever asks may give orders."""
+        self._expect_owner(request)
+        return Response(status_code=204)
+
+    async def give(self, number: int, request: Request) -> Response:
+        self._expect_owner(request)
+        action, name = await _order_in(request)
+        path = self.board.run(number).folder.path
+        try:
+            said = await asyncio.to_thread(lambda: order(owner_in(path), action, name))
+        except ShoalError as error:
+            raise HTTPException(409, str(error)) from None
+        return JSONResponse({"text": said})
+
+    def _expect_owner(self, request: Request) -> None:
+        if not hmac.compare_digest(request.headers.get("x-shoal-owner", "").encode(), self.word):
+            raise HTTPException(403, "only the run's owner may do that: open the address that `shoal watch` printed")
+
+
+async def _order_in(request: Request) -> tuple[str, str | None]:
+    """The action in a request, and the worker that it is about. A form of a stranger's page cannot have this type, nor the owner's word."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _LONGEST_ORDER:
+            raise HTTPException(413, "no order is that long")
+    try:
+        told = json.loads(body)
+        action, name = told["action"], told.get("name")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise HTTPException(400, "an order is JSON with an action") from None
+    if request.headers.get("content-type") != "application/json" or action not in _ORDERS or not isinstance(name, str | None):
+        raise HTTPException(400, f"an order is JSON, and its action one of {', '.join(_ORDERS)}")
+    return action, name
+
+
 def _rows(square: qr.Square) -> list[str]:
     return ["".join("1" if dark else "0" for dark in row) for row in square]
 
 
-def make_watch_app(watch: Watch, *, shows_invitation: bool, ending: Callable[[], bool] = lambda: False) -> FastAPI:
-    """All routes; streams end once `ending` says so. FastAPI's own documentation pages are off: they load scripts from elsewhere."""
+def make_watch_app(watch: Watch, *, shows_invitation: bool, ending: Callable[[], bool] = lambda: False, word: str | None = None) -> FastAPI:
+    """All routes; streams end once `ending` says so. FastAPI's own documentation pages are off: they load scripts from elsewhere.
+    `word`: what the owner's browser sends with an order; None: this page only shows."""
     board, app = Dashboard(watch, shows_invitation, ending), FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     async def refuse(request: Any, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return JSONResponse({"error": str(error.detail)}, error.status_code)
-
-    def shared(name: str) -> None:
-        app.get(f"/{name}")(lambda: FileResponse(CHAT / name))
 
     app.get("/api/stream")(board.stream)
     app.get("/api/runs")(board.runs)
@@ -126,8 +172,10 @@ def make_watch_app(watch: Watch, *, shows_invitation: bool, ending: Callable[[],
     app.get("/api/runs/{number}/samples/{name}")(board.sample)
     app.get("/api/runs/{number}/invitation")(board.invitation)
     app.get("/metrics")(board.metrics)
-    for name in _SHARED:
-        shared(name)
+    if word is not None:
+        orders = Orders(board, word)
+        app.get("/api/owner")(orders.knock)
+        app.post("/api/runs/{number}/orders")(orders.give)
     app.add_exception_handler(HTTPException, refuse)
-    app.mount("/", StaticFiles(directory=BOARD, html=True))
+    show_page(app, "board")
     return app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 import time
@@ -30,7 +31,10 @@ class WatchServer:
     def __init__(self, folders: Sequence[RunFolder], host: str, ports: Sequence[int], token: str | None, public: bool) -> None:
         """`ports`: the first of them that is free. `public`: for people who only watch. They do not learn how to join."""
         refuse_open_window(host, token)
-        app: Any = Doors(make_watch_app(Watch(folders), shows_invitation=not public, ending=self._is_ending), token, GUARDED)
+        self.word = None if public or not is_loopback(host) else secrets.token_urlsafe(18)
+        """What a browser of this machine needs to give orders; None: nobody gives any from this page."""
+        board = make_watch_app(Watch(folders), shows_invitation=not public, ending=self._is_ending, word=self.word)
+        app: Any = Doors(board, token, GUARDED)
         self.socket = _first_bound(host, ports)
         self.socket.listen()  # whoever is told the address and comes at once waits until the server is up
         config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536)

@@ -86,6 +86,20 @@ class Gone(NamedTuple):
     proof: str = ""
 
 
+class Order(NamedTuple):
+    """Said by the run's owner, who has the run's own key: look at the run, hold it up, let it go on, end it, keep a worker out."""
+
+    action: str
+    name: str | None
+    """The worker that is meant, where one is."""
+    key: str = ""
+    nonce: str = ""
+    proof: str = ""
+
+
+ACTIONS = ("status", "pause", "resume", "stop", "evict", "readmit")
+
+
 class Heartbeat(NamedTuple):
     """I am still here, and this is what I do. It renews the leases that the worker holds."""
 
@@ -185,7 +199,7 @@ class Failed(NamedTuple):
     reason: str
 
 
-Asked = Join | Leave | Gone | Heartbeat | Hold | Pull | Contribute | Claim | GiveBack | Fail
+Asked = Join | Leave | Gone | Order | Heartbeat | Hold | Pull | Contribute | Claim | GiveBack | Fail
 FromLeases = Delivered | Failed
 """Not from workers: from who keeps the leases."""
 
@@ -226,6 +240,7 @@ _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
     "join": (Join, {"name": _is_name, "protocol": _integer(0), "about": _mapping(_text(200), 16), "instance": _text(64)} | _IDENTITY),
     "leave": (Leave, _SESSION | {"reason": _text(LONGEST_REASON)}),
     "gone": (Gone, {"name": lambda value: value is not None and _is_name(value)} | _IDENTITY),
+    "order": (Order, {"action": lambda value: type(value) is str and value in ACTIONS, "name": _is_name} | _IDENTITY),
     "heartbeat": (Heartbeat, _SESSION | {"state": _text(40), "figures": _mapping(lambda value: type(value) in (int, float), 16)}),
     "hold": (Hold, _SESSION | {"experts": _are_numbers}),
     "pull": (Pull, _SESSION | {"have": _integer(-1)}),

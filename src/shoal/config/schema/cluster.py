@@ -133,6 +133,10 @@ class Coordinator(Section):
     """Units of work in a row that a worker may fail while others manage theirs; then it is kept out for ten minutes."""
     devices_per_worker: PositiveInt | None = None
     """Devices that a worker's contributions may count for; null: 8, or as many as launch.devices_per_node × launch.nodes."""
+    metrics_port: Port | None = None
+    """Port on which the coordinator shows its figures to Prometheus, at /metrics; null: it does not."""
+    metrics_host: str = "127.0.0.1"
+    """Address for that port. Beyond this machine, readers need the token that is in the run's metrics-token file."""
     state_path: str | None = None
     """Where its state is kept; null: in the run's folder."""
     checkpoint_path: str | None = None

@@ -4,6 +4,7 @@ import { make, number } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const RIGHT = 14, TOP = 10;
+const WIDEST_BAR = 64;
 let LEFT = 58, BOTTOM = 38, TEXT = 12;
 
 /** The margins follow the size of the type in a box, which is large for a projector. */
@@ -133,7 +134,7 @@ export function bars(box, { bars: given, label = "", xName = "", lying = false }
     box.replaceChildren(root);
     return;
   }
-  const height = 200, root = canvas(width, height, label), each = (width - LEFT - RIGHT) / given.length;
+  const height = 200, root = canvas(width, height, label), each = Math.min(WIDEST_BAR, (width - LEFT - RIGHT) / given.length);
   const [, atY] = frame(root, [[0, 1], [0, most]], [width, height], { x: "", y: null });
   root.querySelectorAll("text[text-anchor=middle]").forEach((node) => node.remove());
   given.forEach(([name, value], at) => {
@@ -141,7 +142,7 @@ export function bars(box, { bars: given, label = "", xName = "", lying = false }
     root.append(element("rect", { class: "bar", x: x + 1, width: Math.max(1, each - 2), y: atY(value), height: Math.max(0, height - BOTTOM - atY(value)) }));
     if (given.length <= 24) root.append(element("text", { x: x + each / 2, y: height - BOTTOM + 1.3 * TEXT, "text-anchor": "middle" }, name));
   });
-  root.append(element("text", { x: (LEFT + width - RIGHT) / 2, y: height - 4, "text-anchor": "middle" }, xName));
+  root.append(element("text", { x: LEFT + (each * given.length) / 2, y: height - 4, "text-anchor": "middle" }, xName));
   box.replaceChildren(root);
 }
 

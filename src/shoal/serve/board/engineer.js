@@ -16,8 +16,9 @@ const NORMS = /(gradient_norm$|^gradients\/|skipped|anomal|grad_)/;
 const MOST_ROWS = 40, MOST_CURVES = 6, MOST_SHOWN = 500;
 
 export class Engineer {
-  constructor(root, settingsOf) {
+  constructor(root, owner, settingsOf) {
     this.root = root;
+    this.owner = owner;
     this.settingsOf = settingsOf;
     this.by = "step";
     this.figure = "loss";
@@ -104,9 +105,16 @@ export class Engineer {
     const [key, way] = this.sort;
     rows.sort((one, other) => way * compare(one[key], other[key]));
     const left = rows.length - MOST_SHOWN + (status.members_left_out ?? 0);
-    const body = rows.slice(0, MOST_SHOWN).map((row) => make("tr", row.state === "gone" ? "gone" : "", ...shown.map(([name, , text]) => make("td", name === "why" ? "bad" : "", text ? text(row[name]) : String(row[name] ?? "–")))));
+    const acts = this.owner.may && view.time === null && this.views.length === 1 && ["running", "paused"].includes(status.state);
+    const body = rows.slice(0, MOST_SHOWN).map((row) => {
+      const cells = shown.map(([name, , text]) => make("td", name === "why" ? "bad" : "", text ? text(row[name]) : String(row[name] ?? "–")));
+      if (acts) cells.splice(1, 0, make("td", "", row.state === "gone" ? "" : this.owner.door(row.worker)));
+      return make("tr", row.state === "gone" ? "gone" : "", ...cells);
+    });
     if (!card.table) this.prepareWorkers(card);
-    fill(card.head, [make("tr", "", ...shown.map(([name, title]) => this.heading(name, title)))]);
+    const titles = shown.map(([name, title]) => this.heading(name, title));
+    if (acts) titles.splice(1, 0, make("th"));
+    fill(card.head, [make("tr", "", ...titles)]);
     fill(card.rows, body);
     const counts = Object.entries(status.contributions ?? {}).map(([name, count]) => `${number(count)} ${name}`).join(", ");
     card.foot.textContent = [rows.length ? "" : "nobody is here yet", counts && `contributions: ${counts}`, left > 0 ? `${left} more workers are not shown` : ""].filter(Boolean).join("; ");
@@ -118,6 +126,10 @@ export class Engineer {
     card.table = make("table", "", card.head, card.rows);
     card.foot = make("p", "note");
     card.body.append(make("div", "scroll", card.table), card.foot);
+    card.rows.addEventListener("click", (event) => {
+      const name = event.target.closest("button")?.dataset.evict;
+      if (name) this.owner.evict(name);
+    });
     card.head.addEventListener("click", (event) => {
       const name = event.target.closest("button")?.dataset.key;
       if (!name) return;

@@ -2,6 +2,7 @@
 
 import { Classroom } from "./classroom.js";
 import { Engineer } from "./engineer.js";
+import { Owner } from "./owner.js";
 import { Run } from "./runs.js";
 import { ask, follow, Refused } from "./stream.js";
 import { duration, number } from "./words.js";
@@ -15,7 +16,8 @@ let playing = 0;
 let waiting = false;
 const runs = [];
 const classroom = new Classroom((name) => ask(`api/runs/0/samples/${encodeURIComponent(name)}`, token));
-const engineer = new Engineer(find("engineer"), (run) => ask(`api/runs/${run}/settings`, token).then((response) => response.json()));
+const owner = new Owner(asked.get("owner") ?? sessionStorage.getItem("owner") ?? "", say);
+const engineer = new Engineer(find("engineer"), owner, (run) => ask(`api/runs/${run}/settings`, token).then((response) => response.json()));
 
 /** Draw soon, once, however much has come in. */
 function draw() {
@@ -32,15 +34,30 @@ function drawNow() {
   if (!shown) choose(runs.length === 1 && runs[0].samples.length ? "class" : "engineer", false);
   find("name").textContent = runs.map((run) => (runs.length > 1 ? run.title : run.status.run || run.name)).join(" · ");
   document.title = `${find("name").textContent} · Shoal`;
-  const good = ["running", "ending", "completed"].includes(status.state);
+  const good = ["running", "paused", "ending", "completed"].includes(status.state);
   find("state").textContent = time === null ? status.state : "as it was";
   find("state").className = `chip ${time !== null ? "" : good ? "good" : "bad"}`;
   const left = status.eta_s && time === null && status.state === "running" ? `, about ${duration(status.eta_s)} left` : "";
   find("progress-text").textContent = `${status.step_name} ${number(views[0].step)}${status.of ? ` of ${number(status.of)}` : ""}, ${duration(time ?? status.wall_s)}${left}`;
   find("progress").value = time === null ? (status.progress ?? 1) : status.of ? views[0].step / status.of : time / (length() || 1);
   showTime();
+  showOwner(status.state);
   if (shown === "class") classroom.show(views[0]);
   else engineer.show(views);
+}
+
+/** Buttons for the owner, while there is a coordinator to hear them. */
+function showOwner(state) {
+  find("owner").hidden = !owner.may || runs.length > 1 || time !== null || !["running", "paused"].includes(state);
+  find("pause").textContent = state === "paused" ? "Resume" : "Pause";
+}
+
+function say(text, bad = false) {
+  find("said").textContent = text;
+  find("said").className = bad ? "bad" : "";
+  find("said").hidden = !text;
+  clearTimeout(say.later);
+  say.later = setTimeout(() => say(""), 8000);
 }
 
 function length() {
@@ -101,6 +118,7 @@ async function watch() {
   try {
     ask("api/runs/0/invitation", token).then((response) => response.json()).then((told) => classroom.showInvitation(told), () => {});
     find("key").hidden = true;
+    owner.knock().then(draw);
     await follow(token, hear, trouble);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
@@ -120,7 +138,8 @@ const KEYS = {
   ArrowRight: () => goTo((time ?? length()) + length() / 100),
 };
 document.addEventListener("keydown", (event) => {
-  if (event.target.closest("input, select, textarea, button") || event.ctrlKey || event.metaKey || event.altKey) return;
+  const busy = event.target.closest(event.key === " " ? "input, select, textarea, button" : "input, select, textarea");
+  if (busy || event.ctrlKey || event.metaKey || event.altKey) return;
   if (!KEYS[event.key]) return;
   event.preventDefault();
   KEYS[event.key]();
@@ -135,10 +154,10 @@ find("key").addEventListener("submit", (event) => {
   token = find("token").value.trim();
   watch();
 });
+find("pause").addEventListener("click", () => owner.order(runs[0].status.state === "paused" ? "resume" : "pause"));
+find("stop").addEventListener("click", () => owner.stop());
 window.addEventListener("resize", draw);
-if (token) {
-  sessionStorage.setItem("token", token);
-  if (asked.has("token")) history.replaceState(null, "", location.pathname);
-}
+for (const [name, value] of [["token", token], ["owner", owner.word]]) if (value) sessionStorage.setItem(name, value);
+if (asked.has("token") || asked.has("owner")) history.replaceState(null, "", location.pathname);
 if (shown) choose(shown, false);
 watch();

@@ -245,6 +245,14 @@ class PostgresServer(Mailbox):
         """What the database wants people to know, once: who was paused, shut out, or is slow."""
         return [note for (note,) in self.fetch("DELETE FROM shoal.notes RETURNING note")]
 
+    def keep_out(self, worker: str, out: bool) -> None:
+        """Put the student whose worker has this name into quarantine, or out of it. The owner's own workers are no students: they stay."""
+        students = "FROM shoal.workers w JOIN shoal.roles r ON r.name = w.role AND r.kind = 'student' WHERE w.name = %s"
+        why = "the teacher keeps you out" if out else None
+        with self.transaction() as connection:
+            connection.execute(f"INSERT INTO shoal.standings (role) SELECT DISTINCT w.role {students} ON CONFLICT DO NOTHING", (worker,))
+            connection.execute(f"UPDATE shoal.standings SET quarantined = %s WHERE role IN (SELECT w.role {students})", (why, worker))
+
     def metrics(self, rows: Iterable[tuple[int, Mapping[str, float]]]) -> None:
         """Append figures of steps."""
         with self.transaction() as connection:

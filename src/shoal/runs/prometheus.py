@@ -1,9 +1,17 @@
-"""The figures of runs in the form that Prometheus reads."""
+"""The figures of runs in the form that Prometheus reads; and a coordinator's own, at /metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
+
+from shoal.config.schema.cluster import Coordinator
+from shoal.transports.addresses import is_loopback
+from shoal.transports.private_files import write_private
+from shoal.transports.scraping import ScrapedPage
 
 _OF_RUN = {
     "version": ("gauge", "The number of the newest weights."),
@@ -26,6 +34,31 @@ _OF_WORKER = {
     "sending_s": ("counter", "Seconds that a worker took to hand over updates, as it says."),
     "memory_bytes": ("gauge", "The most memory that a worker has used, as it says."),
 }
+
+
+@contextmanager
+def shown_to_prometheus(
+    settings: Coordinator, folder: Path, status: Callable[[], Mapping[str, Any]], tell: Callable[[str], None]
+) -> Iterator[None]:
+    """Show a coordinator's figures for as long as it takes, where the settings say so. `status`: the newest, as a file of it holds it."""
+    if settings.metrics_port is None:
+        yield
+        return
+    host, name = settings.metrics_host, folder.resolve().name
+    token = None if is_loopback(host) else _token(folder / "metrics-token")
+    page = ScrapedPage(host, settings.metrics_port, token, lambda: exposition({name: status()}))
+    with closing(page):
+        tell(f"figures for Prometheus: {page.address}" + ("" if token is None else f" (token in {folder / 'metrics-token'})"))
+        yield
+
+
+def _token(path: Path) -> str:
+    """The token of before, so that nobody has to be told a new one when the coordinator comes back."""
+    if path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    token = secrets.token_urlsafe(24)
+    write_private(path, token)
+    return token
 
 
 def exposition(runs: Mapping[str, Mapping[str, Any]]) -> str:
@@ -56,7 +89,7 @@ def exposition(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _is_up(status: Mapping[str, Any]) -> int:
-    return int(status["state"] in ("running", "ending"))
+    return int(status["state"] in ("running", "paused", "ending"))
 
 
 def _family(name: str, kind: str, help: str, values: Iterator[tuple[str, Any]]) -> list[str]:
