@@ -19,8 +19,8 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds"]
 DEFAULT += ["same-answer", "rejection", "byzantine", "private", "engines", "classroom", "makespan"]
-# By name only: pipeline, stragglers, diloco, slow-link and simulate-truth (half an hour each), plan-truth (four minutes), moe (a quarter), moe-workers, goodput,
-# simulate, gpu-dense, gpu-diloco, classroom-quality, rlhf (ten minutes)
+# By name only: pipeline, stragglers, diloco, slow-link and simulate-truth (half an hour each), moe (a quarter), moe-workers, goodput,
+# plan-truth (four minutes), simulate, gpu-dense, gpu-diloco, classroom-quality, rlhf (ten minutes)
 
 
 class Row(NamedTuple):
