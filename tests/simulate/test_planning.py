@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,40 @@ def test_the_command_says_plainly_when_a_model_fits_no_machine(tmp_path: Path, c
     assert "engine.kind=fsdp over" in told
     assert main(["plan", "starter"]) == 2
     assert "--machines FILE, or --measure" in capsys.readouterr().err
+
+
+def test_machines_of_several_devices_are_planned_with_an_engine_that_fits_them() -> None:
+    """Where each device holds all of the weights, less is exchanged; where it cannot, the devices share them."""
+    settings = {"model.hidden_sizes": [512, 512], "strategy.kind": "async"}
+    found = sketch(starter(settings).run)
+    whole = found.memory(found.run).gb
+    for memory_gb, engine in ((2 * whole, "ddp"), (0.6 * whole, "fsdp")):
+        first = planned({"box": MachineKind(count=2, steps_per_s=20.0, devices=2, memory_gb=memory_gb)}, **settings).first
+        assert first.candidate.engine == engine
+        assert first.loaded.run.engine.kind == engine
+        assert first.loaded.run.launch.devices_per_node == 2
+        assert engine == "fsdp" or first.samples_per_s > 0.8 * 2 * 2 * 20.0 * 32
+    with pytest.raises(ShoalError, match="have no engine in common"):
+        planned({"box": MachineKind(steps_per_s=1.0, devices=2), "pi": FAST}, **settings)
+
+
+def test_a_plan_is_made_for_those_who_joined_a_run_as_fast_as_they_were_seen_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    members: list[dict[str, Any]] = [
+        {"worker": "desk", "computing_s": 10.0, "samples": 6400, "latency_ms": 1.5, "bandwidth_mbps": 940.0},
+        {"worker": "phone", "computing_s": 20.0, "samples": 640, "latency_ms": 80.0, "bandwidth_mbps": 9.0},
+        {"worker": "new", "computing_s": 0.0, "samples": 0, "latency_ms": -3.0},
+    ]
+    (tmp_path / "config.yaml").write_text("dialect: shoal\n")
+    (tmp_path / "status.json").write_text(json.dumps({"members": []}))
+    words = ["plan", "starter", "--set", "training.batch_size=32", "--measure", str(tmp_path)]
+    assert main(words) == 2
+    assert "nobody has joined this run" in capsys.readouterr().err
+    (tmp_path / "status.json").write_text(json.dumps({"members": members}))
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "desk: {steps_per_s: 20, bandwidth_mbps: 940, latency_ms: 1.5}" in shown
+    assert "phone: {steps_per_s: 1, bandwidth_mbps: 9, latency_ms: 80}" in shown
+    assert "new" not in shown
+    assert "first choice: " in shown

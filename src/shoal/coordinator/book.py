@@ -45,6 +45,7 @@ from shoal.updates.holding import Experts, Part, mean_of_reports, mean_over_hold
 from shoal.updates.messages import Contribute
 
 _PLAIN = NoCodec()
+_NOTHING = torch.empty(0)
 _LEAST_REMEMBERED = 256
 _LEAST_MEMORIES = 16
 _MOST_SPARE = 4
@@ -60,6 +61,8 @@ class Upward(NamedTuple):
     asked: Contribute
     """What is said of them above."""
     frames: Frames
+    residual: Tensor | None = None
+    """What the codec left of it for the next one, which counts once this one is answered; None: it leaves nothing."""
 
     def holds(self, record: dict[str, Any]) -> bool:
         return [record["worker"], record["seq"]] in self.record["contributions"]
@@ -90,6 +93,8 @@ class Book:
         """Workers whose contributions the rule left out of the round that is being closed."""
         self.upward: Upward | None = None
         """At a relay: what a round made, until the coordinator above has answered."""
+        self.residual: Tensor | None = None
+        """At a relay: what the codec has left of what was passed on so far."""
 
     @property
     def step(self) -> float:
@@ -115,7 +120,7 @@ class Book:
         vector = codecs.borrow(self.plan.updates.codec, size, body)
         if vector is None:
             vector = self._decode(size, body)
-        return vector, codecs.decode(_PLAIN, extra, tail) if extra else torch.empty(0)
+        return vector, codecs.decode(_PLAIN, extra, tail) if extra else _NOTHING
 
     def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "", experts: Experts = ()) -> tuple[Tensor, Tensor]:
         """What came of a unit. Raises UpdateError. `worker`: who sent it now; empty: it was taken before."""
@@ -253,7 +258,7 @@ class Book:
 
     def _accept(self, record: dict[str, Any], held: Held) -> list[Effect]:
         name, state = record["worker"], self.state
-        state.sequences[name], state.digests[name] = record["seq"], digest_of(ledger_line(record))
+        state.sequences[name], state.digests[name] = record["seq"], digest_of(held.line)
         if "unit" in record:
             self.settled.add(record["unit"])
         else:
@@ -286,18 +291,21 @@ class Book:
         if self.plan.intake is not None:
             units = [(*self._samples_of(one.record["unit"]), one.vector, one.buffers) for one in held]
             figures = self.plan.intake.learn(units, self.state.version)
-            return self._advance(records, figures, answers=[[one.record["unit"], one.record["base"], digest(one.frames)] for one in held])
+            answers = [[one.record["unit"], one.record["base"], digest(one.frames)] for one in held]
+            return self._advance(records, figures, [one.line for one in held], answers=answers)
+        lines = [one.line for one in held]
         rooms = [one.vector for one in held] if self.plan.updates.codec.kind != "none" else []
         update, buffers, share = self._combine(held)
         dropped, self._dropped = self._dropped, []
         figures = self.learner.apply(update, buffers, self.step, share)
         if len(held) > 1:
             rooms.append(update)
-        self._leave(rooms)
-        return self._advance(records, figures, **({"dropped": dropped} if dropped else {}))
+        if rooms:
+            self._leave(rooms)
+        return self._advance(records, figures, lines, **({"dropped": dropped} if dropped else {}))
 
-    def _advance(self, records: list[dict[str, Any]], figures: Mapping[str, float], **more: Any) -> list[Effect]:
-        """There is a new version, made of these contributions. `more`: what the ledger says of it besides."""
+    def _advance(self, records: list[dict[str, Any]], figures: Mapping[str, float], lines: list[list[Any]], **more: Any) -> list[Effect]:
+        """There is a new version, made of these contributions. `lines`, `more`: what the ledger says of them, and besides."""
         state = self.state
         state.version += 1
         batches, samples = sum(record["batches"] for record in records), sum(record["samples"] for record in records)
@@ -307,7 +315,7 @@ class Book:
                 state.made[name] = [*state.made.get(name, ()), state.version][-self.remembered :]
         weight = sum(record["weight"] for record in records)
         return [
-            Entry({"version": state.version, "batches": state.batches, "from": [ledger_line(record) for record in records], **more}),
+            Entry({"version": state.version, "batches": state.batches, "from": lines, **more}),
             Published(state.version, mean_metrics(records) | dict(figures), weight, samples, batches),
         ]
 
@@ -321,9 +329,10 @@ class Book:
         held = [there[worker, seq] for worker, seq in record["contributions"]]
         kept = [(one.record, one.frames) for one in held]
         update, buffers, share = self._combine(held)
-        vectors = [update * share, buffers] if buffers.numel() else [update * share]
-        frames = [frame for vector in vectors for frame in codecs.encode(_PLAIN, vector, None)]
-        self.upward = Upward(record, kept, self._contribution(held), frames)
+        codec = self.plan.updates.codec
+        residual = codecs.residual_for(codec, update.numel()) if self.residual is None else self.residual.clone()
+        frames = [*codecs.encode(codec, update * share, residual), *(codecs.encode(_PLAIN, buffers, None) if buffers.numel() else ())]
+        self.upward = Upward(record, kept, self._contribution(held), frames, residual)
 
     def _contribution(self, held: list[Held]) -> Contribute:
         """What a relay says of what its workers did: the sums, and the place at the data that its seat has come to by that."""
@@ -351,15 +360,16 @@ class Book:
         """Go on with the weights of the coordinator above."""
         upward, self.upward = self.upward, None
         assert upward is not None
-        sent, self.state.upstream = upward.asked, dict(record["upstream"])
+        sent, self.state.upstream, self.residual = upward.asked, dict(record["upstream"]), upward.residual
         figures = self.learner.apply(*self._whole(frames), self.step, 1.0)
-        return self._advance([one for one, _ in upward.kept], figures, upstream=[record["upstream"]["name"], sent.seq, record["status"]])
+        records, upstream = [one for one, _ in upward.kept], [record["upstream"]["name"], sent.seq, record["status"]]
+        return self._advance(records, figures, [ledger_line(one) for one in records], upstream=upstream)
 
     def _whole(self, frames: Frames) -> tuple[Tensor, Tensor]:
         """Weights and statistics that are sent as they are."""
         extra = self.learner.buffers.numel()
         vector = codecs.decode(_PLAIN, self.learner.vector.numel(), frames[:-1] if extra else frames)
-        return vector, codecs.decode(_PLAIN, extra, frames[-1:]) if extra else torch.empty(0)
+        return vector, codecs.decode(_PLAIN, extra, frames[-1:]) if extra else _NOTHING
 
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
         """What is taken and not yet in a version: records that belong to the journal that follows a snapshot."""
@@ -450,14 +460,15 @@ class Book:
         state = dict(vars(self.state)) | {"pieces": [[number, *piece] for number, piece in self.state.pieces.items()]}
         cut = None if self.plan.cut is None else list(vars(self.plan.cut).values())  # for an audit
         settled = self.settled.state_dict()
-        return {"state": state, "settled": settled, "cut": cut, "centre": self.centre, "memories": dict(self.memories)}
+        kept = {"centre": self.centre, "memories": dict(self.memories), "residual": self.residual}
+        return {"state": state, "settled": settled, "cut": cut, **kept}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         pieces = {number: Piece(*rest) for number, *rest in saved["state"].get("pieces", ())}
         self.state = State(**saved["state"] | {"pieces": pieces})
         self.settled = Settled.of(saved["settled"])
         self.centre = saved["centre"]
-        self.memories = dict(saved.get("memories", {}))
+        self.memories, self.residual = dict(saved.get("memories", {})), saved.get("residual")
 
 
 def one_of_each_worker(held: list[Held], episodes: EpisodeRows | None = None) -> list[Held]:

@@ -232,7 +232,8 @@ class Coordinator:
         worker.state, worker.figures = printable(asked.state), self.claims.figures(asked.figures)
         if self.lender is not None and asked.state != _STUCK:
             self.lender.renew(worker)
-        self.answer(caller, {"kind": "pulse"}, worker)
+        # What a worker reads of the answer, and no more: there are many more signs of life than anything else.
+        self._effects.append(Reply(caller, {"kind": "pulse", "version": self.book.state.version, "done": self.finished}))
 
     def _answer_about_unit(self, caller: Any, asked: Claim | GiveBack | Fail, worker: Worker) -> None:
         lender = self.lender
@@ -567,13 +568,13 @@ class Coordinator:
     def _close_what_is_due(self) -> None:
         while self._may_close() and self.closing.due(self.state.version, self.now):
             number = self.state.version
-            held = sorted(self.rounds.open[number].held.values(), key=lambda one: (one.record["worker"], one.record["seq"]))
+            held = sorted(self.rounds.open[number].held)
             if (word := self.closing.judge(self.rounds.workers(number))) is not None:
                 self.emit(word)
             if self.policies.rounds.waits_for_all:
                 self.rounds.miss(number)
             kind = "closed" if self.plan.above is None else "combined"
-            self.record({"kind": kind, "round": number, "contributions": [list(one.key) for one in held]})
+            self.record({"kind": kind, "round": number, "contributions": [list(key) for key in held]})
             if self.lender is not None:
                 self.lender.offer()
             self._release()

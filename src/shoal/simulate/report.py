@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,6 +72,8 @@ class Report:
     violations: list[str] = field(default_factory=list)
     """Promises that were broken."""
     notes: list[str] = field(default_factory=list)
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    """Where a scheduler gives out tasks: how many an epoch has, how often pieces of them were given out, and how many were cut in two."""
 
     @property
     def accepted(self) -> int:
@@ -108,7 +112,7 @@ class Report:
     def lag_below(self, share: float) -> int:
         """The lag that so large a share of the contributions does not exceed."""
         lags = sorted(self.lags)
-        sums = [sum(self.lags[lag] for lag in lags[: number + 1]) for number in range(len(lags))]
+        sums = list(itertools.accumulate(self.lags[lag] for lag in lags))
         return lags[bisect.bisect_left(sums, share * self.lags.total())] if lags else 0
 
     def hours_to(self, loss: float) -> float | None:
@@ -137,6 +141,9 @@ class Report:
         ]
         if self.losses:
             rows.insert(3, ("loss", f"{self.losses[-1][1]:.4f} at the end"))
+        if self.tasks:
+            often = f"{self.tasks['given']:,} times given out, {self.tasks['cut']:,} times cut in two for a worker that was free"
+            rows.insert(3, ("tasks", f"{self.tasks['tasks']:,} an epoch: {often}"))
         if self.stretch > 1.005:
             rows.append(("shared cores", f"batches take {self.stretch:.2f} times as long as with a core for each worker"))
         if loss is not None:
