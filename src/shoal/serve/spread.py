@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,8 @@ class Spread(Pipeline):
             fill(ends, {name: tensors.get(name).to(like.dtype) for name, like in needed(ends).items()})
         longest = min(ends.max_seq_len or LONGEST_UNBOUNDED, LONGEST_UNBOUNDED)
         sizes, tokens = layer_parameters(served.model), longest * served.settings.max_running
-        super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, tell=tell)
+        forgets = getattr(served.model, "joins_rows", True)
+        super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, forgets=forgets, tell=tell)
         holder = Holder(lambda: served.model, tensors.get, self.device)
         layer_s = holder.measure(self.width)
         holder.drop(Place(0, 1))
@@ -71,11 +73,14 @@ class Spread(Pipeline):
 def door(served: Served, hosts: tuple[str, ...]) -> tuple[Server, Invitation]:
     """Where machines join; the same door as before, for a model that was served before."""
     assert served.run is not None
-    folder = _folder(served.name)
-    transport = served.run.transport
-    if not hosts or hosts == ("127.0.0.1",):
-        transport = transport.replace(port=0)
-    return listen(served.run, transport, hosts or ("127.0.0.1",), folder, FRAME_BYTES, served.nodes)
+    return listen(served.run, served.run.transport, hosts, _folder(served.name), FRAME_BYTES, served.nodes)
+
+
+def own_door(served: Served) -> tuple[Server, Invitation]:
+    """Where processes join that this one starts: at any port, with secrets that nobody needs later."""
+    assert served.run is not None
+    with tempfile.TemporaryDirectory(prefix="shoal-door-") as folder:
+        return listen(served.run, served.run.transport.replace(port=0), ("127.0.0.1",), Path(folder), FRAME_BYTES, served.nodes)
 
 
 def _folder(name: str) -> Path:
