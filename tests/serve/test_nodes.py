@@ -165,7 +165,8 @@ def test_several_machines_write_the_tokens_of_one(kind, machines):
         assert not engine.stages._trips
 
 
-def test_over_encrypted_tcp_a_machine_without_the_files_receives_its_layers_and_writes_the_same(monkeypatch):
+def test_over_encrypted_tcp_a_machine_without_the_files_receives_its_layers_and_writes_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     model, described = make("gpt")
     received = []
     monkeypatch.setattr(Fetched, "_receive", lambda self, name, *rest: received.append(name) or original(self, name, *rest))
