@@ -14,6 +14,8 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.models.generate import ReadBeside, Reader
+from shoal.models.packing import pack
+from shoal.serve.holding import free_memory
 from shoal.serve.rows import Rows
 
 LONGEST_UNBOUNDED = 32_768
@@ -97,6 +99,7 @@ class OneNode:
         refuse_unserved(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device
+        pack(self.model, free_memory())
         self.vocab_size: int = model.vocab_size
         self.longest: int = model.max_seq_len or LONGEST_UNBOUNDED
         self.beside = beside
