@@ -153,10 +153,10 @@ class Pipeline:
         self.longest = ends.max_seq_len or LONGEST_UNBOUNDED
         self.device = next(ends.parameters()).device
         self.width = ends.embed(torch.zeros(1, 1, dtype=torch.long, device=self.device)).shape[-1]
-        weights, caches = next(ends.parameters()).element_size(), 2 * self.width * cache_tokens
+        self.weight_bytes, caches = next(ends.parameters()).element_size(), 2 * self.width * cache_tokens
         self.costs = [size * len(sizes) / sum(sizes) for size in sizes]
         """Of each layer; a layer of mean size costs 1."""
-        self.layer_bytes = [(size + caches) * weights for size in self.sizes]
+        self.layer_bytes = [(size + caches) * self.weight_bytes for size in self.sizes]
         self.nodes: dict[str, Node] = {}
         self.current: Route | None = None
         self._coming: tuple[Route, set[tuple[str, Place]]] | None = None
@@ -174,9 +174,8 @@ class Pipeline:
 
     @property
     def groups(self) -> int:
-        """One for each stop, and one that is with the server."""
-        route = self.current
-        return 1 if route is None or len(route.stops) == 1 else len(route.stops) + 1
+        """One for each stop. With more, machines would wait less for each other, but smaller products cost almost as much as large ones."""
+        return 1 if self.current is None else len(self.current.stops)
 
     @torch.inference_mode()
     def start(self, work: Work) -> None:
@@ -192,7 +191,7 @@ class Pipeline:
                 requests, ids_of, positions = (tuple(column) for column in zip(*rows, strict=True))
                 self._depart(Trip(next(self._numbers), started, self._route_of(requests[0]), Reading(requests, positions, ids_of)))
 
-    def finished(self) -> Iterator[tuple[Work, Tensor]]:
+    def finished(self) -> Iterator[tuple[Work, Tensor | None]]:
         with self._changed:
             self._changed.wait_for(lambda: self._arrived or self._failed, _WAIT_S)
             if self._failed:
@@ -202,6 +201,10 @@ class Pipeline:
             trip, y_BLD = arrived
             started = trip.started
             assert started is not None
+            if not started.work.ends:
+                if self._forget(started):
+                    yield started.work, None
+                continue
             if y_BLD is not None:
                 started.logits |= dict(zip(trip.reading.requests, self._logits(y_BLD), strict=True))
             if len(started.logits) == len(started.work.requests) and self._forget(started):
@@ -244,10 +247,12 @@ class Pipeline:
 
     def _machine(self, node: Node, route: Route | None) -> Machine:
         stop = next((stop for stop in route.stops if stop.name == node.name), None) if route is not None and node.alive else None
-        ends = sum(parameter.numel() for parameter in self.ends.parameters()) if node.name == HERE else 0
-        if stop is None:
-            return Machine(node.name, ends, (0, -1), node.alive)
-        return Machine(node.name, sum(self.sizes[stop.first : stop.last]) + ends, (stop.first, stop.last - 1), node.alive)
+        first, last = stop.place if stop is not None else (0, 0)
+        count = sum(self.sizes[first:last]) + (sum(one.numel() for one in self.ends.parameters()) if node.name == HERE else 0)
+        token_s = node.hands().seconds(sum(self.costs[first:last])) if last else 0.0
+        return Machine(
+            node.name, count, (first, last - 1), node.alive, count * self.weight_bytes, int(node.memory_bytes), token_s, node.tokens
+        )
 
     def close(self) -> None:
         """Nothing here has to end; the hub lets the machines go."""
