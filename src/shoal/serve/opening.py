@@ -88,7 +88,18 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None], no
     nodes = nodes or run.serving.num_nodes or 1
     folders = [trained.root / "tokenizer", Path(str(getattr(trained.run.model, "pretrained", trained.root)))]
     ends = _ends(model, tokenizer, folders)
-    served = Served(trained.root.resolve().name, model, tokenizer, template_in(folders), run.serving, (), ends, nodes, run=run, beside=beside_of(trained))
+    served = Served(
+        trained.root.resolve().name,
+        model,
+        tokenizer,
+        template_in(folders),
+        run.serving,
+        (),
+        ends,
+        nodes,
+        run=run,
+        beside=beside_of(trained),
+    )
     if isinstance(model, HuggingFace):
         return _computed(served, Tensors(model.state_dict()))
     return served._replace(described=described_own(trained.run.model, model))

@@ -146,7 +146,7 @@ class OneNode:
 
     @torch.inference_mode()
     def _read(self, work: Work) -> Tensor | None:
-        if not work.ends and hasattr(self.model, "project"):
+        if not work.ends and hasattr(self.model, "project") and not reads_beside(self.model):
             # A model of our own can leave out the product with its output matrix, which is as large as many layers
             self.model.hidden(torch.tensor(work.ids, device=self.device), cache=self.rows.of_one(work.requests[0], len(work.ids[0])))
             return None
