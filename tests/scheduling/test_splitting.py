@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from itertools import combinations_with_replacement, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
-from shoal.scheduling.splitting import split
+from shoal.scheduling.splitting import Hands, split
+
+MACHINE = st.builds(Hands, st.floats(0.1, 4), st.sampled_from([float("inf"), 6.0, 3.0]), st.sampled_from([0.0, 1.0]))
 
 
-def slowest(bounds: list[int], costs: list[float], speeds: list[float], before: float, after: float) -> float:
-    extra = [before, *[0.0] * (len(speeds) - 1)]
-    extra[-1] += after
-    return max((sum(costs[first:last]) + more) / speed for (first, last), speed, more in zip(pairwise(bounds), speeds, extra, strict=True))
+def slowest(bounds: list[int], costs: list[float], machines: list[Hands], before: float, after: float) -> float:
+    """The time of the slowest machine; infinite where one has no room for its layers. Layers are as large as they are costly."""
+    found = 0.0
+    for (first, last), machine in zip(pairwise(bounds), machines, strict=True):
+        extra = (before if first == 0 and last > 0 else 0.0) + (after if last == len(costs) and first < last else 0.0)
+        fits = sum(costs[first:last]) <= machine.room
+        found = max(found, machine.fixed_s + (sum(costs[first:last]) + extra) / machine.speed if fits else float("inf"))
+    return found
 
 
 @given(st.data())
 def test_no_other_split_is_quicker(data: st.DataObject) -> None:
-    costs = data.draw(st.lists(st.floats(0.1, 10), min_size=1, max_size=7))
-    speeds = data.draw(st.lists(st.floats(0.1, 4), min_size=1, max_size=len(costs)))
+    costs = data.draw(st.lists(st.integers(1, 5).map(float), min_size=1, max_size=7))
+    leave_out = data.draw(st.booleans())
+    machines = data.draw(st.lists(MACHINE, min_size=1, max_size=4 if leave_out else min(4, len(costs))))
     before, after = data.draw(st.tuples(st.floats(0, 5), st.floats(0, 5)))
-    found = slowest(split(costs, speeds, before=before, after=after), costs, speeds, before, after)
-    every = ([0, *inner, len(costs)] for inner in combinations(range(1, len(costs)), len(speeds) - 1))
-    assert found == pytest.approx(min(slowest(bounds, costs, speeds, before, after) for bounds in every))
+    every = [[0, *inner, len(costs)] for inner in combinations_with_replacement(range(len(costs) + 1), len(machines) - 1)]
+    if not leave_out:
+        every = [bounds for bounds in every if all(first < last for first, last in pairwise(bounds))]
+    best = min(slowest(bounds, costs, machines, before, after) for bounds in every)
+    if best == float("inf"):
+        with pytest.raises(ShoalError, match="does not fit the memory"):
+            split(costs, machines, before=before, after=after, sizes=costs, leave_out=leave_out)
+        return
+    bounds = split(costs, machines, before=before, after=after, sizes=costs, leave_out=leave_out)
+    assert slowest(bounds, costs, machines, before, after) == pytest.approx(best)
 
 
 def test_memory_is_a_cap_and_a_model_that_fits_nowhere_is_refused() -> None:
-    costs, sizes = [1.0] * 6, [1.0] * 6
-    assert split(costs, [10.0, 1.0, 1.0], sizes=sizes, rooms=[6.0, 6.0, 6.0]) == [0, 4, 5, 6]
-    assert split(costs, [10.0, 1.0, 1.0], sizes=sizes, rooms=[2.0, 6.0, 6.0]) == [0, 2, 4, 6]
+    costs = [1.0] * 6
+    assert split(costs, [Hands(10.0, 6.0), Hands(1.0, 6.0), Hands(1.0, 6.0)], sizes=costs) == [0, 4, 5, 6]
+    assert split(costs, [Hands(10.0, 2.0), Hands(1.0, 6.0), Hands(1.0, 6.0)], sizes=costs) == [0, 2, 4, 6]
     with pytest.raises(ShoalError, match="does not fit the memory"):
-        split(costs, [1.0, 1.0], sizes=sizes, rooms=[2.0, 2.0])
+        split(costs, [Hands(1.0, 2.0), Hands(1.0, 2.0)], sizes=costs)
     with pytest.raises(ShoalError, match="the model has 2"):
-        split([1.0, 1.0], [1.0] * 3)
+        split([1.0, 1.0], [Hands(1.0)] * 3)
+
+
+def test_a_weak_machine_is_left_out_where_that_is_allowed() -> None:
+    costs = [1.0] * 12
+    assert split(costs, [Hands(1.0), Hands(0.01), Hands(1.0)], leave_out=True) == [0, 6, 6, 12]
+    assert split([1.0], [Hands(1.0), Hands(1.0)], leave_out=True)[-1] == 1

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import shutil
+import subprocess
 import time
 
 import httpx
 import pytest
+from fuzzing import fuzz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import running, small_model, small_served
@@ -67,6 +71,40 @@ def test_a_stream_says_the_same_as_an_answer_at_once(client):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage.completion_tokens == 12
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+
+
+def test_the_asynchronous_openai_client_chats_and_streams_at_once(service):
+    openai = pytest.importorskip("openai")
+
+    async def ask() -> tuple[str, str]:
+        async with openai.AsyncOpenAI(base_url=f"{url(service)}/v1", api_key="none", max_retries=0) as client:
+            whole, stream = await asyncio.gather(client.chat.completions.create(**ASK), client.chat.completions.create(**ASK, stream=True))
+            streamed = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        return whole.choices[0].message.content, "".join(streamed)
+
+    whole, streamed = asyncio.run(ask())
+    assert whole == streamed
+    assert len(whole) > 0
+
+
+def test_langchain_chats_and_streams(service):
+    langchain = pytest.importorskip("langchain_openai")
+    chat_model = langchain.ChatOpenAI(base_url=f"{url(service)}/v1", api_key="none", model="tiny", max_tokens=12, seed=5, max_retries=0)
+    whole = chat_model.invoke("hello")
+    assert whole.content == text_of(chat(service))
+    assert whole.usage_metadata["output_tokens"] == 12
+    assert "".join(piece.content for piece in chat_model.stream("hello")) == whole.content
+
+
+def test_curl_prints_the_words_as_they_come(service):
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("there is no curl here")
+    words = [curl, "-sN", "-H", "Content-Type: application/json", "-d", json.dumps(ASK | {"stream": True})]
+    told = subprocess.run([*words, f"{url(service)}/v1/chat/completions"], capture_output=True, text=True, check=True, timeout=60).stdout
+    pieces = [line.removeprefix("data: ") for line in told.splitlines() if line]
+    assert pieces[-1] == "[DONE]"
+    assert "".join(json.loads(piece)["choices"][0]["delta"].get("content", "") for piece in pieces[:-1]) == text_of(chat(service))
 
 
 def test_the_openai_client_completes_and_lists_models(client):
@@ -249,3 +287,7 @@ def test_without_a_key_nobody_from_elsewhere_is_let_in(service):
     answer = httpx.get(f"{url(service)}/v1/models", headers={"host": "evil.example:8080"})
     assert answer.status_code == 403
     assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+
+
+def test_no_body_is_answered_with_a_fault_of_the_servers():
+    asyncio.run(fuzz(seed=1, bodies=500))

@@ -60,6 +60,26 @@ def test_a_question_is_answered_again_and_kept(page):
     sync_api.expect(answer).to_have_text(first, use_inner_text=True)
 
 
+def test_machines_show_their_layers_memory_and_speed_and_a_dead_one_is_told(page):
+    told = {"model": "tiny", "running": 1, "waiting": 0, "tokens": 9}
+    here = {"name": "server", "alive": True, "layers": [0, 3], "parameters": 1500000, "weight_bytes": 6000000, "memory_bytes": 3.1e9}
+    away = {"name": "pi", "alive": True, "layers": [4, 4], "parameters": 1, "weight_bytes": 4, "memory_bytes": 0, "token_s": 0, "tokens": 0}
+    answers = iter([(5, away), (7, away | {"layers": [0, -1]}), (7, away | {"alive": False})])
+    last = [(7, away | {"alive": False})]
+
+    def tell(route) -> None:
+        tokens, other = last[0] = next(answers, last[0])
+        route.fulfill(json={**told, "machines": [{**here, "token_s": 0.0021, "tokens": tokens}, other]})
+
+    page.route("**/v1/status", tell)
+    blocks = page.locator(".machine")
+    sync_api.expect(blocks.nth(0)).to_contain_text("layers 0 to 3")
+    sync_api.expect(blocks.nth(0)).to_contain_text("1.5 million weights, 6.0 MB, 3.1 GB free when it came")
+    sync_api.expect(blocks.nth(0)).to_contain_text("2.1 ms a token")
+    sync_api.expect(page.locator(".machine.busy")).to_contain_text("server")
+    sync_api.expect(page.locator(".machine.dead")).to_contain_text("pi")
+
+
 def test_escape_stops_an_answer_and_frees_its_place(page, slow_service):
     page.locator("[name=max_tokens]").fill("8000")
     ask(page, "a long one")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ import torch
 from serving import small_served
 
 from shoal.config.schema import model as schema
+from shoal.config.schema.cluster import Zmq
 from shoal.models.decoding import Draws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
@@ -22,8 +24,12 @@ from shoal.serve.pipeline import HERE
 from shoal.serve.skeletons import described_hugging_face, described_own
 from shoal.serve.spread import Spread
 from shoal.serve.stages import OneNode
+from shoal.serve.tensors import Fetched
+from shoal.transports import Message, Refused, Server
+from shoal.transports.connect import serve
 from shoal.transports.in_process import InProcessServer
 from shoal.transports.interface import Unreachable
+from shoal.transports.keys import Keys, new_keys, new_token
 
 VOCABULARY = 40
 SIZES = {"hidden_size": 24, "num_layers": 6, "num_heads": 4, "max_seq_len": 96}
@@ -43,7 +49,8 @@ def make(kind: str) -> tuple[torch.nn.Module, dict]:
 
         sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": VOCABULARY}
         none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        config = transformers.AutoConfig.for_model(kind, **sizes, **none, max_position_embeddings=96)
+        window = {"sliding_window": 6, "num_key_value_heads": 2} if kind == "mistral" else {}
+        config = transformers.AutoConfig.for_model(kind, **sizes, **none, **window, max_position_embeddings=96)
         model = HuggingFace(transformers.AutoModelForCausalLM.from_config(config))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,12 +78,12 @@ def job(prompt: list[int], heard: Heard, tokens: int) -> Job:
 class Machines:
     """Threads of this process that hold layers, each with a server's invitation."""
 
-    def __init__(self, server: InProcessServer) -> None:
-        self.server = server
+    def __init__(self, server: Server, token: str, key: str | None) -> None:
+        self.server, self.reached = server, Reached(server.address, token, key)
         self.running: dict[str, tuple[NodeProcess, threading.Thread]] = {}
 
     def join(self, name: str) -> None:
-        node = NodeProcess(Reached(self.server.address, "token", None), name, slowdown=1.0, patience_s=0.0, tell=lambda text: None)
+        node = NodeProcess(self.reached, name, slowdown=1.0, patience_s=0.0, tell=lambda text: None)
         thread = threading.Thread(target=self._work, args=(node,))
         thread.start()
         self.running[name] = (node, thread)
@@ -98,10 +105,14 @@ class Machines:
 
 
 @contextmanager
-def spread(model, described, names: list[str], expected: int | None = None) -> Iterator[tuple[Engine, Machines]]:
-    server = InProcessServer(token="token", max_frame_bytes=1 << 24)
+def spread(model, described, names: list[str], expected: int | None = None, keys: Keys | None = None) -> Iterator[tuple[Engine, Machines]]:
+    """`keys`: machines come over TCP, encrypted; else without any network."""
+    token = new_token()
+    server: Server = InProcessServer(token=token, max_frame_bytes=1 << 24)
+    if keys is not None:
+        server = serve(Zmq(port=0), token=token, keys=keys, max_frame_bytes=1 << 24, hosts=("127.0.0.1",))
     served = small_served(model)._replace(nodes=1 + len(names) if expected is None else expected, described=described)
-    stages, machines = Spread(served, server, lambda text: None), Machines(server)
+    stages, machines = Spread(served, server, lambda text: None), Machines(server, token, keys and keys.public)
     try:
         for name in names:
             machines.join(name)
@@ -154,6 +165,28 @@ def test_several_machines_write_the_tokens_of_one(kind, machines):
         assert not engine.stages._trips
 
 
+def test_over_encrypted_tcp_a_machine_without_the_files_receives_its_layers_and_writes_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    model, described = make("gpt")
+    received = []
+    monkeypatch.setattr(Fetched, "_receive", lambda self, name, *rest: received.append(name) or original(self, name, *rest))
+    with spread(model, described, ["pi1"], keys=new_keys()) as (engine, machines):
+        even_stops(engine, 2)
+        heard = Heard()
+        engine.submit(job([3, 1, 4], heard, 12))
+        finish(engine)
+        assert [heard.tokens] == alone(model, [[3, 1, 4]], [12])
+        assert received
+        assert all(name.startswith("blocks.") for name in received)
+        stranger = Reached(machines.server.address, "another token", new_keys().public).client()
+        with pytest.raises((Unreachable, Refused)):
+            stranger.call(Message({"kind": "node"}), 0.3)
+        stranger.close()
+
+
+original = Fetched._receive
+
+
 def even_stops(engine: Engine, machines: int) -> None:
     """Machines of equal speed: a split that uses all of them, whatever was measured in this moment."""
     stages = engine.stages
@@ -184,6 +217,30 @@ def test_a_machine_that_is_unplugged_in_mid_sentence_changes_no_token(spare):
         assert [one.end for one in heard] == ["length"] * 4
         assert [one.tokens for one in heard] == alone(model, PROMPTS, LENGTHS)
         assert [one.alive for one in engine.stages.machines() if one.name == lost] == [False]
+
+
+def test_a_cache_that_cannot_forget_is_read_from_the_beginning_when_what_was_under_way_starts_again():
+    model, described = make("mistral")  # whose attention has a window
+    with spread(model, described, ["pi1", "pi2", "pi3"]) as (engine, machines):
+        even_stops(engine, 3)
+        stages, heard = engine.stages, Heard()
+        engine.submit(job([3, 1, 4, 1, 5, 9, 2, 6], heard, 20))
+        while len(heard.tokens) < 8:
+            engine.step()
+        last = stages.current.stops[-1].name
+        stages.nodes[last].orders = Deaf()  # the others have read the next token, and this machine has not heard of it
+        engine._start()
+        wait_for(lambda: any(trip.at == 2 for trip in stages._trips.values()))
+        machines.unplug(last, stages.hub)
+        finish(engine)
+        assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4, 1, 5, 9, 2, 6]], [20]))
+
+
+class Deaf(deque):
+    """Orders that nobody reads."""
+
+    def append(self, order) -> None:
+        pass
 
 
 def test_all_machines_but_the_server_may_go_one_after_the_other():
@@ -255,9 +312,7 @@ def test_a_machine_that_answers_nonsense_is_let_go_and_the_answer_goes_on():
 def test_training_workers_and_strangers_are_told_what_this_is():
     model, described = make("gpt")
     with spread(model, described, [], expected=1) as (_, machines):
-        client = Reached(machines.server.address, "token", None).client()
-        from shoal.transports import Message
-
+        client = machines.reached.client()
         answer = client.call(Message({"kind": "join", "name": "w1"}), 5.0)
         assert "--node" in answer.header["detail"]
         assert client.call(Message({"kind": "turn"}), 5.0).header["kind"] == "refused"

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import running
+from serving import running, small_served
 
 from commands import processes_in, wait_for
 from shoal.cli.main import main
-from shoal.config.load import parse_override
+from shoal.config.load import File, parse_override, resolve
 from shoal.errors import ShoalError
+from shoal.launch.starting import address_of_first
 from shoal.runs.trained import generate_text, open_run
 from shoal.serve.chat import template_in
 from shoal.serve.opening import open_served
+from shoal.serve.spread import door, own_door
+from shoal.transports.addresses import free_port
 
 TEXT = ["data.source.kind=text", "data.source.path=text.txt", "data.tokenizer=bytes", "data.sequence_length=16"]
 SHORT = ["training.max_steps=3", "training.batch_size=2", "training.device=cpu"]
@@ -133,6 +136,46 @@ def test_a_model_that_is_not_trained_or_not_there_is_refused():
     with pytest.raises(ShoalError, match="nowhere"):
         open_served(["nowhere"], [], lambda text: None)
     assert main(["serve", "nowhere"]) == 2
+
+
+CLUSTER = """
+host_ip: {{mini1: "{server}", mini2: "10.99.99.2"}}
+port: {port}
+num_workers: 1
+workers: [mini2]
+server: mini1
+timeout: 30
+causal_gpt2: {{hf_model_name: gpt2, num_nodes: 2, num_layers: 12}}
+"""
+
+
+def cluster(folder: Path, server: str, port: int, *overrides: str):
+    (folder / "cluster.yaml").write_text(CLUSTER.format(server=server, port=port))
+    return resolve([File(str(folder / "cluster.yaml"))], [parse_override(one) for one in overrides]).run
+
+
+def test_machines_join_where_the_clusters_file_says(tmp_path):
+    port = free_port("127.0.0.1")
+    run = cluster(tmp_path, "127.0.0.1", port)
+    served = small_served()._replace(run=run, nodes=2)
+    hosts = address_of_first(run, "--node-host")
+    assert hosts == ("127.0.0.1",)  # mini2's entry is an address of mini2's own
+    server, invitation = door(served, hosts)
+    assert invitation.address == f"tcp://127.0.0.1:{port}"
+    with pytest.raises(ShoalError, match=f"port {port}"):
+        door(served._replace(name="another"), hosts)
+    server.close()
+    server, invitation = own_door(served)  # for processes of this machine
+    assert not invitation.address.endswith(f":{port}")
+    server.close()
+    with pytest.raises(ShoalError, match="start it on mini1, or say --node-host"):
+        address_of_first(cluster(tmp_path, "10.99.99.1", port), "--node-host")
+
+
+@pytest.mark.parametrize(("given", "layers"), [("model.num_layers=6", 6), ("model.num_layers=null", None), ("causal_gpt2.num_layers=6", 6)])
+def test_the_layers_of_a_clusters_file_can_be_overridden(tmp_path, given, layers):
+    assert cluster(tmp_path, "127.0.0.1", 0).model.num_layers == 12
+    assert cluster(tmp_path, "127.0.0.1", 0, given).model.num_layers == layers
 
 
 def test_a_chat_template_is_the_models_own(tmp_path):

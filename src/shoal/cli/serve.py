@@ -64,12 +64,12 @@ def _spread(served: Served, arguments: argparse.Namespace) -> Iterator[Spread]:
     """The model with its layers on several machines, or with --nodes in several processes of this one."""
     from shoal.launch import nursery
     from shoal.launch.starting import address_of_first
-    from shoal.serve.spread import Spread, door
+    from shoal.serve.spread import Spread, door, own_door
 
     assert served.run is not None
     if arguments.nodes is not None and not arguments.node_host:
         nursery.prepare()
-        server, invitation = door(served, ("127.0.0.1",))
+        server, invitation = own_door(served)
         stages = Spread(served, server, tell)
         with _local_nodes(stages, invitation._asdict(), arguments.nodes - 1):
             yield stages

@@ -16,7 +16,7 @@ from shoal.errors import ShoalError
 from shoal.models.experts import Experts
 from shoal.models.staged import layers_in
 from shoal.models.stages import depth, ends_of, stage_of
-from shoal.scheduling.splitting import split
+from shoal.scheduling.splitting import Hands, split
 
 _BYTES = 16
 """Bytes of a parameter that is trained: the weight, its gradient, and two moments of an optimizer."""
@@ -36,13 +36,9 @@ def bounds_for(settings: Pipeline, model: Any, device: torch.device, world: Worl
     machines = [json.loads(text) for text in world.texts(json.dumps([platform.node(), _speed(device), _room(device)]))]
     here = [name for name, _, _ in machines]
     fastest = max(speed for _, speed, _ in machines)
-    return split(
-        [_work(layer) for layer in layers],
-        [1.0 if fastest / speed < _ALIKE else speed / fastest for _, speed, _ in machines],
-        after=_work(head),
-        sizes=[_BYTES * sum(one.numel() for one in layer.parameters()) for layer in layers],
-        rooms=[room / here.count(name) for name, _, room in machines],
-    )
+    hands = [Hands(1.0 if fastest / speed < _ALIKE else speed / fastest, room / here.count(name)) for name, speed, room in machines]
+    sizes = [_BYTES * sum(one.numel() for one in layer.parameters()) for layer in layers]
+    return split([_work(layer) for layer in layers], hands, after=_work(head), sizes=sizes)
 
 
 def _given(layers: tuple[int, ...], count: int, stages: int) -> list[int]:

@@ -107,10 +107,9 @@ def penalised(logits_V: Tensor, penalties: Penalties, prompt_ids: Sequence[int],
 
 def choose(logits_BV: Tensor, warps: Sequence[Warp], draws_B: Sequence[float]) -> Tensor:
     """The next token ids [B], each row in its own way. Rows of one way are worked out together."""
-    best_B = logits_BV.amax(-1)
-    if not best_B.isfinite().all():
+    chosen_B = logits_BV.argmax(-1)  # a number that is none counts as the largest
+    if not logits_BV.gather(1, chosen_B[:, None]).isfinite().all():
         raise ShoalError("the model's logits are not finite: its weights are damaged, or its training diverged; use an earlier checkpoint")
-    chosen_B = logits_BV.argmax(-1)
     for warp in set(warps):
         rows = [row for row, own in enumerate(warps) if own == warp]
         if warp.temperature > 0:

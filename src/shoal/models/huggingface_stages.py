@@ -207,7 +207,7 @@ def _plain(model: HuggingFace) -> Any:
 def _body(config: Any, first: int, last: int) -> Any:
     """The model's class with the layers [first, last), without numbers in its parameters."""
     with skeleton():
-        return _made(_narrowed(config, first, last))
+        return _made(narrowed(config, first, last))
 
 
 def _made(config: Any) -> Any:
@@ -217,7 +217,7 @@ def _made(config: Any) -> Any:
     return makers.from_config(config, dtype=torch.float32).eval()
 
 
-def _narrowed(config: Any, first: int, last: int) -> Any:
+def narrowed(config: Any, first: int, last: int) -> Any:
     """The settings of these layers: lists that have an entry for each layer keep the entries of these."""
     made = copy.deepcopy(config)
     text = made.get_text_config()
@@ -309,7 +309,7 @@ def anatomy(inner: Any) -> Anatomy:
     if key not in _KNOWN:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            small = _small_copy(inner)
+            small = small_copy(inner.config)
             _KNOWN[key] = seen = _look(small)
             try:
                 equal = _same_when_cut(HuggingFace(small), seen)
@@ -330,8 +330,9 @@ def _uncuttable(inner: Any) -> ShoalError:
     )
 
 
-def _small_copy(inner: Any) -> Any:
-    config = copy.deepcopy(inner.config)
+def small_copy(config: Any) -> Any:
+    """A random model of the same kind and depth whose sizes are small."""
+    config = copy.deepcopy(config)
     text = config.get_text_config()
     grouped = getattr(text, "num_key_value_heads", None) not in (None, text.num_attention_heads)
     for name, size in _WIDTHS.items():

@@ -23,7 +23,7 @@ def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
     transformers = _transformers()
     with _explained("model.pretrained", model.pretrained):
         config = transformers.AutoConfig.from_pretrained(model.pretrained, token=token)
-    _check_layers(model, config)
+    check_layers(model, config)
     if model.from_scratch:
         with _explained("model.pretrained", model.pretrained):
             scratch: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -68,7 +68,8 @@ def as_classifier(inner: Any, head_1D: Tensor) -> Any:
     return made
 
 
-def _check_layers(model: schema.HuggingFace, config: Any) -> None:
+def check_layers(model: schema.HuggingFace, config: Any) -> None:
+    """Raises ShoalError where the model has another number of layers than the settings say."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if model.num_layers is not None and model.num_layers != layers:
         raise ShoalError(

@@ -19,9 +19,10 @@ class Rotary(nn.Module):
 
     turns_SP2: Tensor
 
-    def __init__(self, max_seq_len: int, head_size: int) -> None:
+    def __init__(self, max_seq_len: int, head_size: int, frequencies_P: Tensor | None = None) -> None:
+        """`frequencies_P`: by how much each pair is turned from one position to the next; null: the usual ones."""
         super().__init__()
-        self.max_seq_len, self.head_size = max_seq_len, head_size
+        self.max_seq_len, self.head_size, self.frequencies_P = max_seq_len, head_size, frequencies_P
         self._fill(torch.get_default_device(), torch.float32)
 
     def forward(self, start: int, length: int) -> Tensor:
@@ -30,8 +31,9 @@ class Rotary(nn.Module):
     def _fill(self, device: torch.device, dtype: torch.dtype) -> None:
         # On the CPU, because not every device has float64
         pairs = torch.arange(0, self.head_size, 2, dtype=torch.float64, device="cpu")
+        frequencies_P = THETA ** (-pairs / self.head_size) if self.frequencies_P is None else self.frequencies_P.to("cpu", torch.float64)
         positions = torch.arange(self.max_seq_len, dtype=torch.float64, device="cpu")
-        angles_SP = torch.outer(positions, THETA ** (-pairs / self.head_size))
+        angles_SP = torch.outer(positions, frequencies_P)
         turns_SP2 = torch.stack([angles_SP.cos(), angles_SP.sin()], dim=-1)
         self.register_buffer("turns_SP2", turns_SP2.to(device, dtype), persistent=False)
 

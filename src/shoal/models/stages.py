@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.errors import ShoalError
@@ -92,7 +91,15 @@ class TrunkEnds(Ends):
         return self.part.output_weight
 
     def logits(self, x_BLD: Tensor) -> Tensor:
-        return F.linear(self.hidden(x_BLD), self.output_weight)
+        return self.part.project(self.hidden(x_BLD))
+
+    @property
+    def packed_output(self) -> Any:
+        return self.part.packed_output
+
+    @packed_output.setter
+    def packed_output(self, packed: Any) -> None:
+        self.part.packed_output = packed
 
     def train(self, mode: bool = True) -> TrunkEnds:
         self.part.training = mode

@@ -128,6 +128,8 @@ class Trunk(nn.Module):
         width = settings.hidden_size
         self.vocab_size, self.max_seq_len, self.dropout = vocab_size, settings.max_seq_len, settings.dropout
         self.checkpointing = False
+        self.packed_output: Callable[[Tensor], Tensor] | None = None
+        """The product with the output matrix, where it was made quicker: see `packing.py`."""
         self.first_layer, self.share = 0, 1.0
         """The number of the first layer that is here, and the share of the layers that are: see `only`."""
         self.loss_weights: dict[str, float] = {}
@@ -150,7 +152,7 @@ class Trunk(nn.Module):
         beside: Beside | None = None,
     ) -> Tensor:
         """Logits [B, L, V]. `attention_mask` [B, S] is 0 at padding, on either side, the tokens in the cache counted."""
-        return F.linear(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside), self.output_weight)
+        return self.project(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
 
     def hidden(
         self,
@@ -273,6 +275,10 @@ class Trunk(nn.Module):
     def output_weight(self) -> Tensor:
         return self.token_embedding.weight if self.output is None else self.output.weight
 
+    def project(self, hidden: Tensor) -> Tensor:
+        """Logits of what the output matrix reads."""
+        return F.linear(hidden, self.output_weight) if self.packed_output is None else self.packed_output(hidden)
+
     def gradient_checkpointing(self, enabled: bool) -> None:
         """Whether the backward pass computes each block's activations again instead of keeping them."""
         self.checkpointing = enabled
@@ -285,7 +291,7 @@ class Trunk(nn.Module):
         self, input_ids_BL: Tensor, cache: KeyValueCache, attention_mask: Tensor | None = None, beside: Beside | None = None
     ) -> Tensor:
         """Logits [B, V] of the token after these, which the cache then holds too. `beside`: what there is to read from now on."""
-        return F.linear(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside)[:, -1], self.output_weight)
+        return self.project(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside)[:, -1])
 
     def _initialise(self, std: float) -> None:
         """As GPT-2: what is added to the stream starts smaller, the more layers add to it."""

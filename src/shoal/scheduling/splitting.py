@@ -1,50 +1,63 @@
-"""Consecutive layers over machines of different speed: the slowest stage is as quick as it can be."""
+"""Consecutive layers over machines of different speed: the slowest machine is as quick as it can be."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from shoal.errors import ShoalError
 
 
+class Hands(NamedTuple):
+    """What one machine can do."""
+
+    speed: float
+    """How much of the layers' cost it does in a second."""
+    room: float = math.inf
+    """The size of the layers that it can hold."""
+    fixed_s: float = 0.0
+    """Time for what it does beside its layers, whichever those are."""
+
+    def seconds(self, cost: float) -> float:
+        return self.fixed_s + cost / self.speed
+
+
 def split(
     costs: Sequence[float],
-    speeds: Sequence[float],
+    machines: Sequence[Hands],
     *,
     before: float = 0.0,
     after: float = 0.0,
     sizes: Sequence[float] | None = None,
-    rooms: Sequence[float] | None = None,
+    leave_out: bool = False,
 ) -> list[int]:
-    """The bounds of each machine's layers: machine i has the layers [bounds[i], bounds[i + 1]), at least one.
+    """The bounds of each machine's layers: machine i has the layers [bounds[i], bounds[i + 1]).
 
-    The time of a stage is the cost of its layers over its machine's speed; `before` and `after` are what the first and the last machine do
-    besides. No machine has layers that are larger than its room: `sizes` of each layer, `rooms` of each machine. Of all splits the one
-    whose slowest stage takes least is found, not an approximation of it. Raises ShoalError where there is none.
+    `before` and `after` are what whoever has the first and the last layer does besides. Each machine has a layer at least; with `leave_out`
+    one that would only slow the others down has none. Of all splits in the order of the machines the one whose slowest machine takes least
+    is found, not an approximation of it; of those that are equally quick, the one with the fewest machines. Raises ShoalError where the
+    layers do not fit.
     """
-    count, machines = len(costs), len(speeds)
-    if machines > count:
-        raise ShoalError(f"{machines} stages need at least one layer each, and the model has {count}")
-    ahead, taken = [0.0, *accumulate(costs)], [0.0, *accumulate(sizes or [0.0] * count)]
-
-    def time_of(machine: int, first: int, last: int) -> float:
-        if rooms is not None and taken[last] - taken[first] > rooms[machine]:
-            return math.inf
-        extra = (before if first == 0 else 0.0) + (after if last == count else 0.0)
-        return (ahead[last] - ahead[first] + extra) / speeds[machine]
-
-    # best[end]: the slowest stage and the bounds, if the machines so far have the layers up to `end`
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
-    for machine in range(machines):
-        found: dict[int, tuple[float, list[int]]] = {}
-        for start, (slowest, bounds) in best.items():
-            for end in range(start + 1, count - (machines - machine - 1) + 1):
-                time = max(slowest, time_of(machine, start, end))
-                if time < found.get(end, (math.inf, []))[0]:
-                    found[end] = (time, [*bounds, end])
+    count = len(costs)
+    if len(machines) > count and not leave_out:
+        raise ShoalError(f"{len(machines)} stages need at least one layer each, and the model has {count}")
+    done, taken = [before, *(before + cost for cost in accumulate(costs))], [0.0, *accumulate(sizes or [0.0] * count)]
+    done[0], done[count] = 0.0, done[count] + after
+    # best[end]: the slowest machine, how many have layers, and the bounds, if the machines so far have the layers up to `end`
+    best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [0])}
+    for machine in machines:
+        found: dict[int, tuple[float, int, list[int]]] = {}
+        for start, (slowest, used, bounds) in best.items():
+            for end in range(start if leave_out else start + 1, count + 1):
+                if taken[end] - taken[start] > machine.room:
+                    break
+                time = max(slowest, machine.seconds(done[end] - done[start]))
+                entry = (time, used + (end > start), [*bounds, end])
+                if end not in found or entry[:2] < found[end][:2]:
+                    found[end] = entry
         best = found
     if count not in best:
         raise ShoalError("the model does not fit the memory of these machines: take more of them, or a smaller model")
-    return best[count][1]
+    return best[count][2]

@@ -42,9 +42,7 @@ class Api:
     async def status(self) -> Response:
         """What the chat page shows of the machines and of what they do."""
         engine = self.engine
-        machines = [
-            {"name": one.name, "alive": one.alive, "layers": one.layers, "parameters": one.parameters} for one in engine.stages.machines()
-        ]
+        machines = [one._asdict() for one in engine.stages.machines()]
         figures = {"running": len(engine.running), "waiting": len(engine.waiting), "tokens": engine.tokens_written}
         return JSONResponse({"model": self.served.name, "machines": machines, **figures})
 

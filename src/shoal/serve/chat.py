@@ -58,7 +58,7 @@ def _compiled(source: str) -> Any:
 def template_in(folders: Sequence[Path]) -> ChatTemplate:
     """The template of the first of these folders that has one."""
     for folder in folders:
-        config = _read(folder / "tokenizer_config.json")
+        config = read_object(folder / "tokenizer_config.json")
         file = folder / "chat_template.jinja"
         source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
         if isinstance(source, list):  # several, by name
@@ -68,7 +68,8 @@ def template_in(folders: Sequence[Path]) -> ChatTemplate:
     return ChatTemplate(None, {})
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """What a JSON file has by name; nothing where there is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from shoal.models.decoding import NO_PENALTIES, Draws, Penalties, Warp, choose, penalised
-from shoal.serve.stages import Stages, Work
+from shoal.serve.stages import Stages, Work, smooth
 
-_SMALLEST_PIECE = 16
+_SMALLEST_PIECE = 4
 _LARGEST_PIECE = 512
 """Tokens of a prompt that are read at once where nobody waits for a token meanwhile."""
 
@@ -69,6 +69,8 @@ class Job:
     """Tokens of the prompt that the model has read, or is reading."""
     under_way: int = 0
     """Works of this job that were started and are not finished."""
+    reading: int = 0
+    """Tokens of the prompt that the model is reading."""
     written: list[int] = field(default_factory=list)
 
 
@@ -125,43 +127,45 @@ class Engine:
             start = self.clock()
 
     def _start(self) -> None:
-        """Requests are spread over as many groups as keep all machines busy. While some write, one piece of a prompt is read at a time."""
+        """Requests are spread over as many groups as keep all machines busy. Beside those that write, so much of prompts is read as takes
+        about as long as a token; where nobody writes, as much as keeps all machines busy."""
         writing = [job for job in self.running if job.read == len(job.prompt_ids) and job.written]
         idle = [job for job in writing if not job.under_way]
         size = -(-len(writing) // self.stages.groups)
         while idle:
             group, idle = idle[:size], idle[size:]
             self._begin(Work(tuple(job.number for job in group), tuple((job.written[-1],) for job in group)), group)
-        for reading in [job for job in self.running if job.read < len(job.prompt_ids)]:
-            while reading.read < len(reading.prompt_ids) and self._pieces() < (1 if writing else self.stages.groups):
-                piece = reading.prompt_ids[reading.read : reading.read + (self._pace.piece() if writing else _LARGEST_PIECE)]
-                reading.read += len(piece)
-                self._begin(Work((reading.number,), (tuple(piece),)), [reading])
-
-    def _pieces(self) -> int:
-        """Pieces of prompts that are read now."""
-        return sum(job.under_way for job in self.running if not job.written)
+        room = self._pace.piece() if writing else _LARGEST_PIECE * self.stages.groups
+        room -= sum(job.reading for job in self.running)
+        for job in [job for job in self.running if job.read < len(job.prompt_ids)]:
+            while room > 0 and job.read < len(job.prompt_ids):
+                piece = job.prompt_ids[job.read : job.read + min(room, _LARGEST_PIECE)]
+                room -= len(piece)
+                job.read += len(piece)
+                job.reading += len(piece)
+                self._begin(Work((job.number,), (tuple(piece),), job.read == len(job.prompt_ids)), [job])
 
     def _begin(self, work: Work, jobs: list[Job]) -> None:
         for job in jobs:
             job.under_way += 1
         self.stages.start(work)
 
-    def _finish(self, work: Work, logits_BV: Tensor, start: float) -> None:
+    def _finish(self, work: Work, logits_BV: Tensor | None, start: float) -> None:
         by_number = {job.number: job for job in self.running}
-        rows = [(by_number[number], row) for number, row in zip(work.requests, logits_BV, strict=True) if number in by_number]
+        rows = [(by_number[number], row) for row, number in enumerate(work.requests) if number in by_number]
+        reads = any(job.reading for job, _ in rows)
         for job, _ in rows:
             job.under_way -= 1
-        wrote = any(job.written for job, _ in rows)
-        if not wrote:
+            job.reading -= len(work.ids[0]) if reads else 0
+        if reads:
             self.tokens_read += len(work.ids[0])
-        rows = [(job, row) for job, row in rows if job.written or (job.read == len(job.prompt_ids) and not job.under_way)]
-        if rows:
-            self._choose([job for job, _ in rows], torch.stack([row for _, row in rows]))
-        if wrote:
-            self._pace.wrote(self.clock() - start)
-        else:
+        if logits_BV is not None and work.ends and rows:
+            whole = len(rows) == len(work.requests)
+            self._choose([job for job, _ in rows], logits_BV if whole else logits_BV[[row for _, row in rows]])
+        if reads:
             self._pace.read(len(work.ids[0]), self.clock() - start)
+        else:
+            self._pace.wrote(self.clock() - start)
 
     def fail(self) -> None:
         """Something broke in the middle of a step: end every request that it touched."""
@@ -183,8 +187,10 @@ class Engine:
 
     @torch.inference_mode()
     def _choose(self, jobs: list[Job], logits_BV: Tensor) -> None:
-        rows = [penalised(logits_V, job.penalties, job.prompt_ids, job.written) for job, logits_V in zip(jobs, logits_BV, strict=True)]
-        scores_BV = torch.stack([row.to(torch.promote_types(row.dtype, torch.float32)) for row in rows])
+        scores_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
+        if any(job.penalties != NO_PENALTIES for job in jobs):
+            rows = zip(jobs, scores_BV, strict=True)
+            scores_BV = torch.stack([penalised(logits_V, job.penalties, job.prompt_ids, job.written) for job, logits_V in rows])
         tokens = choose(scores_BV, [job.warp for job in jobs], [job.draws.at(len(job.written)) for job in jobs]).tolist()
         for job, logits_V, token in zip(jobs, logits_BV, tokens, strict=True):
             self.tokens_written += 1
@@ -230,11 +236,7 @@ class _Pace:
 
     def read(self, tokens: int, seconds: float) -> None:
         if tokens >= _SMALLEST_PIECE:
-            self.reading_s = _smooth(self.reading_s, seconds / tokens)
+            self.reading_s = smooth(self.reading_s, seconds / tokens)
 
     def wrote(self, seconds: float) -> None:
-        self.token_s = _smooth(self.token_s, seconds)
-
-
-def _smooth(before: float, now: float) -> float:
-    return now if not before else 0.7 * before + 0.3 * now
+        self.token_s = smooth(self.token_s, seconds)

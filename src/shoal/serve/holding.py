@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.models.packing import pack
 from shoal.models.stages import Stage, fill, needed, stage_of
 from shoal.serve.rows import Rows
 
+_SHARE_OF_MEMORY = 0.8
 _MEASURED = 8
 """Tokens that a layer is measured with."""
 
@@ -56,6 +60,7 @@ class Holder:
             if any(parameter.is_meta for parameter in stage.parameters()):
                 fill(stage, {name: self._loaded(name, like) for name, like in needed(stage).items()})
             stage.to(self.device)
+            pack(stage, free_memory())
             self.held[place] = Held(stage, Rows(stage.new_cache, stage.joins_rows, self.device))
         return sum(parameter.numel() for parameter in self.held[place].stage.parameters())
 
@@ -113,3 +118,15 @@ class Holder:
             taken.append(time.perf_counter() - start)
         self.release([request])
         return min(taken)
+
+
+def free_memory() -> int:
+    """Bytes that layers may take here."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0] * _SHARE_OF_MEMORY)
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 4 << 30
+    return int(available * _SHARE_OF_MEMORY)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
-from shoal.serve.holding import Holder, Place, Reading
+from shoal.serve.holding import Holder, Place, Reading, free_memory
 from shoal.serve.hub import carry_out
 from shoal.serve.pipeline import Order
 from shoal.serve.skeletons import skeleton_of
@@ -26,7 +22,6 @@ FRAME_BYTES = 1 << 28
 _PULSE_S = 0.5
 _CALL_S = 30.0
 _PAUSE_S = 0.5
-_SHARE_OF_MEMORY = 0.8
 
 
 class Reached(NamedTuple):
@@ -84,8 +79,7 @@ class NodeProcess:
         model, _ = self._ask({"kind": "node"})
         if model.get("kind") != "model":
             raise ShoalError(f"{self.reached.address} serves no model: join it without --node")
-        fetched = Fetched(self._ask)
-        holder = Holder(skeleton_of(model), fetched.get, choose_device("auto"), self.slowdown)
+        holder = Holder(*skeleton_of(model, Fetched(self._ask).get), choose_device("auto"), self.slowdown)
         layer_s = holder.measure(int(model["width"]))
         about = {"layer_s": layer_s, "memory_bytes": float(free_memory()), "name": self.name}
         answer, _ = self._ask({"kind": "enter", **about})
@@ -144,15 +138,3 @@ def _order(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> Order:
         return Order(str(header["kind"]), place, requests=requests)
     x_BLD = from_frame(frames[0], header["shape"], header["type"])
     return Order("read", place, int(header["trip"]), Reading(**header["reading"]), x_BLD)
-
-
-def free_memory() -> int:
-    """Bytes that layers may take here."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[0] * _SHARE_OF_MEMORY)
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 4 << 30
-    return int(available * _SHARE_OF_MEMORY)

@@ -13,12 +13,13 @@ from shoal.config.schema import Run
 from shoal.config.schema.serving import Serving
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
+from shoal.models.adopted import Adopted, adopted
 from shoal.models.generate import ReadBeside
 from shoal.models.huggingface import HuggingFace
-from shoal.models.pretrained import load
-from shoal.models.stages import depth, ends_of, needed, stage_of
+from shoal.models.pretrained import check_layers, load
+from shoal.models.stages import needed
 from shoal.runs.trained import beside_of, open_run
-from shoal.serve.chat import ChatTemplate, template_in
+from shoal.serve.chat import ChatTemplate, read_object, template_in
 from shoal.serve.gguf import converted
 from shoal.serve.skeletons import bones, described_hugging_face, described_own
 from shoal.serve.tensors import Tensors
@@ -41,6 +42,8 @@ class Served(NamedTuple):
     """Where the model's numbers are, if they are not in it."""
     described: Mapping[str, Any] | None = None
     """What another machine needs to make the model without numbers; null: the model cannot be spread."""
+    adopted: Adopted | None = None
+    """How the tensors become those of the model, where our own layers compute a model of Hugging Face."""
     run: Run | None = None
     """Where machines join, and which there are."""
     beside: ReadBeside | None = None
@@ -82,28 +85,46 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None], no
     if tokenizer is None or model is None:
         raise ShoalError(f"the run at {target} trained a model of kind {trained.run.model.kind}, which does not write text")
     run = _checked(resolve([File(str(trained.root / "config.yaml"))], overrides, resolved=True))
+    nodes = nodes or run.serving.num_nodes or 1
     folders = [trained.root / "tokenizer", Path(str(getattr(trained.run.model, "pretrained", trained.root)))]
-    served = Served(trained.root.resolve().name, model, tokenizer, template_in(folders), run.serving, (), _ends(model, tokenizer))
-    described = described_hugging_face(model) if isinstance(model, HuggingFace) else described_own(trained.run.model, model)
-    return served._replace(nodes=nodes or run.serving.num_nodes or 1, described=described, run=run, beside=beside_of(trained))
+    ends = _ends(model, tokenizer, folders)
+    served = Served(
+        trained.root.resolve().name,
+        model,
+        tokenizer,
+        template_in(folders),
+        run.serving,
+        (),
+        ends,
+        nodes,
+        run=run,
+        beside=beside_of(trained),
+    )
+    if isinstance(model, HuggingFace):
+        return _computed(served, Tensors(model.state_dict()))
+    return served._replace(described=described_own(trained.run.model, model))
 
 
 def _hugging_face(run: Run, name: str, nodes: int) -> Served:
     token = run.hub.token.reveal() if run.hub.token else None
     settings: Any = run.model
-    lazy = _without_numbers(settings) if nodes > 1 else None
-    model, tensors = lazy or (HuggingFace(load(settings, token)).to(choose_device(run.training.device)), None)
-    tokenizer = data.load_tokenizer(settings.pretrained, token=token)
-    served = Served(
-        name,
-        model.eval(),
-        tokenizer,
-        template_in([Path(settings.pretrained)]),
-        run.serving,
-        getattr(tokenizer, "opening", ()),
-        _ends(model, tokenizer),
-    )
-    return served._replace(nodes=nodes, tensors=tensors, described=described_hugging_face(model), run=run)
+    model, tensors = _without_numbers(settings) or (None, None)
+    if model is None or (nodes == 1 and adopted(model) is None):
+        model, tensors = HuggingFace(load(settings, token)).to(choose_device(run.training.device)), None
+    tokenizer, folder = data.load_tokenizer(settings.pretrained, token=token), Path(settings.pretrained)
+    start_ids, ends = getattr(tokenizer, "opening", ()), _ends(model, tokenizer, [folder])
+    served = Served(name, model.eval(), tokenizer, template_in([folder]), run.serving, start_ids, ends, nodes, run=run)
+    return _computed(served, tensors or Tensors(model.state_dict()))
+
+
+def _computed(served: Served, tensors: Tensors) -> Served:
+    """The model of Hugging Face by our own layers where they can, else by its own. If it is spread, its numbers stay in their files."""
+    assert served.run is not None
+    own, described = adopted(served.model), described_hugging_face(served.model)
+    if own is None:
+        return served._replace(tensors=tensors, described=described)
+    model = own.make() if served.nodes > 1 else own.whole(tensors.get).to(choose_device(served.run.training.device))
+    return served._replace(model=model, tensors=tensors if served.nodes > 1 else None, described=described, adopted=own)
 
 
 def _without_numbers(settings: Any) -> tuple[HuggingFace, Tensors] | None:
@@ -113,15 +134,15 @@ def _without_numbers(settings: Any) -> tuple[HuggingFace, Tensors] | None:
     if not folder.is_dir() or settings.from_scratch or not Path(settings.pretrained).is_dir():
         return None
     model = bones(Path(settings.pretrained))
-    tensors = Tensors.of_folder(folder, "inner.")
-    stages = [ends_of(model), stage_of(model, 0, depth(model))]
-    return (model, tensors) if all(name in tensors for stage in stages for name in needed(stage)) else None
+    check_layers(settings, model.inner.config)
+    tensors, own = Tensors.of_folder(folder, "inner."), adopted(model)
+    names = needed(model) if own is None else (source for name in needed(own.make()) for source in own.sources(name))
+    return (model, tensors) if all(name in tensors for name in names) else None
 
 
-def _ends(model: Any, tokenizer: data.Tokenizer) -> frozenset[int]:
+def _ends(model: Any, tokenizer: data.Tokenizer, folders: Sequence[Path]) -> frozenset[int]:
     """The ids after which an answer is over: the tokenizer's, and those that the model's files name."""
-    ends = {tokenizer.eos_id}
-    for config in (getattr(getattr(model, "inner", None), name, None) for name in ("config", "generation_config")):
-        named = getattr(config, "eos_token_id", None)
-        ends |= set(named) if isinstance(named, list) else {named}
-    return frozenset(one for one in ends if isinstance(one, int))
+    named = [tokenizer.eos_id, getattr(getattr(getattr(model, "inner", None), "config", None), "eos_token_id", None)]
+    named += [read_object(folder / "generation_config.json").get("eos_token_id") for folder in folders]
+    ids = [one for several in named for one in (several if isinstance(several, list) else [several])]
+    return frozenset(one for one in ids if type(one) is int)

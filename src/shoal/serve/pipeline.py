@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.models.cache import mask_of_rows
 from shoal.models.stages import Ends
+from shoal.scheduling.splitting import Hands, split
 from shoal.serve.holding import Place, Reading
-from shoal.serve.split import Hands, Stop, slowest_s, split
 from shoal.serve.stages import LONGEST_UNBOUNDED, Machine, Work
 
 HERE = "server"
@@ -55,8 +56,11 @@ class Node:
 
     name: str
     layer_s: float
+    """Time for one layer of mean size, as it was measured."""
     memory_bytes: float
+    """For weights and caches."""
     fixed_s: float = 0.0
+    """Time for what it does beside its layers: the server has the embedding and the head."""
     ring: Callable[[], None] = lambda: None
     """Tells that there are orders."""
     alive: bool = True
@@ -65,9 +69,24 @@ class Node:
     lost_at: float = 0.0
     tokens: int = 0
 
+    def hands(self) -> Hands:
+        return Hands(1 / self.layer_s, self.memory_bytes, self.fixed_s)
+
     def send(self, order: Order) -> None:
         self.orders.append(order)
         self.ring()
+
+
+class Stop(NamedTuple):
+    """The layers [first, last) at a machine."""
+
+    name: str
+    first: int
+    last: int
+
+    @property
+    def place(self) -> Place:
+        return Place(self.first, self.last)
 
 
 class Route(NamedTuple):
@@ -124,16 +143,20 @@ class Trip:
 class Pipeline:
     """Machines, routes, requests and what is under way. Any thread may call it."""
 
-    def __init__(self, ends: Ends, sizes: Sequence[int], *, expected: int, cache_tokens: int, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, ends: Ends, sizes: Sequence[int], *, expected: int, cache_tokens: int, forgets: bool, tell: Callable[[str], None]
+    ) -> None:
         """`sizes`: parameters of each layer; `expected`: machines to wait for before the first route, this one counted; `cache_tokens`: how
-        many tokens the caches must have room for."""
-        self.ends, self.sizes, self.expected, self.tell = ends.eval(), list(sizes), expected, tell
+        many tokens the caches must have room for; `forgets`: whether a cache can forget its last tokens."""
+        self.ends, self.sizes, self.expected, self.forgets, self.tell = ends.eval(), list(sizes), expected, forgets, tell
         self.vocab_size = ends.vocab_size
         self.longest = ends.max_seq_len or LONGEST_UNBOUNDED
         self.device = next(ends.parameters()).device
         self.width = ends.embed(torch.zeros(1, 1, dtype=torch.long, device=self.device)).shape[-1]
-        weights, caches = next(ends.parameters()).element_size(), 2 * self.width * cache_tokens
-        self.layer_bytes = [(size + caches) * weights for size in self.sizes]
+        self.weight_bytes, caches = next(ends.parameters()).element_size(), 2 * self.width * cache_tokens
+        self.costs = [size * len(sizes) / sum(sizes) for size in sizes]
+        """Of each layer; a layer of mean size costs 1."""
+        self.layer_bytes = [(size + caches) * self.weight_bytes for size in self.sizes]
         self.nodes: dict[str, Node] = {}
         self.current: Route | None = None
         self._coming: tuple[Route, set[tuple[str, Place]]] | None = None
@@ -151,9 +174,8 @@ class Pipeline:
 
     @property
     def groups(self) -> int:
-        """One for each stop, and one that is with the server."""
-        route = self.current
-        return 1 if route is None or len(route.stops) == 1 else len(route.stops) + 1
+        """One for each stop. With more, machines would wait less for each other, but smaller products cost almost as much as large ones."""
+        return 1 if self.current is None else len(self.current.stops)
 
     @torch.inference_mode()
     def start(self, work: Work) -> None:
@@ -169,7 +191,7 @@ class Pipeline:
                 requests, ids_of, positions = (tuple(column) for column in zip(*rows, strict=True))
                 self._depart(Trip(next(self._numbers), started, self._route_of(requests[0]), Reading(requests, positions, ids_of)))
 
-    def finished(self) -> Iterator[tuple[Work, Tensor]]:
+    def finished(self) -> Iterator[tuple[Work, Tensor | None]]:
         with self._changed:
             self._changed.wait_for(lambda: self._arrived or self._failed, _WAIT_S)
             if self._failed:
@@ -179,6 +201,10 @@ class Pipeline:
             trip, y_BLD = arrived
             started = trip.started
             assert started is not None
+            if not started.work.ends:
+                if self._forget(started):
+                    yield started.work, None
+                continue
             if y_BLD is not None:
                 started.logits |= dict(zip(trip.reading.requests, self._logits(y_BLD), strict=True))
             if len(started.logits) == len(started.work.requests) and self._forget(started):
@@ -221,10 +247,12 @@ class Pipeline:
 
     def _machine(self, node: Node, route: Route | None) -> Machine:
         stop = next((stop for stop in route.stops if stop.name == node.name), None) if route is not None and node.alive else None
-        ends = sum(parameter.numel() for parameter in self.ends.parameters()) if node.name == HERE else 0
-        if stop is None:
-            return Machine(node.name, ends, (0, -1), node.alive)
-        return Machine(node.name, sum(self.sizes[stop.first : stop.last]) + ends, (stop.first, stop.last - 1), node.alive)
+        first, last = stop.place if stop is not None else (0, 0)
+        count = sum(self.sizes[first:last]) + (sum(one.numel() for one in self.ends.parameters()) if node.name == HERE else 0)
+        token_s = node.hands().seconds(sum(self.costs[first:last])) if last else 0.0
+        return Machine(
+            node.name, count, (first, last - 1), node.alive, count * self.weight_bytes, int(node.memory_bytes), token_s, node.tokens
+        )
 
     def close(self) -> None:
         """Nothing here has to end; the hub lets the machines go."""
@@ -235,8 +263,7 @@ class Pipeline:
         """A machine is here. The first route is made when all that are expected are."""
         with self._changed:
             self.nodes[node.name] = node
-            alive = [one for one in self.nodes.values() if one.alive]
-            if self.current is None and len(alive) >= self.expected:
+            if self.current is None and len(self._alive()) >= self.expected:
                 self._take(self._planned())
             elif self.current is not None:
                 self._consider()
@@ -256,13 +283,20 @@ class Pipeline:
             else:
                 self._move_from_lost()
 
-    def _hands(self) -> list[Hands]:
-        return [Hands(node.name, node.layer_s, node.memory_bytes, node.fixed_s) for node in self.nodes.values() if node.alive]
+    def _alive(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.alive]
 
     def _planned(self) -> tuple[Stop, ...] | None:
-        machines = self._hands()
-        stops = split(machines, self.sizes, self.layer_bytes) if machines else None
-        return tuple(stops) if stops else None
+        """The quickest split over the machines that are here; null: they have no room for all layers."""
+        nodes = self._alive()
+        try:
+            bounds = split(self.costs, [node.hands() for node in nodes], sizes=self.layer_bytes, leave_out=True)
+        except ShoalError:
+            return None
+        return tuple(Stop(node.name, *place) for node, place in zip(nodes, pairwise(bounds), strict=True) if place[0] < place[1])
+
+    def _slowest_s(self, stops: Sequence[Stop]) -> float:
+        return max(self.nodes[stop.name].hands().seconds(sum(self.costs[stop.first : stop.last])) for stop in stops)
 
     def _replacement(self, name: str) -> tuple[Stop, ...] | None:
         """The same stops with a machine that has no layers in the place of one that is lost: all others keep their caches."""
@@ -270,7 +304,7 @@ class Pipeline:
         lost = next(stop for stop in self.current.stops if stop.name == name)
         wanted = sum(self.layer_bytes[lost.first : lost.last])
         busy = {stop.name for stop in self.current.stops}
-        spare = next((one for one in self._hands() if one.name not in busy and one.memory_bytes >= wanted), None)
+        spare = next((one for one in self._alive() if one.name not in busy and one.memory_bytes >= wanted), None)
         if spare is None:
             return None
         return tuple(stop._replace(name=spare.name) if stop is lost else stop for stop in self.current.stops)
@@ -278,12 +312,12 @@ class Pipeline:
     def _consider(self) -> None:
         """Prepare a better route for requests to come, where there is one."""
         assert self.current is not None
-        stops, machines = self._planned(), self._hands()
+        stops = self._planned()
         if stops is None or not all(self.nodes[stop.name].alive for stop in self.current.stops):
             return
-        if slowest_s(stops, machines) < _WORTH * slowest_s(self.current.stops, machines):
+        if self._slowest_s(stops) < _WORTH * self._slowest_s(self.current.stops):
             route = Route(next(self._numbers), stops)
-            wanted = {(stop.name, Place(stop.first, stop.last)) for stop in stops}
+            wanted = {(stop.name, stop.place) for stop in stops}
             missing = {(name, place) for name, place in wanted if place not in self.nodes[name].holds}
             self._coming = (route, missing)
             self._hold(route)
@@ -322,7 +356,7 @@ class Pipeline:
 
     def _hold(self, route: Route) -> None:
         for stop in route.stops:
-            node, place = self.nodes[stop.name], Place(stop.first, stop.last)
+            node, place = self.nodes[stop.name], stop.place
             if place not in node.holds:
                 node.holds.add(place)
                 node.send(Order("hold", place))
@@ -330,7 +364,7 @@ class Pipeline:
     def _retire(self) -> None:
         """Layers that no route needs any more are dropped."""
         routes = [live.route for live in self._live.values()] + [self.current, self._coming[0] if self._coming else None]
-        used = {(stop.name, Place(stop.first, stop.last)) for route in routes if route is not None for stop in route.stops}
+        used = {(stop.name, stop.place) for route in routes if route is not None for stop in route.stops}
         for node in self.nodes.values():
             for place in [place for place in node.holds if (node.name, place) not in used]:
                 node.holds.discard(place)
@@ -368,7 +402,7 @@ class Pipeline:
         if trip.at > 0:
             for request, position, x_LD in zip(reading.requests, reading.positions, x_BLD, strict=True):
                 self._live[request].keep(stop.first, position, x_LD)
-        self._send(stop.name, Order("read", Place(stop.first, stop.last), trip.number, reading, x_BLD))
+        self._send(stop.name, Order("read", stop.place, trip.number, reading, x_BLD))
 
     def _give_up_rows(self, trip: Trip, left: Reading) -> None:
         """Nobody looks at the logits of requests that ended: zeros take their place."""
@@ -446,9 +480,10 @@ class Pipeline:
         return bool(route.stops) and all(self.nodes[stop.name].alive for stop in route.stops)
 
     def _restore(self, number: int, live: Live, length: int) -> None:
-        """Let the stops of the new route hold the first tokens of a request in their caches."""
+        """Let the stops of the new route hold the first tokens of a request in their caches. What was under way starts again; a stop
+        that has read it already, and cannot forget it, reads the request from its beginning."""
         assert self.current is not None
-        known = set(live.route.stops) if live.route is not None else set()
+        known = set(live.route.stops) if live.route is not None and (self.forgets or length == len(live.ids)) else set()
         live.route = self.current
         fresh = [stop for stop in self.current.stops if stop not in known]
         if length == 0 or not fresh:
@@ -460,7 +495,7 @@ class Pipeline:
             self._depart(Trip(next(self._numbers), None, self.current, reading))
             return
         for stop, x_BLD in inputs.items():
-            self._send(stop.name, Order("read", Place(stop.first, stop.last), -1, reading, x_BLD))
+            self._send(stop.name, Order("read", stop.place, -1, reading, x_BLD))
 
     def _kept_for(self, stop: Stop, live: Live, reading: Reading, length: int) -> Tensor | None:
         if stop.first == 0:

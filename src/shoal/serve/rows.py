@@ -39,13 +39,13 @@ class Rows:
         return cache
 
     def of_all(self, requests: Sequence[int]) -> tuple[Any, Tensor | None]:
-        """The joined cache of requests of which one token each is read next, and the mask with that token."""
+        """The joined cache of requests of which one token each is read next, and the mask with that token; null: no row is padded."""
         if list(requests) != self._members:
             self._join(requests)
         for request in requests:
             self._lengths[request] += 1
-        mask_BS = mask_of_rows([self._lengths[request] for request in requests], self.device) if self._joined.padded else None
-        return self._joined, mask_BS
+        lengths = [self._lengths[request] for request in requests]
+        return self._joined, mask_of_rows(lengths, self.device) if self._joined.padded and len(set(lengths)) > 1 else None
 
     def rewind(self, request: int, length: int) -> None:
         """Forget all tokens of a request after so many."""

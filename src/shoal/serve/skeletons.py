@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shoal.config.fields import as_data
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
+from shoal.models.adopted import adopted
 from shoal.models.huggingface import HuggingFace
 from shoal.models.stages import skeleton
 
@@ -24,11 +26,14 @@ class Shapes(NamedTuple):
     num_classes: None = None
 
 
-def skeleton_of(model: Mapping[str, Any]) -> Callable[[], Any]:
-    """Makes the model that the server describes, without numbers."""
+Get = Callable[[str], Tensor]
+"""Gives a tensor by its name."""
+
+
+def skeleton_of(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], Get]:
+    """What makes the model that the server describes, without numbers; and what gives its tensors, where `get` gives the server's."""
     if model.get("config") is not None:
-        made = _hugging_face(model["config"])
-        return lambda: made
+        return _computed(_hugging_face(model["config"]), get)
     loaded = resolve_data({"model": model["settings"]}, name="the server's model", dialect="shoal")
     if not loaded.ok:
         raise ShoalError(f"the server's model is not known here: {loaded.problems[0].message}")
@@ -38,12 +43,16 @@ def skeleton_of(model: Mapping[str, Any]) -> Callable[[], Any]:
         with skeleton():
             return run.model.builder()(run.model, run, Shapes(vocab_size))["model"]
 
-    return make
+    return make, get
+
+
+def _computed(model: HuggingFace, get: Get) -> tuple[Callable[[], Any], Get]:
+    """By our own layers where they can, else by the model's."""
+    own = adopted(model)
+    return (lambda: model, get) if own is None else (own.make, lambda name: own.tensor(name, get))
 
 
 def _hugging_face(config: str) -> HuggingFace:
-    from shoal.models.huggingface_stages import anatomy
-
     try:
         import transformers
     except ImportError as error:
@@ -51,7 +60,6 @@ def _hugging_face(config: str) -> HuggingFace:
     makers: Any = transformers.AutoModelForCausalLM
     with skeleton():
         inner = makers.from_config(transformers.AutoConfig.for_model(**json.loads(config)), dtype=torch.float32)
-    anatomy(inner)
     return HuggingFace(inner)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,12 @@ import torch
 
 from shoal.config.environment import state_folder
 from shoal.errors import ShoalError
-from shoal.models.stages import depth, ends_of, fill, layer_parameters, needed
+from shoal.models.packing import pack
+from shoal.models.stages import ends_of, fill, layer_parameters, needed
 from shoal.runs.inviting import Invitation, listen
-from shoal.serve.holding import Holder, Place
+from shoal.serve.holding import Holder, Place, free_memory
 from shoal.serve.hub import Hub, OwnLayers
-from shoal.serve.node import FRAME_BYTES, free_memory
+from shoal.serve.node import FRAME_BYTES
 from shoal.serve.opening import Served
 from shoal.serve.pipeline import HERE, Node, Pipeline
 from shoal.serve.stages import LONGEST_UNBOUNDED, reads_beside, refuse_unserved
@@ -35,15 +37,17 @@ class Spread(Pipeline):
             raise ShoalError("a model that reads passages, a context or its memory is served by one machine: --nodes 1")
         if served.described is None:
             raise ShoalError("this model cannot be made on other machines; --nodes 1 serves it from this one alone")
-        depth(served.model)
-        tensors = served.tensors or Tensors(served.model.state_dict())
+        tensors, own = served.tensors or Tensors(served.model.state_dict()), served.adopted
+        get = tensors.get if own is None else lambda name: own.tensor(name, tensors.get)
         ends = ends_of(served.model)
         if any(parameter.is_meta for parameter in ends.parameters()):
-            fill(ends, {name: tensors.get(name).to(like.dtype) for name, like in needed(ends).items()})
+            fill(ends, {name: get(name).to(like.dtype) for name, like in needed(ends).items()})
+        pack(ends, free_memory())
         longest = min(ends.max_seq_len or LONGEST_UNBOUNDED, LONGEST_UNBOUNDED)
         sizes, tokens = layer_parameters(served.model), longest * served.settings.max_running
-        super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, tell=tell)
-        holder = Holder(lambda: served.model, tensors.get, self.device)
+        forgets = getattr(served.model, "joins_rows", True)
+        super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, forgets=forgets, tell=tell)
+        holder = Holder(lambda: served.model, get, self.device)
         layer_s = holder.measure(self.width)
         holder.drop(Place(0, 1))
         self.hub = Hub(server, self, tensors, served.described, tell)
@@ -71,11 +75,14 @@ class Spread(Pipeline):
 def door(served: Served, hosts: tuple[str, ...]) -> tuple[Server, Invitation]:
     """Where machines join; the same door as before, for a model that was served before."""
     assert served.run is not None
-    folder = _folder(served.name)
-    transport = served.run.transport
-    if not hosts or hosts == ("127.0.0.1",):
-        transport = transport.replace(port=0)
-    return listen(served.run, transport, hosts or ("127.0.0.1",), folder, FRAME_BYTES, served.nodes)
+    return listen(served.run, served.run.transport, hosts, _folder(served.name), FRAME_BYTES, served.nodes)
+
+
+def own_door(served: Served) -> tuple[Server, Invitation]:
+    """Where processes join that this one starts: at any port, with secrets that nobody needs later."""
+    assert served.run is not None
+    with tempfile.TemporaryDirectory(prefix="shoal-door-") as folder:
+        return listen(served.run, served.run.transport.replace(port=0), ("127.0.0.1",), Path(folder), FRAME_BYTES, served.nodes)
 
 
 def _folder(name: str) -> Path:

@@ -5,6 +5,7 @@ Shapes: B batch, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.models.generate import ReadBeside, Reader
+from shoal.models.packing import pack
+from shoal.serve.holding import free_memory
 from shoal.serve.rows import Rows
 
 LONGEST_UNBOUNDED = 32_768
@@ -28,6 +31,13 @@ class Machine(NamedTuple):
     layers: tuple[int, int] | None = None
     """The first and the last; null: all of them."""
     alive: bool = True
+    weight_bytes: int = 0
+    memory_bytes: int = 0
+    """What it had free when it came; 0: nobody knows."""
+    token_s: float = 0.0
+    """How long one token takes in its layers; 0: none went through them yet."""
+    tokens: int = 0
+    """Tokens that it has read."""
 
 
 class Work(NamedTuple):
@@ -36,6 +46,18 @@ class Work(NamedTuple):
     requests: tuple[int, ...]
     ids: tuple[tuple[int, ...], ...]
     """Of each request; as many of each."""
+    ends: bool = True
+    """False: more of this prompt follows, so nobody asks what the next token is."""
+
+    @property
+    def is_decoding(self) -> bool:
+        """One token of each request, that is, no piece of a prompt that has several."""
+        return len(self.ids[0]) == 1
+
+
+def smooth(before: float, now: float) -> float:
+    """A mean of times that follows the newest ones; 0: there was none before."""
+    return now if not before else 0.7 * before + 0.3 * now
 
 
 class Stages(Protocol):
@@ -54,8 +76,9 @@ class Stages(Protocol):
         """Let the model read. Works of one request are read in the order in which they were started."""
         ...
 
-    def finished(self) -> Iterator[tuple[Work, Tensor]]:
-        """What was read, with the logits [B, V] of the tokens that come next; it waits a moment where nothing is finished yet."""
+    def finished(self) -> Iterator[tuple[Work, Tensor | None]]:
+        """What was read, with the logits [B, V] of the tokens that come next, where somebody asks for them; it waits a moment where nothing
+        is finished yet."""
         ...
 
     def release(self, request: int) -> None:
@@ -97,6 +120,8 @@ class OneNode:
         refuse_unserved(model)
         self.model = model.eval()
         self.device = next(model.parameters()).device
+        self.memory_bytes, self.token_s, self.tokens = free_memory(), 0.0, 0
+        pack(self.model, self.memory_bytes)
         self.vocab_size: int = model.vocab_size
         self.longest: int = model.max_seq_len or LONGEST_UNBOUNDED
         self.beside = beside
@@ -107,16 +132,24 @@ class OneNode:
     def start(self, work: Work) -> None:
         self._started.append(work)
 
-    def finished(self) -> Iterator[tuple[Work, Tensor]]:
+    def finished(self) -> Iterator[tuple[Work, Tensor | None]]:
         while self._started:
-            work = self._started.popleft()
-            yield work, self._read(work)
+            work, start = self._started.popleft(), time.perf_counter()
+            logits_BV = self._read(work)
+            self.tokens += sum(map(len, work.ids))
+            if work.is_decoding:
+                self.token_s = smooth(self.token_s, time.perf_counter() - start)
+            yield work, logits_BV
 
     def drop(self) -> None:
         self._started.clear()
 
     @torch.inference_mode()
-    def _read(self, work: Work) -> Tensor:
+    def _read(self, work: Work) -> Tensor | None:
+        if not work.ends and hasattr(self.model, "project") and not reads_beside(self.model):
+            # A model of our own can leave out the product with its output matrix, which is as large as many layers
+            self.model.hidden(torch.tensor(work.ids, device=self.device), cache=self.rows.of_one(work.requests[0], len(work.ids[0])))
+            return None
         if len(work.requests) == 1 or not self.rows.joins:
             return torch.cat([self._alone(request, ids) for request, ids in zip(work.requests, work.ids, strict=True)])
         cache, mask_BS = self.rows.of_all(work.requests)
@@ -134,7 +167,9 @@ class OneNode:
         self._readers.pop(request, None)
 
     def machines(self) -> list[Machine]:
-        return [Machine("this machine", sum(parameter.numel() for parameter in self.model.parameters()))]
+        parameters = list(self.model.parameters())
+        count, size = sum(one.numel() for one in parameters), sum(one.nbytes for one in parameters)
+        return [Machine("this machine", count, None, True, size, self.memory_bytes, self.token_s, self.tokens)]
 
     def close(self) -> None:
         """There are none."""

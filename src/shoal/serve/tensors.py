@@ -6,6 +6,7 @@ A machine that gets tensors from the server compares their digests, and keeps th
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,11 +37,17 @@ def type_name(tensor: Tensor) -> str:
 
 def from_frame(frame: Frame, shape: Any, name: Any) -> Tensor:
     """The tensor that a frame claims to be. Raises ShoalError where its bytes do not fit its shape."""
-    dtype = _TYPES.get(name) if isinstance(name, str) else None
-    sizes = shape if isinstance(shape, list) and len(shape) <= 8 and all(type(one) is int and 0 < one < 2**40 for one in shape) else None
-    if dtype is None or sizes is None or len(frame) != torch.Size(sizes).numel() * dtype.itemsize:
+    if len(frame) != _claimed_bytes(shape, name):
         raise ShoalError(f"{len(frame)} bytes are no tensor of shape {shape} and type {name}")
-    return torch.frombuffer(bytearray(frame), dtype=dtype).view(sizes)
+    return torch.frombuffer(bytearray(frame), dtype=_TYPES[name]).view(shape)
+
+
+def _claimed_bytes(shape: Any, name: Any) -> int:
+    """How many bytes a tensor of this shape and type has. Raises ShoalError where they are none."""
+    sizes = isinstance(shape, list) and len(shape) <= 8 and all(type(one) is int and 0 < one < 2**40 for one in shape)
+    if not sizes or not isinstance(name, str) or name not in _TYPES:
+        raise ShoalError(f"there is no tensor of shape {shape} and type {name}")
+    return int(math.prod(shape) * _TYPES[name].itemsize)
 
 
 class Where(NamedTuple):
@@ -135,8 +142,7 @@ class Fetched:
         return raw if hashlib.sha256(raw).hexdigest() == digest else None
 
     def _receive(self, name: str, path: Path, digest: str, about: Mapping[str, Any]) -> bytes:
-        size = torch.Size(about["shape"]).numel() * _TYPES[about["type"]].itemsize
-        raw = bytearray()
+        size, raw = _claimed_bytes(about.get("shape"), about.get("type")), bytearray()
         while len(raw) < size:
             piece = self.ask({"kind": "tensor", "name": name, "start": len(raw)})[1]
             if not piece or not len(piece[0]):

@@ -85,7 +85,7 @@ SMOLCLUSTER = Dialect(
         row("model.out", "model[mlp].output_dim"),
         row("dataset.name", "data.source.kind", convert=choice({"MNIST": "mnist", "WikiText": "wikitext", "SNLI": "snli"})),
         row("model.model_dim", f"{_GPT}.hidden_size", also=("model_dim",)),
-        row("model.num_layers", f"{_GPT}.num_layers", also=("num_layers",)),
+        row("model.num_layers", "model[gpt,huggingface].num_layers", also=("num_layers",)),
         row("model.num_heads", f"{_GPT}.num_heads", also=("num_heads",)),
         row("model.ff_dim", f"{_GPT}.intermediate_size", also=("ff_dim",)),
         row("model.dropout", f"{_GPT}.dropout", also=("dropout",)),

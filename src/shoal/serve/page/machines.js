@@ -8,30 +8,51 @@ function line(text) {
   return node;
 }
 
-function block(machine) {
+/** 1234567 → "1.2 MB" */
+function bytes(count) {
+  const power = Math.max(0, Math.min(4, Math.floor(Math.log10(Math.max(count, 1)) / 3)));
+  return `${(count / 1000 ** power).toFixed(power > 1 ? 1 : 0)} ${["bytes", "kB", "MB", "GB", "TB"][power]}`;
+}
+
+function block(machine, moved) {
   const node = document.createElement("li");
-  node.className = machine.alive ? "machine" : "machine dead";
+  node.className = `machine${machine.alive ? "" : " dead"}${moved ? " busy" : ""}`;
   const name = document.createElement("strong");
   name.textContent = machine.name;
-  const idle = machine.layers && machine.layers[1] < machine.layers[0];
-  const layers = idle ? "no layers" : machine.layers ? `layers ${machine.layers[0]} to ${machine.layers[1]}` : "all layers";
-  node.append(name, line(machine.alive ? layers : "cannot be reached"), line(`${(machine.parameters / 1e6).toFixed(1)} million weights`));
+  node.append(name, line(machine.alive ? layers(machine) : "cannot be reached"));
+  if (machine.alive) node.append(line(weights(machine)), line(speed(machine)));
   return node;
+}
+
+function layers(machine) {
+  if (!machine.layers) return "all layers";
+  const [first, last] = machine.layers;
+  return last < first ? "no layers: a spare" : first === last ? `layer ${first}` : `layers ${first} to ${last}`;
+}
+
+function weights(machine) {
+  const free = machine.memory_bytes ? `, ${bytes(machine.memory_bytes)} free when it came` : "";
+  return `${(machine.parameters / 1e6).toFixed(1)} million weights, ${bytes(machine.weight_bytes)}${free}`;
+}
+
+function speed(machine) {
+  return machine.token_s ? `${(1000 * machine.token_s).toFixed(1)} ms a token, ${machine.tokens.toLocaleString("en")} so far` : "no token yet";
 }
 
 /** Show what the server tells of its machines, and how many tokens went through them since it was asked last. */
 export function show(list, status) {
   const now = performance.now();
-  const speed = before ? ((status.tokens - before.tokens) * 1000) / (now - before.now) : 0;
-  before = { tokens: status.tokens, now };
-  list.replaceChildren(...status.machines.map(block));
+  const rate = before ? ((status.tokens - before.tokens) * 1000) / (now - before.now) : 0;
+  const moved = (machine) => before !== null && machine.tokens > (before.of[machine.name] ?? machine.tokens);
+  list.replaceChildren(...status.machines.map((machine) => block(machine, moved(machine))));
+  before = { tokens: status.tokens, now, of: Object.fromEntries(status.machines.map((machine) => [machine.name, machine.tokens])) };
   const total = document.createElement("li");
-  total.append(line(`${speed.toFixed(1)} tokens a second; ${status.running} answers are written, ${status.waiting} wait`));
+  total.append(line(`${rate.toFixed(1)} tokens a second; ${status.running} answers are written, ${status.waiting} wait`));
   list.append(total);
 }
 
 /** The server itself does not answer any more. */
 export function showDead(list) {
   before = null;
-  list.replaceChildren(block({ name: "the server", alive: false, parameters: 0 }));
+  list.replaceChildren(block({ name: "the server", alive: false }, false));
 }

@@ -1,0 +1,93 @@
+"""Layers over machines that are 1, 2 and 4 times slower than another: the split that is computed against an equal one, tokens/s.
+
+The machines are processes here, of which the slow ones sleep; a random model of 24 layers, eight answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from run import Row
+
+from shoal.config.schema import model as schema
+from shoal.config.schema.cluster import Zmq
+from shoal.config.schema.serving import Serving
+from shoal.data.text.tokenizers.byte_level import ByteTokenizer
+from shoal.models.decoding import Draws, Warp
+from shoal.models.gpt import Gpt
+from shoal.serve.chat import ChatTemplate
+from shoal.serve.engine import Engine, Job
+from shoal.serve.opening import Served
+from shoal.serve.pipeline import Stop
+from shoal.serve.skeletons import described_own
+from shoal.serve.spread import Spread
+from shoal.transports.connect import serve
+from shoal.transports.keys import new_token
+
+SETTINGS = schema.Gpt(hidden_size=384, num_layers=24, num_heads=6, max_seq_len=128)
+SLOWDOWNS = (1, 2, 4)
+STREAMS, TOKENS = 8, 40
+
+
+class Equal(Spread):
+    """Each machine has as many layers as every other."""
+
+    def _planned(self) -> tuple[Stop, ...] | None:
+        nodes, count = self._alive(), len(self.sizes)
+        bounds = [count * i // len(nodes) for i in range(len(nodes) + 1)]
+        return tuple(Stop(node.name, bounds[i], bounds[i + 1]) for i, node in enumerate(nodes))
+
+
+def measure() -> list[Row]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Gpt(SETTINGS, 257).eval()
+    rates = {}
+    for kind in (Spread, Equal):
+        with spread(model, kind) as stages:
+            written(stages)
+            start = time.perf_counter()
+            rates[kind] = written(stages) / (time.perf_counter() - start)
+            assert stages.current is not None
+            print("   ", kind.__name__, [(stop.name, stop.last - stop.first) for stop in stages.current.stops], file=sys.stderr)
+    ratio = rates[Spread] / rates[Equal]
+    return [Row("min–max split, slowdowns 1, 2, 4", rates[Spread], rates[Equal], "tokens/s", ratio, "≥ 1.5", "equal split beside it")]
+
+
+@contextmanager
+def spread(model: Gpt, kind: type[Spread]) -> Iterator[Spread]:
+    """This process, and one for each slowdown after the first."""
+    token = new_token()
+    server = serve(Zmq(port=0), token=token, keys=None, max_frame_bytes=1 << 26, hosts=("127.0.0.1",))
+    described = described_own(SETTINGS, model)
+    served = Served(
+        "bench", model, ByteTokenizer(), ChatTemplate(None, {}), Serving(), (), frozenset(), len(SLOWDOWNS), described=described
+    )
+    stages = kind(served, server, lambda text: None)
+    with ExitStack() as ended:
+        ended.callback(stages.close)
+        for slowdown in SLOWDOWNS[1:]:
+            words = ["join", server.address, "--node", "--token", token, "--slowdown", str(slowdown), "--patience", "5"]
+            node = subprocess.Popen(
+                [sys.executable, "-m", "shoal", *words], stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
+            ended.callback(node.wait)
+            ended.callback(node.terminate)
+        while stages.current is None:
+            time.sleep(0.05)
+        yield stages
+
+
+def written(stages: Spread) -> int:
+    """Tokens that were written: eight answers at once, to their ends."""
+    engine = Engine(stages, most_running=STREAMS, most_waiting=STREAMS, clock=time.monotonic)
+    engine.submit(*(Job([i + 1] * 8, TOKENS, Draws(i, [i]), lambda heard: False, Warp(1.0)) for i in range(STREAMS)))
+    while engine.busy:
+        engine.step()
+    return engine.tokens_written

@@ -1,0 +1,197 @@
+"""Models of Hugging Face that Shoal's own transformer computes, in fewer steps and with a cache that is written in place.
+
+Llama, Mistral and Qwen 2 without a window of attention, and GPT-2, have the layers of `Gpt`, if their matrices are put together: queries,
+keys and values, gate and content. Whether a model is such a one is tried with a small random copy, not believed. Its numbers are found by
+the names that they have in its own files, so files, digests and machines elsewhere need not know.
+
+Shapes: N rows of a matrix, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.config.schema import model as schema
+from shoal.errors import ShoalError
+from shoal.models.gpt import Gpt
+from shoal.models.huggingface import HuggingFace
+from shoal.models.huggingface_stages import narrowed, small_copy
+from shoal.models.rotary import Rotary
+from shoal.models.stage_parts import fill, needed, skeleton
+
+Get = Callable[[str], Tensor]
+
+_LLAMA = {
+    "layers": "inner.model.layers",
+    "token_embedding": ("inner.model.embed_tokens",),
+    "norm": ("inner.model.norm",),
+    "output": ("inner.lm_head",),
+    "attention_norm": ("input_layernorm",),
+    "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.output": ("self_attn.o_proj",),
+    "feed_forward_norm": ("post_attention_layernorm",),
+    "feed_forward.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "feed_forward.down": ("mlp.down_proj",),
+}
+_GPT2 = {
+    "layers": "inner.transformer.h",
+    "token_embedding": ("inner.transformer.wte",),
+    "position_embedding": ("inner.transformer.wpe",),
+    "norm": ("inner.transformer.ln_f",),
+    "output": ("inner.lm_head",),
+    "attention_norm": ("ln_1",),
+    "attention.query_key_value": ("attn.c_attn",),
+    "attention.output": ("attn.c_proj",),
+    "feed_forward_norm": ("ln_2",),
+    "feed_forward.up": ("mlp.c_fc",),
+    "feed_forward.down": ("mlp.c_proj",),
+}
+_ROTARY_TYPES = ("default", "linear", "llama3")
+"""Kinds of rotary positions whose frequencies do not depend on the length of the text."""
+_TOLERANCE = 1e-4
+
+
+class Adopted:
+    """How a model of Hugging Face becomes one of Shoal's own."""
+
+    def __init__(self, inner: Any) -> None:
+        """Raises ShoalError, AttributeError or the like where it does not look like one."""
+        config = inner.config
+        self.vocab_size: int = config.vocab_size
+        self.gpt2 = config.model_type == "gpt2"
+        self.names: Mapping[str, Any] = _GPT2 if self.gpt2 else _LLAMA
+        self.settings = _of_gpt2(config) if self.gpt2 else _of_llama(config)
+        self.frequencies: Tensor | None = None
+        self.biased = False
+        if not self.gpt2:
+            decoder = inner.get_decoder()
+            if decoder.rotary_emb.rope_type not in _ROTARY_TYPES or any(kind != "full_attention" for kind in _kinds(config)):
+                raise ShoalError("its attention has a window, or positions that depend on the length of the text")
+            self.frequencies = decoder.rotary_emb.inv_freq
+            self.biased = decoder.layers[0].self_attn.q_proj.bias is not None
+
+    def make(self) -> Gpt:
+        """The model without numbers."""
+        with skeleton():
+            made = Gpt(self.settings, self.vocab_size)
+            if self.biased:
+                for block in made.blocks:
+                    matrix = block.attention.query_key_value
+                    block.attention.query_key_value = nn.Linear(matrix.in_features, matrix.out_features)
+        if self.frequencies is not None:
+            made.rotary = Rotary(self.settings.max_seq_len, self._head_size, self.frequencies)
+        return made.eval()
+
+    def sources(self, name: str) -> list[str]:
+        """The names, in the model's own files, of what a tensor of ours is put together from."""
+        place, _, kind = name.rpartition(".")
+        if not place.startswith("blocks."):
+            return [f"{source}.{kind}" for source in self.names[place]]
+        _, layer, part = place.split(".", 2)
+        return [f"{self.names['layers']}.{layer}.{source}.{kind}" for source in self.names[part]]
+
+    def tensor(self, name: str, get: Get) -> Tensor:
+        """A tensor of ours. `get` gives those of the model's own files."""
+        parts = [get(source) for source in self.sources(name)]
+        if self.gpt2:
+            # GPT-2 has its matrices the other way round, except for the embeddings
+            return parts[0].t().contiguous() if parts[0].dim() == 2 and name.startswith("blocks.") else parts[0]
+        if "query_key_value" in name:
+            parts[:2] = [_pairs(part, self._head_size) for part in parts[:2]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def whole(self, get: Get) -> Gpt:
+        """The model with its numbers."""
+        made = self.make()
+        fill(made, {name: self.tensor(name, get) for name in needed(made)})
+        return made
+
+    @property
+    def _head_size(self) -> int:
+        return self.settings.hidden_size // self.settings.num_heads
+
+
+def _of_llama(config: Any) -> schema.Gpt:
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if config.hidden_act != "silu" or head_size * config.num_attention_heads != config.hidden_size:
+        raise ShoalError("its activation or its heads are of another kind")
+    return schema.Gpt(
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        intermediate_size=config.intermediate_size,
+        max_seq_len=config.max_position_embeddings,
+        positions="rotary",
+        feed_forward="swiglu",
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        bias=False,
+        tied_embeddings=config.tie_word_embeddings,
+    )
+
+
+def _of_gpt2(config: Any) -> schema.Gpt:
+    if config.activation_function != "gelu_new":
+        raise ShoalError("its activation is of another kind")
+    return schema.Gpt(
+        hidden_size=config.n_embd,
+        num_layers=config.n_layer,
+        num_heads=config.n_head,
+        intermediate_size=config.n_inner or 4 * config.n_embd,
+        max_seq_len=config.n_positions,
+        norm_eps=config.layer_norm_epsilon,
+        tied_embeddings=config.tie_word_embeddings,
+    )
+
+
+def _kinds(config: Any) -> list[str]:
+    """The attention of each layer, where the settings list it."""
+    if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
+        return ["window"]
+    return list(getattr(config, "layer_types", None) or [])
+
+
+def _pairs(matrix: Tensor, head_size: int) -> Tensor:
+    """Rows of queries or keys: Llama turns the two halves of a head, our rotary positions turn neighbours."""
+    return matrix.view(-1, 2, head_size // 2, *matrix.shape[1:]).transpose(1, 2).reshape(matrix.shape)
+
+
+_KNOWN: dict[str, Adopted | None] = {}
+
+
+def adopted(model: HuggingFace) -> Adopted | None:
+    """How our own transformer computes this model; null where it cannot. The model may be without numbers."""
+    inner = model.inner
+    if model.has_adapters or inner.config.model_type not in ("llama", "mistral", "qwen2", "gpt2"):
+        return None
+    key = f"{type(inner).__name__} {inner.config.to_json_string()}"
+    if key not in _KNOWN:
+        _KNOWN[key] = _computes_the_same(inner)
+    return _KNOWN[key]
+
+
+@torch.inference_mode()
+def _computes_the_same(inner: Any) -> Adopted | None:
+    """Compare a small random copy with what we make of it: a prompt, a token after it, and a padded row beside another."""
+    try:
+        found = Adopted(inner)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            small = HuggingFace(small_copy(narrowed(inner.config, 0, min(2, inner.config.num_hidden_layers))))
+        ours = Adopted(small.inner).whole(small.state_dict().__getitem__)
+    except (ShoalError, AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+        return None
+    ids_BL, mask_BS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]]), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    caches = small.new_cache(0), ours.new_cache(0)
+    pairs = [(small(piece_BL, cache=caches[0]), ours(piece_BL, cache=caches[1])) for piece_BL in (ids_BL, ids_BL[:, :1])]
+    pairs.append((small(ids_BL, attention_mask=mask_BS)[:, 2:], ours(ids_BL, attention_mask=mask_BS)[:, 2:]))
+    return found if all(_close(theirs, own) for theirs, own in pairs) else None
+
+
+def _close(theirs: Tensor, ours: Tensor) -> bool:
+    return bool((theirs - ours).abs().max() <= _TOLERANCE * theirs.abs().max())

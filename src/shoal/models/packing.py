@@ -1,0 +1,73 @@
+"""Matrices in the order in which this processor multiplies a few rows at once quickest, beside the order that is quickest for one row.
+
+On a CPU a product with 2 to 32 rows, as many as there are answers written at once, spends much of its time on bringing the matrix into
+such an order: on a Neoverse-N1 [8 × 576] · [576 × 1536] takes 0.74 ms, and 0.50 ms when that was done before; with 2 rows 0.50 and 0.25.
+
+Shapes: N outputs, D inputs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_SMALLEST = 100_000
+"""Numbers that a matrix must have to be worth a copy."""
+_ROWS, _TIMES, _WORTH = 8, 5, 0.9
+_SHARE_OF_ROOM = 0.5
+
+
+class Packed:
+    """A product with a matrix that is kept in both orders. It is not for learning."""
+
+    def __init__(self, weight_ND: Tensor, bias_N: Tensor | None = None) -> None:
+        self.weight_ND, self.bias_N = weight_ND, bias_N
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_ND.detach().contiguous())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.numel() == self.weight_ND.shape[1]:
+            return F.linear(x, self.weight_ND, self.bias_N)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, self.bias_N, "none", [], "")
+        return product
+
+
+@torch.inference_mode()
+def pack(model: nn.Module, room_bytes: float) -> bool:
+    """Keep the matrices of a model in both orders, if that is quicker here and takes less than half of the memory that there is. Return
+    whether that was done."""
+    output: Any = model.output_weight if hasattr(model, "packed_output") else None
+    head: Tensor | None = output if output is not None and _can(output) else None
+    linear = [module for module in model.modules() if type(module) is nn.Linear and module.weight is not output and _can(module.weight)]
+    weights = [*(module.weight for module in linear), *([head] if head is not None else [])]
+    if not weights or sum(weight.nbytes for weight in weights) > _SHARE_OF_ROOM * room_bytes or not _is_quicker(weights[0]):
+        return False
+    for module in linear:
+        module.forward = Packed(module.weight, module.bias)  # type: ignore[method-assign, assignment]
+    if head is not None:
+        model.packed_output = Packed(head)  # type: ignore[assignment]
+    return True
+
+
+def _can(weight: Tensor) -> bool:
+    here = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return here and weight.numel() >= _SMALLEST and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def _is_quicker(weight_ND: Tensor) -> bool:
+    x_RD, packed = torch.ones(_ROWS, weight_ND.shape[1]), Packed(weight_ND)
+    return _seconds(lambda: packed(x_RD)) < _WORTH * _seconds(lambda: F.linear(x_RD, weight_ND))
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """The shortest time: others may compute here, too."""
+    taken = []
+    for _ in range(_TIMES):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
