@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 DEFAULT = ["config", "overhead", "generate", "learning", "rules", "update-codecs", "wire", "through", "ingest", "rounds"]
 DEFAULT += ["same-answer", "rejection", "byzantine", "private", "engines", "classroom", "makespan"]
 # By name only: pipeline, stragglers, diloco, slow-link and simulate-truth (half an hour each), moe (a quarter), moe-workers, goodput,
-# simulate, gpu-dense, gpu-diloco, classroom-quality, rlhf (ten minutes)
+# simulate, gpu-dense, gpu-diloco, classroom-quality, rlhf (ten minutes), rlhf-15m, rlhf-pairs, ppo (five each)
 
 
 class Row(NamedTuple):
