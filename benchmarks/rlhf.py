@@ -138,7 +138,7 @@ seed: SEED
 model: {kind: gpt, hidden_size: 64, num_layers: 2, num_heads: 4, max_seq_len: 16, positions: rotary}
 data: {source: {kind: preferences, path: sums.jsonl}, tokenizer: bytes}
 task: language-modelling
-training: {batch_size: 50, max_steps: 400, device: cpu, optimizer: {learning_rate: 0.003}}
+training: {batch_size: 100, max_steps: 300, device: cpu, optimizer: {learning_rate: 0.003}}
 evaluation: {strategy: never}
 """
 POLICY = """\
@@ -149,7 +149,7 @@ rlhf:
   algorithm: grpo
   group_size: 8
   kl: {coefficient: 0.0, adaptive: false}
-  ppo: {rollout_size: 400, mini_batch_size: 100, epochs: 2, steps: 40, prompt_length: 8, response_length: 4}
+  ppo: {rollout_size: 400, mini_batch_size: 100, epochs: 2, steps: 60, prompt_length: 8, response_length: 4}
 """
 
 
@@ -161,12 +161,12 @@ def wrong(right: int, number: int) -> int:
 def arithmetic(seed: int) -> tuple[float, float]:
     """The share of right sums before and after, in the answers of updates."""
     sums = [(f"{a}+{b}=", a + b) for a in range(10) for b in range(10)]
-    read = [(asked, right if copy < 2 else wrong(right, copy - 1)) for asked, right in sums for copy in range(5)]
+    read = [(asked, right if copy < 4 else wrong(right, copy // 2 - 1)) for asked, right in sums for copy in range(10)]
     Path("sums.jsonl").write_text("".join(json.dumps({"prompt": p, "chosen": f"{s}\n", "rejected": "?\n"}) + "\n" for p, s in read))
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": str(s)}) + "\n" for p, s in sums))
     base = BASE.replace("SEED", str(seed))
     Path("base.yaml").write_text(base)
-    Path("policy.yaml").write_text(base.replace("task: language-modelling\n", "").replace("0.003", "0.0005") + POLICY)
+    Path("policy.yaml").write_text(base.replace("task: language-modelling\n", "").replace("0.003", "0.001") + POLICY)
     assert main(["train", "base.yaml", "--run-dir", "base"]) == 0
     assert main(["train", "policy.yaml", "--run-dir", f"policy-{seed}", "--set", "logging.every_steps=8"]) == 0
     lines = [json.loads(line) for line in Path(f"policy-{seed}/policy/metrics.jsonl").read_text().splitlines()]

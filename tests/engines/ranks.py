@@ -331,10 +331,9 @@ def policy_after(world: World | None, engine: str, rlhf: dict[str, Any]) -> dict
     return {"vector": made.vector.tolist(), "figures": feed.figures, "judged": judged, "position": feed.position}
 
 
-def policies(world: World, *engines: str) -> dict[str, Any]:
-    """What policies learn under engines, in each of several ways."""
-    asked = [(text, name) for text in engines for name in LEARNING if (text, name) != (ZERO[2], "with a head")]
-    return {f"{text} {name}": policy_after(world, text, LEARNING[name]) for text, name in asked}
+def policies(world: World, *asked: str) -> dict[str, Any]:
+    """What policies learn: each is asked for as an engine and a way to learn."""
+    return {text: policy_after(world, json.dumps(engine), LEARNING[way]) for text in asked for engine, way in [json.loads(text)]}
 
 
 PIPELINE = json.dumps({"kind": "pipeline", "micro_batches": 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ def alone() -> dict[str, Any]:
     return {name: ranks.policy_after(None, '{"kind": "single"}', rlhf) for name, rlhf in LEARNING.items()}
 
 
-def check(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+def check(alone: dict[str, Any], *asked: tuple[str, str]) -> None:
+    found = ranks.together("policies", 2, *(json.dumps([json.loads(engine), way]) for engine, way in asked))
     for rank in found:
-        for name, there in rank.items():
-            (own,) = (one for way, one in alone.items() if name.endswith(way))
+        for (name, there), (_, way) in zip(rank.items(), asked, strict=True):
+            own = alone[way]
             torch.testing.assert_close(torch.tensor(there["vector"]), torch.tensor(own["vector"]), rtol=1e-4, atol=2e-6, msg=name)
             assert there["figures"] == pytest.approx(own["figures"], rel=1e-4, abs=1e-5), name
             assert there["judged"] == pytest.approx(own["judged"], rel=1e-4, abs=1e-5), name
@@ -26,9 +28,9 @@ def check(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
 
 
 def test_policies_under_ddp_and_fsdp_learn_what_one_process_learns(alone: dict[str, Any]) -> None:
-    check(ranks.together("policies", 2, DDP, FSDP), alone)
+    check(alone, (DDP, "PPO"), (DDP, "online DPO"), (FSDP, "PPO"), (FSDP, "with a head"), (FSDP, "RLOO"))
 
 
 @needs_deepspeed
 def test_policies_under_zero_learn_what_one_process_learns(alone: dict[str, Any]) -> None:
-    check(ranks.together("policies", 2, ZERO[0], ZERO[2]), alone)
+    check(alone, (ZERO[0], "with a head"), (ZERO[2], "PPO"))
