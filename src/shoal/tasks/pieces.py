@@ -45,6 +45,8 @@ def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tempera
 @torch.no_grad()
 def in_pieces(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float, slope_of: SlopeOf) -> Pieces:
     """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix."""
+    # A loss is not scaled up yet where its slopes are formed, and float16 would lose small ones
+    kind = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
     log_probs, entropies, slopes = [], [], []
     weight_slope_VD = torch.zeros_like(weight_VD) if weight_VD.requires_grad else None
     for some in _cut(len(labels_N), len(weight_VD)):
@@ -54,10 +56,11 @@ def in_pieces(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperatur
         slope_n, entropy_slope = slope_of(some, chosen_n, entropy_n)
         logits_slope_nV = log_p_nV.add_(entropy_n[:, None]).mul_(-entropy_slope) if entropy_slope else log_p_nV.zero_()
         logits_slope_nV = logits_slope_nV.sub_(slope_n[:, None]).mul_(p_nV).scatter_add_(1, labels_n1, slope_n[:, None])
-        logits_slope_nV = logits_slope_nV.div_(temperature).to(hidden_ND.dtype)
-        slopes.append(logits_slope_nV @ weight_VD.to(hidden_ND.dtype))
-        if weight_slope_VD is not None:
-            weight_slope_VD += logits_slope_nV.T @ hidden_ND[some]
+        logits_slope_nV = logits_slope_nV.div_(temperature).to(kind)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            slopes.append(logits_slope_nV @ weight_VD.to(kind))
+            if weight_slope_VD is not None:
+                weight_slope_VD += logits_slope_nV.T @ hidden_ND[some].to(kind)
         log_probs.append(chosen_n)
         entropies.append(entropy_n)
     return Pieces(torch.cat(log_probs), torch.cat(entropies), torch.cat(slopes), weight_slope_VD)
@@ -79,14 +82,14 @@ class WithSlopes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: Pieces) -> Tensor:
-        ctx.pieces = pieces
+        ctx.pieces, ctx.kind = pieces, hidden_ND.dtype
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Any:
         pieces, ctx.pieces = ctx.pieces, None
         weight = pieces.weight_slope_VD
-        return None, pieces.hidden_slope_ND * slope, None if weight is None else weight.mul_(slope), None
+        return None, (pieces.hidden_slope_ND * slope).to(ctx.kind), None if weight is None else weight.mul_(slope), None
 
 
 def with_slopes(loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: Pieces) -> Tensor:
