@@ -2,6 +2,12 @@
 
 stories      stories260K is to tell happier stories: sentiment from about 0.3 to 0.7 in 30 updates of 64 answers (PPO, RLOO, GRPO)
 arithmetic   a small GPT that adds digits right four times in ten is to do so nine times in ten (the reward `exact`)
+
+How sentimental the first answers are depends on the prompts: half of them begin a tale ("Once upon a time, there was a boy": 0.45), half
+are in the middle of one ("One day, a boy": 0.12). The base of the sums has learned from a text in which three of five sums are wrong: it
+knows what is right, and does not say it more often than the text did.
+
+`rlhf-15m` does the first with stories15M, and `rlhf-pairs` has the tasks that learn from pairs.
 """
 
 from __future__ import annotations
@@ -57,11 +63,14 @@ class StoryTokenizer:
         return "".join(self.pieces[number][0] for number in ids if number > 2).replace("<0x0A>", "\n")
 
 
-def storyteller(algorithm: str, seed: int, value: str = "network") -> RolloutFeed:
+def storyteller(
+    algorithm: str, seed: int, model_name: str = "stories260K", value: str = "network", rate: float = 0.0005, kl: float = 0.05, **more: int
+) -> RolloutFeed:
+    """A feed of a story model's answers, with an `engine` that learns from them. `more`: settings of rlhf.ppo."""
     from story_models import load_story_model
 
-    ppo = {"rollout_size": 64, "mini_batch_size": 16, "epochs": 4, "steps": UPDATES, "response_length": 24, "prompt_length": 32}
-    optimizer = {"learning_rate": 0.0005, "weight_decay": 0.0}
+    ppo = {"rollout_size": 64, "mini_batch_size": 16, "epochs": 4, "steps": UPDATES, "response_length": 24, "prompt_length": 32} | more
+    optimizer = {"learning_rate": rate, "weight_decay": 0.0}
     tree: dict[str, Any] = {
         "model": {"kind": "gpt"},
         "seed": seed,
@@ -71,30 +80,31 @@ def storyteller(algorithm: str, seed: int, value: str = "network") -> RolloutFee
             "clipping": {"max_norm": 1.0},
             "optimizer": optimizer,
         },
-        "rlhf": {"algorithm": algorithm, "value": value, "reward": "sentiment", "ppo": ppo, "kl": {"coefficient": 0.05, "adaptive": False}},
+        "rlhf": {"algorithm": algorithm, "value": value, "reward": "sentiment", "ppo": ppo, "kl": {"coefficient": kl, "adaptive": False}},
     }
     run = resolve_data(tree, name="bench", dialect="shoal", environ={}).run
     assert run.rlhf is not None
     from shoal.models.scored import add_value
 
     torch.manual_seed(seed)
-    model = load_story_model(DATA / "lm", "stories260K")[0].requires_grad_(True)
+    model = load_story_model(DATA / "lm", model_name)[0].requires_grad_(True)
     players = {"model": model} | (add_value(model, value) if algorithm == "ppo" else {})
-    task, tokenizer = PolicyGradient(players, run.rlhf), StoryTokenizer(DATA / "lm" / "stories260K.vocab.json.gz")
-    steps = UPDATES * ppo["epochs"] * ppo["rollout_size"] // ppo["mini_batch_size"]
+    task, tokenizer = PolicyGradient(players, run.rlhf), StoryTokenizer(DATA / "lm" / f"{model_name}.vocab.json.gz")
+    steps = ppo["steps"] * ppo["epochs"] * ppo["rollout_size"] // ppo["mini_batch_size"]
     engine = SingleEngine(run, task, torch.device("cpu"), steps)
-    prompts = [Asked(tokenizer.encode(text), text) for text in (f"Once upon a time, there was a {one}" for one in ABOUT)]
+    begun = (f"{beginning} a {one}" for one in ABOUT for beginning in ("Once upon a time, there was", "One day,"))
+    prompts = [Asked(tokenizer.encode(text), text) for text in begun]
     made: Any = tokenizer
-    feed = RolloutFeed(run, task, made, prompts, prompts, run.rlhf.reward.builder()(run.rlhf.reward, run))
-    feed.engine = engine  # type: ignore[attr-defined]
+    feed = RolloutFeed(run, task, made, prompts, prompts, run.rlhf.reward.builder()(run.rlhf.reward, run), engine)
+    feed.engine, feed.run = engine, run  # type: ignore[attr-defined]
     return feed
 
 
-def told(algorithm: str, seed: int) -> tuple[list[float], list[float]]:
+def told(algorithm: str, seed: int, **more: Any) -> tuple[list[float], list[float]]:
     """The mean score of each update's answers, and their distance from the reference."""
-    feed: Any = storyteller(algorithm, seed)
+    feed: Any = storyteller(algorithm, seed, **more)
     scores, distances = [], []
-    while feed.epoch < UPDATES - 1 or not feed.at_epoch_end:
+    while feed.epoch < feed.epochs - 1 or not feed.at_epoch_end:
         fresh = feed.buffer is None or feed.at_epoch_end
         feed.engine.step([next(feed)])
         if fresh:
@@ -103,15 +113,23 @@ def told(algorithm: str, seed: int) -> tuple[list[float], list[float]]:
     return scores, distances
 
 
+def row(name: str, found: list[tuple[list[float], list[float]]], target: str) -> Row:
+    """The score of the last updates beside that of the first answers, which are of the model as it was."""
+    first = statistics.mean(scores[0] for scores, _ in found)
+    last = [statistics.mean(scores[-LAST:]) for scores, _ in found]
+    distances = [statistics.mean(distances[-LAST:]) for _, distances in found]
+    note = f"seeds {', '.join(f'{one:.2f}' for one in last)}; KL {', '.join(f'{one:.1f}' for one in distances)} nats an answer"
+    return Row(name, statistics.mean(last), first, "score", statistics.mean(last) / first, target, note)
+
+
+KL = {"ppo": 0.05, "rloo": 0.05, "grpo": 0.05}
+"""Coefficients with which the three end at about the same distance from the reference."""
+
+
 def stories() -> Iterator[Row]:
-    for algorithm in ("ppo", "rloo", "grpo"):
-        found = [told(algorithm, seed) for seed in SEEDS]
-        first = statistics.mean(statistics.mean(scores[:1]) for scores, _ in found)
-        last = [statistics.mean(scores[-LAST:]) for scores, _ in found]
-        distance = statistics.mean(statistics.mean(distances[-LAST:]) for _, distances in found)
-        note = f"seeds {', '.join(f'{one:.2f}' for one in last)}; KL {distance:.1f} nats an answer"
-        mean = statistics.mean(last)
-        yield Row(f"stories260K, sentiment, {algorithm}", mean, first, "score", mean / first, ">= 0.70 in all", note)
+    for algorithm, kl in KL.items():
+        found = [told(algorithm, seed, kl=kl) for seed in SEEDS]
+        yield row(f"stories260K, sentiment, {algorithm}", found, ">= 0.70")
 
 
 BASE = """\
@@ -120,7 +138,7 @@ seed: SEED
 model: {kind: gpt, hidden_size: 64, num_layers: 2, num_heads: 4, max_seq_len: 16, positions: rotary}
 data: {source: {kind: preferences, path: sums.jsonl}, tokenizer: bytes}
 task: language-modelling
-training: {batch_size: 20, max_steps: STEPS, device: cpu, optimizer: {learning_rate: 0.003}}
+training: {batch_size: 100, max_steps: 300, device: cpu, optimizer: {learning_rate: 0.003}}
 evaluation: {strategy: never}
 """
 POLICY = """\
@@ -131,18 +149,22 @@ rlhf:
   algorithm: grpo
   group_size: 8
   kl: {coefficient: 0.0, adaptive: false}
-  ppo: {rollout_size: 400, mini_batch_size: 100, epochs: 2, steps: 40, prompt_length: 8, response_length: 4}
+  ppo: {rollout_size: 400, mini_batch_size: 100, epochs: 2, steps: 60, prompt_length: 8, response_length: 4}
 """
+
+
+def wrong(right: int, number: int) -> int:
+    """A sum that is a little wrong, one of three."""
+    return max(0, right + number * (1 if (right + number) % 2 else -1))
 
 
 def arithmetic(seed: int) -> tuple[float, float]:
     """The share of right sums before and after, in the answers of updates."""
-    sums = [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
-    Path("sums.jsonl").write_text(
-        "".join(json.dumps({"prompt": p, "chosen": f"{s}\n", "rejected": f"{int(s) + 1}\n"}) + "\n" for p, s in sums)
-    )
-    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": s}) + "\n" for p, s in sums))
-    base = BASE.replace("SEED", str(seed)).replace("STEPS", "120")
+    sums = [(f"{a}+{b}=", a + b) for a in range(10) for b in range(10)]
+    read = [(asked, right if copy < 4 else wrong(right, copy // 2 - 1)) for asked, right in sums for copy in range(10)]
+    Path("sums.jsonl").write_text("".join(json.dumps({"prompt": p, "chosen": f"{s}\n", "rejected": "?\n"}) + "\n" for p, s in read))
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": str(s)}) + "\n" for p, s in sums))
+    base = BASE.replace("SEED", str(seed))
     Path("base.yaml").write_text(base)
     Path("policy.yaml").write_text(base.replace("task: language-modelling\n", "").replace("0.003", "0.001") + POLICY)
     assert main(["train", "base.yaml", "--run-dir", "base"]) == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import processes_in
 from shoal.cli.main import main
 from shoal.runs.rewards.interface import Answer
 from shoal.runs.trained import open_run
@@ -113,3 +114,18 @@ def test_a_large_model_without_a_base_is_refused_with_the_command_to_type(
     told = capsys.readouterr().err
     assert "Train it first: shoal train gpu/base --run-dir base; then add --set rlhf.policy=base" in told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_train_every_phase_and_one_goes_on_with_what_they_left(tmp_path: Path) -> None:
+    two = ("--set", "engine.kind=ddp", "--set", "launch.devices_per_node=2", "--set", "training.device=cpu")
+    command = ("train", "gpu/tiny", "--rlhf_config", "rlhf/test_cpu", *SMALL, "--set", "rlhf.ppo.steps=2", *two, "--run-dir", "run")
+    with processes_in(tmp_path) as processes:
+        code, told = processes.run(*command)
+        assert code == 0, told
+        assert told.count("phase 1, base") == told.count("phase 2, policy") == told.count("what changed") == 1
+        code, told = processes.run(*command, "--phase", "reward")
+        assert code == 2
+        assert "there is no `reward` in this training; there are base, policy" in told
+    summary = json.loads((tmp_path / "run" / "policy" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["samples"]) == ("completed", 2 * 2 * 8 // 4, 2 * 2 * 8)
+    assert {"score", "kl", "entropy"} <= set(summary["metrics"]["train"])

@@ -25,6 +25,7 @@ MIXTURES = (ROOT / "docs" / "mixtures.md").read_text(encoding="utf-8")
 WATCHING = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
 SHELF = (ROOT / "docs" / "shelf.md").read_text(encoding="utf-8")
 RACK = (ROOT / "docs" / "rack.md").read_text(encoding="utf-8")
+FEEDBACK = (ROOT / "docs" / "feedback.md").read_text(encoding="utf-8")
 PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 SLIPS = "dialect: shoal\nmodel:\n  kind: gtp\nstrategy:\n  kind: syncps\n  pull_evry_steps: 10\n"
 
@@ -67,6 +68,7 @@ SCRIPTS = [
         ("watching", WATCHING),
         ("shelf", SHELF),
         ("rack", RACK),
+        ("feedback", FEEDBACK),
     )
     for number, block in enumerate(blocks("sh", page), 1)
     if commands_in(block)

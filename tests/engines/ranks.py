@@ -20,13 +20,17 @@ from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.config.ranks import Place, environment_of, place
 from shoal.config.schema.serving import Decoding
+from shoal.data import load_tokenizer
 from shoal.engines import Engine, SingleEngine, World, build, choose_device, enter
 from shoal.launch import nursery
 from shoal.models import build as build_models
 from shoal.models.generate import generate
 from shoal.models.routers.base import LearnedRouter
 from shoal.runs.checkpoint import Checkpoints
+from shoal.runs.rollouts import Asked, RolloutFeed
 from shoal.tasks import Batch
+from shoal.tasks import build as build_task
+from shoal.tasks.answers import Reference
 from shoal.tasks.gan import Gan
 from shoal.tasks.language import LanguageModelling
 
@@ -290,6 +294,50 @@ def small_last_batch(world: World) -> list[float]:
     engine.step([{name: value[:1][world.rank :: world.size] for name, value in whole.items()}])
     vector: list[float] = engine.vector.tolist()
     return vector
+
+
+LETTERS = ["Once upon", "a", "boat went", "to", "the sea and"]
+LEARNING = {"PPO": {}, "with a head": {"value": "head"}, "RLOO": {"algorithm": "rloo"}, "online DPO": {"algorithm": "online-dpo"}}
+"""Ways to learn from a reward."""
+
+
+class Bytes:
+    image_shape, num_classes, vocab_size = None, None, 257
+
+
+def policy_feed(world: World | None, engine: dict[str, Any], rlhf: dict[str, Any]) -> tuple[Engine, RolloutFeed]:
+    """A policy and what it learns from: answers are to have capital letters and digits."""
+    ppo = {"rollout_size": 12, "mini_batch_size": 6, "epochs": 2, "steps": 2, "response_length": 5, "prompt_length": 7, "stop_kl": 0.9}
+    training = {"optimizer": PLAIN, "device": DEVICE, "gradient_accumulation_steps": 1 if "algorithm" in rlhf else 2}
+    tree = {"model": DEEP, "engine": engine, "training": training, "rlhf": {"ppo": ppo, "group_size": 4, "kl": {"target": 0.1}} | rlhf}
+    run = resolve_data(tree, name="test", dialect="shoal", environ={}).run
+    assert run.rlhf is not None
+    players = build_models(run, Bytes())
+    task: Any = build_task(run, players, Bytes())
+    reference = Reference(players["model"])
+    device = choose_device(DEVICE, world.rank if world else 0)
+    made = build(run, task, device, 8, world) if world else SingleEngine(run, task, device, 8)
+    tokenizer = load_tokenizer("bytes")
+    asked = [Asked(tokenizer.encode(text)[-7:], text) for text in LETTERS]
+
+    def score(answers: Any) -> list[float]:
+        return [sum(letter < "a" for letter in one.text) / 5 for one in answers]
+
+    return made, RolloutFeed(run, task, tokenizer, asked, asked, score, made, reference)
+
+
+def policy_after(world: World | None, engine: str, rlhf: dict[str, Any]) -> dict[str, Any]:
+    """A policy that has learned from two rollouts, what it found out about them, and its answers to held-out prompts."""
+    made, feed = policy_feed(world, json.loads(engine), rlhf)
+    while feed.epoch + feed.at_epoch_end < 2:
+        made.step([next(feed) for _ in range(feed.pieces)])
+    judged = made.evaluate(feed.judged())
+    return {"vector": made.vector.tolist(), "figures": feed.figures, "judged": judged, "position": feed.position}
+
+
+def policies(world: World, *asked: str) -> dict[str, Any]:
+    """What policies learn: each is asked for as an engine and a way to learn."""
+    return {text: policy_after(world, json.dumps(engine), LEARNING[way]) for text in asked for engine, way in [json.loads(text)]}
 
 
 PIPELINE = json.dumps({"kind": "pipeline", "micro_batches": 2})

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from shoal.config.load import resolve_data
 from shoal.config.schema import Run
 from shoal.config.schema import model as schema
 from shoal.config.schema.data import Data
 from shoal.config.schema.serving import Decoding
+from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models import build, generate
 from shoal.models.decoding import draws_of_group
 from shoal.models.sampling import sample
 from shoal.models.scored import Scored
+from shoal.runs.rollouts import Asked, RolloutFeed
+from shoal.tasks import build as build_task
 from shoal.tasks.answers import as_text, as_used, log_probs
 
 transformers = pytest.importorskip("transformers")
@@ -338,3 +343,42 @@ def test_answers_of_prompts_of_unequal_length_are_scored_as_they_were_drawn(shap
     drawn = sample(network, prompts, max_new_tokens=4, temperature=0.8, draws=draws, eos_id=None, pad_id=0)
     with as_used(network), torch.no_grad():
         assert torch.allclose(log_probs(network, as_text(*drawn[:4]), 0.8)[:, -4:], drawn.log_probs_BT, atol=1e-4)
+
+
+def test_a_policy_with_lora_learns_in_its_adapters_and_is_its_own_reference(shapes, folder: Path) -> None:
+    """PPO with a value network; the weights below the adapters stay, and the reference is the model without them."""
+    pytest.importorskip("peft")
+    ppo = {"rollout_size": 8, "mini_batch_size": 4, "epochs": 1, "response_length": 4, "prompt_length": 3}
+    model = {"kind": "huggingface", "pretrained": str(folder), "lora": {"rank": 2}}
+    training = {"device": "cpu", "epochs": 1, "optimizer": {"learning_rate": 0.05}}
+    run = resolve_data(
+        {"model": model, "data": {"sequence_length": 16}, "training": training, "rlhf": {"ppo": ppo}},
+        name="test",
+        dialect="shoal",
+        environ={},
+    ).run
+    players = build(run, shapes(vocab_size=40))
+    task: Any = build_task(run, players, shapes(vocab_size=40))
+    below = {name: value.clone() for name, value in players["model"].named_parameters() if not value.requires_grad}
+    engine = SingleEngine(run, task, torch.device("cpu"), 4)
+    asked = [Asked([5, 6, 7], "a"), Asked([8], "b")]
+    feed = RolloutFeed(run, task, Numbers(), asked, asked, lambda some: [float(len(one.text)) for one in some], engine)
+    before = feed.answered(asked, 0).drawn.log_probs_BT
+    for _ in range(2):
+        engine.step([next(feed)])
+    assert feed.figures["kl"] == pytest.approx(0, abs=1e-4)
+    after = feed.answered(asked, 0)
+    assert not torch.equal(after.drawn.log_probs_BT, before), "it has learned"
+    assert after.difference_BT.abs().max() > 1e-3
+    assert set(engine.layouts) == {"model", "value"}
+    for name, value in players["model"].named_parameters():
+        assert value.requires_grad or torch.equal(value, below[name])
+
+
+class Numbers:
+    """A tokenizer whose text is the tokens' numbers."""
+
+    eos_id, pad_id = None, 0
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))

@@ -25,7 +25,7 @@ from shoal.runs.alone import prepare
 from shoal.runs.rewards.interface import Answer
 from shoal.runs.rollouts import Asked, RolloutFeed
 from shoal.tasks import credit
-from shoal.tasks.answers import Text, as_text, as_used, log_probs
+from shoal.tasks.answers import Text, as_text, as_used, given_to, log_probs
 from shoal.tasks.policy_gradient import OnlineDpo, PolicyGradient
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 24}
@@ -218,6 +218,34 @@ def test_one_batch_and_four_pieces_have_the_same_gradient_and_padding_none() -> 
         assert torch.allclose(own, other, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("value", ["network", "head"])
+def test_gradients_that_are_formed_in_pieces_are_those_of_whole_logits(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, at another temperature and with a bonus for entropy, three tokens at a time; a task that is not shown the output matrix
+    makes all logits at once."""
+    feed, batch = task_and_batch(value=value, temperature=0.7, entropy_weight=0.3)
+    task, model = feed.task, feed.task.players["model"].double()
+    batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    batch["log_probs"] = batch["log_probs"] + 0.3 * torch.sin(torch.arange(batch["log_probs"].numel())).view_as(batch["log_probs"])
+    monkeypatch.setattr("shoal.tasks.pieces._LOGITS_AT_ONCE", 3 * 257)
+    (loss, *_) = task.losses(batch)
+    parameters = [one for name, one in model.named_parameters() if name != "value_head.weight"]
+    policy_alone = loss.value - task.ppo.value_weight * loss.metrics.get("value_loss", 0.0)
+    found = torch.autograd.grad(policy_alone, parameters)
+
+    def unseen(ids_BL: Tensor, **given: Any) -> Tensor:
+        logits_BLV: Tensor = model(ids_BL, **given)
+        return logits_BLV
+
+    other = PolicyGradient({"model": unseen}, task.settings)  # type: ignore[dict-item]
+    text = Text.of(batch)
+    with as_used(model):
+        plain, metrics, _ = other._policy(batch, text, given_to(model, text), text.counted_BL[:, -6:])
+    for name in ("policy_loss", "entropy", "clip_share", "approximate_kl"):
+        assert float(loss.metrics[name].detach()) == pytest.approx(float(metrics[name].detach()), abs=1e-12)
+    for one, there in zip(found, torch.autograd.grad(plain, parameters), strict=True):
+        assert torch.allclose(one, there, rtol=1e-9, atol=1e-12)
+
+
 def test_prompts_get_no_gradient_of_the_logits() -> None:
     feed, batch = task_and_batch("rloo")
     model: Any = feed.task.players["model"]
@@ -266,9 +294,11 @@ def test_the_better_of_two_answers_is_learned_as_dpo_learns_pairs() -> None:
 
 def test_a_policy_that_moved_too_far_gets_new_answers() -> None:
     feed, _ = task_and_batch(stop_kl=0.1)
-    feed.task.approximate_kl = torch.tensor(0.05)
-    assert not feed.at_epoch_end
-    feed.task.approximate_kl = torch.tensor(0.2)
+    feed.task.moved = [torch.tensor([0.5, 10.0]), torch.tensor([1.0, 5.0])]
+    assert not feed.at_epoch_end, "that is 0.1 of each token, over all pieces of the mini-batch"
+    next(feed)
+    assert (feed.epoch, feed.position, feed.task.moved) == (0, 2, [])
+    feed.task.moved = [torch.tensor([0.5, 10.0]), torch.tensor([1.1, 5.0])]
     assert feed.at_epoch_end
     next(feed)
     assert (feed.epoch, feed.position) == (1, 1)

@@ -46,7 +46,7 @@ _LEARNING = (
     *("rlhf.ppo.steps=100000", "rlhf.ppo.rollout_size=32", "rlhf.ppo.mini_batch_size=16", "rlhf.ppo.epochs=1", "rlhf.kl.coefficient=0.01"),
     *("rlhf.kl.adaptive=false", "logging.every_steps=1"),
 )
-_START_S, _SAVE_S, _LOOK_S = 150.0, 30.0, 0.1
+_START_S, _SAVE_S, _LOOK_S, _TELL_S = 150.0, 30.0, 0.1, 2.5
 _QUESTION = "Why do fish swim in a shoal? Answer in two sentences."
 
 
@@ -62,7 +62,10 @@ def learn_from_a_reward(folder: Path, seconds: float) -> None:
     log = folder / "train.log"
     _for_a_while([*command, "--run-dir", str(folder / "run")], log, folder / "run" / "policy" / "metrics.jsonl", seconds)
     scores = _scores(folder / "run" / "policy" / "metrics.jsonl")
-    print(f"\nThe mean score went from {scores[0]:.2f} to {scores[-1]:.2f} in {len(scores)} rounds.\n")
+    few = max(1, min(5, len(scores) // 4))
+    before, after = (sum(some) / few for some in (scores[:few], scores[-few:]))
+    print(f"\nOf an answer's letters {before:.0%} were vowels at first, and {after:.0%} at the end, {len(scores)} steps later.")
+    print("The same prompt before and after:\n", flush=True)
     from shoal.cli import generate
 
     compared = ["--compare", str(folder / "run" / "base"), str(folder / "run" / "policy"), "--prompt", "def ", "--max-new-tokens", "60"]
@@ -78,8 +81,11 @@ def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> N
         until = time.monotonic() + _START_S
         while not (sign.exists() and _scores(sign)) and process.poll() is None and time.monotonic() < until:
             time.sleep(_LOOK_S)
-        until = time.monotonic() + seconds
+        until = told = time.monotonic() + seconds
         while process.poll() is None and time.monotonic() < until:
+            if abs(time.monotonic() - told) > _TELL_S:
+                told = time.monotonic()
+                _tell(_scores(sign))
             time.sleep(_LOOK_S)
         process.send_signal(signal.SIGINT)
         wait(process, _SAVE_S)
@@ -88,6 +94,13 @@ def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> N
             process.kill()
     if not sign.exists():
         raise ShoalError(f"the training has come to nothing: {last_line(log)} (see {log})")
+
+
+def _tell(scores: list[float]) -> None:
+    """A line about how the last scores were."""
+    last = scores[-5:]
+    mean = sum(last) / len(last)
+    print(f"  {len(scores):4d} steps  score {mean:.2f}  {'█' * round(40 * max(0.0, min(1.0, mean)))}", flush=True)
 
 
 def _scores(path: Path) -> list[float]:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.cli.options import LAYERS, load
-from shoal.cli.running import train, weather_and_speeds
+from shoal.cli.running import carry_out, weather_and_speeds
 from shoal.config.load import Loaded, Override
+from shoal.config.ranks import place
 from shoal.errors import ShoalError
 from shoal.launch.phases import Phase, is_done, phases
 from shoal.launch.starting import Asked, Plan, plan
@@ -20,18 +21,36 @@ from shoal.launch.starting import Asked, Plan, plan
 def train_in_phases(made: Plan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:
     """Train every phase that is not done yet; the exit code of the last."""
     root = _root(made, arguments)
-    code = 0
-    for number, phase in enumerate(phases(made.run, root, _command(arguments)), 1):
+    all_phases = list(phases(made.run, root, _command(arguments)))
+    _check_phase(arguments.phase, [phase.name for phase in all_phases])
+    code, speaks = 0, made.here is None or (made.here.rank == 0 and not made.here.file)
+    for number, phase in enumerate(all_phases, 1):
         folder = root / phase.name
-        if is_done(folder):
-            sys.stderr.write(f"phase {number}, {phase.name}: done already, in {folder}\n")
+        if arguments.phase not in (None, phase.name):
             continue
-        sys.stderr.write(f"phase {number}, {phase.name}: {phase.why}\n")
-        code = _train(phase, arguments, overrides, folder)
+        if is_done(folder):
+            _tell(f"phase {number}, {phase.name}: done already, in {folder}", speaks)
+            continue
+        _tell(f"phase {number}, {phase.name}: {phase.why}", speaks)
+        code = _train(phase, arguments, overrides, folder, [*argv, "--run-dir", str(root)])
         if not is_done(folder):
             return code
-    _tell_how_to_compare(made, root)
+    if speaks:
+        _tell_how_to_compare(made, root)
     return code
+
+
+def _check_phase(asked: str | None, names: Sequence[str]) -> None:
+    """Raise ShoalError where there is no such phase, or torchrun's processes, which train one thing, are not told which."""
+    if asked is not None and asked not in names:
+        raise ShoalError(f"--phase: there is no `{asked}` in this training; there are {', '.join(names)}")
+    if asked is None and len(names) > 1 and place() is not None:
+        raise ShoalError(f"torchrun's processes train one phase: start them for each of {', '.join(names)}, with --run-dir and --phase")
+
+
+def _tell(text: str, speaks: bool) -> None:
+    if speaks:
+        sys.stderr.write(f"{text}\n")
 
 
 def _tell_how_to_compare(made: Plan, root: Path) -> None:
@@ -45,7 +64,7 @@ def _tell_how_to_compare(made: Plan, root: Path) -> None:
 def _root(made: Plan, arguments: argparse.Namespace) -> Path:
     if arguments.run_dir:
         root = Path(arguments.run_dir)
-        if root.exists() and any(root.iterdir()) and not arguments.resume:
+        if root.exists() and any(root.iterdir()) and not arguments.resume and arguments.phase is None:
             raise ShoalError(f"{root} holds something already: add --resume to continue it, or choose another --run-dir")
         return root
     if arguments.resume:
@@ -59,8 +78,8 @@ def _command(arguments: argparse.Namespace) -> str:
     return " ".join(["shoal train", *arguments.files, *layers])
 
 
-def _train(phase: Phase, arguments: argparse.Namespace, overrides: list[Override], folder: Path) -> int:
-    """Train one phase, with the workers that the command asks for where the phase has some."""
+def _train(phase: Phase, arguments: argparse.Namespace, overrides: list[Override], folder: Path, argv: list[str]) -> int:
+    """Train one phase, with the workers that the command asks for where the phase has some. `argv` starts this command again."""
     chosen = copy.copy(arguments)
     if phase.below_rlhf:
         chosen.rlhf_config = None
@@ -70,4 +89,5 @@ def _train(phase: Phase, arguments: argparse.Namespace, overrides: list[Override
 
     asked = Asked(str(folder), (folder / "config.yaml").exists(), arguments.workers if phase.with_workers else None)
     made = plan(resolved, asked)
-    return train(made, weather_and_speeds(arguments.netem, arguments.slowdown)) if phase.with_workers else train(made)
+    workers = weather_and_speeds(arguments.netem, arguments.slowdown) if phase.with_workers else weather_and_speeds(None, ())
+    return carry_out(made, [*argv, "--phase", phase.name], workers)

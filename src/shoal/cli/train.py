@@ -14,6 +14,7 @@ def run(argv: list[str]) -> int:
     made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
     made.add_argument("--resume", action="store_true", help="go on with the run in --run-dir, or the newest with these settings")
     made.add_argument("--workers", type=int, metavar="N", help="start a coordinator and N workers on this machine")
+    made.add_argument("--phase", metavar="NAME", help="of a training in phases (rlhf), train this one: base, answers, reward or policy")
     made.add_argument(
         "--netem", metavar="WEATHER", help="put a network between them: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
     )
@@ -36,6 +37,7 @@ def run(argv: list[str]) -> int:
     if in_phases(plan.run) and not goes_on_by_folder(arguments):
         _refuse(arguments, "watch", "shows one run, and each of these phases is one: `shoal watch RUN…` shows them, also side by side")
         return train_in_phases(plan, arguments, overrides, argv)
+    _refuse(arguments, "phase", "is for a task that learns from answers, which trains in phases (rlhf): leave it out")
     return carry_out(plan, argv, weather_and_speeds(arguments.netem, arguments.slowdown))
 
 

@@ -680,18 +680,18 @@ def pairs_for_those_who_compare(settings: Settings, task: Task | None, source: D
 
 @rule("task", "engine.kind")
 def whole_networks_compare(settings: Settings, task: Task | None, engine: str) -> None:
-    if task is not None and task.needs in ("pairs", "prompts") and engine in ("fsdp", "deepspeed", "pipeline", "collectives"):
-        message = f"the task {task.kind} needs whole networks in each process, and the engine {engine} has none"
-        settings.report("engine", message, "engine.kind", "task.kind", help="choose single or ddp")
+    if task is not None and task.needs in ("pairs", "prompts") and engine in ("pipeline", "collectives"):
+        message = f"the task {task.kind} looks at whole answers in step, and the processes of the engine {engine} do not work so"
+        settings.report("engine", message, "engine.kind", "task.kind", help="choose single, ddp, fsdp or deepspeed")
 
 
 @rule("task", "engine.kind", "strategy.kind")
-def rollouts_are_made_by_one_process(settings: Settings, task: Task | None, engine: str, strategy: str) -> None:
+def rollouts_are_for_policies_alone(settings: Settings, task: Task | None, engine: str, strategy: str) -> None:
     if task is None or task.needs != "prompts":
         return
-    if engine != "single":
-        message = f"answers are made by one process as yet, and engine.kind is {engine}"
-        settings.report("not-built", message, "engine.kind", "task.kind", help="set engine.kind to single")
+    if engine != "single" and Strategy.kinds[strategy].gives_answers:
+        message = f"a worker of the strategy {strategy} is one process that answers prompts, and engine.kind is {engine}"
+        settings.report("strategy", message, "engine.kind", "strategy.kind", help="set engine.kind to single, and let more workers join")
     if strategy != "local" and not Strategy.kinds[strategy].gives_answers:
         message = f"the strategy {strategy} has no use for answers: its workers send what they learned"
         able = " or ".join(name for name, kind in Strategy.kinds.items() if kind.gives_answers)

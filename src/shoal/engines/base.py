@@ -124,6 +124,10 @@ class Engine(ABC):
     @abstractmethod
     def _load_moments(self, player: str, state: Mapping[str, Any]) -> None: ...
 
+    def hold(self, network: nn.Module) -> nn.Module:
+        """Keep a network that does not learn where the others are. All processes must use it together."""
+        return network.to(self.device)
+
     @property
     def crew(self) -> World:
         """The processes that make up a worker: those that step together, unless each steps by itself."""

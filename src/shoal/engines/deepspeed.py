@@ -10,25 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.config import Run
 from shoal.config.schema.engine import DeepSpeed
-from shoal.engines import moments, optimizers
-from shoal.engines.base import Engine, tensors_of
+from shoal.engines.base import Engine
 from shoal.engines.fsdp import refuse_several
-from shoal.engines.shards import as_shard, part_of
 from shoal.engines.world import World
-from shoal.engines.zero_config import Disk, library, zero_config
-from shoal.engines.zero_disk import Scratch, Window, check_disk_access
+from shoal.engines.zero_config import library
+from shoal.engines.zero_disk import check_disk_access
+from shoal.engines.zero_network import ZeroNetwork
 from shoal.errors import ShoalError
 from shoal.tasks import Task
-from shoal.updates.layout import Layout
-
-_OPEN = ("vocab_size", "max_seq_len", "memory", "new_beside", "new_cache")
-"""What may be asked of a network whose parameters are sharded."""
 
 
 class DeepSpeedEngine(Engine):
@@ -38,242 +32,108 @@ class DeepSpeedEngine(Engine):
         super().__init__(run, task, device, total_steps, world)
         assert isinstance(run.engine, DeepSpeed)
         refuse_several(run, task)
-        self.library = library(device)
-        self.stage = run.engine.zero_stage
+        _check_rest(run, task)
+        found = library(device)
         if run.engine.nvme_offload:
-            if run.logging.track_gradients:
-                raise ShoalError("logging.track_gradients: DeepSpeed gives gradients on a disk up with each step")
             check_disk_access()
-        self.scratch = Scratch(run.engine.nvme_path) if run.engine.nvme_offload else None
-        self.mesh = init_device_mesh(device.type, (world.size,))
-        self.model = task.players["model"].to(device).train()
-        self.trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self.layouts = {"model": Layout((name, tuple(parameter.shape)) for name, parameter in self.trained.items())}
+        for player in task.players.values():
+            player.to(device).train()
         if run.training.compile:
             task.compile()
-        self.zero = self._initialise(run)
-        task.players["model"] = Front(self.zero, self.model, whole=self.stage < 3)
-        self.optimizers = {"model": self.zero.optimizer.optimizer}
-        self.window = Window(self.zero.optimizer)
-
-    def _initialise(self, run: Run) -> Any:
-        settings = self.chosen["model"]
-        if settings.name in optimizers.SHAPED:
-            raise ShoalError(
-                f"training.optimizer.name: {settings.name} looks at whole matrices, and ZeRO cuts them: take AdamW, or the engine ddp"
-            )
-        optimizer = optimizers.make(settings, list(self.trained.values()))
-        sizes = [parameter.numel() // self.world.size for parameter in self.model.parameters()]
-        disk = Disk(self.scratch.path, max(sizes), sum(sizes)) if self.scratch is not None else None
-        config = zero_config(run, self.world.size, self.clip_limit(), disk)
-        zero, *_ = self.library.initialize(model=self.model, optimizer=optimizer, config=config, dist_init_required=False)
-        return zero
+        mesh, limit = init_device_mesh(device.type, (world.size,)), self.clip_limit()
+        self.networks = {
+            name: ZeroNetwork(found, player, self.chosen[name], run, limit, world, mesh) for name, player in task.players.items()
+        }
+        self.layouts = {name: network.layout for name, network in self.networks.items()}
+        self.optimizers = {name: network.optimizer for name, network in self.networks.items()}
+        for name, network in self.networks.items():
+            task.players[name] = network.front
 
     # --- gradients ---------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        """DeepSpeed adds to what it has until it steps; where somebody else does, it has to begin anew."""
-        inner = self.zero.optimizer
-        inner.zero_grad()
-        inner.micro_step_id = 0 if self.stage == 3 else -1  # counts up to 0 when the gradients come
+        for network in self.networks.values():
+            network.forget()
 
     def _backward(self, value: Tensor, player: str, last: bool) -> None:
-        """DeepSpeed takes the mean over the processes, and the shares want the sum."""
-        self.window.close()
-        self.zero.set_gradient_accumulation_boundary(last)
-        self.zero.backward(value * self.world.size, scale_wrt_gas=False)
-        if not last:
-            self.zero.step()  # counts the batch
+        self.networks[player].backward(value, last)
 
     def _gather(self, player: str) -> None:
         pass
 
     def _norm(self, player: str) -> Tensor:
-        return torch.tensor(float(self.zero.get_global_grad_norm()), device=self.device)
+        return self.networks[player].norm()
 
     def _shrink(self, player: str, factor: Tensor) -> None:
-        for name, parameter in self.trained.items():
-            self._set_gradient(parameter, self._whole_gradient(name) * factor)
+        self.networks[player].shrink(factor)
 
     def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
-        for name in self.trained:
-            yield name, self._whole_gradient(name)
-
-    def _whole_gradient(self, name: str) -> Tensor:
-        self.window.show(self.trained[name])
-        gradient: Tensor | None = self.library.utils.safe_get_full_grad(self.trained[name])
-        if gradient is None:
-            raise ShoalError("logging.track_gradients: DeepSpeed gives gradients up with each step; the engines ddp and fsdp keep them")
-        return gradient
-
-    def _set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
-        utils = self.library.utils
-        if self.stage < 3:
-            utils.safe_set_full_grad(parameter, value)
-            return
-        self.window.show(parameter)
-        utils.safe_set_local_grad(parameter, self._own_part(parameter, value))
+        network = self.networks[player]
+        for name in network.trained:
+            yield name, network.whole_gradient(name)
 
     def _step_network(self, name: str, step: float, metrics: dict[str, Tensor], scaled: bool) -> None:
-        """DeepSpeed clips by the norm that it finds, and leaves out a step whose gradient is not finite."""
-        rate, limit = self.rate(name, step), self.clip_limit()
-        for group in self.optimizers[name].param_groups:
-            group["lr"] = rate
-        self.zero.optimizer.clip_grad = limit or 0.0
-        self.window.close()
-        self.zero.step()
+        network, limit = self.networks[name], self.clip_limit()
+        network.step(self.rate(name, step), limit)
         if limit is not None:
-            norm = self._norm(name)
+            norm = network.norm()
             self._note_norm(name, norm, metrics)
-            too_large_a_scale = self.settings.precision.kind == "fp16" and self.zero.optimizer.overflow
+            too_large_a_scale = self.settings.precision.kind == "fp16" and network.scale_was_too_large
             if self.health is not None and not too_large_a_scale:
                 self.healthy(float(norm))
 
     # --- the flat view -----------------------------------------------------------------------------
 
+    def _trained(self) -> Iterator[tuple[ZeroNetwork, nn.Parameter]]:
+        for network in self.networks.values():
+            for parameter in network.trained.values():
+                yield network, parameter
+
     def wholes(self) -> Iterator[Tensor]:
-        for parameter in self.trained.values():
-            yield self._master(parameter)
+        for network, parameter in self._trained():
+            yield network.master(parameter)
 
     def load_wholes(self, wholes: Iterable[Tensor]) -> None:
         with torch.no_grad():
-            for parameter, value in zip(self.trained.values(), wholes, strict=True):
-                self._replace(parameter, value)
+            for (network, parameter), value in zip(self._trained(), wholes, strict=True):
+                network.replace(parameter, value)
 
     def apply(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
-        for name, whole in self.layouts["model"].views(gradient):
-            self._set_gradient(self.trained[name], whole)
+        parts = torch.split(gradient, [layout.size for layout in self.layouts.values()])
+        for network, part in zip(self.networks.values(), parts, strict=True):
+            for name, whole in network.layout.views(part):
+                network.set_gradient(network.trained[name], whole)
         return self.apply_own(step)
 
-    def _master(self, parameter: nn.Parameter) -> Tensor:
-        """The whole parameter, gathered from all; every process must ask."""
-        if parameter.requires_grad:
-            return self._get(parameter, None)
-        if self.stage < 3:
-            return parameter.detach()
-        with self.library.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
-
     def finite(self) -> bool:
-        return all(bool(self._master(parameter).isfinite().all()) for parameter in self.trained.values())
+        return all(bool(whole.isfinite().all()) for whole in self.wholes())
 
     # --- state -------------------------------------------------------------------------------------
 
-    def _part(self, whole: Tensor) -> Tensor:
-        if not whole.dim():
-            return whole
-        shard: Tensor = as_shard(part_of(whole, self.mesh).clone(), whole.shape, self.mesh)
-        return shard
-
     def weights(self) -> dict[str, Tensor]:
-        return {
-            f"model.{name}": self._part(self._master(value)) if isinstance(value, nn.Parameter) else value
-            for name, value in tensors_of(self.model)
-        }
+        return {f"{player}.{name}": value for player, network in self.networks.items() for name, value in network.weights()}
 
     def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
-        self._replace(dict(tensors_of(self.model))[name.removeprefix("model.")], value)
-
-    def _replace(self, tensor: Tensor, value: Tensor) -> None:
-        if self.stage < 3 or not isinstance(tensor, nn.Parameter):
-            tensor.copy_(value)
-        else:
-            with self.library.zero.GatheredParameters([tensor], modifier_rank=0):
-                tensor.copy_(value)
-        if tensor.requires_grad:
-            self._set(tensor, value, None)
-
-    def _get(self, parameter: Any, key: str | None) -> Tensor:
-        """A whole parameter (key None), or what the optimizer keeps for it. Parts of stage 3 are put together here, in full precision."""
-        utils = self.library.utils
-        if self.stage < 3:
-            whole: Tensor = utils.safe_get_full_optimizer_state(parameter, key) if key else utils.safe_get_full_fp32_param(parameter)
-            return whole
-        self.window.show(parameter)
-        part = utils.safe_get_local_optimizer_state(parameter, key) if key else utils.safe_get_local_fp32_param(parameter)
-        part = part.to(self.device).contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.world.size)]
-        dist.all_gather(parts, part)
-        return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
-
-    def _set(self, parameter: Tensor, value: Tensor, key: str | None) -> None:
-        """Take over this process's part of a whole parameter (key None), or of what the optimizer keeps for it."""
-        utils = self.library.utils
-        if self.stage < 3:
-            whole = value.to(self.device)
-            utils.safe_set_full_optimizer_state(parameter, whole, key) if key else utils.safe_set_full_fp32_param(parameter, whole)
-            return
-        part = self._own_part(parameter, value)
-        self.window.show(parameter)
-        utils.safe_set_local_optimizer_state(parameter, part, key) if key else utils.safe_set_local_fp32_param(parameter, part)
-
-    def _own_part(self, parameter: Any, whole: Tensor) -> Tensor:
-        """What this process holds of a parameter's values at stage 3: the last one's part is filled up."""
-        length = parameter.ds_tensor.numel()
-        padded = nn.functional.pad(whole.flatten(), (0, length * self.world.size - whole.numel()))
-        return padded[self.world.rank * length : (self.world.rank + 1) * length].to(self.device)
+        player, _, parameter = name.partition(".")
+        self.networks[player].load_weight(parameter, value)
 
     def forget_past(self) -> None:
-        self.window.close()
-        super().forget_past()
-        if self.scratch is not None:
-            self.zero.optimizer.optimizer_swapper.purge_state()
+        for network in self.networks.values():
+            network.forget_past()
 
     def _moments(self, player: str) -> dict[str, Any]:
-        optimizer = self.optimizers[player]
-        first: dict[str, Any] = next(iter(optimizer.state.values()), {})
-        long = [key for key, value in first.items() if isinstance(value, Tensor) and value.dim()]
-        found = {name: {key: self._part(self._get(parameter, key)) for key in long} for name, parameter in self.trained.items()}
-        return moments.packed({key: value for key, value in first.items() if key not in long}, found, optimizer)
+        return self.networks[player].moments()
 
     def _load_moments(self, player: str, state: Mapping[str, Any]) -> None:
-        keys: list[str] = list(next(iter(state["moments"].values()), {}))
-        self._make_room(keys, state["shared"])
-        for name, parameter in self.trained.items():
-            for key in keys:
-                self._set(parameter, state["moments"][name][key], key)
-
-    def _make_room(self, keys: list[str], shared: Mapping[str, Any]) -> None:
-        """The state that the optimizer would make at its first step, for each of the vectors that it steps here."""
-        if not keys and not shared:
-            return
-        self.forget_past()
-        inner = self.zero.optimizer
-        for number, part in enumerate(inner.single_partition_of_fp32_groups if self.stage < 3 else inner.fp32_partitioned_groups_flat):
-            self.window.show_group(number)
-            room: dict[str, Any] = {key: torch.zeros_like(part) for key in keys}
-            inner.optimizer.state[part] = room | moments.copied(shared)
-        if self.stage < 3:
-            inner._lazy_init_hp_params_optimizer_state()
+        self.networks[player].load_moments(state)
 
 
-class Front(nn.Module):
-    """DeepSpeed's engine in the network's place: `forward` goes through it, everything else to the network, as long as it is whole."""
-
-    def __init__(self, zero: Any, model: nn.Module, whole: bool) -> None:
-        super().__init__()
-        self.__dict__ |= {"zero": zero, "model": model, "whole": whole}
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.zero(*arguments, **keywords)
-
-    def next_logits(self, input_ids: Tensor, cache: Any, **keywords: Any) -> Tensor:
-        """Logits of the token after these. Where parameters are sharded, all processes must ask together."""
-        if self.whole:
-            whole: Tensor = self.model.next_logits(input_ids, cache, **keywords)
-            return whole
-        last: Tensor = self.zero(input_ids, cache=cache, **keywords)[:, -1]
-        return last
-
-    def train(self, mode: bool = True) -> Front:
-        self.zero.train(mode)
-        return self
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        parameters: Iterator[nn.Parameter] = self.model.parameters(recurse)
-        return parameters
-
-    def __getattr__(self, name: str) -> Any:
-        if self.__dict__["whole"] or name in _OPEN:
-            return getattr(self.__dict__["model"], name)
-        raise AttributeError(f"{name}: its parameters are sharded")
+def _check_rest(run: Run, task: Task) -> None:
+    """Raises ShoalError for what ZeRO cannot do."""
+    assert isinstance(run.engine, DeepSpeed)
+    if run.engine.nvme_offload and run.logging.track_gradients:
+        raise ShoalError("logging.track_gradients: DeepSpeed gives gradients on a disk up with each step")
+    if run.engine.nvme_offload and len(task.players) > 1:
+        raise ShoalError("engine.nvme_offload: one network can be on the disk, and a value network is a second: take rlhf.algorithm rloo")
+    if run.engine.zero_stage == 3 and hasattr(task.players["model"], "value_head"):
+        raise ShoalError("rlhf.value: ZeRO-3 gathers a network for its output, which has no value beside it: set rlhf.value to network")

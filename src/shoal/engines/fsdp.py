@@ -44,60 +44,55 @@ class FsdpEngine(Engine):
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
         super().__init__(run, task, device, total_steps, world)
         assert isinstance(run.engine, Fsdp)
-        _check(run, task, self.chosen["model"].name, device)
-        self.mesh = init_device_mesh(device.type, (world.size,))
-        model = task.players["model"]
-        trained = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.layouts = {"model": Layout((name, tuple(shape)) for name, shape in trained.items())}
-        _shard(model, run, self.mesh)
-        model.train()
+        for settings in self.chosen.values():
+            _check(run, task, settings.name, device)
+        self.run, self.mesh = run, init_device_mesh(device.type, (world.size,))
+        self.shards = {name: Shards(player, run, self.mesh) for name, player in task.players.items()}
+        self.layouts = {name: shards.layout for name, shards in self.shards.items()}
         if run.training.compile:
             task.compile()
-        self.parameters: dict[str, DTensor] = {name: _sharded(parameter) for name, parameter in model.named_parameters() if name in trained}
-        self.rows = {name: nn.Parameter(_sharded(parameter.detach()).to_local()) for name, parameter in self.parameters.items()}
-        self.optimizers = {"model": optimizers.make(self.chosen["model"], list(self.rows.values()))}
+        self.optimizers = {name: optimizers.make(self.chosen[name], list(shards.rows.values())) for name, shards in self.shards.items()}
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
+
+    def hold(self, network: nn.Module) -> nn.Module:
+        _shard(network, self.run, self.mesh)
+        return network
 
     # --- gradients ---------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.grad = self.rows[name].grad = None
+        for shards in self.shards.values():
+            shards.forget()
 
     def _backward(self, value: Tensor, player: str, last: bool) -> None:
         value.backward()  # type: ignore[no-untyped-call]
 
     def _gather(self, player: str) -> None:
         """Each process has its rows of the whole gradient: they become the optimizer's."""
-        for name, parameter in self.parameters.items():
-            gradient = parameter.grad
-            self.rows[name].grad = torch.zeros_like(self.rows[name]) if gradient is None else _sharded(gradient).to_local()
+        self.shards[player].gather()
         if self.scaler.is_enabled():
-            self._agree_on_overflow()
+            self._agree_on_overflow(self.shards[player].gradients())
 
-    def _agree_on_overflow(self) -> None:
+    def _agree_on_overflow(self, gradients: list[Tensor]) -> None:
         """A step is skipped by all or by none."""
-        bad = torch.stack([(~row.isfinite()).any() for row in self._gradients()]).any()
+        bad = torch.stack([(~row.isfinite()).any() for row in gradients]).any()
         if self.world.any(bool(bad)):
-            for row in self._gradients():
+            for row in gradients:
                 row.fill_(torch.inf)
 
-    def _gradients(self) -> list[Tensor]:
-        return [row.grad for row in self.rows.values() if row.grad is not None]
-
     def _norm(self, player: str) -> Tensor:
-        squares = torch.stack(torch._foreach_norm(self._gradients())).square().sum().to(self.device)
+        squares = torch.stack(torch._foreach_norm(self.shards[player].gradients())).square().sum().to(self.device)
         dist.all_reduce(squares)
         return squares.sqrt()
 
     def _shrink(self, player: str, factor: Tensor) -> None:
-        gradients = self._gradients()
+        gradients = self.shards[player].gradients()
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
-        for name, row in self.rows.items():
+        for name, row, shape in self.shards[player].in_order():
             own = torch.zeros_like(row) if row.grad is None else row.grad
-            yield name, self._whole(as_shard(own.to(self.device), self.parameters[name].shape, self.mesh))
+            yield name, self._whole(as_shard(own.to(self.device), shape, self.mesh))
 
     # --- the flat view -----------------------------------------------------------------------------
 
@@ -106,30 +101,40 @@ class FsdpEngine(Engine):
         return whole
 
     def wholes(self) -> Iterator[Tensor]:
-        for name, row in self.rows.items():
-            yield self._whole(as_shard(row.detach().to(self.device), self.parameters[name].shape, self.mesh))
+        for shards in self.shards.values():
+            for _, row, shape in shards.in_order():
+                yield self._whole(as_shard(row.detach().to(self.device), shape, self.mesh))
+
+    def _rows(self) -> Iterator[nn.Parameter]:
+        for shards in self.shards.values():
+            yield from shards.rows.values()
 
     def load_wholes(self, wholes: Iterable[Tensor]) -> None:
         with torch.no_grad():
-            for row, value in zip(self.rows.values(), wholes, strict=True):
+            for row, value in zip(self._rows(), wholes, strict=True):
                 row.copy_(part_of(value, self.mesh))
 
     def apply(self, gradient: Tensor, step: float) -> dict[str, Tensor]:
-        for name, whole in self.layouts["model"].views(gradient):
-            self.rows[name].grad = part_of(whole, self.mesh).to(self.rows[name].device, copy=True)
+        own = torch.split(gradient, [shards.layout.size for shards in self.shards.values()])
+        for shards, part in zip(self.shards.values(), own, strict=True):
+            for name, whole in shards.layout.views(part):
+                shards.rows[name].grad = part_of(whole, self.mesh).to(shards.rows[name].device, copy=True)
         return self.apply_own(step)
 
     def finite(self) -> bool:
-        here = all(bool(row.isfinite().all()) for row in self.rows.values())
+        here = all(bool(row.isfinite().all()) for row in self._rows())
         return not self.world.any(not here)
 
     # --- state -------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
-        for module in self.task.players["model"].modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation leaves some parameters gathered
-        return {f"model.{name}": value for name, value in tensors_of(self.task.players["model"])}
+        found: dict[str, Tensor] = {}
+        for player, network in self.task.players.items():
+            for module in network.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # an evaluation leaves some parameters gathered
+            found |= {f"{player}.{name}": value for name, value in tensors_of(network)}
+        return found
 
     def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
         if isinstance(own, DTensor):
@@ -138,15 +143,48 @@ class FsdpEngine(Engine):
             own.copy_(value)
 
     def _moments(self, player: str) -> dict[str, Any]:
-        state = moments.of_parameters(self.optimizers[player], self.rows)
+        shards = self.shards[player]
+        state = moments.of_parameters(self.optimizers[player], shards.rows)
         for name, own in state["moments"].items():
-            shape = self.parameters[name].shape
+            shape = shards.parameters[name].shape
             state["moments"][name] = {key: as_shard(value, shape, self.mesh) for key, value in own.items()}
         return state
 
     def _load_moments(self, player: str, state: Mapping[str, Any]) -> None:
         own = {name: {key: part_of(value, self.mesh) for key, value in values.items()} for name, values in state["moments"].items()}
-        moments.load_parameters(self.optimizers[player], self.rows, {"shared": state["shared"], "moments": own})
+        moments.load_parameters(self.optimizers[player], self.shards[player].rows, {"shared": state["shared"], "moments": own})
+
+
+class Shards:
+    """This process's rows of one network."""
+
+    def __init__(self, network: nn.Module, run: Run, mesh: Any) -> None:
+        trained = {name: parameter.shape for name, parameter in network.named_parameters() if parameter.requires_grad}
+        self.layout = Layout((name, tuple(shape)) for name, shape in trained.items())
+        _shard(network, run, mesh)
+        network.train()
+        self.parameters: dict[str, DTensor] = {
+            name: _sharded(parameter) for name, parameter in network.named_parameters() if name in trained
+        }
+        self.rows = {name: nn.Parameter(_sharded(parameter.detach()).to_local()) for name, parameter in self.parameters.items()}
+
+    def forget(self) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = self.rows[name].grad = None
+
+    def gather(self) -> None:
+        """The gradient of this process's rows becomes the optimizer's."""
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            self.rows[name].grad = torch.zeros_like(self.rows[name]) if gradient is None else _sharded(gradient).to_local()
+
+    def gradients(self) -> list[Tensor]:
+        return [row.grad for row in self.rows.values() if row.grad is not None]
+
+    def in_order(self) -> Iterator[tuple[str, nn.Parameter, torch.Size]]:
+        """Every parameter's name, this process's rows of it, and the shape of the whole."""
+        for name, row in self.rows.items():
+            yield name, row, self.parameters[name].shape
 
 
 def _check(run: Run, task: Task, optimizer: str, device: torch.device) -> None:
@@ -158,11 +196,11 @@ def _check(run: Run, task: Task, optimizer: str, device: torch.device) -> None:
 
 
 def refuse_several(run: Run, task: Task) -> None:
-    """Refuse tasks with several networks, or with BatchNorm: engines that shard support neither."""
-    if list(task.players) != ["model"]:
+    """Refuse networks that are trained against each other, or have BatchNorm: engines that shard support neither."""
+    if "model" not in task.players:
         name = run.chosen_task.kind
-        raise ShoalError(f"engine.kind: {run.engine.kind} shards one network, and the task {name} has {len(task.players)}: take ddp")
-    if any(True for _ in statistics(task.players["model"])):
+        raise ShoalError(f"engine.kind: {run.engine.kind} does not train networks against each other (task {name}): take ddp")
+    if any(True for player in task.players.values() for _ in statistics(player)):
         raise ShoalError(f"engine.kind: {run.engine.kind} does not keep the figures of BatchNorm the same in all processes: take ddp")
 
 

@@ -8,7 +8,7 @@ Shapes: B batch, P tokens of the longest prompt, T tokens of the longest answer,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,10 +44,13 @@ def sample(
     draws: Sequence[Draws],
     eos_id: int | None,
     pad_id: int,
+    width: int = 0,
+    any_goes_on: Callable[[bool], bool] = bool,
 ) -> Sampled:
     """Draw an answer to each prompt from the model's own probabilities at a temperature: no other way of choosing has probabilities that
-    a policy can learn from. All answers have `max_new_tokens` columns. `draws`: the numbers that decide each answer."""
-    prompt_BP, mask_BP = padded(prompts, pad_id, next(model.parameters()).device)
+    a policy can learn from. All answers have `max_new_tokens` columns. `draws`: the numbers that decide each answer. `width`: columns
+    of the prompts, at least. `any_goes_on`: of several processes that must compute together, whether any has an answer that goes on."""
+    prompt_BP, mask_BP = padded(prompts, pad_id, next(model.parameters()).device, width)
     _check_room(model, prompt_BP.shape[1], max_new_tokens)
     context = Context(model, prompt_BP, max_new_tokens, mask_BL=None if bool(mask_BP.all()) else mask_BP)
     answer_BT = prompt_BP.new_full((len(prompts), max_new_tokens), pad_id)
@@ -64,18 +67,18 @@ def sample(
         real_BT[:, step] = going_B
         if eos_id is not None:
             going_B = going_B & (next_B != eos_id)
-        if not bool(going_B.any()):
+        if not any_goes_on(bool(going_B.any())):
             break
         if step + 1 < max_new_tokens:
             context.append(answer_BT[:, step])
     return Sampled(prompt_BP, mask_BP, answer_BT, real_BT, log_probs_BT, ~going_B)
 
 
-def padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts in rows, with padding before the shorter ones, and False where that is."""
+def padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Prompts in rows of `width` tokens at least, with padding before the shorter ones, and False where that is."""
     if not prompts or not all(prompts):
         raise ShoalError("a prompt is empty: each must have at least one token")
-    width = max(map(len, prompts))
+    width = max(width, *map(len, prompts))
     rows = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     lengths_B = torch.tensor([len(prompt) for prompt in prompts])
     mask_BP = torch.arange(width) >= width - lengths_B[:, None]

@@ -251,11 +251,11 @@ class Trunk(nn.Module):
         if length > self.max_seq_len:
             raise ShoalError(f"a sequence of {length} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
         x_BLD: Tensor = self.token_embedding(input_ids_BL)
-        if self.position_embedding is not None and attention_mask is None:
-            x_BLD = x_BLD + self.position_embedding.weight[past : past + input_ids_BL.shape[1]]
-        elif self.position_embedding is not None and attention_mask is not None:
-            # Counted from the first real token, so that padding on the left changes nothing
-            x_BLD = x_BLD + self.position_embedding(_positions(attention_mask)[:, past:])
+        if self.position_embedding is not None:
+            # With padding on the left they count from the first real token. Either way the module is called: of processes that share its
+            # weights some may have such rows and others none, and they must gather the same in the same order
+            places = torch.arange(past, length, device=x_BLD.device) if attention_mask is None else _positions(attention_mask)[:, past:]
+            x_BLD = x_BLD + self.position_embedding(places)
         if torch.is_autocast_enabled(x_BLD.device.type):
             # The stream between the blocks is read and written more than anything else: half the bytes
             x_BLD = x_BLD.to(torch.get_autocast_dtype(x_BLD.device.type))

@@ -26,6 +26,8 @@ from shoal.runs.rollouts import RolloutFeed, prompts_of
 from shoal.runs.run_directory import RunDirectory
 from shoal.strategies import lengths
 from shoal.tasks import Draws
+from shoal.tasks.answers import Reference
+from shoal.tasks.dpo import Dpo
 from shoal.tasks.images import grid, save_png
 from shoal.tasks.policy_gradient import PolicyGradient
 from shoal.worker.interfaces import Feed
@@ -80,23 +82,29 @@ def assemble(
     torch.manual_seed(run.seed + 1_000_003 * rank)
     device = choose_device(run.training.device, here.local_rank if here else 0)
     if isinstance(task, PolicyGradient) and not answers:
-        return _with_rollouts(run, samples, task, device, length)
+        return _with_rollouts(run, samples, task, device, length, world)
     part = reading(run, rank, ranks)
     feed = feed_of(run, samples, part=part)
     steps = lengths.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
     engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps, learns=True)
+    if isinstance(task, Dpo):
+        task.reference = task.reference.held(engine.hold, task.players["model"])
     return Parts(run, samples, engine, feed)
 
 
-def _with_rollouts(run: Run, samples: data.Data, task: PolicyGradient, device: torch.device, length: StepsOf | None) -> Parts:
+def _with_rollouts(
+    run: Run, samples: data.Data, task: PolicyGradient, device: torch.device, length: StepsOf | None, world: World | None
+) -> Parts:
     """A run whose feed makes its batches with the model itself."""
     assert run.rlhf is not None
     assert samples.info.tokenizer is not None
     ppo = run.rlhf.ppo
     steps = ppo.steps * ppo.epochs * ppo.rollout_size // ppo.mini_batch_size if length is None else length(samples)
-    engine = SingleEngine(run, task, device, steps)
+    reference = Reference(task.players["model"])  # before an engine cuts the networks into parts
+    engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps)
     reward = run.rlhf.reward.builder()(run.rlhf.reward, run)
-    return Parts(run, samples, engine, RolloutFeed(run, task, samples.info.tokenizer, *prompts_of(run, samples), reward))
+    feed = RolloutFeed(run, task, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference)
+    return Parts(run, samples, engine, feed)
 
 
 def feed_of(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: tuple[int, int] = (0, 1)) -> data.Feed:
@@ -262,5 +270,5 @@ def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
 
     if isinstance(parts.feed, RolloutFeed):
         answers = parts.feed
-        return lambda step: answers.write_shown(folder / f"step-{step:08d}.txt")
+        return lambda step: answers.write_shown(folder / f"step-{step:08d}.txt") if first else None
     return {"images": images, "text": text, "": lambda step: None}[run.chosen_task.shows]

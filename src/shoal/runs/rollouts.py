@@ -4,6 +4,9 @@ The reference and the reward are the feed's: they have no optimizer, and nothing
 from the run's seed and the number of the rollout, and the answers that are being learned from are in the feed's state: a run that was
 interrupted in the middle of a rollout goes on to the same numbers.
 
+Of several processes of an engine each answers its part of the prompts. Then all have all answers, so what each token is worth, and what
+a checkpoint holds, does not depend on how many they are; of every mini-batch each takes its part.
+
 Shapes: B answers, P tokens of the longest prompt, T tokens of the longest answer, L = P + T − 1.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +26,7 @@ from shoal import data
 from shoal.config import Run
 from shoal.config.schema.rlhf import Rlhf
 from shoal.data.limits import held_out_numbers
+from shoal.engines import Engine, World
 from shoal.errors import ShoalError
 from shoal.models.decoding import draws_of_group
 from shoal.models.sampling import Sampled, sample
@@ -90,6 +95,8 @@ class Rollout(NamedTuple):
     scores_B: Tensor
     difference_BT: Tensor
     """log π − log π₀ of each token."""
+    values_BT: Tensor | None = None
+    """What was expected of the rest of an answer, where somebody predicts that and it was asked for; 0 after the end."""
 
     @property
     def figures(self) -> Batch:
@@ -115,8 +122,11 @@ class RolloutFeed:
         prompts: Sequence[Asked],
         held_out: Sequence[Asked],
         reward: Score,
+        engine: Engine | None = None,
+        reference: Reference | None = None,
     ) -> None:
-        """`task` must hold the policy as it is before it learns: a copy of that is the reference."""
+        """`task` must hold the policy as it is before it learns: a copy of that is the reference, where none is given. `engine`: what
+        steps the networks, and tells how they are held, how precisely they compute, and which processes learn together."""
         assert run.rlhf is not None
         if not prompts:
             raise ShoalError("there is no prompt to answer: set rlhf.prompts")
@@ -130,12 +140,23 @@ class RolloutFeed:
         self.task, self.tokenizer = task, tokenizer
         self.warn: Callable[[str], None] = lambda text: None
         self.prompts, self.held_out, self.reward = list(prompts), list(held_out), reward
-        self.reference = Reference(task.players["model"])
+        self.reference = reference or Reference(task.players["model"])
+        self.world = World()
+        self.precision: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if engine is not None:
+            self.world, self.precision = engine.world, engine.precision
+            self.reference = self.reference.held(engine.hold, task.players["model"])
+        if self.micro_batch < self.world.size:
+            raise ShoalError(
+                f"{self.world.size} processes share mini-batches of {self.micro_batch} answers: raise rlhf.ppo.mini_batch_size, or take "
+                "fewer devices"
+            )
         self.coefficient = self.settings.kl.coefficient
         self.spread = credit.Spread()
         self.epoch = self.position = 0
         self.buffer: Batch | None = None
         self.figures: dict[str, float] = {}
+        self._distance: float | None = None
         self.first: dict[str, float] = {}
         """Figures of the first rollout, to compare with."""
 
@@ -174,16 +195,27 @@ class RolloutFeed:
 
     def _moved_too_far(self) -> bool:
         limit = self.settings.ppo.stop_kl
-        return limit is not None and float(self.task.approximate_kl) > limit
+        return limit is not None and self._moved() > limit
+
+    def _moved(self) -> float:
+        """How far the policy has moved from the one that gave the last mini-batch's answers, in nats per token. All processes ask."""
+        if self._distance is None:
+            nats, tokens = torch.stack(self.task.moved).sum(0).tolist() if self.task.moved else (0.0, 0.0)
+            nats, tokens = self.world.begin_sum([nats, tokens]).wait()
+            self._distance = nats / max(1.0, tokens)
+        return self._distance
 
     def __next__(self) -> Batch:
         if self.at_epoch_end:
             self.epoch, self.position, self.buffer = self.epoch + 1, 0, None
         if self.buffer is None:
             self.buffer = self._roll()
+        if self.position % self.pieces == 0:
+            self.task.moved.clear()
+            self._distance = None
         turn, number = divmod(self.position, self._batches_of_pass)
         order = np.random.default_rng([self.seed, self.epoch, turn, 1]).permutation(_rows(self.buffer))
-        order = order[number * self.micro_batch : (number + 1) * self.micro_batch]
+        order = order[number * self.micro_batch : (number + 1) * self.micro_batch][self.world.rank :: self.world.size]
         self.position += 1
         return {name: value[torch.from_numpy(order)] for name, value in self.buffer.items()}
 
@@ -196,7 +228,7 @@ class RolloutFeed:
             "position": self.position,
             "coefficient": self.coefficient,
             "spread": [self.spread.count, self.spread.mean, self.spread.squares],
-            "approximate_kl": float(self.task.approximate_kl),
+            "approximate_kl": self._distance or 0.0,
             "figures": self.figures,
             "first": self.first,
             "buffer": self.buffer or {},
@@ -205,7 +237,7 @@ class RolloutFeed:
     def load_state_dict(self, state: State) -> None:
         self.epoch, self.position, self.coefficient = state["epoch"], state["position"], state["coefficient"]
         self.spread = credit.Spread(*state["spread"])
-        self.task.approximate_kl = torch.tensor(state["approximate_kl"])
+        self._distance = state["approximate_kl"]
         self.figures, self.first = dict(state["figures"]), dict(state["first"])
         self.buffer = {name: value.clone() for name, value in state["buffer"].items()} or None
 
@@ -218,12 +250,12 @@ class RolloutFeed:
     def _roll(self) -> Batch:
         first = self.epoch * self.prompts_per_rollout
         asked = [self.prompt(first + number) for number in range(self.prompts_per_rollout)]
-        return self._learned_from(self.answered(asked, first, self.group))
+        return self._learned_from(self.answered(asked, first, self.group, valued=True))
 
     def fill(self, version: int, numbers: Sequence[int], drawn: Sampled) -> None:
         """Learn next from answers that others gave: `group` to the prompt of each number."""
         asked = [self.prompt(number) for number in numbers for _ in range(self.group)]
-        self.epoch, self.position, self.buffer = version, 0, self._learned_from(self.scored(asked, drawn))
+        self.epoch, self.position, self.buffer = version, 0, self._learned_from(self.scored(asked, drawn, valued=True))
 
     def empty(self) -> None:
         """Those answers were learned from."""
@@ -256,29 +288,66 @@ class RolloutFeed:
 
     _order: tuple[int, Any] | None = None
 
-    def answered(self, asked: Sequence[Asked], first: int, group: int = 1) -> Rollout:
+    def answered(self, asked: Sequence[Asked], first: int, group: int = 1, *, valued: bool = False) -> Rollout:
         """Answers to prompts, `group` to each, with their scores. What is drawn follows from the seed and the numbers of the prompts, of
-        which the first has the number `first`."""
+        which the first has the number `first`. Of several processes each makes a part of them, and all get all."""
         ppo, rows = self.settings.ppo, [one for one in asked for _ in range(group)]
-        drawn = sample(
-            self.task.players["model"],
-            [one.ids for one in rows],
-            max_new_tokens=ppo.response_length,
-            temperature=ppo.temperature,
-            draws=draws_of_group(self.seed, first, [one.ids for one in asked], group),
-            eos_id=self.tokenizer.eos_id,
-            pad_id=self.tokenizer.pad_id,
-        )
-        return self.scored(rows, drawn)
+        draws = draws_of_group(self.seed, first, [one.ids for one in asked], group)
+        own = self._own_part(len(rows))
+        with self.precision():
+            drawn = sample(
+                self.task.players["model"],
+                [rows[number].ids for number in own],
+                max_new_tokens=ppo.response_length,
+                temperature=ppo.temperature,
+                draws=[draws[number] for number in own],
+                eos_id=self.tokenizer.eos_id,
+                pad_id=self.tokenizer.pad_id,
+                width=max(len(one.ids) for one in rows),
+                any_goes_on=self.world.any,
+            )
+        return self._gathered(self.scored([rows[number] for number in own], drawn, valued=valued), rows)
 
-    def scored(self, asked: Sequence[Asked], drawn: Sampled) -> Rollout:
-        """Answers with their scores, and how far each token is from what the reference would say. `asked`: the prompt of each."""
+    def _own_part(self, count: int) -> list[int]:
+        """Which of so many rows this process works on: all have equally many, so that they go in step; some may do the last again."""
+        each = -(-count // self.world.size)
+        return [min(self.world.rank * each + number, count - 1) for number in range(each)]
+
+    def _gathered(self, part: Rollout, asked: Sequence[Asked]) -> Rollout:
+        """The answers of all processes, of which this one has a part."""
+        if self.world.size == 1:
+            return part
+
+        def whole(own: Tensor) -> Tensor:
+            sent = own.cpu().to(torch.uint8 if own.dtype == torch.bool else own.dtype)
+            return torch.cat(self.world.each(sent))[: len(asked)].to(own.dtype)
+
+        drawn = Sampled(*map(whole, part.drawn))
+        values_BT = None if part.values_BT is None else whole(part.values_BT)
+        answers = self._answers(asked, drawn)
+        return Rollout(drawn, as_text(*drawn[:4]), answers, whole(part.scores_B), whole(part.difference_BT), values_BT)
+
+    def scored(self, asked: Sequence[Asked], drawn: Sampled, *, valued: bool = False) -> Rollout:
+        """Answers with their scores, and how far each token is from what the reference would say. `asked`: the prompt of each. `valued`:
+        also what is expected of each token, where somebody predicts that."""
         ppo, text = self.settings.ppo, as_text(*drawn[:4])
-        reference_BT = self.reference.log_probs(text, ppo.temperature)[:, -ppo.response_length :]
+        with self.precision():
+            reference_BT = self.reference.log_probs(text, ppo.temperature)[:, -ppo.response_length :]
+            values_BT = self._expected(text, drawn.real_BT) if valued else None
         difference_BT = (drawn.log_probs_BT - reference_BT) * drawn.real_BT
         answers = self._answers(asked, drawn)
         scores_B = torch.tensor(self.reward(answers), dtype=torch.float32, device=text.input_ids_BL.device)
-        return Rollout(drawn, text, answers, scores_B, difference_BT)
+        return Rollout(drawn, text, answers, scores_B, difference_BT, values_BT)
+
+    @torch.no_grad()
+    def _expected(self, text: Text, real_BT: Tensor) -> Tensor | None:
+        """What the rest of each answer is expected to bring; None: nobody predicts it."""
+        if self.settings.algorithm != "ppo":
+            return None
+        with as_used(*self.task.players.values()):
+            values_BT = self.task.values(text, self.settings.ppo.response_length)
+        assert values_BT is not None
+        return values_BT * real_BT
 
     def _answers(self, asked: Sequence[Asked], drawn: Sampled) -> list[Answer]:
         found = []
@@ -317,10 +386,8 @@ class RolloutFeed:
             against = credit.leave_one_out if settings.algorithm == "rloo" else credit.group_relative
             advantages_BT = against(rewards_BT.sum(1), self.group)[:, None] * real_BT
             return {"advantages": credit.whiten(advantages_BT, real_BT) if self._whitens else advantages_BT}
-        with torch.no_grad(), as_used(*self.task.players.values()):
-            values_BT = self.task.values(rollout.text, ppo.response_length)
+        values_BT = rollout.values_BT
         assert values_BT is not None
-        values_BT = values_BT * real_BT
         if ppo.whiten_rewards:
             rewards_BT = credit.whiten(rewards_BT, real_BT, shift=False)
         advantages_BT = credit.gae(rewards_BT, values_BT, real_BT, ppo.gamma, ppo.gae_lambda)

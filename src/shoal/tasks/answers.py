@@ -8,7 +8,7 @@ Shapes: B batch, L tokens, N tokens that count, D width, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from shoal.tasks.base import Batch, Loss, Mean
 from shoal.tasks.language import IGNORED
+from shoal.tasks.pieces import at_temperature, log_probs_of
 
 
 class Text(NamedTuple):
@@ -71,11 +72,6 @@ def log_softmax(model: Any, text: Text, temperature: float = 1.0, given: dict[st
     return at_temperature(logits_NV, temperature)
 
 
-def at_temperature(logits_NV: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities at a temperature, in float32 at least."""
-    return (logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature).log_softmax(-1)
-
-
 def chosen(log_p_NV: Tensor, text: Text) -> Tensor:
     """The log-probabilities of the answers' own tokens [B, L]; 0 where nothing counts."""
     chosen_N = log_p_NV.gather(1, text.labels_BL[text.counted_BL][:, None]).squeeze(1)
@@ -89,7 +85,10 @@ def spread(values_N: Tensor, text: Text) -> Tensor:
 
 def log_probs(model: Any, text: Text, temperature: float = 1.0, given: dict[str, Any] | None = None) -> Tensor:
     """How probable each token of the answers was [B, L]; 0 where nothing counts."""
-    return chosen(log_softmax(model, text, temperature, given), text)
+    if torch.is_grad_enabled() or not hasattr(model, "output_weight"):
+        return chosen(log_softmax(model, text, temperature, given), text)
+    hidden_ND = model.hidden(text.input_ids_BL, **(given_to(model, text) if given is None else given))[text.counted_BL]
+    return spread(log_probs_of(hidden_ND, model.output_weight, text.labels_BL[text.counted_BL], temperature), text)
 
 
 def share_won(margin_B: Tensor) -> Tensor:
@@ -169,6 +168,12 @@ class Reference:
         other._adapted = model if self._adapted is not None else None
         return other
 
+    def held(self, hold: Callable[[nn.Module], nn.Module], model: Any) -> Reference:
+        """The same, with the frozen copy where and as an engine holds networks; `model` is what learns, as the engine holds it."""
+        other = self.beside(model)
+        other._copy = hold(self._copy) if self._copy is not None else None
+        return other
+
     @torch.no_grad()
     def log_probs(self, text: Text, temperature: float = 1.0) -> Tensor:
         """As `log_probs`, on the device of the text."""
@@ -176,4 +181,4 @@ class Reference:
             with as_used(self._adapted), self._adapted.without_adapters():
                 return log_probs(self._adapted, text, temperature)
         assert self._copy is not None
-        return log_probs(self._copy.to(text.input_ids_BL.device), text, temperature)
+        return log_probs(self._copy, text, temperature)

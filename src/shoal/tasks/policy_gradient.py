@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shoal.config import Run
 from shoal.config.schema import task as schema
 from shoal.config.schema.rlhf import Rlhf
-from shoal.tasks.answers import Text, as_used, at_temperature, chosen, given_to, log_softmax, spread, with_auxiliary
+from shoal.tasks.answers import Text, as_used, chosen, given_to, log_softmax, spread, with_auxiliary
 from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
 from shoal.tasks.dpo import SIDES, preference_loss
+from shoal.tasks.pieces import SlopeOf, in_pieces, with_slopes
 
 
 def build(task: schema.PpoTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> PolicyGradient:
@@ -32,7 +32,6 @@ class Scored(NamedTuple):
 
     log_probs_BT: Tensor
     entropy_BT: Tensor
-    values_BT: Tensor | None
 
 
 class PolicyGradient:
@@ -43,8 +42,9 @@ class PolicyGradient:
 
     def __init__(self, players: dict[str, nn.Module], settings: Rlhf) -> None:
         self.players, self.settings, self.ppo = players, settings, settings.ppo
-        self.approximate_kl: Tensor = torch.zeros(())
-        """How far the policy has moved from the one that gave the last batch's answers, in nats per token."""
+        self.moved: list[Tensor] = []
+        """Of each batch since the list was emptied: how far the policy has moved from the one that gave the answers, in nats added up
+        over tokens, and how many tokens these are."""
 
     def count(self, batch: Batch) -> int:
         return int(Text.of(batch).counted_BL.sum())
@@ -58,10 +58,9 @@ class PolicyGradient:
         given, width = given_to(model, text), batch["log_probs"].shape[1]
         real_BT = text.counted_BL[:, -width:]
         with as_used(*self.players.values()):
-            scored = self.scored(text, width, given)
-        loss, metrics = self.policy_loss(scored, batch, real_BT)
-        if scored.values_BT is not None:
-            value_loss = self.value_loss(scored.values_BT, batch, real_BT)
+            loss, metrics, values_BT = self._policy(batch, text, given, real_BT)
+        if values_BT is not None:
+            value_loss = self.value_loss(values_BT, batch, real_BT)
             metrics["value_loss"] = value_loss
             loss = loss + self.ppo.value_weight * value_loss
         yield Loss("model", with_auxiliary(loss, metrics, [given]), metrics)
@@ -70,41 +69,67 @@ class PolicyGradient:
                 value_loss = self.value_loss(self.values(text, width), batch, real_BT)
             yield Loss("value", self.ppo.value_weight * value_loss, {"value_loss": value_loss})
 
-    def scored(self, text: Text, width: int, given: dict[str, Any] | None = None) -> Scored:
-        """One pass of the policy: log-probabilities and entropies, and values where it predicts them itself."""
+    def _policy(self, batch: Batch, text: Text, given: dict[str, Any], real_BT: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        """The policy's loss with figures, and its values where it predicts them itself. Where the model shows its output matrix, the
+        logits of all tokens are never there at once."""
         model: Any = self.players["model"]
-        given = given_to(model, text) if given is None else given
-        if not hasattr(model, "value_head"):
-            log_p_NV, values_BT = log_softmax(model, text, self.ppo.temperature, given), None
-        else:
-            hidden_BLD = model.hidden(text.input_ids_BL, **given)
-            log_p_NV = at_temperature(F.linear(hidden_BLD[text.counted_BL], model.output_weight), self.ppo.temperature)
-            values_BT = model.value_head(hidden_BLD[:, -width:])
-        entropy_BL = spread(-(log_p_NV.exp() * log_p_NV).sum(-1), text)
-        return Scored(chosen(log_p_NV, text)[:, -width:], entropy_BL[:, -width:], values_BT)
+        width = real_BT.shape[1]
+        if not hasattr(model, "output_weight"):
+            log_p_NV = log_softmax(model, text, self.ppo.temperature, given)
+            entropy_BL = spread(-(log_p_NV.exp() * log_p_NV).sum(-1), text)
+            scored = Scored(chosen(log_p_NV, text)[:, -width:], entropy_BL[:, -width:])
+            return *self.policy_loss(scored, batch, real_BT), None
+        hidden_BLD, labels_N = model.hidden(text.input_ids_BL, **given), text.labels_BL[text.counted_BL]
+        hidden_ND, weight_VD = hidden_BLD[text.counted_BL], model.output_weight
+        pieces = in_pieces(hidden_ND, weight_VD, labels_N, self.ppo.temperature, self._slope_of(batch, real_BT))
+        scored = Scored(*(spread(one_N, text)[:, -width:] for one_N in (pieces.log_probs_N, pieces.entropy_N)))
+        loss, metrics = self.policy_loss(scored, batch, real_BT)
+        values_BT = model.value_head(hidden_BLD[:, -width:]) if hasattr(model, "value_head") else None
+        return with_slopes(loss, hidden_ND, weight_VD, pieces), metrics, values_BT
+
+    def _slope_of(self, batch: Batch, real_BT: Tensor) -> SlopeOf:
+        """The slope of the policy's loss by log-probabilities and entropies of some of the tokens that count."""
+        before_N, advantages_N, count = batch["log_probs"][real_BT], batch["advantages"][real_BT], int(real_BT.sum())
+
+        def slope_of(some: slice, log_probs_n: Tensor, entropy_n: Tensor) -> tuple[Tensor, float]:
+            with torch.enable_grad():
+                leaf_n = log_probs_n.detach().requires_grad_()
+                plain_n, clipped_n = self._gains_lost(leaf_n - before_N[some], advantages_N[some])
+                (slope_n,) = torch.autograd.grad(torch.maximum(plain_n, clipped_n).sum() / count, leaf_n)
+            return slope_n, -self.ppo.entropy_weight / count
+
+        return slope_of
+
+    def _gains_lost(self, change: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """What is lost by a change of log-probabilities: with the ratio of the probabilities as it is, and clipped."""
+        ratio = change.exp()
+        return -advantages * ratio, -advantages * ratio.clamp(1 - self.ppo.clip_range, 1 + self.ppo.clip_range)
 
     def values(self, text: Text, width: int) -> Tensor | None:
         """What the rest of each answer is expected to bring, before each of its tokens [B, T]; None: nobody predicts it."""
+        model: Any = self.players["model"]
         if "value" not in self.players:
-            return self.scored(text, width).values_BT
+            found_BT: Tensor | None = None
+            if hasattr(model, "value_head"):
+                found_BT = model.value_head(model.hidden(text.input_ids_BL, **given_to(model, text))[:, -width:])
+            return found_BT
         value = self.players["value"]
         values_BL: Tensor = value(text.input_ids_BL, **given_to(value, text))
         return values_BL[:, -width:]
 
     def policy_loss(self, scored: Scored, batch: Batch, real_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The smaller of the two gains: with the ratio of the probabilities as it is, and clipped."""
-        change_BT, advantages_BT = scored.log_probs_BT - batch["log_probs"], batch["advantages"]
-        ratio_BT = change_BT.exp()
-        plain_BT = -advantages_BT * ratio_BT
-        clipped_BT = -advantages_BT * ratio_BT.clamp(1 - self.ppo.clip_range, 1 + self.ppo.clip_range)
+        change_BT = scored.log_probs_BT - batch["log_probs"]
+        plain_BT, clipped_BT = self._gains_lost(change_BT, batch["advantages"])
         entropy = over(scored.entropy_BT, real_BT)
         loss = over(torch.maximum(plain_BT, clipped_BT), real_BT)
-        self.approximate_kl = over(ratio_BT - 1 - change_BT, real_BT).detach()
+        moved = torch.where(real_BT, change_BT.expm1() - change_BT, 0.0).sum().detach()
+        self.moved.append(torch.stack([moved, real_BT.sum().to(moved.dtype)]))
         metrics = {
             "policy_loss": loss,
             "entropy": entropy,
             "clip_share": over((clipped_BT > plain_BT).float(), real_BT),
-            "approximate_kl": self.approximate_kl,
+            "approximate_kl": moved / real_BT.sum().clamp(min=1),
         }
         return loss - self.ppo.entropy_weight * entropy, metrics
 

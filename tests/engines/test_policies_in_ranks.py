@@ -1,0 +1,36 @@
+"""Processes that learn together from a policy's own answers learn what one learns, whichever engine they are."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from ranks import DDP, FSDP, LEARNING, ZERO, needs_deepspeed
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return {name: ranks.policy_after(None, '{"kind": "single"}', rlhf) for name, rlhf in LEARNING.items()}
+
+
+def check(alone: dict[str, Any], *asked: tuple[str, str]) -> None:
+    found = ranks.together("policies", 2, *(json.dumps([json.loads(engine), way]) for engine, way in asked))
+    for rank in found:
+        for (name, there), (_, way) in zip(rank.items(), asked, strict=True):
+            own = alone[way]
+            torch.testing.assert_close(torch.tensor(there["vector"]), torch.tensor(own["vector"]), rtol=1e-4, atol=2e-6, msg=name)
+            assert there["figures"] == pytest.approx(own["figures"], rel=1e-4, abs=1e-5), name
+            assert there["judged"] == pytest.approx(own["judged"], rel=1e-4, abs=1e-5), name
+            assert there["position"] == own["position"], name
+
+
+def test_policies_under_ddp_and_fsdp_learn_what_one_process_learns(alone: dict[str, Any]) -> None:
+    check(alone, (DDP, "PPO"), (DDP, "online DPO"), (FSDP, "PPO"), (FSDP, "with a head"), (FSDP, "RLOO"))
+
+
+@needs_deepspeed
+def test_policies_under_zero_learn_what_one_process_learns(alone: dict[str, Any]) -> None:
+    check(alone, (ZERO[0], "with a head"), (ZERO[2], "PPO"))
