@@ -33,7 +33,7 @@ def ours(batch: dict[str, Tensor]) -> Step:
     training = {"precision": {"kind": "bf16"}, "compile": True, "optimizer": {"name": "AdamW", "learning_rate": 3e-4}}
     settings = {"model": model, "training": training, "data": {"sequence_length": LENGTH}}
     run = resolve_data(settings, name="bench", dialect="shoal", environ={}).run
-    engine = SingleEngine(run, LanguageModelling(build(run, Shapes())), torch.device("cuda"), 10_000)
+    engine = SingleEngine(run, LanguageModelling(build(run, Shapes())), torch.device("cuda"), 10_000, learns=True)
     return lambda: engine.step([batch]).metrics["loss"]
 
 

@@ -845,6 +845,16 @@ def sharding_leaves_matrices_whole(settings: Settings, engine: str, optimizer: s
         settings.report("engine", message, "training.optimizer.name", "engine.kind", help="take AdamW, or the engine ddp")
 
 
+@rule("engine.kind", "training.optimizer.name", "training.optimizer.moments")
+def narrow_moments_are_adams(settings: Settings, engine: str, optimizer: str, moments: str) -> None:
+    path = "training.optimizer.moments"
+    if moments != "fp32" and optimizer not in ("Adam", "AdamW"):
+        settings.report("optimizer", f"{optimizer} keeps its means in fp32", path, "training.optimizer.name", help="take Adam or AdamW")
+    if moments != "fp32" and engine in SHARDING:
+        message = f"the engine {engine} keeps the optimizer's means in fp32, a part in each process"
+        settings.report("engine", message, path, "engine.kind", help="leave it out, or take the engine single or ddp")
+
+
 @rule("engine.kind", "task")
 def sharding_takes_one_network(settings: Settings, engine: str, task: Task | None) -> None:
     if engine in SHARDING and task is not None and task.kind == "gan":

@@ -195,11 +195,11 @@ class AnswerLearner(EngineLearner):
             yield
             return
         now = self.network.vector.clone()
-        self.network.vector.copy_(self.versions[base])
+        self.network.load(self.versions[base])
         try:
             yield
         finally:
-            self.network.vector.copy_(now)
+            self.network.load(now)
 
     def _judge(self, worker: str, gaps_N: Tensor, base: int) -> None:
         """Raises InexactAnswers where a worker's tokens are other ones too often, or one is of another draw altogether."""

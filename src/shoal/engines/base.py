@@ -128,6 +128,10 @@ class Engine(ABC):
         """The processes that make up a worker: those that step together, unless each steps by itself."""
         return self.world
 
+    def finish(self) -> None:
+        """Give the networks back to whoever wants to use them without this engine."""
+        return
+
     # --- the flat view -----------------------------------------------------------------------------
 
     @property
@@ -277,7 +281,11 @@ class Engine(ABC):
             group["lr"] = rate
         if scaled:
             self.scaler.unscale_(optimizer)
+        self._clip_and_step(name, metrics, scaled)
+
+    def _clip_and_step(self, name: str, metrics: dict[str, Tensor], scaled: bool) -> None:
         if self._clip(name, metrics, scaled):
+            optimizer = self.optimizers[name]
             self.scaler.step(optimizer) if scaled else optimizers.step(optimizer)
 
     def _clip(self, name: str, metrics: dict[str, Tensor], scaled: bool) -> bool:

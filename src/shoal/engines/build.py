@@ -25,7 +25,7 @@ OF_SEVERAL = {
 def build(run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> Engine:
     """The engine that `run.engine` asks for."""
     if run.engine.kind not in OF_SEVERAL:
-        return SingleEngine(run, task, device, total_steps)
+        return SingleEngine(run, task, device, total_steps, learns=True)
     module, name = OF_SEVERAL[run.engine.kind]
     engine: Engine = getattr(import_module(f"shoal.engines.{module}"), name)(run, task, device, total_steps, world)
     return engine

@@ -24,7 +24,7 @@ class DdpEngine(SingleEngine):
     """Each batch counts by its share of all processes' batches, so the sum of the gradients is the mean over all that counts."""
 
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
-        super().__init__(run, task, device, total_steps, world)
+        super().__init__(run, task, device, total_steps, world, learns=True)
         self.reducers = {name: Reducer(network) for name, network in self.networks.items()}
 
     def _backward(self, value: Tensor, player: str, last: bool) -> None:
@@ -82,6 +82,7 @@ class Reducer:
         for work in self._works:
             work.wait()
         self._works.clear()
+        self.network.gathered = True
 
     def _ready(self, index: int) -> None:
         if not self._active:
@@ -92,14 +93,8 @@ class Reducer:
 
     def _send(self) -> None:
         indices = self.pieces[self._next]
-        slots, slopes, parameters = self.network.layout.slots, self.network.slopes, self.network.parameters
-        there = [(slopes[i], gradient) for i in indices if (gradient := parameters[i].grad) is not None]
-        if there:
-            torch._foreach_copy_([slope for slope, _ in there], [gradient for _, gradient in there])
-        for i in indices:
-            if parameters[i].grad is None:
-                slopes[i].zero_()
-            parameters[i].grad = slopes[i]
+        slots = self.network.layout.slots
+        self.network.gather_piece(indices)
         first, last = slots[min(indices)], slots[max(indices)]
         piece = self.network.gradient[first.offset : last.offset + last.size]
         work = dist.all_reduce(piece, async_op=True)

@@ -16,6 +16,7 @@ from shoal.config.schema.training import Fp8, Nvfp4, Training
 from shoal.engines import nvfp4
 from shoal.engines.blocks import blocks_of
 from shoal.errors import ShoalError
+from shoal.models.experts import of_each_row
 
 _LAST_SHARE = 0.15
 """Of the blocks, at the end, that nvfp4 leaves in bf16; one at least."""
@@ -162,11 +163,12 @@ def grouped(rounding: Format, name: str) -> GroupedProduct:
     """The products of experts, each of which is a layer of its own."""
 
     def product(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: Tensor | None = None) -> Tensor:
-        rows = torch.split(x_RD, sizes_E.tolist())
+        sizes = sizes_E.tolist()
+        rows = torch.split(x_RD[: sum(sizes)], sizes)
         own = [rounded_product(x, weight, rounding, f"{name}.{i}") for i, (x, weight) in enumerate(zip(rows, weight_END, strict=True))]
-        together: Tensor = torch.cat(own)
+        together: Tensor = nn.functional.pad(torch.cat(own), (0, 0, 0, len(x_RD) - sum(sizes)))  # rows of no expert
         if bias_EN is not None:
-            together = together + bias_EN.to(together.dtype).repeat_interleave(sizes_E, dim=0)
+            together = together + of_each_row(bias_EN, sizes_E, len(together)).to(together.dtype)
         return together
 
     return product

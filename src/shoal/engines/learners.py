@@ -156,6 +156,7 @@ class OuterLearner(EngineLearner):
         engine.step_count += 1
         if self.policy.averages:
             torch.mul(update, share, out=self.parts[number].data)
+            engine.changed()
             return {}
         update = update * share  # what came may lie in a frame that is yet to be written down
         limit = self.policy.clip_norm
@@ -166,6 +167,7 @@ class OuterLearner(EngineLearner):
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizers.step(optimizer)
+        engine.changed()
         return {"outer_gradient_norm": norm, "outer_learning_rate": rate}
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,7 +189,7 @@ class OuterLearner(EngineLearner):
         self.engine.gradient[start:end] = update
         at = 0
         for network in self.engine.networks.values():
-            for slope, parameter in zip(network.slopes, network.parameters, strict=True):
+            for slope, parameter in zip(network.slopes, network.masters, strict=True):
                 for one, own in [(parameter, slope), *zip(optimizers.matrices_of(parameter), slope, strict=False)]:
                     one.grad = own if start <= at < end else None
                 at += slope.numel()

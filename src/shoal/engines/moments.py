@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.engines.flat_adam import FlatAdam
 from shoal.engines.optimizers import Together, matrices_of
 from shoal.updates.layout import FlatNetwork
 
@@ -23,7 +24,7 @@ def of_flat(optimizer: torch.optim.Optimizer, network: FlatNetwork) -> State:
     whole = _whole(optimizer, network)
     if whole is None:
         return of_parameters(optimizer, _named(network))
-    state = optimizer.state.get(whole, {})
+    state = optimizer.wide_state() if isinstance(optimizer, FlatAdam) else optimizer.state.get(whole, {})
     long = {key: dict(network.layout.views(value)) for key, value in state.items() if _is_long(value)}
     moments = {slot.name: {key: views[slot.name] for key, views in long.items()} for slot in network.layout.slots}
     return packed({key: value for key, value in state.items() if key not in long}, moments, optimizer)
@@ -41,7 +42,10 @@ def load_flat(optimizer: torch.optim.Optimizer, network: FlatNetwork, saved: Map
         state[key] = torch.empty_like(network.vector)
         for name, view in network.layout.views(state[key]):
             view.copy_(moments[name][key])
-    _load(optimizer, {whole: state} if state else {})
+    if isinstance(optimizer, FlatAdam):
+        optimizer.load_wide_state(state)
+    else:
+        _load(optimizer, {whole: state} if state else {})
 
 
 def of_parameters(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> State:
@@ -99,7 +103,7 @@ def _whole(optimizer: torch.optim.Optimizer, network: FlatNetwork) -> Tensor | N
 
 
 def _named(network: FlatNetwork) -> dict[str, Tensor]:
-    return {slot.name: parameter for slot, parameter in zip(network.layout.slots, network.parameters, strict=True)}
+    return {slot.name: parameter for slot, parameter in zip(network.layout.slots, network.masters, strict=True)}
 
 
 def copied(shared: Mapping[str, Any]) -> State:

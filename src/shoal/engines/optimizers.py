@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.config.schema.training import WHOLE_MATRICES, Optimizer, PlayerOptimizer
+from shoal.engines.flat_adam import FlatAdam
 from shoal.errors import ShoalError
 from shoal.updates.layout import FlatNetwork
 
@@ -33,12 +34,13 @@ def build(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
     if settings.name == "Muon":
         return _muon(settings, network)
     if settings.name in SHAPED:
-        parameters: list[torch.Tensor] = list(network.parameters)
-    else:
-        whole = nn.Parameter(network.vector)
-        whole.grad = network.gradient
-        parameters = [whole]
-    return make(settings, parameters)
+        return make(settings, list(network.masters))
+    keywords = arguments(settings)
+    if FlatAdam.suits(settings.name, keywords, settings.moments, network.vector.device):
+        return FlatAdam(network, settings.moments, decoupled=settings.name == "AdamW", **keywords)
+    whole = nn.Parameter(network.vector)
+    whole.grad = network.gradient
+    return make(settings, [whole])
 
 
 def make(settings: Optimizer, parameters: list[torch.Tensor] | list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -89,9 +91,10 @@ def _muon(settings: Optimizer, network: FlatNetwork) -> torch.optim.Optimizer:
     Muon's steps are made as large as AdamW's, so that one learning rate suits both, unless `kwargs` says otherwise.
     """
     tables, stacks = tables_of(network.network), _stacks(network)
-    matrices = [parameter for parameter in network.parameters if parameter.ndim == 2 and id(parameter) not in tables]
+    pairs = list(zip(network.parameters, network.masters, strict=True))
+    matrices = [master for parameter, master in pairs if parameter.ndim == 2 and id(parameter) not in tables]
     known = {id(one) for one in matrices} | stacks.keys()
-    others = [parameter for parameter in network.parameters if id(parameter) not in known]
+    others = [master for master in network.masters if id(master) not in known]
     matrices += [matrix for stack in stacks.values() for matrix in stack]
     keywords = {"adjust_lr_fn": "match_rms_adamw"} | arguments(settings)
     rest = {"lr": settings.learning_rate} | ({} if settings.weight_decay is None else {"weight_decay": settings.weight_decay})
@@ -104,7 +107,7 @@ def _stacks(network: FlatNetwork) -> dict[int, list[nn.Parameter]]:
     gradient."""
     names = stack_names(network.network)
     found: dict[int, list[nn.Parameter]] = {}
-    for slot, slope, parameter in zip(network.layout.slots, network.slopes, network.parameters, strict=True):
+    for slot, slope, parameter in zip(network.layout.slots, network.slopes, network.masters, strict=True):
         if parameter.ndim == 3 and slot.name.rsplit(".", 1)[-1] in names:
             found[id(parameter)] = matrices_of(parameter, [nn.Parameter(matrix) for matrix in parameter.data])
             for matrix, own in zip(found[id(parameter)], slope, strict=True):

@@ -24,7 +24,7 @@ class Replicas(SingleEngine):
     """Its own batches, its own gradients, its own optimizer: `world` is this process alone, `crew` are all."""
 
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
-        super().__init__(run, task, device, total_steps)
+        super().__init__(run, task, device, total_steps, learns=True)
         self._crew = world
         self._weight = 0
         """Samples or tokens that this process has learned from since the mean was last taken."""

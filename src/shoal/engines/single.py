@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.engines import moments, optimizers
+from shoal.engines.adam_parts import Clip
 from shoal.engines.base import Engine, StepResult, tensors_of
+from shoal.engines.flat_adam import FlatAdam
 from shoal.engines.weighing import length
 from shoal.engines.world import World
 from shoal.errors import ShoalError
@@ -26,12 +28,17 @@ __all__ = ["SingleEngine", "StepResult", "choose_device"]
 class SingleEngine(Engine):
     """Whole networks in this process: their weights are one vector, their gradients another."""
 
-    def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World | None = None) -> None:
+    def __init__(
+        self, run: Run, task: Task, device: torch.device, total_steps: int, world: World | None = None, *, learns: bool = False
+    ) -> None:
+        """`learns`: its networks are used through this engine alone until `finish`, so they may read rounded weights."""
         super().__init__(run, task, device, total_steps, world or World())
         for name, player in task.players.items():
             task.players[name] = player.to(device).train()
         self._vector, self._gradient, self.networks = lay_out(task.players)
         self.layouts = {name: network.layout for name, network in self.networks.items()}
+        if learns and reads_rounded(run, device):
+            self._round_networks()
         self.statistics = [buffer for player in task.players.values() for buffer in statistics(player)]
         if run.training.compile:
             task.compile()
@@ -45,10 +52,24 @@ class SingleEngine(Engine):
 
     @property
     def gradient(self) -> Tensor:
+        for network in self.networks.values():
+            network.gather_gradients()
         return self._gradient
 
+    def _round_networks(self) -> None:
+        """From now on products read weights in bf16 that are renewed with every step, instead of rounding them in every pass."""
+        for network in self.networks.values():
+            if names := set(rounded_names(network.network)):
+                network.cast_shadow(names)
+
+    def finish(self) -> None:
+        for network in self.networks.values():
+            network.drop_shadow()
+
     def changed(self) -> None:
-        """Somebody wrote into `vector`: the networks see it already."""
+        """Somebody wrote into `vector`: the networks see it, or read a shadow that is to follow."""
+        for network in self.networks.values():
+            network.renew_shadow()
 
     def wholes(self) -> Iterator[Tensor]:
         return self._own()
@@ -61,6 +82,7 @@ class SingleEngine(Engine):
     def load_wholes(self, wholes: Iterable[Tensor]) -> None:
         for own, value in zip(self._own(), wholes, strict=True):
             own.copy_(value)
+        self.changed()
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -91,10 +113,12 @@ class SingleEngine(Engine):
         finally:  # also where memory was too small for the next network
             if before is not None:
                 self.vector.copy_(before)
+                self.changed()
 
     def _lead(self, player: str) -> None:
         if player in self._moves:
             self.networks[player].vector.add_(self._moves[player])
+            self.networks[player].renew_shadow()
 
     def _forget(self) -> None:
         for network in self.networks.values():
@@ -105,11 +129,19 @@ class SingleEngine(Engine):
             value.backward()  # type: ignore[no-untyped-call]
         else:
             torch.autograd.backward(value, inputs=self.networks[player].parameters)
+        if not last:
+            self.networks[player].sum_gradients()
 
     def _gather(self, player: str) -> None:
-        self.networks[player].gather_gradients()
+        """Not where the optimizer reads the gradients where they are, unless there is a sum of several passes."""
+        network = self.networks[player]
+        if network.summed or self.scaler.is_enabled() or not isinstance(self.optimizers[player], FlatAdam):
+            network.gather_gradients()
 
     def _norm(self, player: str) -> Tensor:
+        optimizer = self.optimizers[player]
+        if isinstance(optimizer, FlatAdam):
+            return optimizer.norm()
         norm: Tensor = torch.linalg.vector_norm(self.networks[player].gradient)
         return norm
 
@@ -118,15 +150,36 @@ class SingleEngine(Engine):
 
     def _slopes(self, player: str) -> Iterator[tuple[str, Tensor]]:
         network = self.networks[player]
+        network.gather_gradients()
         return network.layout.views(network.gradient)
 
     # --- steps -------------------------------------------------------------------------------------
 
     def apply(self, gradient: Tensor, step: float, share: float = 1.0) -> dict[str, Tensor]:
-        self.gradient.copy_(gradient) if share == 1 else torch.mul(gradient, share, out=self.gradient)
+        self._gradient.copy_(gradient) if share == 1 else torch.mul(gradient, share, out=self._gradient)
         for network in self.networks.values():
             network.attach_gradients()
         return self.apply_own(step)
+
+    def _step_network(self, name: str, step: float, metrics: dict[str, Tensor], scaled: bool) -> None:
+        super()._step_network(name, step, metrics, scaled)
+        if not isinstance(self.optimizers[name], FlatAdam):
+            self.networks[name].renew_shadow()
+
+    def _clip_and_step(self, name: str, metrics: dict[str, Tensor], scaled: bool) -> None:
+        """The optimizer's own pass clips, and decides by itself about gradients that are not finite: so the GPU has the next step to do
+        while this process waits for the norm of the last one."""
+        optimizer, limit = self.optimizers[name], self.clip_limit()
+        if scaled or limit is None or not isinstance(optimizer, FlatAdam):
+            super()._clip_and_step(name, metrics, scaled)
+            return
+        norm = self._norm(name)
+        self._note_norm(name, norm, metrics)
+        read = _read_later(norm) if self.health is not None else None
+        optimizer.clip = Clip(norm, limit, skip=self.health is not None)
+        optimizers.step(optimizer)
+        if read is not None and not self.healthy(read()):
+            optimizer.uncount()
 
     def finite(self) -> bool:
         return all(math.isfinite(float(network.vector.sum())) for network in self.networks.values())
@@ -143,7 +196,13 @@ class SingleEngine(Engine):
             buffer.copy_((value / self.crew.size).view_as(buffer))
 
     def weights(self) -> dict[str, Tensor]:
-        return {f"{player}.{name}": value for player, module in self.task.players.items() for name, value in tensors_of(module)}
+        trained = {f"{player}.{name}": view for player, one in self.networks.items() for name, view in one.layout.views(one.vector)}
+        named = {f"{player}.{name}": value for player, module in self.task.players.items() for name, value in tensors_of(module)}
+        return {name: trained.get(name, value) for name, value in named.items()}
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        super().load_weights(tensors)
+        self.changed()
 
     def _load_weight(self, name: str, own: Tensor, value: Tensor) -> None:
         own.copy_(value)
@@ -161,6 +220,38 @@ def statistics(module: nn.Module) -> Iterator[Tensor]:
     for name, buffer in module.named_buffers():
         if name in persistent and buffer.is_floating_point() and id(buffer) not in others:
             yield buffer
+
+
+def reads_rounded(run: Run, device: torch.device) -> bool:
+    return device.type == "cuda" and run.training.precision.kind == "bf16"
+
+
+def rounded_names(network: nn.Module) -> Iterator[str]:
+    """The parameters that mixed precision rounds whenever they are used: those of linear layers, embeddings and experts, but no router.
+
+    Networks of other libraries stay as they are: nobody knows what they do with the types of their weights."""
+    if not hasattr(network, "output_weight"):
+        return
+    for place, module in network.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and not getattr(module, "full_precision", False):
+            yield from (f"{place}.{name}" for name, _ in module.named_parameters(recurse=False))
+        yield from (f"{place}.{name}" for name in getattr(module, "per_expert", ()))
+
+
+def _read_later(value: Tensor) -> Callable[[], float]:
+    """A number that is read without waiting for what the GPU is given to do after this call."""
+    if not value.is_cuda:
+        return lambda: float(value)
+    here = torch.empty((), dtype=value.dtype, pin_memory=True)
+    here.copy_(value, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def read() -> float:
+        done.synchronize()
+        return float(here)
+
+    return read
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +19,32 @@ from shoal.config.schema import model as schema
 from shoal.models.activations import ACTIVATIONS, blend
 from shoal.models.cache import LayerCache
 from shoal.models.routers import Held, Routes, router
-from shoal.models.trunk import INITIAL_STD, BlockPart, Sight, Told
+from shoal.models.trunk import INITIAL_STD, BlockPart, FullPrecisionLinear, Sight, Told
+
+_HAS_TRITON = find_spec("triton") is not None
 
 
 class Visits(NamedTuple):
-    """Which token visits which expert, expert after expert."""
+    """Which token visits which expert, expert after expert.
+
+    A GPU does not say how many visits there are without making this process wait, so there the routes that are not taken come last, as
+    rows of no expert: grouped products leave them as they find them, and whatever comes after makes zeros of them. Elsewhere they are left
+    out.
+    """
 
     tokens_R: Tensor
     """The row of each visit's token among all tokens."""
     places_R: Tensor
     """The place of each visit among all routes, [K, T] flattened."""
+    rows_TK: Tensor
+    """The visit of each route, and whether it is taken."""
+    taken_TK: Tensor
     sizes_E: Tensor
     """Visits to each expert."""
     dropped: Tensor
     """Routes of tokens that count for which an expert had no room."""
+    real_R1: Tensor | None
+    """False for rows of no expert; null: there are none."""
 
 
 class Experts(BlockPart):
@@ -55,7 +68,7 @@ class Experts(BlockPart):
         self.down = nn.Parameter(torch.empty(self.count, width, inner))
         self.up_bias = nn.Parameter(torch.zeros(self.count, self.up.shape[1])) if settings.bias else None
         self.down_bias = nn.Parameter(torch.zeros(self.count, width)) if settings.bias else None
-        self.activation_gate = nn.Linear(width, len(ACTIVATIONS)) if settings.mixture_of_activations.enabled else None
+        self.activation_gate = FullPrecisionLinear(width, len(ACTIVATIONS)) if settings.mixture_of_activations.enabled else None
         self.grouped_products: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]]
         self.grouped_products = {"up": grouped_linear, "down": grouped_linear}
         """Who computes the experts' products: an engine may put emulated ones here."""
@@ -73,10 +86,8 @@ class Experts(BlockPart):
         x_TD, counted_T = x_BLD.flatten(0, 1), None if sight.counted_BL is None else sight.counted_BL.flatten()
         routes = self.router(x_TD, sight.input_ids_BL.flatten())
         visits = self.visits(routes, counted_T)
-        y_RD = self.experts(x_TD[visits.tokens_R], visits.sizes_E)
-        y_RD = y_RD * routes.gates_TK.t().flatten()[visits.places_R, None].to(y_RD.dtype)
-        all_SD = y_RD.new_zeros(routes.experts_TK.numel(), y_RD.shape[1]).index_copy(0, visits.places_R, y_RD)
-        y_BLD = all_SD.view(-1, *x_TD.shape).sum(0).view_as(x_BLD).to(x_BLD.dtype)
+        y_RD = self.experts(dispatch(x_TD, visits), pick(routes.gates_TK, visits), visits)
+        y_BLD = combine(y_RD, visits).view_as(x_BLD).to(x_BLD.dtype)
         return F.dropout(y_BLD, self.dropout, self.training), self.told(routes, visits, counted_T)
 
     # --- who visits whom ---------------------------------------------------------------------------
@@ -84,38 +95,44 @@ class Experts(BlockPart):
     @torch.no_grad()
     def visits(self, routes: Routes, counted_T: Tensor | None) -> Visits:
         """All first choices come before all second ones, and tokens that count before those that do not: the last ones find no room."""
-        K, tokens = routes.experts_TK.shape[1], routes.experts_TK.shape[0]
-        experts_S = routes.experts_TK.t().flatten()
-        key_S = 2 * experts_S
+        tokens, K = routes.experts_TK.shape
+        key_S = 2 * routes.experts_TK.t().flatten()
         if counted_T is not None:
             key_S = key_S + (~counted_T).repeat(K)
         if routes.taken_TK is not None:
             key_S = key_S.masked_fill(~routes.taken_TK.t().flatten(), 2 * self.count)
+        if key_S.is_cuda and self.count < 100:
+            key_S = key_S.to(torch.uint8)  # sorted in one pass instead of eight
         key_S, places_S = key_S.sort(stable=True)
-        sizes_E = torch.bincount(key_S.div(2, rounding_mode="floor"), minlength=self.count + 1)[: self.count]
-        dropped = torch.zeros((), device=key_S.device)
-        if routes.taken_TK is not None:
-            places_S, key_S = places_S[: int(sizes_E.sum())], key_S[: int(sizes_E.sum())]
+        bounds = torch.searchsorted(key_S, torch.arange(0, 2 * self.count + 1, 2, device=key_S.device).to(key_S.dtype))
+        sizes_E, dropped = bounds.diff(), torch.zeros((), device=key_S.device)
         if self.training and self.capacity_factor is not None:
             room = math.ceil(self.capacity_factor * K * tokens / self.count)
-            kept_S = self._ranks(key_S.div(2, rounding_mode="floor"), sizes_E) < room
-            dropped = ((~kept_S) & (key_S % 2 == 0)).sum().float()
-            places_S, sizes_E = places_S[kept_S], sizes_E.clamp(max=room)
-        return Visits(places_S % tokens, places_S, sizes_E, dropped)
+            rank_S = torch.arange(len(key_S), device=key_S.device) - bounds[key_S.long().div(2, rounding_mode="floor")]
+            kept_S = (rank_S < room) & (key_S < 2 * self.count)
+            dropped = ((rank_S >= room) & (key_S < 2 * self.count) & (key_S % 2 == 0)).sum().float()
+            sizes_E = sizes_E.clamp(max=room)
+            row_S = torch.where(kept_S, kept_S.cumsum(0), sizes_E.sum() + (~kept_S).cumsum(0)) - 1
+            places_S = torch.empty_like(places_S).scatter_(0, row_S, places_S)
+        return self._visits(places_S, sizes_E, dropped, tokens)
 
-    def _ranks(self, experts_R: Tensor, sizes_E: Tensor) -> Tensor:
-        """How many visits to the same expert come before each."""
-        starts_E = sizes_E.cumsum(0) - sizes_E
-        return torch.arange(len(experts_R), device=experts_R.device) - starts_E[experts_R]
+    def _visits(self, places_S: Tensor, sizes_E: Tensor, dropped: Tensor, tokens: int) -> Visits:
+        rows_S = torch.empty_like(places_S).scatter_(0, places_S, torch.arange(len(places_S), device=places_S.device))
+        taken_S = rows_S < sizes_E.sum()
+        places_R = places_S if places_S.is_cuda else places_S[: int(sizes_E.sum())]
+        rows_TK, taken_TK = (one.view(-1, tokens).t() for one in (rows_S.masked_fill(~taken_S, 0), taken_S))
+        real_R1 = (torch.arange(len(places_R), device=places_R.device) < sizes_E.sum())[:, None] if places_R.is_cuda else None
+        return Visits(places_R % tokens, places_R, rows_TK, taken_TK, sizes_E, dropped, real_R1)
 
     def told(self, routes: Routes, visits: Visits, counted_T: Tensor | None) -> Told:
         """Over the tokens that count: the loads of the experts before drops, the mean probabilities, and what becomes figures."""
         if counted_T is None:
             return {}
         K = routes.experts_TK.shape[1]
-        chosen = routes.experts_TK[counted_T].flatten()
+        chosen_TKE = routes.experts_TK.unsqueeze(-1) == torch.arange(self.count, device=counted_T.device)
         tokens = counted_T.sum().clamp(min=1)
-        told = {"load_E": torch.bincount(chosen, minlength=self.count).float(), "dropped": visits.dropped / (K * tokens)}
+        load_E = (chosen_TKE & counted_T[:, None, None]).sum((0, 1)).float()
+        told = {"load_E": load_E, "dropped": visits.dropped / (K * tokens)}
         if routes.probabilities_TE is not None:
             told["probability_E"] = (routes.probabilities_TE * counted_T[:, None]).sum(0) / tokens
             told["gate_entropy"] = _entropy(routes.probabilities_TE.detach(), counted_T) / tokens
@@ -128,18 +145,32 @@ class Experts(BlockPart):
 
     # --- what the experts compute ------------------------------------------------------------------
 
-    def experts(self, x_RD: Tensor, sizes_E: Tensor) -> Tensor:
-        """Each row through its expert. Products are grouped; autocast does not reach them, so the types are chosen here."""
-        kind = x_RD.device.type
+    def experts(self, x_RD: Tensor, gates_R: Tensor, visits: Visits) -> Tensor:
+        """Each row through its expert, times its gate. The gate is multiplied into what the last product reads, in the pass that computes
+        that. Products are grouped; autocast does not reach them, so the types are chosen here."""
+        kind, sizes_E = x_RD.device.type, visits.sizes_E
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.up.dtype
         with torch.autocast(kind, enabled=False):
             inner_RI = self.grouped_products["up"](x_RD.to(dtype), self.up.to(dtype), sizes_E, self.up_bias)
-            if self.gated:
-                gate_RI, content_RI = inner_RI.chunk(2, dim=-1)
-                inner_RI = self._activate(gate_RI, x_RD) * content_RI
-            else:
-                inner_RI = self._activate(inner_RI, x_RD)
-            return self.grouped_products["down"](inner_RI, self.down.to(dtype), sizes_E, self.down_bias)
+            inner_RI = self._activated(inner_RI, x_RD, gates_R, visits)
+            y_RD = self.grouped_products["down"](inner_RI, self.down.to(dtype), sizes_E, None)
+            if self.down_bias is not None:
+                y_RD = y_RD + (gates_R[:, None] * of_each_row(self.down_bias, sizes_E, len(y_RD))).to(dtype)
+            return y_RD
+
+    def _activated(self, inner_RI: Tensor, x_RD: Tensor, gates_R: Tensor, visits: Visits) -> Tensor:
+        """What the second product reads."""
+        if inner_RI.is_cuda and _HAS_TRITON and self.gated and self.activation_gate is None:
+            from shoal.models.swiglu_kernels import swiglu
+
+            return swiglu(inner_RI, gates_R, visits.sizes_E.sum())
+        inner_RI = _zeroed(inner_RI, visits.real_R1)
+        if self.gated:
+            gate_RI, content_RI = inner_RI.chunk(2, dim=-1)
+            inner_RI = self._activate(gate_RI, x_RD) * content_RI
+        else:
+            inner_RI = self._activate(inner_RI, x_RD)
+        return _zeroed(inner_RI * gates_R[:, None].to(inner_RI.dtype), visits.real_R1)
 
     def _activate(self, inner_RI: Tensor, x_RD: Tensor) -> Tensor:
         """The one activation, or a blend of several by a gate that sees the token."""
@@ -156,6 +187,75 @@ def _entropy(scores_TE: Tensor, counted_T: Tensor) -> Tensor:
     return entropy
 
 
+class _Exchange(torch.autograd.Function):
+    """Rows of tokens to rows of visits, or back: each is the other's backward pass, and neither adds to places that others write to.
+
+    torch's own backward pass of an index does, and so it sorts the index first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens_R: Tensor, rows_TK: Tensor, taken_TK: Tensor, real_R1: Tensor | None, back: bool) -> Tensor:
+        ctx.save_for_backward(tokens_R, rows_TK, taken_TK, real_R1)
+        ctx.back = back
+        return _gathered(x, tokens_R, rows_TK, taken_TK, real_R1, back)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        tokens_R, rows_TK, taken_TK, real_R1 = ctx.saved_tensors
+        return _gathered(slopes[0], tokens_R, rows_TK, taken_TK, real_R1, not ctx.back), None, None, None, None, None
+
+
+def _gathered(x: Tensor, tokens_R: Tensor, rows_TK: Tensor, taken_TK: Tensor, real_R1: Tensor | None, back: bool) -> Tensor:
+    if not back:
+        return _zeroed(x[tokens_R], real_R1)
+    if not len(x):
+        return x.new_zeros(len(rows_TK), x.shape[1])
+    return torch.where(taken_TK.unsqueeze(-1), x[rows_TK], 0.0).sum(1)
+
+
+def _zeroed(x_RD: Tensor, real_R1: Tensor | None) -> Tensor:
+    return x_RD if real_R1 is None else torch.where(real_R1, x_RD, 0.0)
+
+
+def dispatch(x_TD: Tensor, visits: Visits) -> Tensor:
+    """The row of each visit."""
+    index = (visits.tokens_R, visits.rows_TK, visits.taken_TK, visits.real_R1)
+    x_RD: Tensor = _Exchange.apply(x_TD, *index, False)  # type: ignore[no-untyped-call]
+    return x_RD
+
+
+def combine(y_RD: Tensor, visits: Visits) -> Tensor:
+    """The sum over each token's visits."""
+    index = (visits.tokens_R, visits.rows_TK, visits.taken_TK, visits.real_R1)
+    y_TD: Tensor = _Exchange.apply(y_RD, *index, True)  # type: ignore[no-untyped-call]
+    return y_TD
+
+
+class _Pick(torch.autograd.Function):
+    """The gate of each visit, from those of all routes."""
+
+    @staticmethod
+    def forward(ctx: Any, gates_TK: Tensor, places_R: Tensor, rows_TK: Tensor, taken_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_TK, taken_TK)
+        return gates_TK.t().flatten()[places_R]
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None, None]:
+        rows_TK, taken_TK = ctx.saved_tensors
+        return torch.where(taken_TK, slopes[0][rows_TK], 0.0) if len(slopes[0]) else slopes[0].new_zeros(rows_TK.shape), None, None, None
+
+
+def pick(gates_TK: Tensor, visits: Visits) -> Tensor:
+    gates_R: Tensor = _Pick.apply(gates_TK, visits.places_R, visits.rows_TK, visits.taken_TK)  # type: ignore[no-untyped-call]
+    return gates_R
+
+
+def of_each_row(values_EN: Tensor, sizes_E: Tensor, rows: int) -> Tensor:
+    """Each row's expert's part of these; anything for rows of no expert."""
+    experts_R = torch.searchsorted(sizes_E.cumsum(0), torch.arange(rows, device=sizes_E.device), right=True)
+    return values_EN[experts_R.clamp(max=len(values_EN) - 1)]
+
+
 def grouped_linear(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: Tensor | None = None) -> Tensor:
     """Rows, sorted by expert, times each expert's matrix: in one call where torch has one for this type and these sizes, else in a loop.
 
@@ -163,13 +263,26 @@ def grouped_linear(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: T
     """
     if _groupable(x_RD, weight_END):
         y_RN = F.grouped_mm(x_RD, weight_END.transpose(-2, -1), offs=sizes_E.cumsum(0).int())
+    elif x_RD.is_cuda:
+        y_RN = _padded_linear(x_RD, weight_END, sizes_E)
     else:
         sizes = sizes_E.tolist()
         matrices, rows = weight_END.unbind(0), torch.split(x_RD, sizes)
         y_RN = torch.cat([F.linear(own, matrix) for own, matrix in zip(rows, matrices, strict=True)])
     if bias_EN is not None:
-        y_RN = y_RN + bias_EN.to(y_RN.dtype).repeat_interleave(sizes_E, dim=0)
+        y_RN = y_RN + of_each_row(bias_EN, sizes_E, len(y_RN)).to(y_RN.dtype)
     return y_RN
+
+
+def _padded_linear(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor) -> Tensor:
+    """The same as one batched product, for types that a GPU has no grouped one for: all experts get as many rows as the fullest has."""
+    most, starts_E = max(1, int(sizes_E.max())), sizes_E.cumsum(0) - sizes_E
+    row_R = torch.arange(len(x_RD), device=x_RD.device)
+    index_EC = (starts_E[:, None] + row_R[:most]).clamp(max=len(x_RD) - 1)
+    y_ECN = torch.bmm(x_RD[index_EC], weight_END.transpose(1, 2))
+    expert_R = torch.searchsorted(sizes_E.cumsum(0), row_R, right=True).clamp(max=len(sizes_E) - 1)
+    place_R = expert_R * most + (row_R - starts_E[expert_R]).clamp(max=most - 1)
+    return y_ECN.flatten(0, 1)[place_R]
 
 
 def _groupable(x_RD: Tensor, weight_END: Tensor) -> bool:

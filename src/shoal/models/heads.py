@@ -6,12 +6,12 @@ Shapes: B batch, L tokens, D width, H heads, R routed heads, E head size.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Attention
-from shoal.models.trunk import Sight, Told
+from shoal.models.trunk import FullPrecisionLinear, Sight, Told
 
 
 class MixtureOfHeads(Attention):
@@ -32,7 +32,7 @@ class MixtureOfHeads(Attention):
                 f"model.mixture_of_heads: {mixture.active_share:.0%} of {heads} heads, of which {self.shared} are active for every token, "
                 "leave none to choose: raise active_share, or lower shared_heads"
             )
-        self.router = nn.Linear(settings.hidden_size, self.routed, bias=False)
+        self.router = FullPrecisionLinear(settings.hidden_size, self.routed, bias=False)
 
     def weigh(self, attended_BHLE: Tensor, x_BLD: Tensor, sight: Sight) -> tuple[Tensor, Told]:
         with torch.autocast(x_BLD.device.type, enabled=False):

@@ -84,6 +84,8 @@ class StepLoads(Kept):
     def __init__(self, layers: int, count: int) -> None:
         super().__init__()
         self.register_buffer("load_LE", torch.zeros(layers, count), persistent=False)
+        self.seen = False
+        """Whether there was a batch in this step; asking the loads would make this process wait for a GPU."""
 
     load_LE: Tensor
 
@@ -94,15 +96,18 @@ class StepLoads(Kept):
         if training:
             seen_LE = self.total(load_LE if self.counting else torch.zeros_like(load_LE))
             self.load_LE = load_LE = self.load_LE.to(load_LE) + seen_LE
+            self.seen = True
         return load_LE / load_LE.sum(1, keepdim=True).clamp(min=1)
 
     def begin_step(self) -> None:
         self.load_LE = torch.zeros_like(self.load_LE, dtype=torch.float32)
+        self.seen = False
 
     def take_over(self, part: Kept, first: int, total: Callable[[Tensor], Tensor]) -> None:
         assert isinstance(part, StepLoads)
         self.load_LE[first : first + len(part.load_LE)] = part.load_LE
         self.load_LE = total(self.load_LE)
+        self.seen = True
 
 
 class Loads(StepLoads):
@@ -161,7 +166,7 @@ class Loads(StepLoads):
     def _shares(self) -> Tensor:
         """Without layers where nothing was seen: a coordinator computes no step."""
         load_LE = self.load_LE.float()
-        return load_LE / load_LE.sum(1, keepdim=True) if load_LE.sum() else load_LE[:0]
+        return load_LE / load_LE.sum(1, keepdim=True).clamp(min=1) if self.seen else load_LE[:0]
 
     def move(self) -> None:
         for router, movement_E in zip(self.routers, self._decided, strict=False):

@@ -315,6 +315,12 @@ class RmsNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class FullPrecisionLinear(nn.Linear):
+    """A linear layer that decides: its weights are not rounded, whatever the precision of others."""
+
+    full_precision = True
+
+
 def norm(settings: schema.Transformer) -> nn.Module:
     """RMSNorm has no bias to begin with."""
     if settings.norm == "rms":

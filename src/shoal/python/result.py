@@ -64,6 +64,7 @@ class Result:
 
 def result_of(loop: Loop | ClusterLoop, summary: Mapping[str, Any]) -> Result:
     """The result in the process that trained, or coordinated."""
+    loop.engine.finish()
     players = loop.engine.task.players
     model = players["model"] if len(players) == 1 else nn.ModuleDict(players)
     own = loop.run.model.kind in OWN

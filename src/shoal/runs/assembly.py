@@ -84,7 +84,7 @@ def assemble(
     part = reading(run, rank, ranks)
     feed = feed_of(run, samples, part=part)
     steps = lengths.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
-    engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps)
+    engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps, learns=True)
     return Parts(run, samples, engine, feed)
 
 
@@ -253,7 +253,8 @@ def sampler(parts: Parts, directory: RunDirectory) -> Callable[[int], None]:
         model = task.players["model"]
         model.eval()
         beside = read_beside(parts.data.info.finder, tokenizer)
-        written = "".join(write_text(model, tokenizer, "", 64, run.seed, run.serving.decoding, beside))
+        with parts.engine.precision():
+            written = "".join(write_text(model, tokenizer, "", 64, run.seed, run.serving.decoding, beside))
         model.train()
         if first:
             folder.mkdir(exist_ok=True)

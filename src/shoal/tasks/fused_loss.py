@@ -18,6 +18,8 @@ from torch import Tensor
 from shoal.tasks.penalties import CERTAIN, Marks
 
 _BLOCK, _WARPS = 1024, 4
+_PROGRAMS = 4096
+"""That many keep a GPU busy. One for each block of the logits would take a millisecond to find that there is nothing to do."""
 _FIGURES = 4
 """Of each row: the cross-entropy, and the three penalties without their weights."""
 
@@ -122,9 +124,10 @@ def _scale_unless_one(values, factor, count, BLOCK: tl.constexpr):
     """The usual factor is 1, and then there is nothing to do: known on the GPU alone, so decided there."""
     by = tl.load(factor)
     if by != 1.0:
-        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = offsets < count
-        tl.store(values + offsets, tl.load(values + offsets, mask=inside) * by, mask=inside)
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            inside = offsets < count
+            tl.store(values + offsets, tl.load(values + offsets, mask=inside) * by, mask=inside)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -148,7 +151,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         gradient: Tensor = ctx.gradient
         count = gradient.numel()
-        _scale_unless_one[(triton.cdiv(count, _BLOCK),)](gradient, gradients[0], count, BLOCK=_BLOCK)
+        _scale_unless_one[(min(_PROGRAMS, triton.cdiv(count, _BLOCK)),)](gradient, gradients[0], count, BLOCK=_BLOCK)
         ctx.gradient = None
         return gradient, None, None, None, None
 

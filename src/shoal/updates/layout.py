@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,7 +60,8 @@ def lay_out(networks: Mapping[str, nn.Module]) -> tuple[Tensor, Tensor, dict[str
 class FlatNetwork:
     """A network whose parameters are views of `vector`, and whose gradients are gathered in `gradient`.
 
-    An optimizer that works element by element can step the whole vector at once, and an update is one tensor to send.
+    An optimizer that works element by element can step the whole vector at once, and an update is one tensor to send. Where the network
+    computes in bfloat16 it may read parameters from a `shadow` instead, which is the vector rounded: see `cast_shadow`.
     """
 
     def __init__(self, network: nn.Module, vector: Tensor | None = None, gradient: Tensor | None = None) -> None:
@@ -68,37 +69,99 @@ class FlatNetwork:
         self.network = network
         parameters = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
         self.parameters = list(parameters.values())
+        self.masters = self.parameters
+        """What an optimizer steps in the parameters' place: views of the vector."""
+        self.shadow: Tensor | None = None
         self.layout = Layout((name, tuple(parameter.shape)) for name, parameter in parameters.items())
         first = self.parameters[0]
         self.vector = torch.empty(self.layout.size, dtype=first.dtype, device=first.device) if vector is None else vector
         self.gradient = torch.zeros_like(self.vector) if gradient is None else gradient
         self.slopes = [view for _, view in self.layout.views(self.gradient)]
+        self.gathered = False
+        """Whether the gradient is in the vector; else the backward pass left it with the parameters."""
+        self.summed = False
+        """Whether there is the sum of some passes of the step in the vector."""
         with torch.no_grad():
             for (_, view), parameter in zip(self.layout.views(self.vector), self.parameters, strict=True):
                 view.copy_(parameter)
                 parameter.data = view
 
+    # --- the shadow --------------------------------------------------------------------------------
+
+    def cast_shadow(self, names: Collection[str]) -> None:
+        """From now on the network reads these parameters rounded to bfloat16. Holds: after `renew_shadow`, shadow = bfloat16(vector)."""
+        self.shadow = torch.empty_like(self.vector, dtype=torch.bfloat16)
+        self.renew_shadow()
+        self.masters = [nn.Parameter(view) for _, view in self.layout.views(self.vector)]
+        for (name, view), parameter in zip(self.layout.views(self.shadow), self.parameters, strict=True):
+            if name in names:
+                parameter.data = view
+
+    def renew_shadow(self) -> None:
+        """Somebody wrote into the vector."""
+        if self.shadow is not None:
+            self.shadow.copy_(self.vector)
+
+    def drop_shadow(self) -> None:
+        """From now on the network reads the vector itself."""
+        self.forget_gradients()
+        for (_, view), parameter in zip(self.layout.views(self.vector), self.parameters, strict=True):
+            parameter.data = view
+        self.shadow, self.masters = None, self.parameters
+
+    # --- gradients ---------------------------------------------------------------------------------
+
     def forget_gradients(self) -> None:
         """Before a backward pass: the first gradient is then stored instead of added to zeros."""
+        self.gathered = self.summed = False
         for parameter in self.parameters:
             parameter.grad = None
 
+    def sum_gradients(self) -> None:
+        """Between the backward passes of a step: add what the pass gave to the vector, in its type. What is rounded is not added up."""
+        if self.shadow is None:
+            return  # the parameters' own gradients are of the vector's type
+        self._take(range(len(self.parameters)))
+        self.summed = True
+
     def gather_gradients(self) -> None:
-        """After it: all gradients into the vector, where from now on the parameters' own `grad` is; 0 for a parameter without."""
-        there = [
-            (slope, parameter.grad) for slope, parameter in zip(self.slopes, self.parameters, strict=True) if parameter.grad is not None
-        ]
-        if len(there) < len(self.slopes):
-            self.gradient.zero_()
-        if there:
-            torch._foreach_copy_([slope for slope, _ in there], [gradient for _, gradient in there])
-        self.attach_gradients()
+        """After the last: all gradients into the vector, where from now on the parameters' own `grad` is; 0 for a parameter without."""
+        if not self.gathered:
+            self._take(range(len(self.parameters)))
+            self.attach_gradients()
+
+    def gather_piece(self, indices: Sequence[int]) -> None:
+        """The same for some parameters, after the last pass went through them."""
+        self._take(indices)
+        self._attach(indices)
 
     def attach_gradients(self) -> None:
         """Make the parts of the gradient vector the parameters' own gradients."""
-        for slope, parameter in zip(self.slopes, self.parameters, strict=True):
-            parameter.grad = slope
+        self._attach(range(len(self.parameters)))
+        self.gathered = True
+
+    def _attach(self, indices: Sequence[int]) -> None:
+        for i in indices:
+            self.parameters[i].grad = None
+            self.masters[i].grad = self.slopes[i]
+
+    def _take(self, indices: Sequence[int]) -> None:
+        """Move gradients into the vector, or add them to what is there of the passes before."""
+        there = [(self.slopes[i], gradient) for i in indices if (gradient := self.parameters[i].grad) is not None]
+        if self.summed:
+            for slope, gradient in there:
+                slope.add_(gradient)
+        else:
+            absent = [self.slopes[i] for i in indices if self.parameters[i].grad is None]
+            if absent:
+                torch._foreach_zero_(absent)
+            if there:
+                torch._foreach_copy_([slope for slope, _ in there], [gradient for _, gradient in there])
+        if self.shadow is not None:
+            for i in indices:
+                self.parameters[i].grad = None
 
     def load(self, vector: Tensor) -> None:
         """Take over other weights."""
         self.vector.copy_(vector)
+        self.renew_shadow()

@@ -53,6 +53,9 @@ class Optimizer(Section):
     """Added to the denominator."""
     momentum: Decay | None = None
     """Momentum of SGD and RMSprop."""
+    moments: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """How Adam and AdamW keep their running means: bf16 takes half of the memory, fp8 (8-bit floats with a scale for each 2,048 numbers) a
+    quarter. Both round by chance, by the same chance whenever a step is repeated."""
     kwargs: Mapping[str, Any] = EMPTY
     """Further arguments, passed as they are."""
 

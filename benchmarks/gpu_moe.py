@@ -1,0 +1,185 @@
+"""The mixture of presets/gpu/base.yaml on one GPU in bf16, batch 16 × 1024: tokens/s of `SingleEngine` against Hugging Face's Mixtral.
+
+The peer has the same sizes, bf16 weights, grouped products (`experts_implementation="grouped_mm"`), torch.compile and fused AdamW, and both
+clip. Ours also watches gradient health, keeps weights in fp32, and drops what an expert has no room for. Runs of both alternate. Then ours
+with all penalties, with narrower running means, and a table of where the time goes, against the least that the matrix units could take.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from run import Row
+from torch import Tensor
+
+from shoal.config.load import resolve_data
+from shoal.engines import SingleEngine
+from shoal.models import build
+from shoal.tasks.language import LanguageModelling
+
+BATCH, LENGTH, VOCABULARY = 16, 1024, 65536
+WIDTH, LAYERS, HEADS, EXPERTS, PER_TOKEN, INNER = 768, 16, 12, 16, 2, 3072
+STEPS, ROUNDS, CEILING = 10, 4, 780e12
+PENALTIES = {"repetition_weight": 0.5, "immediate_repetition_weight": 1.0, "eos_weight": 5.0, "min_sequence_length": 20}
+HEALTH = {"enabled": True, "initial_clip_value": 2.0, "final_clip_value": 0.5, "warmup_steps": 2000}
+
+Step = Callable[[], Tensor]
+
+
+class Shapes:
+    image_shape, num_classes, vocab_size = None, None, VOCABULARY
+
+
+def flops() -> float:
+    """Of a step: two for each weight that a token meets, and attention over half of the pairs; three times, for two passes."""
+    weights = LAYERS * (4 * WIDTH**2 + PER_TOKEN * 3 * WIDTH * INNER) + WIDTH * VOCABULARY
+    return 3 * BATCH * LENGTH * (2 * weights + 2 * LAYERS * LENGTH * WIDTH)
+
+
+def engine(**training: Any) -> SingleEngine:
+    experts = {"count": EXPERTS, "per_token": PER_TOKEN, "capacity_factor": 1.25, "router": "switch", "aux_loss_weight": 0.01}
+    model = {"kind": "moe", "hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": HEADS, "intermediate_size": INNER}
+    model |= {"max_seq_len": 2048, "experts": experts, "dropout": 0.0}
+    optimizer = {"name": "AdamW", "learning_rate": 0.00042, "beta2": 0.95, "weight_decay": 0.1} | training.pop("optimizer", {})
+    settings = {"precision": {"kind": "bf16"}, "compile": True, "clipping": {"max_norm": 0.5}, "gradient_health": HEALTH} | training
+    whole = {"model": model, "training": settings | {"optimizer": optimizer}, "data": {"sequence_length": LENGTH}}
+    run = resolve_data(whole, name="bench", dialect="shoal", environ={}).run
+    torch.manual_seed(0)
+    task = LanguageModelling(build(run, Shapes()), run.training.penalties, eos_id=0)
+    return SingleEngine(run, task, torch.device("cuda"), 10_000, learns=True)
+
+
+def peer(batch: dict[str, Tensor]) -> Step:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS, num_local_experts=EXPERTS, num_experts_per_tok=PER_TOKEN, max_position_embeddings=2048,
+        output_router_logits=True, router_aux_loss_coef=0.01, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    config._experts_implementation = "grouped_mm"
+    with torch.device("cuda"):
+        model = MixtralForCausalLM(config).to(torch.bfloat16).train()
+    model.set_experts_implementation("grouped_mm")
+    compiled = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.00042, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = compiled(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def milliseconds(step: Step, steps: int = STEPS) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(steps):
+        loss = step()
+    end.record()
+    end.synchronize()
+    assert math.isfinite(float(loss))
+    return start.elapsed_time(end) / steps
+
+
+def warmed(made: SingleEngine, batches: Iterator[dict[str, Tensor]], steps: int = 8) -> Step:
+    """A step of ours on the next batch; the first ones compile."""
+
+    def step() -> Tensor:
+        return made.step([next(batches)]).metrics["loss"]
+
+    for _ in range(steps):
+        step()
+    return step
+
+
+def endless(count: int = 4) -> Iterator[dict[str, Tensor]]:
+    """Words as frequent as in a text: the n-th has a share of about 1/n. What follows a word depends on it."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    ids = (
+        torch.rand(count, BATCH, LENGTH + 1, device="cuda", generator=generator)
+        .mul(math.log(VOCABULARY))
+        .exp()
+        .long()
+        .clamp(max=VOCABULARY - 1)
+    )
+    while True:
+        for row in ids:
+            yield {"input_ids": row[:, :-1].contiguous(), "labels": row[:, 1:].contiguous()}
+
+
+PARTS = {
+    "experts' products": ("grouped", "cutlass::device_kernel<at::cuda::detail::enable_3x"),
+    "attention": ("flash", "fmha", "sdpa", "cudnn"),
+    "other products": ("nvjet", "gemm", "cutlass", "cublas"),
+    "optimizer": ("_step", "_squares", "FusedAdam"),
+    "loss": ("_loss_and_gradient", "_punished", "_scale_unless_one"),
+    "sorting": ("sort", "Sort", "topk", "TopK", "scan", "searchsorted"),
+    "pointwise, compiled": ("triton_",),
+}
+
+
+def profile(step: Step, steps: int = 5) -> dict[str, float]:
+    """Milliseconds a step in kernels of each part; and the kernels that take longest, on stderr."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    parts: dict[str, float] = defaultdict(float)
+    kernels = [
+        one
+        for one in found.key_averages()
+        if one.self_device_time_total > 0 and not one.key.startswith(("aten::", "Torch-", "ProfilerStep"))
+    ]
+    for one in sorted(kernels, key=lambda one: -one.self_device_time_total):
+        name = next((part for part, words in PARTS.items() if any(word in one.key for word in words)), "the rest")
+        parts[name] += one.self_device_time_total / 1000 / steps
+    for one in sorted(kernels, key=lambda one: -one.self_device_time_total)[:45]:
+        print(f"  {one.self_device_time_total / 1000 / steps:8.3f} ms {one.count / steps:6.1f} ×  {one.key[:110]}", file=sys.stderr)
+    return dict(parts)
+
+
+def measure() -> list[Row]:
+    torch.set_float32_matmul_precision("high")
+    batches = endless()
+    made = engine()
+    ours = warmed(made, batches)
+    their = peer(next(batches))
+    for _ in range(5):
+        their()
+    times: dict[str, list[float]] = {"ours": [], "peer": []}
+    for _ in range(ROUNDS):
+        times["ours"].append(milliseconds(ours))
+        times["peer"].append(milliseconds(their))
+    del their
+    torch.cuda.empty_cache()
+    middle = {name: statistics.median(found) for name, found in times.items()}
+    tokens = BATCH * LENGTH * 1000
+    figures = made.step([next(batches)]).metrics
+    dropped = max(float(value) for name, value in figures.items() if name.endswith("dropped"))
+    share = flops() / (middle["ours"] / 1000) / CEILING
+    note = f"{share:.0%} of {CEILING / 1e12:.0f} TFLOP/s; {middle['ours']:.1f} ms a step; at most {dropped:.1%} dropped in a layer"
+    rows = [Row("gpu-moe", tokens / middle["ours"], tokens / middle["peer"], "tokens/s", middle["peer"] / middle["ours"], "≥ 1.3", note)]
+    for part, taken in profile(ours).items():
+        rows.append(Row(f"gpu-moe, {part}", taken, middle["ours"], "ms", taken / middle["ours"], "–"))
+    del ours, made
+    torch.cuda.empty_cache()
+    others: dict[str, dict[str, Any]] = {"with all penalties": {"penalties": PENALTIES}}
+    others |= {f"moments in {kind}": {"optimizer": {"moments": kind}} for kind in ("bf16", "fp8")}
+    for name, training in others.items():
+        taken = statistics.median(milliseconds(step) for step in [warmed(engine(**training), batches)] for _ in range(ROUNDS))
+        torch.cuda.empty_cache()
+        rows.append(Row(f"gpu-moe, {name}", tokens / taken, tokens / middle["ours"], "tokens/s", middle["ours"] / taken, "≥ 0.98"))
+    return rows

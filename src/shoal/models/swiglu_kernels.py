@@ -1,0 +1,90 @@
+"""SwiGLU of experts on a GPU, with each row's gate multiplied in: one pass over the rows forward, one backward, which also gives the
+gates' slopes. torch.compile reads the rows twice for those.
+
+Rows from `total` on belong to no expert: they may hold anything, and become zeros, as do their slopes.
+
+Shapes: R rows, I inner width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK, _WARPS = 1024, 4
+
+
+@triton.jit
+def _forward(inner, gates, total, found, width: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    real, weight = row < tl.load(total), tl.load(gates + row)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        there = (column < width) & real
+        x = tl.load(inner + row * 2 * width + column, mask=there, other=0.0).to(tl.float32)
+        content = tl.load(inner + row * 2 * width + width + column, mask=there, other=0.0).to(tl.float32)
+        tl.store(found + row * width + column, x * tl.sigmoid(x) * content * weight, mask=column < width)
+
+
+@triton.jit
+def _backward(inner, gates, total, slopes, for_inner, for_gates, width: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    real, weight = row < tl.load(total), tl.load(gates + row)
+    for_gate = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        there = inside & real
+        x = tl.load(inner + row * 2 * width + column, mask=there, other=0.0).to(tl.float32)
+        content = tl.load(inner + row * 2 * width + width + column, mask=there, other=0.0).to(tl.float32)
+        slope = tl.load(slopes + row * width + column, mask=there, other=0.0).to(tl.float32)
+        share = tl.sigmoid(x)
+        activated = x * share
+        for_gate += slope * activated * content
+        slope *= weight
+        tl.store(for_inner + row * 2 * width + column, slope * content * share * (1.0 + x * (1.0 - share)), mask=inside)
+        tl.store(for_inner + row * 2 * width + width + column, slope * activated, mask=inside)
+    tl.store(for_gates + row, tl.sum(for_gate, 0))
+
+
+@torch.library.custom_op("shoal::swiglu", mutates_args=())
+def _swiglu(inner_RI: Tensor, gates_R: Tensor, total: Tensor) -> Tensor:
+    found = inner_RI.new_empty(len(inner_RI), inner_RI.shape[1] // 2)
+    _forward[(len(found),)](inner_RI, gates_R, total, found, found.shape[1], _BLOCK, num_warps=_WARPS)
+    return found
+
+
+@torch.library.custom_op("shoal::swiglu_backward", mutates_args=())
+def _swiglu_backward(inner_RI: Tensor, gates_R: Tensor, total: Tensor, slope_RI: Tensor) -> tuple[Tensor, Tensor]:
+    for_inner, for_gates = torch.empty_like(inner_RI), torch.empty_like(gates_R)
+    places = (slope_RI.contiguous(), for_inner, for_gates)
+    _backward[(len(inner_RI),)](inner_RI, gates_R, total, *places, slope_RI.shape[1], _BLOCK, num_warps=_WARPS)
+    return for_inner, for_gates
+
+
+@_swiglu.register_fake
+def _(inner_RI: Tensor, gates_R: Tensor, total: Tensor) -> Tensor:
+    return inner_RI.new_empty(inner_RI.shape[0], inner_RI.shape[1] // 2)
+
+
+@_swiglu_backward.register_fake
+def _(inner_RI: Tensor, gates_R: Tensor, total: Tensor, slope_RI: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(inner_RI), torch.empty_like(gates_R)
+
+
+def _slopes(ctx: Any, slope_RI: Tensor) -> tuple[Tensor, Tensor, None]:
+    for_inner, for_gates = _swiglu_backward(*ctx.saved_tensors, slope_RI)
+    return for_inner, for_gates, None
+
+
+_swiglu.register_autograd(_slopes, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+def swiglu(inner_RI: Tensor, gates_R: Tensor, total: Tensor) -> Tensor:
+    """silu(first half) · second half · gate, row by row."""
+    found: Tensor = _swiglu(inner_RI, gates_R.float(), total)
+    return found
