@@ -30,7 +30,7 @@ class Shapes:
 
 def ours(batch: dict[str, Tensor]) -> Step:
     model = {"kind": "gpt", "hidden_size": 768, "num_layers": 12, "num_heads": 12, "max_seq_len": LENGTH}
-    training = {"precision": {"kind": "bf16"}, "compile": True, "optimizer": {"name": "AdamW", "learning_rate": 3e-4}}
+    training = {"precision": {"kind": "bf16"}, "compile": True, "cuda_graph": True, "optimizer": {"name": "AdamW", "learning_rate": 3e-4}}
     settings = {"model": model, "training": training, "data": {"sequence_length": LENGTH}}
     run = resolve_data(settings, name="bench", dialect="shoal", environ={}).run
     engine = SingleEngine(run, LanguageModelling(build(run, Shapes())), torch.device("cuda"), 10_000, learns=True)
@@ -80,4 +80,4 @@ def measure() -> list[Row]:
     middle = {name: statistics.median(values) for name, values in rates.items()}
     memory = torch.cuda.max_memory_allocated() / 2**30
     note = f"peak memory of both {memory:.1f} GiB"
-    return [Row("gpu-dense GPT-2 124M", middle["ours"], middle["peer"], "tokens/s", middle["ours"] / middle["peer"], "≥ 1.3", note)]
+    return [Row("gpu-dense GPT-2 124M", middle["ours"], middle["peer"], "tokens/s", middle["ours"] / middle["peer"], "≥ 1.35", note)]

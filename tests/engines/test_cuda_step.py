@@ -25,10 +25,10 @@ class Shapes:
     image_shape, num_classes, vocab_size = None, None, 257
 
 
-def engine(kind: str = "moe", device: str = "cuda", seed: int = 0, **training: Any) -> SingleEngine:
-    model: dict[str, Any] = {"kind": kind, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "max_seq_len": 32, "dropout": 0.0}
+def engine(kind: str = "moe", device: str = "cuda", seed: int = 0, dropout: float = 0.0, **training: Any) -> SingleEngine:
+    model: dict[str, Any] = {"kind": kind, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "max_seq_len": 32, "dropout": dropout}
     if kind == "moe":
-        model["experts"] = {"count": 4, "per_token": 2}
+        model["experts"] = {"count": 16, "per_token": 2}
     run = resolve_data({"model": model, "training": {"device": device} | training}, name="test", dialect="shoal", environ={}).run
     torch.manual_seed(seed)
     return SingleEngine(run, LanguageModelling(build(run, Shapes())), torch.device(device), 100, learns=True)
@@ -146,3 +146,26 @@ def test_products_without_a_kernel_of_their_own_are_one_batched_one(dtype: torch
     expected = grouped_linear(x[:42], weight, sizes)
     found = grouped_linear(x.cuda().to(dtype), weight.cuda().to(dtype), sizes.cuda())
     torch.testing.assert_close(found[:42].float().cpu(), expected, rtol=0.01, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "moe"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_recorded_step_is_the_step_that_was_recorded(kind: str, accumulation: int) -> None:
+    training: dict[str, Any] = {"precision": {"kind": "bf16"}, "clipping": {"max_norm": 1.0}, "gradient_health": {"enabled": True}}
+    made = [engine(kind, dropout=0.1, cuda_graph=records, **training) for records in (False, True)]
+    data = batches(5 * accumulation)
+    found = []
+    for one in made:
+        torch.manual_seed(1)
+        steps = [one.step(data[i : i + accumulation]) for i in range(0, len(data), accumulation)]
+        found.append([{name: float(value) for name, value in step.metrics.items()} for step in steps])
+    assert found[1] == found[0]
+    assert torch.equal(made[1].vector, made[0].vector)
+
+
+def test_another_shape_of_batch_is_recorded_too() -> None:
+    made = [engine("gpt", cuda_graph=records, precision={"kind": "bf16"}) for records in (False, True)]
+    for batch in batches(3):
+        for rows in (4, 2):
+            expected, found = (one.step([{name: value[:rows] for name, value in batch.items()}]).metrics["loss"] for one in made)
+            assert float(found) == float(expected)

@@ -855,6 +855,25 @@ def narrow_moments_are_adams(settings: Settings, engine: str, optimizer: str, mo
         settings.report("engine", message, path, "engine.kind", help="leave it out, or take the engine single or ddp")
 
 
+@rule("training.cuda_graph", "engine.kind", "training.precision.kind", "training.gradient_checkpointing")
+def recordings_are_of_plain_passes(settings: Settings, records: bool, engine: str, precision: str, recomputes: bool) -> None:
+    path = "training.cuda_graph"
+    if records and engine not in ("single", "collectives"):
+        message = f"a step of the engine {engine} is not recorded: its processes wait for each other in between"
+        settings.report("engine", message, path, "engine.kind", help="set it to false, or take the engine single")
+    if records and precision in EMULATED:
+        settings.report("precision", f"passes in {precision} are not recorded", path, "training.precision.kind", help="set it to false")
+    if records and recomputes:
+        settings.report("precision", "passes that compute activations again are not recorded", path, "training.gradient_checkpointing")
+
+
+@rule("training.cuda_graph", "model.episodic_memory.enabled")
+def recordings_have_no_memory(settings: Settings, records: bool, remembers: bool) -> None:
+    if records and remembers:
+        message = "a memory decides in the middle of a step what it replays, and that is not recorded"
+        settings.report("model", message, "training.cuda_graph", "model.episodic_memory.enabled", help="set one of them to false")
+
+
 @rule("engine.kind", "task")
 def sharding_takes_one_network(settings: Settings, engine: str, task: Task | None) -> None:
     if engine in SHARDING and task is not None and task.kind == "gan":

@@ -172,15 +172,18 @@ class Engine(ABC):
 
         Whoever steps a network before asking for the next lets the next see the new weights, as GANs are trained best.
         """
+        self._begin_step()
+        losses = [self.task.losses(self.on_device(self._filled(batch))) for batch in batches]
+        while player := self._backward_next(losses, weighing, metrics):
+            self._gather(player)
+            yield player
+
+    def _begin_step(self) -> None:
         self._forget()
         if self.scales is not None:
             self.scales.begin_step()
         for one in self.kept:
             one.begin_step()
-        losses = [self.task.losses(self.on_device(self._filled(batch))) for batch in batches]
-        while player := self._backward_next(losses, weighing, metrics):
-            self._gather(player)
-            yield player
 
     def _filled(self, batch: Batch) -> Batch:
         """Give a process without a share of the last small batch a sample that counts nothing: the others wait for it to compute."""

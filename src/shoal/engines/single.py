@@ -15,11 +15,12 @@ from shoal.engines import moments, optimizers
 from shoal.engines.adam_parts import Clip
 from shoal.engines.base import Engine, StepResult, tensors_of
 from shoal.engines.flat_adam import FlatAdam
-from shoal.engines.weighing import length
+from shoal.engines.recording import Recorder
+from shoal.engines.weighing import Weighing, length
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.models.kept import kept
-from shoal.tasks import Batch, Task
+from shoal.tasks import Batch, Loss, Task
 from shoal.updates.layout import lay_out
 
 __all__ = ["SingleEngine", "StepResult", "choose_device"]
@@ -45,6 +46,7 @@ class SingleEngine(Engine):
         self.optimizers = {name: optimizers.build(self.chosen[name], network) for name, network in self.networks.items()}
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
         self._moves: dict[str, Tensor] = {}
+        self._recorder = self._record() if run.training.cuda_graph and learns else None
 
     @property
     def vector(self) -> Tensor:
@@ -114,6 +116,41 @@ class SingleEngine(Engine):
             if before is not None:
                 self.vector.copy_(before)
                 self.changed()
+
+    def _in_turn(self, batches: list[Batch], weighing: Weighing, metrics: dict[str, Tensor]) -> Iterator[str]:
+        if self._recorder is None:
+            yield from super()._in_turn(batches, weighing, metrics)
+            return
+        ((player, network),) = self.networks.items()
+        self._begin_step()
+        for number, batch in enumerate(batches):
+            for name, figure in self._recorder.replay(batch, weighing.share(number)):
+                metrics[name] = metrics[name] + figure if name in metrics else figure
+            if number < len(batches) - 1:
+                network.add_up_gradients()
+        self._gather(player)
+        yield player
+
+    def _record(self) -> Recorder:
+        """Let batches be recorded. Figures and gradients are those of the passes as they are taken otherwise."""
+        if self.device.type != "cuda":
+            raise ShoalError(
+                f"training.cuda_graph records what a CUDA GPU does, and this run computes on {self.device.type}: set it to false"
+            )
+        if len(self.networks) > 1:
+            raise ShoalError("training.cuda_graph records the passes of one network, and this task has several: set it to false")
+        ((player, network),) = self.networks.items()
+
+        def passes(batch: Batch) -> Loss:
+            with self.precision():
+                return next(iter(self.task.losses(batch)))
+
+        return Recorder(
+            network.parameters,
+            passes,
+            lambda value: self._backward(self.scaler.scale(value), player, last=True),
+            self._begin_step,
+        )
 
     def _lead(self, player: str) -> None:
         if player in self._moves:

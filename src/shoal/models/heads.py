@@ -48,6 +48,7 @@ class MixtureOfHeads(Attention):
         """How often the tokens that count chose each routed head, and its mean probability. The model makes a loss of it."""
         if counted_BL is None:
             return {}
-        load_R = torch.bincount(chosen[counted_BL].flatten(), minlength=self.routed).float()
+        chosen_BLCR = chosen.unsqueeze(-1) == torch.arange(self.routed, device=chosen.device)
+        load_R = (chosen_BLCR & counted_BL[..., None, None]).sum((0, 1, 2)).float()
         mean_R = (probability_BLR * counted_BL.unsqueeze(-1)).sum((0, 1)) / counted_BL.sum().clamp(min=1)
         return {"head_load_R": load_R, "head_probability_R": mean_R}

@@ -95,12 +95,12 @@ class StepLoads(Kept):
         """The share of each in the choices of this step so far; when nothing is learned, in those of this batch."""
         if training:
             seen_LE = self.total(load_LE if self.counting else torch.zeros_like(load_LE))
-            self.load_LE = load_LE = self.load_LE.to(load_LE) + seen_LE
+            load_LE = self.load_LE.add_(seen_LE)  # in place: a recording finds it there again
             self.seen = True
         return load_LE / load_LE.sum(1, keepdim=True).clamp(min=1)
 
     def begin_step(self) -> None:
-        self.load_LE = torch.zeros_like(self.load_LE, dtype=torch.float32)
+        self.load_LE = self.load_LE.float().zero_()
         self.seen = False
 
     def take_over(self, part: Kept, first: int, total: Callable[[Tensor], Tensor]) -> None:

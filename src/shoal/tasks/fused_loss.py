@@ -144,8 +144,10 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.gradient = logits if logits.requires_grad else None
         means = figures.sum(1) * share
         ctx.mark_non_differentiable(means)
-        by = means.new_tensor((1.0, *punished.weights)) if punished else 1.0
-        return (means * by).sum(), means
+        total = means[0].clone()
+        for mean, weight in zip(means[1:], punished.weights if punished else (), strict=True):
+            total += weight * mean
+        return total, means
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -119,8 +119,11 @@ class FlatNetwork:
 
     def sum_gradients(self) -> None:
         """Between the backward passes of a step: add what the pass gave to the vector, in its type. What is rounded is not added up."""
-        if self.shadow is None:
-            return  # the parameters' own gradients are of the vector's type
+        if self.shadow is not None:  # else the parameters' own gradients are of the vector's type
+            self.add_up_gradients()
+
+    def add_up_gradients(self) -> None:
+        """The same where the next pass writes its gradients to the same place: they are taken away whatever their type."""
         self._take(range(len(self.parameters)))
         self.summed = True
 
