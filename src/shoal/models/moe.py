@@ -85,7 +85,7 @@ class StepLoads(Kept):
         super().__init__()
         self.register_buffer("load_LE", torch.zeros(layers, count), persistent=False)
         self.seen = False
-        """Whether there was a batch in this step; asking the loads would make this process wait for a GPU."""
+        """Whether there ever was a batch; asking the loads would make this process wait for a GPU."""
 
     load_LE: Tensor
 
@@ -101,7 +101,6 @@ class StepLoads(Kept):
 
     def begin_step(self) -> None:
         self.load_LE = self.load_LE.float().zero_()
-        self.seen = False
 
     def take_over(self, part: Kept, first: int, total: Callable[[Tensor], Tensor]) -> None:
         assert isinstance(part, StepLoads)
