@@ -196,8 +196,8 @@ def test_the_adaptive_bound_follows_the_speed(interval_s: float, bound: float) -
         cluster.step(b)
     rate, other = 1 / interval_s, 1.0
     speed = rate / ((rate + other) / 2)
-    assert cluster.beat(b)["most_lag"] == pytest.approx(min(max(10 / speed, 2), 40))
-    assert cluster.beat(b)["most_lag"] == pytest.approx(bound)
+    assert cluster.pull(b)["most_lag"] == pytest.approx(min(max(10 / speed, 2), 40))
+    assert cluster.pull(b)["most_lag"] == pytest.approx(bound)
 
 
 def test_many_equal_workers_are_never_rejected() -> None:

@@ -89,19 +89,34 @@ def test_a_documented_file_trains_to_its_end_and_learns_from_no_batch_twice(tmp_
     assert "task-1" in shown
 
 
-def test_a_rule_that_needs_more_workers_says_who_is_missing_and_trains_when_they_have_come(tmp_path: Path) -> None:
-    made, notes = coordinated(tmp_path, "federated", 2, **TINY)
+@pytest.mark.parametrize(
+    ("preset", "rule", "needs", "listed", "missing"),
+    [
+        ("federated", "krum", 13, ["client-1", "client-2"], "client-2 (198.51.100.20:8002) is missing"),
+        (
+            "high-security",
+            "bulyan",
+            15,
+            ["datacenter-1", "edge-node-1", "volunteer-1"],
+            "edge-node-1 (203.0.113.30:8002), volunteer-1 (198.51.100.40:8003) are missing",
+        ),
+    ],
+)
+def test_a_rule_that_needs_more_workers_says_who_is_missing_and_trains_when_they_have_come(
+    tmp_path: Path, preset: str, rule: str, needs: int, listed: list[str], missing: str
+) -> None:
+    made, notes = coordinated(tmp_path, preset, len(listed), **TINY)
     ending: list[dict[str, Any]] = []
     running = threading.Thread(target=lambda: ending.append(made.loop.train()))
     running.start()
-    first = staff(made, tmp_path, ["client-1"])
-    said = notes.wait_for("krum needs 13 contributions and 1 workers are here")
-    assert said.endswith("waiting for 12 more; client-2 (198.51.100.20:8002) is missing")
-    others = staff(made, tmp_path, ["client-2", *(f"guest-{number}" for number in range(11))])
+    first = staff(made, tmp_path, listed[:1])
+    said = notes.wait_for(f"{rule} needs {needs} contributions and 1 workers are here")
+    assert said.endswith(f"waiting for {needs - 1} more; {missing}")
+    others = staff(made, tmp_path, [*listed[1:], *(f"guest-{number}" for number in range(needs - len(listed)))])
     running.join(120)
     for workers in (first, others):
         workers.close()
     made.loop.server.close()
     assert ending[0]["status"] == "completed"
-    assert ending[0]["contributions"]["accepted"] >= 13
+    assert ending[0]["contributions"]["accepted"] >= needs
     assert set(learned(tmp_path).values()) == {1}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,9 @@ from shoal.config import Run
 from shoal.config.load import File, Override, resolve
 from shoal.simulate import Machine, Report, listed, simulate, weather_named
 from shoal.simulate.links import Cores, Link
+from shoal.simulate.simulation import agreed_for, scenario_of
 from shoal.simulate.timeline import Timeline
+from shoal.simulate.world import World
 from shoal.transports.weather import PROFILES
 from shoal.transports.weather.profiles import Profile
 
@@ -99,7 +103,7 @@ def test_computations_that_share_cores_take_longer() -> None:
     cores = Cores(timeline, 2)
     for name, work_s in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         cores.compute(work_s, lambda name=name: done.append((name, timeline.now)))
-    timeline.run(100.0, lambda: False)
+    timeline.run(100.0)
     assert [(name, pytest.approx(at)) for name, at in done] == [("a", 1.5), ("b", 1.5), ("c", 2.5)]
 
 
@@ -121,6 +125,45 @@ def test_the_mixed_weather_has_everything_that_makes_the_world_hard() -> None:
     assert weather == weather_named("mixed", 2000, 1.0, 24.0, seed=3)
 
 
+def test_tasks_are_given_out_in_virtual_time_and_no_batch_is_learned_from_twice() -> None:
+    """One of five machines disappears in the middle of its task, and links are slow enough for workers to compute while they send."""
+    run = run_of(**STRATEGIES["async"], **{"scheduler.kind": "gale-shapley", "training.epochs": "2"})
+    there = [*machines(4), Machine("gone", 1.0, PROFILES["cellular"], stays=((0.0, 20.0),))]
+    world = World(scenario_of(run, agreed_for(run, 5), learns=False), listed(there), 1.0, 0)
+    learned: Counter[tuple[int, int]] = Counter()
+    append = world.store.ledger.append
+
+    def looked_at(line: dict[str, Any]) -> None:
+        learned.update((one[6], batch) for one in line.get("from", ()) for batch in range(one[7] - one[8], one[7]))
+        append(line)
+
+    world.store.ledger.append = looked_at  # type: ignore[method-assign]
+    report = world.run()
+    assert report.finished
+    assert report.violations == []
+    assert set(learned.values()) == {1}
+    assert report.outcomes["moved"] <= 2, "a worker whose task ends waits to hear of the next one"
+    assert report.tasks["given"] > report.tasks["tasks"]
+    assert dict(report.rows())["tasks"].startswith(f"{report.tasks['tasks']} an epoch")
+
+
+def test_things_in_line_and_others_happen_in_the_order_of_their_times() -> None:
+    timeline, seen = Timeline(), list[tuple[str, float]]()
+
+    def see(name: str) -> None:
+        seen.append((name, timeline.now))
+
+    timeline.at(2.0, see, "planned")
+    timeline.in_line(1.0, see, "first")
+    timeline.in_line(2.0, see, "as late, and planned after it")
+    timeline.in_line(1.5, see, "not in order")
+    timeline.after(3.0, timeline.stop)
+    timeline.in_line(4.0, see, "too late")
+    timeline.run(10.0)
+    assert seen == [("first", 1.0), ("not in order", 1.5), ("planned", 2.0), ("as late, and planned after it", 2.0)]
+    assert timeline.now == 3.0
+
+
 def test_simulation_settings_say_how_long_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
     """Three heartbeats a second and four rounds of scheduling: the longer of the two is the time, and each round is shown."""
     settings = ["simulation.heartbeats=3", "simulation.scheduling_rounds=4", "simulation.scheduling_interval_s=2.5"]
@@ -129,6 +172,7 @@ def test_simulation_settings_say_how_long_it_goes(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert shown.count("scheduling round") == 4
     assert "10.0 s  scheduling round 4: 3 workers are here" in shown
+    assert ", task-1" in shown
 
 
 def test_the_command_prints_a_table_and_draws_plots(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -177,7 +221,7 @@ def test_workers_of_one_machine_share_its_cores_and_may_be_slower(capsys: pytest
 def test_other_peoples_processes_take_their_part_of_the_cores() -> None:
     timeline, done = Timeline(), list[float]()
     Cores(timeline, 2, others=3).compute(1.0, lambda: done.append(timeline.now))
-    timeline.run(100.0, lambda: False)
+    timeline.run(100.0)
     assert done == [pytest.approx(2.0)], "one of four gets half a core"
 
 

@@ -76,11 +76,12 @@ def _simulated(run: Run, arguments: argparse.Namespace) -> Report:
 
 def _show_members(number: int, world: World) -> None:
     """What a round of scheduling sees: who is there, and how fast each has shown to be."""
-    rows = world.coordinator.members.table()
+    rows, tasks = world.coordinator.members.table(), world.coordinator.tasks
     print(f"{world.timeline.now:8.1f} s  scheduling round {number}: {len(rows)} workers are here")
     for row in rows[:_SHOWN]:
         rate = "no contribution yet" if row["rate"] is None else f"{row['rate']:.2f} contributions/s"
-        print(f"              {row['worker']:<16} {rate}, {row['accepted']} taken, {row['rejected']} turned away, lag {row['lag']}")
+        task = "" if tasks is None else f", {tasks.task_of(world.coordinator.members.by_name[row['worker']]) or 'no task'}"
+        print(f"              {row['worker']:<16} {rate}, {row['accepted']} taken, {row['rejected']} turned away, lag {row['lag']}{task}")
     if len(rows) > _SHOWN:
         print(f"              and {len(rows) - _SHOWN} more")
 

@@ -43,6 +43,7 @@ from shoal.updates.holding import Experts, Part, mean_of_reports, mean_over_hold
 from shoal.updates.messages import Contribute
 
 _PLAIN = NoCodec()
+_NOTHING = torch.empty(0)
 _LEAST_REMEMBERED = 256
 _LEAST_MEMORIES = 16
 _MOST_SPARE = 4
@@ -113,7 +114,7 @@ class Book:
         vector = codecs.borrow(self.plan.updates.codec, size, body)
         if vector is None:
             vector = self._decode(size, body)
-        return vector, codecs.decode(_PLAIN, extra, tail) if extra else torch.empty(0)
+        return vector, codecs.decode(_PLAIN, extra, tail) if extra else _NOTHING
 
     def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "", experts: Experts = ()) -> tuple[Tensor, Tensor]:
         """What came of a unit. Raises UpdateError. `worker`: who sent it now; empty: it was taken before."""
@@ -340,7 +341,7 @@ class Book:
         """Weights and statistics that are sent as they are."""
         extra = self.learner.buffers.numel()
         vector = codecs.decode(_PLAIN, self.learner.vector.numel(), frames[:-1] if extra else frames)
-        return vector, codecs.decode(_PLAIN, extra, frames[-1:]) if extra else torch.empty(0)
+        return vector, codecs.decode(_PLAIN, extra, frames[-1:]) if extra else _NOTHING
 
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
         """What is taken and not yet in a version: records that belong to the journal that follows a snapshot."""

@@ -225,7 +225,8 @@ class Coordinator:
         worker.state, worker.figures = printable(asked.state), self.claims.figures(asked.figures)
         if self.lender is not None and asked.state != _STUCK:
             self.lender.renew(worker)
-        self.answer(caller, {"kind": "pulse"}, worker)
+        # What a worker reads of the answer, and no more: there are many more signs of life than anything else.
+        self._effects.append(Reply(caller, {"kind": "pulse", "version": self.book.state.version, "done": self.finished}))
 
     def _answer_about_unit(self, caller: Any, asked: Claim | GiveBack | Fail, worker: Worker) -> None:
         lender = self.lender

@@ -21,12 +21,13 @@ Result = TypeVar("Result")
 
 
 class CountingJournal:
-    """Records are counted and forgotten."""
+    """Records are counted by their kinds, and forgotten."""
 
     bytes_since_snapshot, open = 0, True
 
     def __init__(self) -> None:
         self.records_since_snapshot, self._begun = 0, 0
+        self.kinds: Counter[str] = Counter()
 
     def begin(self, pending: Iterable[tuple[dict[str, Any], Frames]] = ()) -> int:
         self.records_since_snapshot, self._begun = sum(1 for _ in pending), self._begun + 1
@@ -34,6 +35,7 @@ class CountingJournal:
 
     def append(self, record: dict[str, Any], frames: Frames = ()) -> None:
         self.records_since_snapshot += 1
+        self.kinds[record["kind"]] += 1
 
     def recover(self, snapshot: int) -> Iterator[tuple[dict[str, Any], Any]]:
         return iter(())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,6 +71,8 @@ class Report:
     violations: list[str] = field(default_factory=list)
     """Promises that were broken."""
     notes: list[str] = field(default_factory=list)
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    """Where a scheduler gives out tasks: how many an epoch has, how often pieces of them were given out, and how many were cut in two."""
 
     @property
     def accepted(self) -> int:
@@ -137,6 +140,9 @@ class Report:
         ]
         if self.losses:
             rows.insert(3, ("loss", f"{self.losses[-1][1]:.4f} at the end"))
+        if self.tasks:
+            often = f"{self.tasks['given']:,} times given out, {self.tasks['cut']:,} times cut in two for a worker that was free"
+            rows.insert(3, ("tasks", f"{self.tasks['tasks']:,} an epoch: {often}"))
         if self.stretch > 1.005:
             rows.append(("shared cores", f"batches take {self.stretch:.2f} times as long as with a core for each worker"))
         if loss is not None:

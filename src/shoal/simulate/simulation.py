@@ -57,7 +57,7 @@ def simulate(
     if isinstance(machines, int):
         return simulated(run, Asked(machines, weather, hours, seed, learns=learns), None)
     found = machines if isinstance(machines, Weather) else listed(machines)
-    agreed = _agreed(run, len(found.machines))
+    agreed = agreed_for(run, len(found.machines))
     return World(scenario_of(run, agreed, learns), found, hours, seed).run()
 
 
@@ -65,7 +65,7 @@ def simulated(run: Run, asked: Asked, look: Callable[[int, World], None] | None)
     """Simulate what was asked for. Where no hours are given, `simulation` of the settings says how many heartbeats and rounds of scheduling
     there are; `look` is called at each round of scheduling, with its number."""
     count = asked.workers or run.cluster.num_workers or max(1, needed(run))
-    agreed, settings = _agreed(run, count), run.simulation
+    agreed, settings = agreed_for(run, count), run.simulation
     step_s = asked.step_s or measured_step_s(agreed.parts)
     heartbeats_s = settings.heartbeats * settings.heartbeat_interval_s
     rounds_s = settings.scheduling_rounds * settings.scheduling_interval_s
@@ -116,7 +116,8 @@ def _on_one_machine(weather: Weather, asked: Asked) -> Weather:
     return weather._replace(machines=machines, cores={} if asked.cores is None else {_HERE: asked.cores}, others=asked.others)
 
 
-def _agreed(run: Run, workers: int) -> Agreed:
+def agreed_for(run: Run, workers: int) -> Agreed:
+    """What a run comes to with so many workers. Raises ShoalError where it cannot be simulated."""
     if run.alone:
         raise ShoalError("one worker alone has nobody to simulate: choose a strategy for several workers, as in --set strategy.kind=async")
     if run.strategy.gives_answers:

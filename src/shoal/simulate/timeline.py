@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+_Planned = tuple[float, int, Callable[..., None], tuple[Any, ...]]
+"""When, which of those that were planned, what, and what it is given."""
 
 
 class Timeline:
@@ -13,8 +17,11 @@ class Timeline:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[_Planned] = []
+        self._line: deque[_Planned] = deque()
+        """What was planned in the order in which it happens: that needs no heap."""
         self._order = itertools.count()
+        self._stopped = False
 
     def at(self, moment: float, what: Callable[..., None], *given: Any) -> None:
         """Have something happen at a moment; now, where that has passed."""
@@ -23,11 +30,27 @@ class Timeline:
     def after(self, delay_s: float, what: Callable[..., None], *given: Any) -> None:
         heapq.heappush(self._heap, (self.now + delay_s, next(self._order), what, given))
 
-    def run(self, until: float, over: Callable[[], bool]) -> None:
-        """Let things happen until this time, or until it is over."""
-        heap, pop = self._heap, heapq.heappop
-        while heap and heap[0][0] <= until and not over():
-            self.now, _, what, given = pop(heap)
+    def in_line(self, moment: float, what: Callable[..., None], *given: Any) -> None:
+        """As `at`, for things that mostly happen in the order in which they are planned, as all do that are planned with the same delay."""
+        line = self._line
+        if not line or line[-1][0] <= moment:
+            line.append((moment, next(self._order), what, given))
+        else:
+            self.at(moment, what, *given)
+
+    def stop(self) -> None:
+        """Let nothing more happen in this `run`."""
+        self._stopped = True
+
+    def run(self, until: float) -> None:
+        """Let things happen until this time, or until somebody says `stop`."""
+        heap, line, pop, take = self._heap, self._line, heapq.heappop, self._line.popleft
+        self._stopped = False
+        while not self._stopped and (heap or line):
+            first_in_line = bool(line) and (not heap or line[0] < heap[0])
+            if (line if first_in_line else heap)[0][0] > until:
+                break
+            self.now, _, what, given = take() if first_in_line else pop(heap)
             what(*given)
-        if not over():
+        if not self._stopped:
             self.now = until

@@ -39,11 +39,14 @@ class Surroundings(Interface):
     heartbeat_s: float
 
     def uneven(self, sigma: float) -> float: ...
-    def call(self, worker: VirtualWorker, asked: Asked, frames: Frames, answered: Callable[[Message], None]) -> bool:
-        """Send a question; whether it will arrive."""
+    def call(self, worker: VirtualWorker, asked: Asked, frames: Frames, question: int) -> bool:
+        """Send a question; whether it will arrive. The answer comes to the worker's `hear`, with the number of the question."""
         ...
 
-    def pulse(self, worker: VirtualWorker, arrived: Callable[[], None]) -> None: ...
+    def pulse(self, worker: VirtualWorker) -> None:
+        """Have the worker's next sign of life arrive, at its `beat`."""
+        ...
+
     def beat(self, worker: VirtualWorker) -> None: ...
     def compute(self, worker: VirtualWorker, work_s: float, done: Callable[[], None]) -> None: ...
     def settled(self, worker: VirtualWorker, receipt: Receipt, work_s: float) -> None:
@@ -68,7 +71,8 @@ class VirtualWorker:
         """What was made and is not sent yet, with the seconds it took."""
         self._sent_s = 0.0
         self._steps = self._question = self._seating = 0
-        self._pace = Pace(0.0, 0.0, 1.0, math.inf)
+        self._step_s = self._round_trip_s = 0.0
+        self._versions_per_step, self._most_lag = 1.0, math.inf
         self._version, self._asked_at = -1, 0.0
 
     # --- coming and going ----------------------------------------------------------------------------
@@ -76,7 +80,7 @@ class VirtualWorker:
     def come(self) -> None:
         self._say_all()
         self.world.timeline.after(self.machine.start_s * self.world.uneven(0.3), self._ready)
-        self.world.pulse(self, self._beat)
+        self.world.pulse(self)
 
     def _ready(self) -> None:
         self.protocol.ready = True
@@ -87,12 +91,12 @@ class VirtualWorker:
         """The machine is gone, without a word."""
         self.gone = True
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
         if self.gone or self.finished:
             return
         if self.protocol.session:
             self.world.beat(self)
-        self.world.pulse(self, self._beat)
+        self.world.pulse(self)
 
     def hear_pulse(self, message: Message) -> None:
         """The answer to a sign of life."""
@@ -114,9 +118,8 @@ class VirtualWorker:
         if not self.conversing:
             self.conversing, self._asked_at = True, now
         self._question += 1
-        number = self._question
-        arrives = self.world.call(self, question.asked, question.frames, lambda message: self._hear(number, message))
-        self.world.timeline.after(question.timeout_s if arrives else FIRST_PAUSE_S, self._give_up, number)
+        arrives = self.world.call(self, question.asked, question.frames, self._question)
+        self.world.timeline.after(question.timeout_s if arrives else FIRST_PAUSE_S, self._give_up, self._question)
 
     def _give_up(self, number: int) -> None:
         if number == self._question and not self.gone:
@@ -124,7 +127,7 @@ class VirtualWorker:
             self._question += 1
             self.world.timeline.after(retry.pause_s * self.world.uneven(0.2), self._say_all)
 
-    def _hear(self, number: int, message: Message) -> None:
+    def hear(self, number: int, message: Message) -> None:
         if number != self._question or self.gone:
             return
         self._question += 1
@@ -138,7 +141,7 @@ class VirtualWorker:
         if header["kind"] == "refused" and (self.protocol.session or header.get("reason") == TOO_FAST):
             pause_s = (FIRST_PAUSE_S if self.protocol.session else JOINING_PAUSE_S) * self.world.uneven(0.2)
         elif self.protocol.session:
-            self._pace = self._pace._replace(round_trip_s=self.world.timeline.now - self._asked_at)
+            self._round_trip_s = self.world.timeline.now - self._asked_at
         self.world.timeline.after(pause_s, self._say_all) if pause_s else self._say_all()
 
     def _go_on(self) -> None:
@@ -207,7 +210,7 @@ class VirtualWorker:
     def _made(self, parcel: Parcel | None, began: float, seating: int) -> None:
         self.computing = False
         took_s = self.world.timeline.now - began
-        self._pace = self._pace._replace(step_s=took_s)
+        self._step_s = took_s
         if parcel is None or seating != self._seating:
             self.world.wasted(took_s)
             self.unit = None
@@ -228,7 +231,9 @@ class VirtualWorker:
         epoch, position = self.mind.place()
         pulls = unit is None and self._steps % self.world.policies.pull.every == 0
         self.protocol.contribute(_contribution(parcel, epoch, position, unit), parcel.frames, pulls)
-        overlaps = may_overlap(self.world.policies, self.mind.overlap, self._pace)
+        pace = Pace(self._round_trip_s, self._step_s, self._versions_per_step, self._most_lag)
+        through = self.protocol.until is not None and position >= self.protocol.until  # what comes next is for the coordinator to say
+        overlaps = not through and may_overlap(self.world.policies, self.mind.overlap, pace)
         self._say_all()
         if overlaps and self.conversing and not self.computing:
             self._begin()
@@ -261,11 +266,10 @@ class VirtualWorker:
 
     def _refresh(self, news: News, status: str | None) -> None:
         header = news.header
-        per_step = self._pace.versions_per_step
         if not news.afresh:
             passed = header["version"] - self._version
-            per_step = 0.8 * per_step + 0.2 * max(1, passed / self.world.policies.pull.every)
-        self._pace = self._pace._replace(versions_per_step=per_step, most_lag=header["most_lag"])
+            self._versions_per_step = 0.8 * self._versions_per_step + 0.2 * max(1, passed / self.world.policies.pull.every)
+        self._most_lag = header["most_lag"]
         if "weights" in header:
             self._version = header["version"]
         self.mind.refreshed(news, status)

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from shoal.coordinator import Coordinator
@@ -21,7 +22,7 @@ from shoal.simulate.report import POINTS, Moment, Report
 from shoal.simulate.timeline import Timeline
 from shoal.simulate.worker import VirtualWorker
 from shoal.strategies import Policies
-from shoal.updates.messages import Asked, Contribute, Message
+from shoal.updates.messages import EMPTY, Asked, Contribute, Message
 from shoal.worker.protocol import Frames, Receipt
 from shoal.worker.worker import WorkerPolicies
 
@@ -29,6 +30,9 @@ _HEADER_BYTES = 300
 """Of a message besides its frames, on the wire."""
 _LONGEST_GOODBYE_S = 60.0
 _OBJECTS_PER_COLLECTION, _OLD_COLLECTIONS = 200_000, 100
+_TIMED_BEATS = 16
+"""Of so many signs of life the coordinator's processor time is taken once, and stands for all: to ask for it takes a tenth as long as the
+coordinator takes to answer one."""
 SERVICE_S = 0.0003
 SERVICE_BYTES_PER_S = 0.7e9
 """What a question is taken to cost a coordinator that does one after the other: an estimate for two slow cores, not a measurement."""
@@ -76,6 +80,8 @@ class World:
         self._since: dict[str, float] = {}
         self._sessions = 0
         self._busy_until = 0.0
+        self._ended = False
+        """Whether the run is over, and its workers are about to hear it."""
         self._losses: tuple[float, float] = (0.0, 0.0)
         self._samples_before = self._handled_before = 0
         self.coordinator = Coordinator(scenario.plan, policies, scenario.learner)
@@ -124,10 +130,11 @@ class World:
         self.timeline.at(self.warm_up_s, self._count_from_here)
         for interval_s, what in self.each:
             self._again(interval_s, what)
-        self.timeline.run(self.until_s, lambda: self.coordinator.finished)
+        self.timeline.run(self.until_s)
         ended = self.timeline.now
         if self.coordinator.finished:
-            self.timeline.run(ended + _LONGEST_GOODBYE_S, self._all_know)
+            self._ended = True
+            self.timeline.run(ended + _LONGEST_GOODBYE_S)
         self._conclude(ended)
 
     def _count_from_here(self) -> None:
@@ -152,16 +159,25 @@ class World:
         report.handled = self._judged() - self._handled_before
         report.versions, report.samples = coordinator.state.version, coordinator.state.samples
         report.digest, report.violations = self.store.ledger.digest, list(self.store.ledger.violations)
+        if coordinator.tasks is not None:
+            kinds = self.store.journal.kinds
+            report.tasks = {"tasks": len(coordinator.tasks.tasks.tasks), "given": kinds["seated"], "cut": kinds["cut"]}
         known = self.store.ledger.applied + Counter(record["worker"] for record, _ in coordinator.pending())
         missing = [name for name, count in self.confirmed.items() if known[name] < count]
         report.violations += [f"{name} was told of {self.confirmed[name]} contributions, and {known[name]} are known" for name in missing]
 
     def _tick(self) -> None:
-        if not self.coordinator.finished or not self._all_know():
-            began = time.thread_time()
-            self.driver.step(0.0)
-            self.report.ticks_s += time.thread_time() - began
-            self.timeline.after(TICK_S, self._tick)
+        began = time.thread_time()
+        self.driver.step(0.0)
+        self.report.ticks_s += time.thread_time() - began
+        self.timeline.after(TICK_S, self._tick)
+        if self._ended and self._all_know():
+            self.timeline.stop()
+        self._stop_at_end()
+
+    def _stop_at_end(self) -> None:
+        if self.coordinator.finished and not self._ended:
+            self.timeline.stop()
 
     def _again(self, interval_s: float, what: Callable[[World], None]) -> None:
         def happen() -> None:
@@ -220,6 +236,8 @@ class World:
 
     def compute(self, worker: VirtualWorker, work_s: float, done: Callable[[], None]) -> None:
         machine, cores, began = worker.machine, self._cores.get(worker.machine.host), self.timeline.now
+        if cores is None and machine.slowdown <= 1:
+            return self.timeline.after(work_s, done)
 
         def sleep() -> None:
             passed_s = self.timeline.now - began
@@ -228,55 +246,53 @@ class World:
             rest_s = (machine.slowdown - 1) * passed_s
             self.timeline.after(rest_s, done) if rest_s > 0 else done()
 
-        if cores is not None:
-            cores.compute(work_s, sleep)
-        else:
-            self.timeline.after(work_s, sleep) if machine.slowdown > 1 else self.timeline.after(work_s, done)
+        return self.timeline.after(work_s, sleep) if cores is None else cores.compute(work_s, sleep)
 
-    def call(self, worker: VirtualWorker, asked: Asked, frames: Frames, answered: Callable[[Message], None]) -> bool:
+    def call(self, worker: VirtualWorker, asked: Asked, frames: Frames, question: int) -> bool:
         size = self._size(frames)
         arrives = worker.link.arrival(size, self.timeline.now, down=False)
         self.report.received_bytes += size
         if arrives is None:
             return False
-        self.timeline.at(arrives, self._arrive, worker, asked, frames, answered)
+        self.timeline.at(arrives, self._arrive, worker, asked, frames, question)
         return True
 
     def _size(self, frames: Frames) -> float:
         return _HEADER_BYTES + self.scenario.teaching.scale * sum(len(frame) for frame in frames)
 
-    def _arrive(self, worker: VirtualWorker, asked: Asked, frames: Frames, answered: Callable[[Message], None]) -> None:
+    def _arrive(self, worker: VirtualWorker, asked: Asked, frames: Frames, question: int) -> None:
         now = self.timeline.now
         self._busy_until = max(now, self._busy_until) + SERVICE_S + self._size(frames) / SERVICE_BYTES_PER_S
-        self._handle(Called(self._replier(worker, answered), asked, frames, self._new_session()))
+        self._handle(Called(partial(self._reply, worker, question), asked, frames, self._new_session()))
         if isinstance(asked, Contribute):
             member = self.coordinator.members.by_session.get(asked.session)
             if member is not None:
                 self.report.lags[member.lag] += 1
 
-    def _handle(self, called: Called) -> None:
+    def _handle(self, called: Called, stands_for: int = 1) -> None:
         began = time.thread_time()
         self.driver.happen(called)
-        self.report.coordinator_s += time.thread_time() - began
+        self.report.coordinator_s += stands_for * (time.thread_time() - began)
+        self._stop_at_end()
 
-    def _replier(self, worker: VirtualWorker, answered: Callable[[Message], None]) -> Callable[[Message], None]:
-        def reply(message: Message) -> None:
-            size = self._size(message.frames)
-            self.report.sent_bytes += size
-            arrives = worker.link.arrival(size, max(self.timeline.now, self._busy_until), down=True)
-            if arrives is not None:  # else the worker waits until its patience with this question is over
-                self.timeline.at(arrives, answered, message)
+    def _reply(self, worker: VirtualWorker, question: int, message: Message) -> None:
+        size = self._size(message.frames)
+        self.report.sent_bytes += size
+        arrives = worker.link.arrival(size, max(self.timeline.now, self._busy_until), down=True)
+        if arrives is not None:  # else the worker waits until its patience with this question is over
+            self.timeline.at(arrives, worker.hear, question, message)
 
-        return reply
-
-    def pulse(self, worker: VirtualWorker, arrived: Callable[[], None]) -> None:
+    def pulse(self, worker: VirtualWorker) -> None:
         """Have the worker's next sign of life arrive. Its answer is taken at once: nothing depends on the moment that it takes."""
-        self.timeline.at(worker.link.sign_of_life(self.timeline.now + self.heartbeat_s), arrived)
+        self.timeline.in_line(worker.link.sign_of_life(self.timeline.now + self.heartbeat_s), worker.beat)
 
     def beat(self, worker: VirtualWorker) -> None:
         self.report.heartbeats += 1
-        beat = worker.protocol.heartbeat(worker.doing, {})
-        self._handle(Called(worker.hear_pulse, beat))
+        called = Called(worker.hear_pulse, worker.protocol.heartbeat(worker.doing, EMPTY))
+        if self.report.heartbeats % _TIMED_BEATS:
+            self.driver.happen(called)
+        else:
+            self._handle(called, _TIMED_BEATS)
 
     def settled(self, worker: VirtualWorker, receipt: Receipt, work_s: float) -> None:
         self.report.outcomes[receipt.status] += 1
