@@ -235,7 +235,7 @@ class Book:
 
     def _accept(self, record: dict[str, Any], held: Held) -> list[Effect]:
         name, state = record["worker"], self.state
-        state.sequences[name], state.digests[name] = record["seq"], digest_of(ledger_line(record))
+        state.sequences[name], state.digests[name] = record["seq"], digest_of(held.line)
         if "unit" in record:
             self.settled.add(record["unit"])
         else:
@@ -268,18 +268,21 @@ class Book:
         if self.plan.intake is not None:
             units = [(*self._samples_of(one.record["unit"]), one.vector, one.buffers) for one in held]
             figures = self.plan.intake.learn(units, self.state.version)
-            return self._advance(records, figures, answers=[[one.record["unit"], one.record["base"], digest(one.frames)] for one in held])
+            answers = [[one.record["unit"], one.record["base"], digest(one.frames)] for one in held]
+            return self._advance(records, figures, [one.line for one in held], answers=answers)
+        lines = [one.line for one in held]
         rooms = [one.vector for one in held] if self.plan.updates.codec.kind != "none" else []
         update, buffers, share = self._combine(held)
         dropped, self._dropped = self._dropped, []
         figures = self.learner.apply(update, buffers, self.step, share)
         if len(held) > 1:
             rooms.append(update)
-        self._leave(rooms)
-        return self._advance(records, figures, **({"dropped": dropped} if dropped else {}))
+        if rooms:
+            self._leave(rooms)
+        return self._advance(records, figures, lines, **({"dropped": dropped} if dropped else {}))
 
-    def _advance(self, records: list[dict[str, Any]], figures: Mapping[str, float], **more: Any) -> list[Effect]:
-        """There is a new version, made of these contributions. `more`: what the ledger says of it besides."""
+    def _advance(self, records: list[dict[str, Any]], figures: Mapping[str, float], lines: list[list[Any]], **more: Any) -> list[Effect]:
+        """There is a new version, made of these contributions. `lines`, `more`: what the ledger says of them, and of the version besides."""
         state = self.state
         state.version += 1
         batches, samples = sum(record["batches"] for record in records), sum(record["samples"] for record in records)
@@ -289,7 +292,7 @@ class Book:
                 state.made[name] = [*state.made.get(name, ()), state.version][-self.remembered :]
         weight = sum(record["weight"] for record in records)
         return [
-            Entry({"version": state.version, "batches": state.batches, "from": [ledger_line(record) for record in records], **more}),
+            Entry({"version": state.version, "batches": state.batches, "from": lines, **more}),
             Published(state.version, mean_metrics(records) | dict(figures), weight, samples, batches),
         ]
 
@@ -335,7 +338,8 @@ class Book:
         assert upward is not None
         sent, self.state.upstream = upward.asked, dict(record["upstream"])
         figures = self.learner.apply(*self._whole(frames), self.step, 1.0)
-        return self._advance([one for one, _ in upward.kept], figures, upstream=[record["upstream"]["name"], sent.seq, record["status"]])
+        records, upstream = [one for one, _ in upward.kept], [record["upstream"]["name"], sent.seq, record["status"]]
+        return self._advance(records, figures, [ledger_line(one) for one in records], upstream=upstream)
 
     def _whole(self, frames: Frames) -> tuple[Tensor, Tensor]:
         """Weights and statistics that are sent as they are."""

@@ -35,7 +35,10 @@ class Claims:
     def believed(self, asked: Contribute) -> Contribute:
         """A contribution from a worker's own seat, with what can be true of it."""
         samples = asked.samples if self.plan.samples_per_batch is None else min(asked.samples, asked.batches * self.plan.samples_per_batch)
-        return asked._replace(samples=samples, weight=self._weight(asked.weight, samples), metrics=self.figures(asked.metrics))
+        weight, metrics = self._weight(asked.weight, samples), self.figures(asked.metrics)
+        if (samples, weight) == (asked.samples, asked.weight) and len(metrics) == len(asked.metrics):
+            return asked
+        return asked._replace(samples=samples, weight=weight, metrics=metrics)
 
     def delivered(self, asked: Delivered) -> Delivered:
         """What was learned from a unit: the unit says of how many samples."""

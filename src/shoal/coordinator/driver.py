@@ -133,13 +133,14 @@ class Driver:
         return None
 
     def _keep_all(self, effects: list[Effect], also: Callable[[], None] | None) -> None:
-        if len(effects) > 1:
+        if self.board is not None and len(effects) > 1:
             effects = sorted(effects, key=lambda effect: not isinstance(effect, Published))  # weights take the longest: they go first
         for effect in effects:
             self._keep(effect)
         if also is not None:
             also()
-        self._issue(effects)
+        if self.board is not None:
+            self._issue(effects)
 
     def _issue(self, effects: list[Effect]) -> None:
         for effect in effects:

@@ -559,13 +559,13 @@ class Coordinator:
     def _close_what_is_due(self) -> None:
         while self.rounds.open and not self.finished and self.book.upward is None and self.closing.due(self.state.version, self.now):
             number = self.state.version
-            held = sorted(self.rounds.open[number].held.values(), key=lambda one: (one.record["worker"], one.record["seq"]))
+            held = sorted(self.rounds.open[number].held)
             if (word := self.closing.judge(self.rounds.workers(number))) is not None:
                 self.emit(word)
             if self.policies.rounds.waits_for_all:
                 self.rounds.miss(number)
             kind = "closed" if self.plan.above is None else "combined"
-            self.record({"kind": kind, "round": number, "contributions": [list(one.key) for one in held]})
+            self.record({"kind": kind, "round": number, "contributions": [list(key) for key in held]})
             if self.lender is not None:
                 self.lender.offer()
             self._release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ class Round:
     """Contributions that will make one version."""
 
     held: dict[Key, Held] = field(default_factory=dict)
-    sent: Counter[str] = field(default_factory=Counter)
+    sent: dict[str, int] = field(default_factory=dict)
     """How many contributions of each worker are in it."""
     on_time: set[str] = field(default_factory=set)
     """Workers that have sent for this very round, and not only what came too late for an earlier one."""
@@ -74,7 +73,7 @@ class Rounds:
         there, name = self.open.setdefault(number, Round()), held.record["worker"]
         there.held[held.key] = held
         there.gone += name not in there.sent and name not in self.active
-        there.sent[name] += 1
+        there.sent[name] = there.sent.get(name, 0) + 1
         if name not in there.on_time and not held.record.get("late"):
             there.on_time.add(name)
             there.present += name in self.active
@@ -91,7 +90,7 @@ class Rounds:
     def sent_by(self, worker: str, number: int) -> int:
         """How many contributions of a worker are in a round."""
         there = self.open.get(number)
-        return there.sent[worker] if there else 0
+        return there.sent.get(worker, 0) if there else 0
 
     def workers(self, number: int) -> int:
         """How many different workers have sent."""

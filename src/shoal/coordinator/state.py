@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -354,6 +355,11 @@ class Held:
     frames: Frames
     vector: Tensor
     buffers: Tensor
+    line: list[Any] = field(init=False)
+    """What the ledger will say of it."""
+
+    def __post_init__(self) -> None:
+        self.line = ledger_line(self.record)
 
     @property
     def key(self) -> Key:
@@ -363,6 +369,9 @@ class Held:
     def experts(self) -> Experts:
         """The experts of a mixture that it is of; none: all of them."""
         return tuple(self.record.get("experts", ()))
+
+
+_TOLD = itemgetter("worker", "seq", "base", "share", "samples", "seat", "epoch", "position", "batches")
 
 
 def key_of(record: Mapping[str, Any]) -> Key:
@@ -405,7 +414,13 @@ def accepted(
         "round": number,
         **({"late": True} if late else {}),
         **({"experts": list(experts)} if experts else {}),
-        **{name: getattr(asked, name) for name in ("seq", "base", "weight", "samples", "epoch", "position", "batches")},
+        "seq": asked.seq,
+        "base": asked.base,
+        "weight": asked.weight,
+        "samples": asked.samples,
+        "epoch": asked.epoch,
+        "position": asked.position,
+        "batches": asked.batches,
         "metrics": dict(asked.metrics),
     }
 
@@ -413,7 +428,7 @@ def accepted(
 def ledger_line(record: dict[str, Any]) -> list[Any]:
     """A contribution in the ledger: worker, number, base, share, samples, which batches of which seat, and the experts that it is of, where
     its worker does not hold all of them."""
-    line = [record[name] for name in ("worker", "seq", "base", "share", "samples", "seat", "epoch", "position", "batches")]
+    line = list(_TOLD(record))
     return [*line, list(record["experts"])] if record.get("experts") else line
 
 

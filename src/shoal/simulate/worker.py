@@ -44,10 +44,9 @@ class Surroundings(Interface):
         ...
 
     def pulse(self, worker: VirtualWorker) -> None:
-        """Have the worker's next sign of life arrive, at its `beat`."""
+        """Have the worker's signs of life arrive, one after the other, until it is gone."""
         ...
 
-    def beat(self, worker: VirtualWorker) -> None: ...
     def compute(self, worker: VirtualWorker, work_s: float, done: Callable[[], None]) -> None: ...
     def settled(self, worker: VirtualWorker, receipt: Receipt, work_s: float) -> None:
         """A contribution of the worker has an outcome, which took so many seconds to compute."""
@@ -90,13 +89,6 @@ class VirtualWorker:
     def vanish(self) -> None:
         """The machine is gone, without a word."""
         self.gone = True
-
-    def beat(self) -> None:
-        if self.gone or self.finished:
-            return
-        if self.protocol.session:
-            self.world.beat(self)
-        self.world.pulse(self)
 
     def hear_pulse(self, message: Message) -> None:
         """The answer to a sign of life."""

@@ -283,16 +283,20 @@ class World:
             self.timeline.at(arrives, worker.hear, question, message)
 
     def pulse(self, worker: VirtualWorker) -> None:
-        """Have the worker's next sign of life arrive. Its answer is taken at once: nothing depends on the moment that it takes."""
-        self.timeline.in_line(worker.link.sign_of_life(self.timeline.now + self.heartbeat_s), worker.beat)
+        self.timeline.in_line(worker.link.sign_of_life(self.timeline.now + self.heartbeat_s), self._beat, worker)
 
-    def beat(self, worker: VirtualWorker) -> None:
-        self.report.heartbeats += 1
-        called = Called(worker.hear_pulse, worker.protocol.heartbeat(worker.doing, EMPTY))
-        if self.report.heartbeats % _TIMED_BEATS:
-            self.driver.happen(called)
-        else:
-            self._handle(called, _TIMED_BEATS)
+    def _beat(self, worker: VirtualWorker) -> None:
+        """A sign of life arrives. Its answer is taken at once: nothing depends on the moment that it takes."""
+        if worker.gone or worker.finished:
+            return
+        if worker.protocol.session:
+            self.report.heartbeats += 1
+            called = Called(worker.hear_pulse, worker.protocol.heartbeat(worker.doing, EMPTY))
+            if self.report.heartbeats % _TIMED_BEATS:
+                self.driver.happen(called)
+            else:
+                self._handle(called, _TIMED_BEATS)
+        self.pulse(worker)
 
     def settled(self, worker: VirtualWorker, receipt: Receipt, work_s: float) -> None:
         self.report.outcomes[receipt.status] += 1
