@@ -16,10 +16,13 @@ from shoal.config.load import File, Override, resolve
 from shoal.config.presets import find
 from shoal.coordinator.audit import audit
 from shoal.coordinator.evidence import gather
+from shoal.launch.postgres import EmbeddedPostgres
 from shoal.launch.threads import WorkerThreads
 from shoal.runs.coordinating import prepare
 from shoal.runs.given import NOTHING
 from shoal.runs.recorder import Reporter
+from shoal.transports.postgres import schema
+from shoal.transports.postgres.access import connect, create_database
 
 SMALL = {
     "transport.kind": "in-process",
@@ -65,7 +68,12 @@ def staff(made: Any, folder: Path, names: list[str]) -> WorkerThreads:
 
 def learned(folder: Path) -> Counter[tuple[int, int]]:
     lines = (folder / "run" / "coordinator" / "ledger.jsonl").read_text().splitlines()
-    contributions = [one for line in lines for one in json.loads(line)["from"]]
+    return batches_in([json.loads(line) for line in lines])
+
+
+def batches_in(ledger: list[dict[str, Any]]) -> Counter[tuple[int, int]]:
+    """How often each batch of each epoch was learned from."""
+    contributions = [one for line in ledger for one in line.get("from", ())]
     return Counter((one[6], batch) for one in contributions for batch in range(one[7] - one[8], one[7]))
 
 
@@ -87,6 +95,37 @@ def test_a_documented_file_trains_to_its_end_and_learns_from_no_batch_twice(tmp_
     shown = capsys.readouterr().out
     assert "scheduler gale-shapley" in shown
     assert "task-1" in shown
+
+
+def test_a_scheduler_gives_out_tasks_over_xml_rpc(tmp_path: Path) -> None:
+    trained_with_tasks(tmp_path, **{"transport.kind": "xmlrpc", "transport.port": "0", "scheduler.kind": "capability"})
+
+
+def test_a_scheduler_gives_out_tasks_through_a_database(tmp_path: Path, server: EmbeddedPostgres) -> None:
+    access = server.access._replace(database="tasks")
+    create_database(access)
+    with connect(access) as connection:
+        schema.init(connection)
+    place = {"kind": "postgres", "host": access.host, "port": str(access.port), "user": access.user, "password": access.password or ""}
+    settings = {f"transport.{name}": value for name, value in (place | {"database": access.database}).items()}
+    trained_with_tasks(tmp_path, **settings, **{"scheduler.kind": "priority"})
+
+
+def trained_with_tasks(folder: Path, **settings: str) -> None:
+    """Whatever the way, the run ends, and no batch of its tasks was learned from twice."""
+    made, notes = coordinated(folder, "wan-conservative", 3, **settings, **{"training.epochs": "1"})
+    ledger: Any = made.loop.store.ledger
+    written: list[dict[str, Any]] = []
+    append = ledger.append
+    ledger.append = lambda line: (written.append(line), append(line))
+    workers = staff(made, folder, list(made.loop.run.cluster.workers))
+    summary = made.loop.train()
+    workers.close()
+    made.loop.server.close()
+    assert summary["status"] == "completed", notes.told
+    batches = batches_in(written)
+    assert set(batches.values()) == {1}
+    assert {task.id for task in made.loop.coordinator.tasks.tasks.tasks if (0, task.first) in batches} > {"task-1", "task-2"}
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ class Book:
         return self._advance(records, figures, lines, **({"dropped": dropped} if dropped else {}))
 
     def _advance(self, records: list[dict[str, Any]], figures: Mapping[str, float], lines: list[list[Any]], **more: Any) -> list[Effect]:
-        """There is a new version, made of these contributions. `lines`, `more`: what the ledger says of them, and of the version besides."""
+        """There is a new version, made of these contributions. `lines`, `more`: what the ledger says of them, and besides."""
         state = self.state
         state.version += 1
         batches, samples = sum(record["batches"] for record in records), sum(record["samples"] for record in records)

@@ -355,11 +355,14 @@ class Held:
     frames: Frames
     vector: Tensor
     buffers: Tensor
-    line: list[Any] = field(init=False)
-    """What the ledger will say of it."""
+    _line: list[Any] | None = None
 
-    def __post_init__(self) -> None:
-        self.line = ledger_line(self.record)
+    @property
+    def line(self) -> list[Any]:
+        """What the ledger will say of it. It is asked for twice, and made once."""
+        if self._line is None:
+            self._line = ledger_line(self.record)
+        return self._line
 
     @property
     def key(self) -> Key:
