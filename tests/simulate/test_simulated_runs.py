@@ -234,3 +234,10 @@ def test_a_long_message_waits_for_the_piece_that_jitters_most() -> None:
     delays = [sum(at - 10.0 * n for n, at in enumerate(found, start)) / 200 for found, start in ((short, 0), (long, 200))]
     assert delays[0] == pytest.approx(0.05, abs=0.005)
     assert delays[1] == pytest.approx(0.008 + 0.09, abs=0.005), "the last of many pieces is about as late as the latest"
+
+
+def test_the_lag_that_most_do_not_exceed_is_found_among_many_lags() -> None:
+    """Ten thousand workers have a hundred thousand different lags in an hour: to look at all sums of all of them took longer than the hour."""
+    report = Report(1, 1.0, 0, "edp", "none", False)
+    report.lags.update({lag: 1 + lag % 3 for lag in range(100_000)})
+    assert report.lag_below(0.95) == pytest.approx(95_000, abs=5)

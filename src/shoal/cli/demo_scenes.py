@@ -36,7 +36,7 @@ class Scene(NamedTuple):
     """How it is learned together; one process alone does without these."""
     workers: tuple[Worker, ...]
     happenings: tuple[Happening, ...]
-    shows: Literal["digits", "text", "drawing"]
+    shows: Literal["digits", "text", "poem", "drawing"]
     page: str
     next: str
     """The command that a person of this kind types next."""
@@ -49,9 +49,7 @@ class Scene(NamedTuple):
 
 _DIGITS = ("data.source.kind=builtin", "data.source.name=digits", "training.epochs=100000", "logging.every_steps=5", "logging.sinks=[]")
 _QUICK = ("coordinator.heartbeat_interval_s=0.5", "transport.port=0")
-_TEXT = (
-    "data.source.kind=builtin",
-    "data.source.name=python-source",
+_READING = (
     "data.tokenizer=bytes",
     "training.max_steps=1000000",
     "training.schedule.kind=constant",
@@ -61,6 +59,7 @@ _TEXT = (
     "logging.every_steps=5",
     "logging.sinks=[]",
 )
+_TEXT = ("data.source.kind=builtin", "data.source.name=python-source", *_READING)
 _SMALL_GPT = ("model.hidden_size=64", "model.num_layers=2", "model.max_seq_len=64", "training.batch_size=8")
 
 SCENES = {
@@ -118,13 +117,17 @@ SCENES = {
         compares="accuracy",
     ),
     "volunteers": Scene(
-        title="Volunteers across the internet (the dist-llm-train files): unequal machines, bad links, tasks that change hands.",
+        title="Volunteers across the internet (the dist-llm-train files) learn a poem by heart: unequal machines, bad links, tasks that "
+        "change hands.",
         files=("dist-llm-train/wan-conservative",),
-        settings=(*_TEXT, "model.hidden_size=64"),
+        settings=(
+            *("data.source.kind=builtin", "data.source.name=zen", *_READING, "data.max_samples=null", "data.sequence_length=32"),
+            *("model.hidden_size=96", "training.optimizer.name=AdamW", "training.optimizer.learning_rate=0.02"),
+        ),
         together=(*_QUICK, "transport.host=127.0.0.1"),
         workers=(
             Worker("datacenter-gpu", ("--netem", "good")),
-            Worker("edge-device", ("--netem", "cellular", "--slowdown", "3")),
+            Worker("edge-device", ("--netem", "cellular", "--slowdown", "2")),
             Worker("volunteer-node", ("--netem", "good")),
         ),
         happenings=(
@@ -132,7 +135,7 @@ SCENES = {
             Happening(0.45, "join", "late-volunteer", "late-volunteer joins, whom no file names"),
             Happening(0.65, "crash", "", "the controller is killed (kill -9), and started again with --resume"),
         ),
-        shows="text",
+        shows="poem",
         page="docs/volunteers.md",
         next="shoal init --preset dist-llm-train/wan-conservative && shoal train config.yaml",
     ),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 _DIGITS, _DRAWN = 6, 6
 _PROMPT, _TOKENS = "def ", 200
+_LINE, _RECITED = "Beautiful is", 400
 
 
 def show(what: str, folder: Path) -> None:
     """Show what the run in a folder has learned."""
-    {"digits": _show_digits, "text": _show_text, "drawing": _show_drawing}[what](folder)
+    {"digits": _show_digits, "text": _show_text, "poem": _show_poem, "drawing": _show_drawing}[what](folder)
 
 
 def _warn(text: str) -> None:
@@ -64,3 +66,19 @@ def _show_text(folder: Path) -> None:
     for piece in generate_text(trained, _PROMPT, max_new_tokens=_TOKENS, seed=1, decoding=calm):
         print(piece, end="", flush=True)
     print()
+
+
+def _show_poem(folder: Path) -> None:
+    """Let it recite, and count the letters that it knows: each is asked for after the poem's own letters before it."""
+    from shoal.data.text.python_source import zen
+    from shoal.runs.trained import generate_text, open_run
+
+    trained, poem = open_run(str(folder), _warn), zen()
+    print(f"\nThe Zen of Python, as they know it by now. It is given {_LINE!r}, and says what comes next:\n\n{_LINE}", end="")
+    surest = trained.run.serving.decoding.replace(active="greedy")
+    said = "".join(generate_text(trained, _LINE, max_new_tokens=_RECITED, seed=1, decoding=surest))
+    print(said)
+    there = poem[poem.index(_LINE) + len(_LINE) :]
+    right = len(os.path.commonprefix([said, there]))
+    unknown = "It does not know the poem yet: let it learn for longer (--seconds 60)."
+    print(f"\nIts first {right} letters are the poem's." if right else f"\n{unknown}")

@@ -1,4 +1,4 @@
-"""Data that comes with Python's own packages, so that a first run needs no files: digits, and Python's source text."""
+"""Data that comes with Python's own packages, so that a first run needs no files: digits, and Python's source text and Zen."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from shoal.data.hub.dataset import Request
 from shoal.data.images.digits import load_digits
 from shoal.data.interfaces import Data
 from shoal.data.text.documents import TextPart
-from shoal.data.text.python_source import python_source
+from shoal.data.text.python_source import python_source, zen_of_python
 
 
 def load_builtin(source: Builtin, run: Run, request: Request) -> Data | list[TextPart]:
-    return load_digits(run) if source.name == "digits" else [python_source()]
+    if source.name == "digits":
+        return load_digits(run)
+    return [zen_of_python() if source.name == "zen" else python_source()]

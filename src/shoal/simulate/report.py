@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ class Report:
     def lag_below(self, share: float) -> int:
         """The lag that so large a share of the contributions does not exceed."""
         lags = sorted(self.lags)
-        sums = [sum(self.lags[lag] for lag in lags[: number + 1]) for number in range(len(lags))]
+        sums = list(itertools.accumulate(self.lags[lag] for lag in lags))
         return lags[bisect.bisect_left(sums, share * self.lags.total())] if lags else 0
 
     def hours_to(self, loss: float) -> float | None:

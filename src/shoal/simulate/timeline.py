@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-_Planned = tuple[float, int, Callable[..., None], tuple[Any, ...]]
+_Planned = tuple[float, float, Callable[..., None], tuple[Any, ...]]
 """When, which of those that were planned, what, and what it is given."""
 
 
@@ -21,7 +22,7 @@ class Timeline:
         self._line: deque[_Planned] = deque()
         """What was planned in the order in which it happens: that needs no heap."""
         self._order = itertools.count()
-        self._stopped = False
+        self._stopped, self._runs = False, 0
 
     def at(self, moment: float, what: Callable[..., None], *given: Any) -> None:
         """Have something happen at a moment; now, where that has passed."""
@@ -42,15 +43,18 @@ class Timeline:
         """Let nothing more happen in this `run`."""
         self._stopped = True
 
+    def _time_is_up(self, run: int) -> None:
+        if run == self._runs:  # else an earlier run was stopped before its time
+            self.stop()
+
     def run(self, until: float) -> None:
         """Let things happen until this time, or until somebody says `stop`."""
         heap, line, pop, take = self._heap, self._line, heapq.heappop, self._line.popleft
         self._stopped = False
-        while not self._stopped and (heap or line):
-            first_in_line = bool(line) and (not heap or line[0] < heap[0])
-            if (line if first_in_line else heap)[0][0] > until:
-                break
-            self.now, _, what, given = take() if first_in_line else pop(heap)
+        self._runs += 1
+        heapq.heappush(
+            self._heap, (until, math.inf, self._time_is_up, (self._runs,))
+        )  # after all else; so there is always something to come
+        while not self._stopped:
+            self.now, _, what, given = take() if line and line[0] < heap[0] else pop(heap)
             what(*given)
-        if not self._stopped:
-            self.now = until

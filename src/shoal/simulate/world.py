@@ -258,7 +258,7 @@ class World:
         return True
 
     def _size(self, frames: Frames) -> float:
-        return _HEADER_BYTES + self.scenario.teaching.scale * sum(len(frame) for frame in frames)
+        return _HEADER_BYTES + self.scenario.teaching.scale * sum(map(len, frames)) if frames else _HEADER_BYTES
 
     def _arrive(self, worker: VirtualWorker, asked: Asked, frames: Frames, question: int) -> None:
         now = self.timeline.now

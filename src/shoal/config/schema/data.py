@@ -22,8 +22,9 @@ class Builtin(DataSource, built_by="shoal.data.builtin:load_builtin"):
     """Real data that comes with Python packages, so that everything runs with no download."""
 
     kind: Literal["builtin"] = "builtin"
-    name: Literal["digits", "python-source"] = "digits"
-    """`digits`: 1,797 handwritten digits of 8 × 8; `python-source`: the text of Python's standard library."""
+    name: Literal["digits", "python-source", "zen"] = "digits"
+    """`digits`: 1,797 handwritten digits of 8 × 8; `python-source`: the text of Python's standard library; `zen`: the Zen of Python, 64
+    times over, which a small network learns by heart in a minute."""
 
     @property
     def gives(self) -> str:

@@ -1,7 +1,9 @@
-"""The source text of Python's standard library: real text that every machine with Python has."""
+"""The source text of Python's standard library, and its Zen: real text that every machine with Python has."""
 
 from __future__ import annotations
 
+import ast
+import codecs
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from shoal.data.text.documents import TextPart, Texts
 from shoal.errors import ShoalError
 
 _SOURCE_BYTES = 4_000_000
+_ZEN_TIMES = 64
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "__phello__"}
 
 
@@ -32,6 +35,22 @@ def python_source() -> TextPart:
     if not texts:
         raise ShoalError(f"this Python has no source text of its standard library in {library}: choose another data.source")
     return TextPart("python-source", Texts(texts), None)
+
+
+def zen_of_python() -> TextPart:
+    """The Zen of Python by Tim Peters, again and again: who reads it often knows it by heart."""
+    poem = zen()
+    return TextPart("zen", Texts([poem] * _ZEN_TIMES), None)
+
+
+def zen() -> str:
+    """The poem. Its module prints it when it is imported, so it is read here, not run. It stands there in rot13."""
+    file = Path(sysconfig.get_path("stdlib")) / "this.py"
+    if not file.exists():
+        raise ShoalError(f"this Python has no Zen in {file}: choose another data.source")
+    first = ast.parse(file.read_text(encoding="utf-8")).body[0]
+    assert isinstance(first, ast.Assign)
+    return codecs.decode(ast.literal_eval(first.value), "rot13") + "\n"
 
 
 def _source_files(library: Path) -> Iterator[Path]:

@@ -1,0 +1,48 @@
+"""Flower's side of simulate.py: as many simulated clients, each of which sends back what it was sent. It runs in Flower's environment.
+
+Nothing is learned: what a round costs is what Flower's simulation itself costs. `python -c "import flower_crowd; flower_crowd.main()"
+CLIENTS NUMBERS SECONDS` prints a line of JSON after every round, and begins no round after the seconds are over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+
+import numpy as np
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
+
+
+def main() -> None:
+    clients, numbers, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    client_app, server_app, began = ClientApp(), ServerApp(), time.monotonic()
+
+    @client_app.train()
+    def train(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
+
+    @server_app.main()
+    def serve(grid: Grid, context: Context) -> None:
+        while len(nodes := list(grid.get_node_ids())) < clients:
+            time.sleep(0.1)
+        weights, done, start = np.zeros(numbers, np.float32), 0, time.monotonic()
+        while time.monotonic() - start < seconds:
+            content = RecordDict({"arrays": ArrayRecord([weights])})
+            replies = list(grid.send_and_receive([Message(content, node, "train") for node in nodes]))
+            weights = np.mean([reply.content["arrays"].to_numpy_ndarrays()[0] for reply in replies if reply.has_content()], axis=0)
+            done += sum(reply.has_content() for reply in replies)
+            _tell(done, time.monotonic() - start, start - began)
+        os._exit(0)  # threads of the runtime may still wait
+
+    run_simulation(server_app, client_app, num_supernodes=clients, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}})
+
+
+def _tell(done: int, seconds: float, start_s: float) -> None:
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(json.dumps({"contributions": done, "seconds": seconds, "start_s": start_s, "server_gib": memory}), flush=True)
