@@ -237,7 +237,7 @@ def test_a_long_message_waits_for_the_piece_that_jitters_most() -> None:
 
 
 def test_the_lag_that_most_do_not_exceed_is_found_among_many_lags() -> None:
-    """Ten thousand workers have a hundred thousand different lags in an hour: to look at all sums of all of them took longer than the hour."""
+    """Ten thousand workers have a hundred thousand different lags in an hour. To add them up again for each took longer than the hour."""
     report = Report(1, 1.0, 0, "edp", "none", False)
     report.lags.update({lag: 1 + lag % 3 for lag in range(100_000)})
     assert report.lag_below(0.95) == pytest.approx(95_000, abs=5)

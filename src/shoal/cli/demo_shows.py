@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -79,6 +78,6 @@ def _show_poem(folder: Path) -> None:
     said = "".join(generate_text(trained, _LINE, max_new_tokens=_RECITED, seed=1, decoding=surest))
     print(said)
     there = poem[poem.index(_LINE) + len(_LINE) :]
-    right = len(os.path.commonprefix([said, there]))
+    right = next((place for place, (one, other) in enumerate(zip(said, there, strict=False)) if one != other), len(said))
     unknown = "It does not know the poem yet: let it learn for longer (--seconds 60)."
     print(f"\nIts first {right} letters are the poem's." if right else f"\n{unknown}")
