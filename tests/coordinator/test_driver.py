@@ -66,11 +66,12 @@ class Wire:
 class World:
     """Virtual time: a heap of things that happen, one after the other."""
 
-    def __init__(self, folder: Path, strategy: Policies, seed: int, steps: int = 24) -> None:
+    def __init__(self, folder: Path, strategy: Policies, seed: int, steps: int = 24, updates: Updates | None = None) -> None:
+        self.updates = updates or Updates()
         self.folder, self.strategy, self.random = folder, strategy, random.Random(seed)
         self.now, self.heap, self._order = 0.0, list[tuple[float, int, Callable[[], None]]](), itertools.count()
         self.wire, self.versions = Wire(), list[int]()
-        self.plan = Plan(Updates(), 0, 3, 1, steps, None, 24, 5.0, 0.5)
+        self.plan = Plan(self.updates, 0, 3, 1, steps, None, 24, 5.0, 0.5)
         if strategy.feed.leased:  # eight epochs of six units, of which two make a version
             self.plan = self.plan._replace(cut=Cut(12, 2, 8), total_batches=96, lease_s=30.0, attempts=3)
         self.driver = self.begin(resume=False)

@@ -16,7 +16,7 @@ from test_driver import STRATEGIES, Walker, Wire, World, violations
 from tiny_cluster import RATE, Numbers, believing, contribution, nameplate
 from torch import Tensor
 
-from shoal.config.schema.updates import NoCodec, Updates
+from shoal.config.schema.updates import Codec, Int4Codec, NoCodec, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.audit import missing_above
 from shoal.coordinator.driver import Captured, Driver, Surroundings
@@ -43,9 +43,14 @@ def weight(name: str) -> float:
 class Learner(Walker):
     """A worker whose gradients tell whose they are, and from which batch."""
 
+    residual: Tensor | None = None
+
     def compute(self) -> None:
+        codec = self.world.updates.codec
+        if self.residual is None:
+            self.residual = codecs.residual_for(codec, 2)
         self.place = (self.place[0], self.place[1] + 1)
-        frames = codecs.encode(NoCodec(), gradient(self.protocol.name, self.place[1]), None)
+        frames = codecs.encode(codec, gradient(self.protocol.name, self.place[1]), self.residual)
         made = contribution(*self.place, self.protocol.have, weight=weight(self.protocol.name))
         self.protocol.contribute(made, frames, pulls=True)
         self.speak()
@@ -63,7 +68,7 @@ class Relay:
     """A relay in the world of the coordinator above. It is killed as soon as `dies` is true of what it has just done."""
 
     def __init__(self, above: World, name: str, seat: int, strategy: str, dies: str = "") -> None:
-        self.above, self.name, self.seat, self.strategy = above, name, seat, STRATEGIES[strategy]
+        self.above, self.name, self.seat, self.strategy, self.updates = above, name, seat, STRATEGIES[strategy], above.updates
         self.folder, self.random, self.at, self.wire, self.dies = above.folder / name, above.random, above.at, Wire(), dies
         self.life, self.deaths = 0, 0
         self.driver: Driver | None = None
@@ -81,13 +86,13 @@ class Relay:
     def _connect(self) -> None:
         self.protocol = Protocol(self.name, {}, PROTOCOL, f"life {self.life}", patience_s=1e9, identity=nameplate(self.name))
         self.protocol.ready = True
-        self.climber = Climber(self.protocol, 2, 0, Receipts(self.above.folder / "workers" / f"{self.name}.jsonl"))
+        self.climber = Climber(self.protocol, 2, 0, Receipts(self.above.folder / "workers" / f"{self.name}.jsonl"), self.updates.codec)
         self.asked = 0
         self.at(0.0, lambda life=self.life: self.speak(life))
 
     def begin(self, resume: bool) -> None:
         learner, store = Taker(2), Files(self.folder / "coordinator")
-        plan = Plan(Updates(), 0, 2, 1, 2**31, None, 2, 5.0, 0.5, receipt_key=store.receipt_key, above=Above(self.seat, 3, 7))
+        plan = Plan(self.updates, 0, 2, 1, 2**31, None, 2, 5.0, 0.5, receipt_key=store.receipt_key, above=Above(self.seat, 3, 7))
         coordinator = believing(Coordinator(plan, self.strategy, learner))
 
         def capture() -> Captured:
@@ -128,8 +133,15 @@ class Relay:
         elif self.climber.offer(upward.asked, upward.frames):
             self.speak(self.life)
 
+    def under_way(self) -> dict[int, list[bytes]]:
+        """What a round made, under its number above."""
+        assert self.driver is not None
+        upward = self.driver.coordinator.book.upward
+        return {} if upward is None else {upward.asked.seq: [bytes(frame) for frame in upward.frames]}
+
     def crash(self) -> None:
         assert self.driver is not None
+        before = self.under_way()
         self.driver.store.journal.close()
         self.driver.store.ledger.close()
         self.wire.waiting.clear()
@@ -138,6 +150,7 @@ class Relay:
         if self.dies == "snapshot":
             self.dies = "sent"
         self.begin(resume=True)
+        assert self.under_way() == before, "it says the same again, to the bit"
         self._connect()
 
     def speak(self, life: int) -> None:
@@ -175,9 +188,10 @@ class Relay:
         self.at(0.01, lambda: self.speak(life))
 
 
-def tree(folder: Path, strategy: str, dies: str = "") -> tuple[World, list[Relay]]:
-    """Two relays with two workers each, and a worker without a relay."""
-    world = World(folder, STRATEGIES[strategy], 1, ROUNDS)
+def tree(folder: Path, strategy: str, dies: str = "", above: str = "", codec: Codec | None = None) -> tuple[World, list[Relay]]:
+    """Two relays with two workers each, and a worker without a relay. `above`: the strategy there; empty: the same."""
+    steps = ROUNDS if above in ("", strategy) else 4 * ROUNDS  # there, a version is made of fewer contributions
+    world = World(folder, STRATEGIES[above or strategy], 1, steps, Updates(codec=codec or NoCodec()))
     relays = [Relay(world, "left", 0, strategy, dies), Relay(world, "right", 1, strategy)]
     Learner(world, "own", 1.5)
     world.run()
@@ -204,10 +218,19 @@ def told_above(world: World, relay: Relay) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "dies"), [("diloco", ""), ("syncps", "combined"), ("syncps", "sent"), ("diloco", "sent"), ("syncps", "snapshot")]
+    ("strategy", "dies", "above"),
+    [
+        ("diloco", "", "diloco"),
+        ("syncps", "combined", "syncps"),
+        ("syncps", "sent", "syncps"),
+        ("diloco", "sent", "diloco"),
+        ("syncps", "snapshot", "syncps"),
+        ("syncps", "sent", "async"),
+        ("syncps", "snapshot", "edp"),
+    ],
 )
-def test_what_a_relay_confirmed_is_above_once_wherever_it_was_killed(tmp_path: Path, strategy: str, dies: str) -> None:
-    world, relays = tree(tmp_path, strategy, dies)
+def test_what_a_relay_confirmed_is_above_once_wherever_it_was_killed(tmp_path: Path, strategy: str, dies: str, above: str) -> None:
+    world, relays = tree(tmp_path, strategy, dies, above)
     assert (relays[0].deaths >= 3) == bool(dies)
     assert violations(world) == []
     for relay in relays:
@@ -237,6 +260,19 @@ def test_a_tree_of_synchronous_rounds_is_one_large_round(tmp_path: Path) -> None
     for relay in relays:
         assert relay.driver is not None
         assert torch.equal(relay.driver.coordinator.learner.vector, world.driver.coordinator.learner.vector)
+
+
+@pytest.mark.parametrize("dies", ["", "combined", "snapshot"])
+def test_what_a_codec_leaves_at_a_relay_goes_up_with_its_next_round(tmp_path: Path, dies: str) -> None:
+    """With four bits a single update is off by up to a fifteenth. What all of them made together is not off by more than one of them."""
+    (exact, _), (short, relays) = (tree(tmp_path / name, "syncps", dies, "", codec) for name, codec in (("a", None), ("b", Int4Codec())))
+    assert lines(exact.folder) == lines(short.folder), "the same happened in both"
+    found, expected = (world.driver.coordinator.learner.vector for world in (short, exact))
+    assert not torch.equal(found, expected)
+    assert torch.allclose(found, expected, atol=3 * RATE / 15)
+    for relay in relays:
+        assert own_violations(relay) == []
+        assert told_above(short, relay) == []
 
 
 @pytest.mark.parametrize("dies", ["", "sent"])

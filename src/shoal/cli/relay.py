@@ -21,7 +21,7 @@ Workers here join the relay as they would join the coordinator: the relay prints
 contribution. A relay that was stopped or killed goes on with --resume and the same --name and --run-dir: nothing that it confirmed is lost,
 or counted twice.
 """
-_OWN_SETTINGS = ("data.source", "data.loader", "transport", "output_dir", "log_level", "log_format")
+_OWN_SETTINGS = ("strategy", "data.source", "data.loader", "transport", "output_dir", "log_level", "log_format")
 """What a relay may set for itself."""
 _NOT_FROM_ABOVE = {
     "transport.port": "0",

@@ -59,6 +59,8 @@ class Upward(NamedTuple):
     asked: Contribute
     """What is said of them above."""
     frames: Frames
+    residual: Tensor | None = None
+    """What the codec left of it for the next one, which counts once this one is answered; None: it leaves nothing."""
 
     def holds(self, record: dict[str, Any]) -> bool:
         return [record["worker"], record["seq"]] in self.record["contributions"]
@@ -89,6 +91,8 @@ class Book:
         """Workers whose contributions the rule left out of the round that is being closed."""
         self.upward: Upward | None = None
         """At a relay: what a round made, until the coordinator above has answered."""
+        self.residual: Tensor | None = None
+        """At a relay: what the codec has left of what was passed on so far."""
 
     @property
     def step(self) -> float:
@@ -306,9 +310,10 @@ class Book:
         held = [there[worker, seq] for worker, seq in record["contributions"]]
         kept = [(one.record, one.frames) for one in held]
         update, buffers, share = self._combine(held)
-        vectors = [update * share, buffers] if buffers.numel() else [update * share]
-        frames = [frame for vector in vectors for frame in codecs.encode(_PLAIN, vector, None)]
-        self.upward = Upward(record, kept, self._contribution(held), frames)
+        codec = self.plan.updates.codec
+        residual = codecs.residual_for(codec, update.numel()) if self.residual is None else self.residual.clone()
+        frames = [*codecs.encode(codec, update * share, residual), *(codecs.encode(_PLAIN, buffers, None) if buffers.numel() else ())]
+        self.upward = Upward(record, kept, self._contribution(held), frames, residual)
 
     def _contribution(self, held: list[Held]) -> Contribute:
         """What a relay says of what its workers did: the sums, and the place at the data that its seat has come to by that."""
@@ -336,7 +341,7 @@ class Book:
         """Go on with the weights of the coordinator above."""
         upward, self.upward = self.upward, None
         assert upward is not None
-        sent, self.state.upstream = upward.asked, dict(record["upstream"])
+        sent, self.state.upstream, self.residual = upward.asked, dict(record["upstream"]), upward.residual
         figures = self.learner.apply(*self._whole(frames), self.step, 1.0)
         records, upstream = [one for one, _ in upward.kept], [record["upstream"]["name"], sent.seq, record["status"]]
         return self._advance(records, figures, [ledger_line(one) for one in records], upstream=upstream)
@@ -436,14 +441,15 @@ class Book:
         state = dict(vars(self.state)) | {"pieces": [[number, *piece] for number, piece in self.state.pieces.items()]}
         cut = None if self.plan.cut is None else list(vars(self.plan.cut).values())  # for an audit
         settled = self.settled.state_dict()
-        return {"state": state, "settled": settled, "cut": cut, "centre": self.centre, "memories": dict(self.memories)}
+        kept = {"centre": self.centre, "memories": dict(self.memories), "residual": self.residual}
+        return {"state": state, "settled": settled, "cut": cut, **kept}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         pieces = {number: Piece(*rest) for number, *rest in saved["state"].get("pieces", ())}
         self.state = State(**saved["state"] | {"pieces": pieces})
         self.settled = Settled.of(saved["settled"])
         self.centre = saved["centre"]
-        self.memories = dict(saved.get("memories", {}))
+        self.memories, self.residual = dict(saved.get("memories", {})), saved.get("residual")
 
 
 def one_of_each_worker(held: list[Held], episodes: EpisodeRows | None = None) -> list[Held]:

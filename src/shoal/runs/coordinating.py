@@ -145,7 +145,7 @@ def agree(run: Run, expected: int, directory: RunDirectory | None, progress: Pro
 def _agree_below(run: Run, expected: int, joined: Joined, directory: RunDirectory | None, progress: Progress | None) -> Agreed:
     """The same for a relay's own workers: the run is as long, and as large, as the coordinator above has it."""
     header, policies = joined.welcome.header, strategies.of(run, expected)
-    if reason := strategies.no_relay(run, policies):
+    if reason := strategies.no_relay(run, policies, strategies.of(joined.run, header["shards"])):
         raise ShoalError(f"this run cannot have relays: {reason}")
     most = devices_of(run) // ranks_of(run)
     if expected > most:

@@ -21,7 +21,8 @@ class Relay:
         self.joined, self.loop, self.protocol = joined, loop, joined.protocol
         learner, self.coordinator = loop.learner, loop.coordinator
         self.receipts = Receipts(loop.directory.path / "upstream.jsonl")
-        self.climber = Climber(self.protocol, learner.vector.numel(), learner.buffers.numel(), self.receipts)
+        codec = self.coordinator.plan.updates.codec
+        self.climber = Climber(self.protocol, learner.vector.numel(), learner.buffers.numel(), self.receipts, codec)
         self._under_way: Future[list[Event]] | None = None
         self.protocol.ready, joined.doing = True, "relaying"
         self.climber.hear(joined.courier.converse())

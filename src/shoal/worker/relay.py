@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.config.schema.updates import NoCodec
+from shoal.config.schema.updates import Codec, NoCodec
 from shoal.updates import codecs
 from shoal.updates.messages import Contribute
 from shoal.worker.protocol import Event, Frames, News, Protocol, Receipt
@@ -37,9 +37,9 @@ class Climber:
     step = 0.0
     inner_steps = 0
 
-    def __init__(self, protocol: Protocol, size: int, buffers: int, receipts: Receipts) -> None:
-        """`buffers`: numbers of the statistics beside the weights."""
-        self.protocol, self.receipts = protocol, receipts
+    def __init__(self, protocol: Protocol, size: int, buffers: int, receipts: Receipts, codec: Codec = _PLAIN) -> None:
+        """`buffers`: numbers of the statistics beside the weights; `codec`: the run's."""
+        self.protocol, self.receipts, self.codec = protocol, receipts, codec
         self.weights = torch.zeros(size)
         self.statistics = torch.zeros(buffers)
         self._under_way = False
@@ -77,7 +77,7 @@ class Climber:
         if kind == "same":
             return
         extra = self.statistics.numel()
-        codecs.renew(self.weights, kind, _PLAIN, news.frames[:-1] if extra else news.frames)
+        codecs.renew(self.weights, kind, self.codec, news.frames[:-1] if extra else news.frames)
         if extra:
             codecs.decode(_PLAIN, extra, news.frames[-1:], out=self.statistics)
         self.version = int(header["version"])
