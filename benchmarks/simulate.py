@@ -79,9 +79,8 @@ def main() -> None:
         for name, text in report.rows():
             print(f"{name:<14} {text}")
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(
-            f"whole          {time.process_time() - began:.0f} s of processor time, {memory:.2f} GiB, {report.accepted:,} contributions taken"
-        )
+        took_s = time.process_time() - began
+        print(f"{'whole':<14} {took_s:.0f} s of processor time, {memory:.2f} GiB, {report.accepted:,} contributions taken")
         return
     for one in [row(kind, codec, int(sys.argv[1])) for codec in CODECS for kind in STRATEGIES]:
         print(f"{one.name}: {one.ours:.0f} against {one.peer:.0f} {one.unit}, ratio {one.ratio:.2f}; {one.note}", flush=True)
