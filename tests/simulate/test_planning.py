@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,25 @@ def test_the_command_says_plainly_when_a_model_fits_no_machine(tmp_path: Path, c
     assert "engine.kind=fsdp over" in told
     assert main(["plan", "starter"]) == 2
     assert "--machines FILE, or --measure" in capsys.readouterr().err
+
+
+def test_a_plan_is_made_for_those_who_joined_a_run_as_fast_as_they_were_seen_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    members: list[dict[str, Any]] = [
+        {"worker": "desk", "computing_s": 10.0, "samples": 6400, "latency_ms": 1.5, "bandwidth_mbps": 940.0},
+        {"worker": "phone", "computing_s": 20.0, "samples": 640, "latency_ms": 80.0, "bandwidth_mbps": 9.0},
+        {"worker": "new", "computing_s": 0.0, "samples": 0, "latency_ms": -3.0},
+    ]
+    (tmp_path / "config.yaml").write_text("dialect: shoal\n")
+    (tmp_path / "status.json").write_text(json.dumps({"members": []}))
+    words = ["plan", "starter", "--set", "training.batch_size=32", "--measure", str(tmp_path)]
+    assert main(words) == 2
+    assert "nobody has joined this run" in capsys.readouterr().err
+    (tmp_path / "status.json").write_text(json.dumps({"members": members}))
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "desk: {steps_per_s: 20, bandwidth_mbps: 940, latency_ms: 1.5}" in shown
+    assert "phone: {steps_per_s: 1, bandwidth_mbps: 9, latency_ms: 80}" in shown
+    assert "new" not in shown
+    assert "first choice: " in shown

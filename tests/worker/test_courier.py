@@ -11,6 +11,7 @@ from shoal.errors import ShoalError
 from shoal.updates.messages import Contribute
 from shoal.worker.courier import Answer, Lost
 from shoal.worker.protocol import Frames, News, Receipt, Seated
+from shoal.worker.times import LinkTimes
 
 MADE = Contribute("", 0, 0, 1, 0, 1.0, 2, 0, 1, 1, -1, {})
 RECEIPT = {"kind": "receipt", "status": "accepted", "seq": 0, "round": 1, "version": 2, "step": 2.0, "most_lag": 9.0, "done": False}
@@ -96,3 +97,15 @@ def test_a_sign_of_life_goes_its_own_way() -> None:
         assert courier.protocol.done == expected
     assert [header["number"] for header in pulse.log] == [1, 2, 3]
     courier.close()
+
+
+def test_a_link_is_known_by_its_quickest_small_answer_and_its_most_bytes_a_second() -> None:
+    link = LinkTimes()
+    assert link.figures == {}
+    link.carried(1000, 5.0)  # too short to tell anything
+    link.answered(0.3)
+    link.answered(0.1)
+    assert link.figures == {"latency_ms": pytest.approx(100.0)}
+    link.carried(1_000_000, 1.1)
+    link.carried(1_000_000, 2.1)
+    assert link.figures["bandwidth_mbps"] == pytest.approx(8.0)

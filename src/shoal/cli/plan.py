@@ -27,15 +27,25 @@ _SHOWN = 12
 def run(argv: list[str]) -> int:
     made = parser("plan", "Find the strategy, codec, quorum and batch that suit a model and your machines, by simulating candidates.")
     made.add_argument("--machines", metavar="FILE", help="YAML: names of machines, with memory_gb, steps_per_s or flops, bandwidth_mbps …")
-    made.add_argument("--measure", action="store_true", help="time this machine, and plan for as many like it as the run expects")
+    made.add_argument(
+        "--measure",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="time this machine, and plan for as many like it as the run expects; with the folder of a run: plan for those who joined it, "
+        "as fast as they and their links were there",
+    )
     made.add_argument("--out", metavar="FILE", help="write the first choice's configuration into this file")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same plan (default: 0)")
     made.add_argument("--all", action="store_true", help="show every candidate, and those that cannot be run")
     arguments, overrides = parse(made, argv)
-    if bool(arguments.machines) == arguments.measure:
+    if bool(arguments.machines) == (arguments.measure is not None):
         raise ShoalError("say for which machines to plan: --machines FILE, or --measure for machines like this one")
     loaded = require(load(arguments, overrides))
-    kinds = _measured(loaded.run) if arguments.measure else dict(read_machines(arguments.machines))
+    if arguments.measure is not None:
+        kinds = _joined(loaded.run, Path(arguments.measure)) if arguments.measure else _measured(loaded.run)
+    else:
+        kinds = dict(read_machines(arguments.machines))
     planned = _planned(loaded.run, kinds, arguments, overrides)
     _print(planned, arguments.all)
     if arguments.out:
@@ -76,6 +86,33 @@ def _measured(run: Run) -> dict[str, MachineKind]:
     memory = "" if kind.memory_gb is None else f"memory_gb: {kind.memory_gb:g}, "
     print(f"this machine, for a file of machines:\n  this: {{count: {kind.count}, {memory}steps_per_s: {steps_per_s:g}}}\n")
     return {"this": kind}
+
+
+def _joined(run: Run, folder: Path) -> dict[str, MachineKind]:
+    """Those who have joined a run, as its coordinator last saw them. What was found is printed as a file of machines."""
+    from shoal.runs.reading import RunFolder
+
+    status = RunFolder(folder).status()
+    rows = [row for row in status.get("members", ()) if _tells(row, "computing_s") and _tells(row, "samples")]
+    if not rows:
+        raise ShoalError(f"{folder}: nobody has joined this run and learned from a batch yet; start it, and ask again in a moment")
+    kinds = {str(row["worker"]): _seen(row, run.training.batch_size or 1) for row in rows}
+    print("those who joined, for a file of machines:")
+    for name, kind in kinds.items():
+        print(f"  {name}: {{steps_per_s: {kind.steps_per_s:g}, bandwidth_mbps: {kind.bandwidth_mbps:g}, latency_ms: {kind.latency_ms:g}}}")
+    print()
+    return kinds
+
+
+def _tells(row: Mapping[str, Any], name: str) -> bool:
+    """Whether a worker's own word for a figure can be true."""
+    return isinstance(row.get(name), (int, float)) and row[name] > 0
+
+
+def _seen(row: Mapping[str, Any], batch: int) -> MachineKind:
+    """A worker's machine. What its signs of life do not tell of its link is taken to be as in one room."""
+    link: dict[str, Any] = {name: float(f"{row[name]:.3g}") for name in ("bandwidth_mbps", "latency_ms") if _tells(row, name)}
+    return MachineKind(steps_per_s=float(f"{row['samples'] / row['computing_s'] / batch:.3g}"), **link)
 
 
 def _memory_gb(device: Any) -> float | None:

@@ -117,7 +117,7 @@ class Joined:
         if worker is None:
             return {}
         memory = peak_memory(worker.engine.device)
-        return worker.figures | ({} if memory is None else {"memory_bytes": memory})
+        return worker.figures | self.courier.link.figures | ({} if memory is None else {"memory_bytes": memory})
 
     def progress(self) -> str:
         """How far this worker and the run are, for people."""

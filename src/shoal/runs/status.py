@@ -34,7 +34,8 @@ _PACE_OVER_S = 60.0
 """The time that is left is told from the speed of the last minute."""
 
 
-_TOLD = {name: name for name in ("computing_s", "sending_s", "samples", "memory_bytes")} | {"idle_s": "waiting_s"}
+_TELLING = ("computing_s", "sending_s", "samples", "memory_bytes", "latency_ms", "bandwidth_mbps")
+_TOLD = {name: name for name in _TELLING} | {"idle_s": "waiting_s"}
 """What a worker's signs of life say, and what it is called here."""
 
 

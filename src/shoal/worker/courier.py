@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from typing import Protocol as Interface
 
 from shoal.errors import ShoalError
-from shoal.updates.messages import header_of
+from shoal.updates.messages import Pull, header_of
 from shoal.worker.protocol import ANSWER_S, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, Protocol, Question
+from shoal.worker.times import LinkTimes
 
 JOINING_PAUSE_S = 2.0
 """Between two attempts to join, where too many do at once."""
@@ -79,7 +80,7 @@ class Courier:
         self.line, self.protocol, self.tell, self.clock = line, protocol, tell, clock
         self._random = random.Random()
         """Pauses differ, so that workers which lost their coordinator together do not come back all at once."""
-        self.round_trip_s = 0.0
+        self.round_trip_s, self.link = 0.0, LinkTimes()
         self._closing = threading.Event()
         self._jobs: queue.SimpleQueue[Future[list[Event]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -115,8 +116,9 @@ class Courier:
         if not self.protocol.session:
             return
         with contextlib.suppress(Lost, ShoalError):
-            heartbeat = self.protocol.heartbeat(state, figures)
+            heartbeat, began = self.protocol.heartbeat(state, figures), self.clock()
             self.protocol.hear_pulse(line.call(header_of(heartbeat), (), ANSWER_S).header)
+            self.link.answered(self.clock() - began)
 
     def close(self) -> None:
         """Stop. Whatever is still under way is given up."""
@@ -137,9 +139,12 @@ class Courier:
         """`posted`: this was asked already, and its answer is on its way."""
         events: list[Event] = []
         while (question := posted or self.protocol.question(self.clock())) is not None:
+            asked_at = self.clock()
             answer, posted = self._ask(question, posted is not None), None
             if answer is None:
                 continue
+            if isinstance(question.asked, Pull):  # no other question is answered at once, whatever the others do
+                self.link.carried(sum(map(len, answer.frames)), self.clock() - asked_at)
             events += self.protocol.hear(answer.header, answer.frames)
             if self.protocol.forgotten:
                 self.tell(self.protocol.forgotten)
