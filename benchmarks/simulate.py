@@ -4,15 +4,25 @@ five seconds included.
 The simulator drives the real coordinator with the real protocol and codecs on a virtual clock; updates have 10,000 numbers. Workers have
 all joined, and each has contributed, before the time counts. Only the coordinator's own processor time counts, for messages; `make bench
 BENCH=simulate` simulates a few minutes, `benchmarks/simulate.py hour` the whole hour of 600,000 contributions with `edp` and no codec.
+
+Beside it Flower's simulation of as many clients (`benchmarks/simulate.py flower 10000`), each of which sends back the 10,000 numbers that
+it was sent: contributions a second by the clock, in two minutes. Flower has no heartbeats there, no journal and no virtual time.
 """
 
 from __future__ import annotations
 
+import json
 import resource
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import peers
+from flower import APPS
+from processes import environment
 from run import Row
 
 from shoal import strategies
@@ -37,6 +47,8 @@ STRATEGIES: dict[str, dict[str, str]] = {
     "diloco": {"strategy.inner_steps": str(STEPS), "strategy.balance_speeds": "true", "strategy.round_timeout_s": "90"},
 }
 CODECS = ("none", "int8")
+FLOWER, FLOWER_S = "flower-simulation", 120.0
+peers.INSTALL.setdefault(FLOWER, [["flwr[simulation]==1.41.0"]])
 
 
 def scenario(kind: str, codec: str, workers: int) -> Scenario:
@@ -59,17 +71,43 @@ def simulated(kind: str, codec: str, workers: int, seconds: float) -> Report:
     return report
 
 
-def measure() -> list[Row]:
-    return [row(kind, codec, MANY) for codec in CODECS for kind in STRATEGIES]
+def measure() -> Iterator[Row]:
+    rates = {}
+    for codec in CODECS:
+        for kind in STRATEGIES:
+            one, rates[kind, codec] = row(kind, codec, MANY)
+            yield one
+    theirs = flower_rate(MANY)
+    ours = rates["syncps", "none"]
+    yield Row(
+        f"simulate, {MANY:,} workers, syncps against Flower's FedAvg", ours, theirs, "contributions/s", ours / theirs, "", "by the clock"
+    )
 
 
-def row(kind: str, codec: str, many: int) -> Row:
+def flower_rate(clients: int) -> float:
+    """Contributions a second of Flower's simulation. Where it does not get through a round in its time, what it told until then counts."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        own = environment(1) | {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "FLWR_HOME": home, "RAY_TMPDIR": home}
+        script = "import flower_crowd; flower_crowd.main()"
+        command = [str(peers.python(FLOWER)), "-c", script, str(clients), str(SIZE), str(FLOWER_S)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own | {"PYTHONPATH": str(APPS)}, cwd=home) as running:
+            assert running.stdout is not None
+            told = [json.loads(line) for line in running.stdout if line.startswith("{")]
+    if not told:
+        raise RuntimeError(f"Flower's simulation of {clients:,} clients told nothing")
+    print(f"Flower, {clients:,} clients: {told[-1]}", file=sys.stderr)
+    return float(told[-1]["contributions"] / told[-1]["seconds"])
+
+
+def row(kind: str, codec: str, many: int) -> tuple[Row, float]:
+    """What a contribution costs; and contributions a second by the clock, of a simulation of so many."""
     crowd = simulated(kind, codec, many, MEASURED_S)
     few = simulated(kind, codec, FEW, MEASURED_S * 20)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     note = f"{1 - crowd.rejected_share:.1%} accepted, {crowd.handled:,} contributions in {crowd.wall_s:.0f} s, {memory:.1f} GiB so far"
     name = f"simulate, {kind}, codec {codec}, {many:,} workers against {FEW}"
-    return Row(name, crowd.cpu_us, few.cpu_us, "µs per contribution", crowd.cpu_us / few.cpu_us, "≤ 1.2", note)
+    made = Row(name, crowd.cpu_us, few.cpu_us, "µs per contribution", crowd.cpu_us / few.cpu_us, "≤ 1.2", note)
+    return made, crowd.handled / crowd.wall_s
 
 
 def main() -> None:
@@ -82,7 +120,10 @@ def main() -> None:
         took_s = time.process_time() - began
         print(f"{'whole':<14} {took_s:.0f} s of processor time, {memory:.2f} GiB, {report.accepted:,} contributions taken")
         return
-    for one in [row(kind, codec, int(sys.argv[1])) for codec in CODECS for kind in STRATEGIES]:
+    if sys.argv[1:2] == ["flower"]:
+        print(f"{flower_rate(int(sys.argv[2])):.1f} contributions/s")
+        return
+    for one, _ in (row(kind, codec, int(sys.argv[1])) for codec in CODECS for kind in STRATEGIES):
         print(f"{one.name}: {one.ours:.0f} against {one.peer:.0f} {one.unit}, ratio {one.ratio:.2f}; {one.note}", flush=True)
 
 
