@@ -1,5 +1,5 @@
-"""Is the first choice of `shoal plan` a good one? Four workers whose steps take 4, 8, 16 and 32 times as long as a core's here, so that they
-share the cores as four machines of their own would: the plan for such machines, and every strategy that it looked at run for real with
+"""Is the first choice of `shoal plan` a good one? Four workers whose steps take 4, 8, 16 and 32 times as long as a core's here, so that
+they share the cores as four machines of their own would: the plan for such machines, and every strategy that it looked at run for real with
 them. The first choice is to reach 90 % of the samples a second of the best of them.
 
 The machines' speeds are measured before, by one worker alone. Strategies whose slowest worker would send less than three contributions in
