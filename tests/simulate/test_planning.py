@@ -197,6 +197,21 @@ def test_the_command_says_plainly_when_a_model_fits_no_machine(tmp_path: Path, c
     assert "--machines FILE, or --measure" in capsys.readouterr().err
 
 
+def test_machines_of_several_devices_are_planned_with_an_engine_that_fits_them() -> None:
+    """Where each device holds all of the weights, less is exchanged; where it cannot, the devices share them."""
+    settings = {"model.hidden_sizes": [512, 512], "strategy.kind": "async"}
+    found = sketch(starter(settings).run)
+    whole = found.memory(found.run).gb
+    for memory_gb, engine in ((2 * whole, "ddp"), (0.6 * whole, "fsdp")):
+        first = planned({"box": MachineKind(count=2, steps_per_s=20.0, devices=2, memory_gb=memory_gb)}, **settings).first
+        assert first.candidate.engine == engine
+        assert first.loaded.run.engine.kind == engine
+        assert first.loaded.run.launch.devices_per_node == 2
+        assert engine == "fsdp" or first.samples_per_s > 0.8 * 2 * 2 * 20.0 * 32
+    with pytest.raises(ShoalError, match="have no engine in common"):
+        planned({"box": MachineKind(steps_per_s=1.0, devices=2), "pi": FAST}, **settings)
+
+
 def test_a_plan_is_made_for_those_who_joined_a_run_as_fast_as_they_were_seen_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

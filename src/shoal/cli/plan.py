@@ -56,14 +56,14 @@ def run(argv: list[str]) -> int:
 
 def _planned(run: Run, kinds: dict[str, MachineKind], arguments: argparse.Namespace, overrides: list[Override]) -> Planned:
     from shoal.simulate.planning import plan
-    from shoal.simulate.sketch import sketch
+    from shoal.simulate.sketch import devices_of, sharing, sketch
 
     def variant(settings: Mapping[str, Any]) -> Loaded:
         further = [Override(path, scalar(value), f"--set {path}={scalar(value)}") for path, value in settings.items()]
         return load(arguments, [*overrides, *further])
 
     found = sketch(run)
-    _tell_of_memory(found, run, kinds)
+    _tell_of_memory(found, sharing(run, devices_of(kinds)), kinds)
     return plan(found, kinds, variant, _progress, arguments.seed)
 
 
@@ -135,7 +135,10 @@ def _tell_of_memory(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> N
     from shoal.simulate.sketch import fitting, what_would_fit
 
     needs, batch = found.memory(run), run.training.batch_size
-    print(f"{found.parameters:,} parameters; a worker needs {_gigabytes(needs.gb)} with a batch of {batch}: {_parts_of(needs)}")
+    who = (
+        "a worker" if run.launch.devices_per_node in (None, 1) else f"with {run.engine.kind}, each of {run.launch.devices_per_node} devices"
+    )
+    print(f"{found.parameters:,} parameters; {who} needs {_gigabytes(needs.gb)} with a batch of {batch}: {_parts_of(needs)}")
     least = run.replace(training=run.training.replace(batch_size=1))
     there = fitting(found, run, kinds)
     lines = []

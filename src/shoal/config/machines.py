@@ -1,7 +1,7 @@
 """The machines that a run is planned for: a file of names, and what each is able to do.
 
 laptop: {count: 3, memory_gb: 16, steps_per_s: 2.5, bandwidth_mbps: 50, latency_ms: 20}
-server: {memory_gb: 80, flops: 2.0e13, bandwidth_mbps: 1000, price_per_hour: 2.5}
+server: {memory_gb: 80, flops: 2.0e13, devices: 8, bandwidth_mbps: 1000, price_per_hour: 2.5}
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ class MachineKind(Section):
     count: PositiveInt = 1
     """How many there are."""
     memory_gb: PositiveFloat | None = None
-    """Memory that one of them has for training; null: enough."""
+    """Memory that one of them has for training, or one of its devices; null: enough."""
     steps_per_s: PositiveFloat | None = None
     """Batches that it was seen to learn from in a second, of the size that the run's settings have."""
     flops: PositiveFloat | None = None
     """Operations a second that it reaches while it trains; counts where steps_per_s is null."""
+    devices: PositiveInt = 1
+    """Devices of one of them, which an engine makes one worker of. Memory and speed are those of one device."""
+    device_mbps: PositiveFloat = 100_000.0
+    """What travels between two of its devices, in megabits a second."""
     bandwidth_mbps: PositiveFloat = 1000.0
     """Of its link to the coordinator, each way."""
     latency_ms: NonNegativeFloat = 0.5

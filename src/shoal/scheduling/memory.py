@@ -28,6 +28,11 @@ class Memory(NamedTuple):
     def gb(self) -> float:
         return sum(self) / _GB
 
+    def shared(self, devices: int) -> Memory:
+        """What each of some devices takes that share all but the activations of their own batches."""
+        weights, gradients, optimizer = (-(-part // devices) for part in self[:3])
+        return Memory(weights, gradients, optimizer, self.activations)
+
 
 def of_training(run: Run, parameters: int, vocabulary: int = 0) -> Memory:
     """What one worker of one process takes. Weights, gradients and the optimizer are 32-bit; activations are those of one batch.

@@ -5,6 +5,7 @@ A coarse pass simulates every strategy for a short time; a fine one simulates th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from shoal.runs.cluster_loop import Agreed
 from shoal.simulate.machines import Machine, listed
 from shoal.simulate.report import Report
 from shoal.simulate.simulation import scenario_of
-from shoal.simulate.sketch import Sketch, fitting, machines_of
+from shoal.simulate.sketch import APART, SHARING, Sketch, devices_of, fitting, machines_of, sharing
 from shoal.simulate.world import World
 from shoal.updates import codecs
 
@@ -47,16 +48,22 @@ class Candidate(NamedTuple):
     """Of the strategy, its kind first."""
     codec: str
     batch: int
+    engine: str = ""
+    """For workers of several devices; empty: as the settings have it."""
+    devices: int = 1
 
     def settings(self, workers: int) -> dict[str, Any]:
         """What it changes. The machines that are planned for take the place of those that the settings list."""
         own = {f"strategy.{name}": value for name, value in self.strategy}
         machines = {"cluster.num_workers": workers, "cluster.workers": []}
+        if self.engine:
+            own |= {"engine.kind": self.engine, "launch.devices_per_node": self.devices}
         return own | machines | {"updates.codec.kind": self.codec, "training.batch_size": self.batch}
 
     def __str__(self) -> str:
         (_, kind), *others = self.strategy
-        return " ".join([kind, *(f"{name}={value}" for name, value in others)])
+        engine = [f"{self.engine} over {self.devices}"] if self.engine else []
+        return " ".join([kind, *(f"{name}={value}" for name, value in others), *engine])
 
 
 class Prediction(NamedTuple):
@@ -104,6 +111,7 @@ class Planned(NamedTuple):
 
 def plan(found: Sketch, kinds: dict[str, MachineKind], variant: Variant, progress: Progress, seed: int = 0) -> Planned:
     """Try what may suit. Raises ShoalError where nothing can be run. `variant` gives the run with some settings changed."""
+    found = found._replace(run=sharing(found.run, devices_of(kinds)))  # what takes least memory says what fits at all
     kinds = fitting(found, _with_batch(found, 1), kinds)
     planner = _Planner(found, kinds, variant, progress, seed)
     planner.try_all(list(_coarse(found, kinds)), "coarse")
@@ -118,7 +126,7 @@ def plan(found: Sketch, kinds: dict[str, MachineKind], variant: Variant, progres
 
 def _alone(found: Sketch, kinds: dict[str, MachineKind]) -> tuple[str, float]:
     run = _with_batch(found, _largest_batch(found, kinds, 1))
-    rates = {name: (run.training.batch_size or 1) / found.step_s(run, kind) for name, kind in fitting(found, run, kinds).items()}
+    rates = {name: (run.training.batch_size or 1) / found.worker_step_s(run, kind) for name, kind in fitting(found, run, kinds).items()}
     name = max(rates, key=lambda one: rates[one])
     return name, rates[name]
 
@@ -174,11 +182,11 @@ def _first_reason(error: ShoalError) -> str:
 
 
 def _coarse(found: Sketch, kinds: dict[str, MachineKind]) -> Iterator[Candidate]:
-    workers, batch = sum(kind.count for kind in kinds.values()), _largest_batch(found, kinds, 1)
+    workers, batch, devices = sum(kind.count for kind in kinds.values()), _largest_batch(found, kinds, 1), devices_of(kinds)
+    engines = (APART, SHARING) if devices > 1 else ("",)
     for name, section in Strategy.kinds.items():
-        for settings in section.worth_trying(workers):
-            for codec in _COARSE:
-                yield Candidate((("kind", name), *settings.items()), codec, batch)
+        for settings, codec, engine in itertools.product(section.worth_trying(workers), _COARSE, engines):
+            yield Candidate((("kind", name), *settings.items()), codec, batch, engine, devices)
 
 
 def _fine(ranked: list[Prediction], found: Sketch, kinds: dict[str, MachineKind]) -> Iterator[Candidate]:

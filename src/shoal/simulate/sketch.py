@@ -10,9 +10,10 @@ import torch
 from shoal import data, models, strategies
 from shoal.config import Run
 from shoal.config.machines import MachineKind
+from shoal.config.schema.engine import Ddp, Fsdp
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
-from shoal.runs.agreement import extent_of
+from shoal.runs.agreement import extent_of, ranks_of
 from shoal.runs.assembly import Parts, feed_of
 from shoal.runs.cluster_loop import Agreed
 from shoal.runs.given import NOTHING, players_of, task_of
@@ -20,6 +21,10 @@ from shoal.scheduling import memory
 from shoal.simulate.machines import CALM, Machine
 from shoal.simulate.simulation import shards_of
 
+APART, SHARING = Ddp().kind, Fsdp().kind
+"""Engines for a worker of several devices: each device has all of the weights, or they share them."""
+_EXCHANGES = {APART: 2, SHARING: 3}
+"""How often as many numbers as the model has go from device to device in a step."""
 _PASSES = 6
 """Operations for each weight and token: two forward, four backward."""
 
@@ -43,7 +48,9 @@ class Sketch(NamedTuple):
         return Agreed(self.parts, policies, length, (), expected)
 
     def memory(self, run: Run) -> memory.Memory:
-        return memory.of_training(run, self.parameters, self.parts.data.info.vocab_size or 0)
+        """What a worker takes, or each of its devices."""
+        whole = memory.of_training(run, self.parameters, self.parts.data.info.vocab_size or 0)
+        return whole.shared(ranks_of(run)) if run.engine.kind == SHARING else whole
 
     def step_s(self, run: Run, kind: MachineKind) -> float:
         """Seconds that a batch takes on a machine. A batch of twice the size takes twice as long."""
@@ -51,6 +58,13 @@ class Sketch(NamedTuple):
             return (run.training.batch_size or 1) / (self.run.training.batch_size or 1) / kind.steps_per_s
         assert kind.flops is not None  # else the file was refused
         return self.operations(run) / kind.flops
+
+    def worker_step_s(self, run: Run, kind: MachineKind) -> float:
+        """Seconds that a batch takes a worker on the average, where its devices learn from one each and then exchange what they found."""
+        if kind.devices == 1:
+            return self.step_s(run, kind)
+        exchanged = _EXCHANGES[run.engine.kind] * 32e-6 * self.parameters / kind.device_mbps
+        return (self.step_s(run, kind) + exchanged) / ranks_of(run)
 
     def operations(self, run: Run) -> float:
         """What a batch takes to compute. Raises ShoalError for convolutions, which use a weight at every place of an image."""
@@ -78,7 +92,24 @@ def machines_of(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> list[
     for name, kind in kinds.items():
         link = CALM._replace(round_trip_ms=kind.latency_ms, mbit_per_s=kind.bandwidth_mbps)
         names = [name] if kind.count == 1 else [f"{name}-{number + 1}" for number in range(kind.count)]
-        made += [Machine(one, found.step_s(run, kind), link, start_s=0.0) for one in names]
+        made += [Machine(one, found.worker_step_s(run, kind), link, start_s=0.0) for one in names]
+    return made
+
+
+def devices_of(kinds: dict[str, MachineKind]) -> int:
+    """Devices that every machine has. Raises ShoalError where some have more than others: an engine is the same for all workers."""
+    counts = {kind.devices for kind in kinds.values()}
+    if len(counts) > 1:
+        told = ", ".join(f"{name} {kind.devices}" for name, kind in kinds.items())
+        raise ShoalError(f"machines with different numbers of devices ({told}) have no engine in common: plan for some of them at a time")
+    return counts.pop() if counts else 1
+
+
+def sharing(run: Run, devices: int) -> Run:
+    """The run with the engine that takes least memory of each of several devices."""
+    if devices == 1:
+        return run
+    made: Run = run.replace(engine=Fsdp(), launch=run.launch.replace(devices_per_node=devices))
     return made
 
 
