@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.config.schema import model as schema
-from shoal.models.compiling import left_alone
 from shoal.models.context import ContextEncoder, WithCrossAttention, crosses, reads
 from shoal.models.experts import Experts
 from shoal.models.gpt import Attention
@@ -86,11 +85,11 @@ class StepLoads(Kept):
         super().__init__()
         self.register_buffer("load_LE", torch.zeros(layers, count), persistent=False)
         self.seen = False
-        """Whether there was a batch in this step; asking the loads would make this process wait for a GPU."""
+        """Whether there ever was a batch; asking the loads would make this process wait for a GPU."""
 
     load_LE: Tensor
 
-    @left_alone
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def shares(self, load_LE: Tensor, training: bool) -> Tensor:
         """The share of each in the choices of this step so far; when nothing is learned, in those of this batch."""
@@ -102,7 +101,6 @@ class StepLoads(Kept):
 
     def begin_step(self) -> None:
         self.load_LE = self.load_LE.float().zero_()
-        self.seen = False
 
     def take_over(self, part: Kept, first: int, total: Callable[[Tensor], Tensor]) -> None:
         assert isinstance(part, StepLoads)
