@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-for room in ("coordinator", "classroom"):
+for room in ("coordinator", "classroom", "serve"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / room))
 
 

@@ -22,7 +22,7 @@ CLIENTS = 200
 
 @pytest.mark.parametrize("seed", range(2, 7))
 def test_ten_thousand_strange_bodies_are_answered_and_refused(seed: int) -> None:
-    seen = asyncio.run(fuzz(seed, 2_000))
+    seen = fuzz(seed, 2_000)
     assert seen[200] > 100
     assert seen[400] > 500
 

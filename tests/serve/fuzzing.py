@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
@@ -26,8 +27,12 @@ WORDS = ["", "tiny", "user", "assistant", "greedy", "top_k_top_p", "stop", "text
 NUMBERS = [0, 1, -1, 2, 7, 255, 256, 257, 2**31, 2**63, -(2**63), 10**30, 0.0, -0.0, 0.5, 1e-300, 1e300, 2.0]
 
 
-async def fuzz(seed: int, bodies: int) -> Counter[int]:
+def fuzz(seed: int, bodies: int) -> Counter[int]:
     """Send bodies, most of them wrong somewhere. Every answer is one that a client can understand, and every place is free at the end."""
+    return asyncio.run(_fuzzed(seed, bodies))
+
+
+async def _fuzzed(seed: int, bodies: int) -> Counter[int]:
     chance, seen = random.Random(seed), Counter[int]()
     engine = Engine(OneNode(small_model(longest=24)), most_running=4, most_waiting=64, clock=time.monotonic)
     faults: list[str] = []

@@ -290,4 +290,4 @@ def test_without_a_key_nobody_from_elsewhere_is_let_in(service):
 
 
 def test_no_body_is_answered_with_a_fault_of_the_servers():
-    asyncio.run(fuzz(seed=1, bodies=500))
+    fuzz(seed=1, bodies=500)
