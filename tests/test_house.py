@@ -270,7 +270,7 @@ def defined_in(path: Path) -> set[str]:
     """The names that a module defines or imports at its top."""
     found: set[str] = set()
     for node in tree_of(path).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             found |= {target.id for target in ast.walk(node) if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)}

@@ -144,13 +144,7 @@ class RolloutFeed:
         self.world = World()
         self.precision: Callable[[], AbstractContextManager[Any]] = nullcontext
         if engine is not None:
-            self.world, self.precision = engine.world, engine.precision
-            self.reference = self.reference.held(engine.hold, task.players["model"])
-        if self.micro_batch < self.world.size:
-            raise ShoalError(
-                f"{self.world.size} processes share mini-batches of {self.micro_batch} answers: raise rlhf.ppo.mini_batch_size, or take "
-                "fewer devices"
-            )
+            self._learn_with(engine)
         self.coefficient = self.settings.kl.coefficient
         self.spread = credit.Spread()
         self.epoch = self.position = 0
@@ -159,6 +153,15 @@ class RolloutFeed:
         self._distance: float | None = None
         self.first: dict[str, float] = {}
         """Figures of the first rollout, to compare with."""
+
+    def _learn_with(self, engine: Engine) -> None:
+        self.world, self.precision = engine.world, engine.precision
+        self.reference = self.reference.held(engine.hold, self.task.players["model"])
+        if self.micro_batch < self.world.size:
+            raise ShoalError(
+                f"{self.world.size} processes share mini-batches of {self.micro_batch} answers: raise rlhf.ppo.mini_batch_size, or take "
+                "fewer devices"
+            )
 
     # --- the face of a feed ------------------------------------------------------------------------
 
