@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tiny_slurm import tiny_slurm
 
 from commands import HANG_S
 from shoal.cli.main import main
@@ -130,6 +131,19 @@ def test_slurm_gets_a_script_that_bash_reads_and_that_comes_back(folder: Path, c
     assert "--resume" in text
     assert f"sbatch {script}" in capsys.readouterr().out
     assert main(["config", "check", "job/config.yaml"]) == 0
+
+
+def test_slurm_itself_takes_the_scripts(folder: Path) -> None:
+    with tiny_slurm(folder / "slurm") as environ:
+        slurm = ["--set", "launch.kind=slurm", "--num_nodes", "2"]
+        assert main(["up", "fleet.yaml", *slurm, "--run-dir", "job", "--set", "cluster.workers=[]"]) == 0
+        stack = ["gpu/tiny", "--num_gpus", "2", "--set", "engine.kind=ddp", "--set", "training.device=cpu"]
+        assert main(["up", *stack, *slurm, "--run-dir", "stack"]) == 0
+        for name in ("job", "stack"):
+            command = ["sbatch", "--test-only", str(folder / name / "job.sbatch")]
+            done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            assert "on nodes n[1-2]" in done.stderr
 
 
 def test_a_stack_of_ava_gets_torchrun_with_its_nodes_and_gpus(folder: Path) -> None:
