@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,11 @@ SHARED = ROOT.parent / "shared"
 # One thread for each process, before anything reads this: tests run side by side, and threads that wait for each other on a busy
 # machine take several times the time of the work itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Runs write to the disk and wait for it all the time. Where there is room the tests' folders lie in memory, which has nothing to wait for.
+MEMORY, ROOM = Path("/dev/shm"), 4 << 30
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY.resolve()))
 
 # The same examples in every run, and none fails because the machine is slow or busy.
 settings.register_profile("everywhere", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hostile
@@ -32,6 +32,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(max_size=20), values, max_size=8), st.lists(st.binary(max_size=99), max_size=16), st.integers(0, 2**63 - 1))
 def test_a_message_survives_the_wire(header: dict[str, Any], frames: list[bytes], number: int) -> None:
     message = Message(header, tuple(frames))

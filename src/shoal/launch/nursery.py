@@ -28,7 +28,19 @@ from typing import IO, Any, NoReturn, Protocol
 
 from shoal.errors import ShoalError
 
-_LOADED = ("torch.distributed", "zmq", "safetensors.torch", "shoal.cli.main", "shoal.cli.join", "shoal.runs.joining", "shoal.runs.assembly")
+_LOADED = (
+    "torch.distributed",
+    "zmq",
+    "safetensors.torch",
+    "shoal.cli.main",
+    "shoal.cli.join",
+    "shoal.runs.joining",
+    "shoal.runs.assembly",
+    "shoal.runs.coordinating",
+    "shoal.transports.zeromq",
+    "shoal.launch.starting",
+    "shoal.watch.progress",
+)
 _LOOK_S = 0.01
 _MOST_BYTES = 1 << 20
 

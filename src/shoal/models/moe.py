@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.config.schema import model as schema
+from shoal.models.compiling import left_alone
 from shoal.models.context import ContextEncoder, WithCrossAttention, crosses, reads
 from shoal.models.experts import Experts
 from shoal.models.gpt import Attention
@@ -89,7 +90,7 @@ class StepLoads(Kept):
 
     load_LE: Tensor
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @left_alone
     @torch.no_grad()
     def shares(self, load_LE: Tensor, training: bool) -> Tensor:
         """The share of each in the choices of this step so far; when nothing is learned, in those of this batch."""
