@@ -35,7 +35,7 @@ def train_in_phases(made: Plan, arguments: argparse.Namespace, overrides: list[O
         code = _train(phase, arguments, overrides, folder, [*argv, "--run-dir", str(root)])
         if not is_done(folder):
             return code
-    if speaks:
+    if speaks and is_done(root / "policy"):
         _tell_how_to_compare(made, root)
     return code
 
@@ -69,6 +69,8 @@ def _root(made: Plan, arguments: argparse.Namespace) -> Path:
         return root
     if arguments.resume:
         raise ShoalError("--resume of a run in phases needs its folder: add --run-dir")
+    if place() is not None:
+        raise ShoalError("torchrun's processes must agree on the folder of a run in phases: add --run-dir")
     return Path(made.run.output_dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{made.run.name or 'rlhf'}"
 
 
