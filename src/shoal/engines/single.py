@@ -48,7 +48,9 @@ class SingleEngine(Engine):
         self.optimizers = {name: optimizers.build(self.chosen[name], network) for name, network in self.networks.items()}
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
         self._moves: dict[str, Tensor] = {}
-        self._recorder = self._record() if run.training.cuda_graph and learns else None
+        self._records = run.training.cuda_graph and learns
+        self._recorder: Recorder | None = None
+        """Made with the first step: a coordinator takes none."""
 
     @property
     def vector(self) -> Tensor:
@@ -120,9 +122,10 @@ class SingleEngine(Engine):
                 self.changed()
 
     def _in_turn(self, batches: list[Batch], weighing: Weighing, metrics: dict[str, Tensor]) -> Iterator[str]:
-        if self._recorder is None:
+        if not self._records:
             yield from super()._in_turn(batches, weighing, metrics)
             return
+        self._recorder = self._recorder or self._record()
         ((player, network),) = self.networks.items()
         self._begin_step()
         for number, batch in enumerate(batches):

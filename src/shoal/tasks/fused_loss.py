@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shoal.tasks.penalties import CERTAIN, Marks
 
-_BLOCK, _WARPS = 4096, 16
-"""So few rows are read at a time that a GPU still has them in its cache when it writes their gradients."""
+_BLOCK, _WARPS = 1024, 4
+"""On an H200 32,768 rows of 50,257 classes take 2.7 ms so, 2.8 with (2048, 8), 2.9 with (4096, 16) and more with larger ones."""
 _PROGRAMS = 4096
 """That many keep a GPU busy. One for each block of the logits would take a millisecond to find that there is nothing to do."""
 _FIGURES = 4
