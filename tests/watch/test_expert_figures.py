@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from shoal.cli.demo_shows import show
 from shoal.cli.main import main
 from shoal.config import load
 from shoal.engines import SingleEngine
@@ -56,7 +57,9 @@ def test_each_expert_has_a_gradient_norm_of_its_own() -> None:
     assert [norm > 0 for norm in norms] == [load > 0 for load in loads]
 
 
-def test_a_run_records_them_and_draws_the_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_records_them_and_draws_the_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and looked at the rat. " * 40)
@@ -74,3 +77,8 @@ def test_a_run_records_them_and_draws_the_loads(tmp_path: Path, monkeypatch: pyt
     assert "layers/1/load_excess" in records[0]
     with Image.open("run/experts.png") as picture:
         assert picture.size[0] > 100
+    capsys.readouterr()
+    show("text", Path("run"))
+    rows = [line.split()[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  layer ")]
+    assert [len(row) for row in rows] == [4, 4]
+    assert all(98 <= sum(map(int, row)) <= 102 for row in rows), "the demo tells how many of 100 choices fell on each expert"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -65,6 +66,19 @@ def _show_text(folder: Path) -> None:
     for piece in generate_text(trained, _PROMPT, max_new_tokens=_TOKENS, seed=1, decoding=calm):
         print(piece, end="", flush=True)
     print()
+    if (folder / "experts.png").exists():
+        _show_loads(folder)
+
+
+def _show_loads(folder: Path) -> None:
+    """How the last recorded tokens were spread over the experts of a mixture."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    last = next(record for record in reversed(records) if "layers/0/load/0" in record)
+    print("\nHow many of 100 choices fell on each expert, layer by layer:\n")
+    for layer in range(sum(f"layers/{number}/load/0" in last for number in range(len(last)))):
+        shares = [last[f"layers/{layer}/load/{expert}"] for expert in range(len(last)) if f"layers/{layer}/load/{expert}" in last]
+        print(f"  layer {layer}  " + " ".join(f"{round(100 * share):3}" for share in shares))
+    print(f"\ndrawn: {folder / 'experts.png'}")
 
 
 def _show_poem(folder: Path) -> None:
