@@ -55,8 +55,7 @@ class LanguageModelling:
         return int((batch["labels"] != IGNORED).sum())
 
     def compile(self) -> None:
-        # In torch 2.11 the kernels of an online softmax over few experts do not compile
-        self.outputs = torch.compile(self.outputs, options={"online_softmax": False})  # type: ignore[method-assign]
+        self.outputs = torch.compile(self.outputs)  # type: ignore[method-assign]
 
     @property
     def memory(self) -> Any:
