@@ -144,6 +144,20 @@ def test_a_long_prompt_is_read_in_pieces_beside_the_others():
     assert second.tokens == alone(one.stages.model, list(range(40)), 3)
 
 
+@pytest.mark.parametrize("kind", ["rotary", "lstm", "llama"])
+def test_prompts_of_one_length_that_come_together_are_read_together(kind):
+    one, heard = engine(make_model(kind)), [Heard() for _ in range(4)]
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8], [7, 7, 7]]
+    started, start = [], one.stages.start
+    one.stages.start = lambda work: started.append(work.requests) or start(work)
+    one.submit(*(job(prompt, own) for prompt, own in zip(prompts, heard, strict=True)))
+    one.step()
+    assert started == [(0, 1, 3), (2,)]
+    finish(one)
+    assert [own.tokens for own in heard] == [alone(one.stages.model, prompt, 12) for prompt in prompts]
+    assert one.tokens_read == 11
+
+
 def test_more_requests_than_may_wait_are_refused_whole():
     one = engine(make_model("learned"), running=1, waiting=1)
     one.submit(job([1], Heard()), job([2], Heard()))

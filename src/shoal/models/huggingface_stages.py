@@ -133,7 +133,7 @@ class HuggingFaceEnds(Ends):
         accepts = inspect.signature(decoder.forward).parameters
         arguments = _arguments(accepts, input_ids_BL.shape[1], attention_mask)
         if past and attention_mask is None and "position_ids" in accepts:
-            arguments["position_ids"] = torch.arange(past, past + input_ids_BL.shape[1], device=input_ids_BL.device)[None]
+            arguments["position_ids"] = torch.arange(past, past + input_ids_BL.shape[1], device=input_ids_BL.device).expand_as(input_ids_BL)
         self._stub.stops = True
         try:
             decoder(input_ids=input_ids_BL, use_cache=False, **arguments)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 _SMALLEST = 100_000
 """Numbers that a matrix must have to be worth a copy."""
-_ROWS, _TIMES, _WORTH = 8, 5, 0.9
+_ROWS, _TIMES, _WORTH = 8, 8, 0.9
 _SHARE_OF_ROOM = 0.5
 
 
@@ -38,18 +38,21 @@ class Packed:
 
 @torch.inference_mode()
 def pack(model: nn.Module, room_bytes: float) -> bool:
-    """Keep the matrices of a model in both orders, if that is quicker here and takes less than half of the memory that there is. Return
-    whether that was done."""
+    """Keep those matrices of a model in both orders for which that is quicker here, if it takes less than half of the memory that there is.
+    Return whether that was done."""
     output: Any = model.output_weight if hasattr(model, "packed_output") else None
-    head: Tensor | None = output if output is not None and _can(output) else None
-    linear = [module for module in model.modules() if type(module) is nn.Linear and module.weight is not output and _can(module.weight)]
-    weights = [*(module.weight for module in linear), *([head] if head is not None else [])]
-    if not weights or sum(weight.nbytes for weight in weights) > _SHARE_OF_ROOM * room_bytes or not _is_quicker(weights[0]):
+    linear = [module for module in model.modules() if type(module) is nn.Linear and module.weight is not output]
+    weights = [*(module.weight for module in linear), *([output] if output is not None else [])]
+    quicker = {shape: _is_quicker(weight) for shape, weight in {weight.shape: weight for weight in weights if _can(weight)}.items()}
+    chosen = [weight for weight in weights if _can(weight) and quicker[weight.shape]]
+    if not chosen or sum(weight.nbytes for weight in chosen) > _SHARE_OF_ROOM * room_bytes:
         return False
+    ids = set(map(id, chosen))
     for module in linear:
-        module.forward = Packed(module.weight, module.bias)  # type: ignore[method-assign, assignment]
-    if head is not None:
-        model.packed_output = Packed(head)  # type: ignore[assignment]
+        if id(module.weight) in ids:
+            module.forward = Packed(module.weight, module.bias)  # type: ignore[method-assign, assignment]
+    if id(output) in ids:
+        model.packed_output = Packed(output)  # type: ignore[assignment]
     return True
 
 

@@ -137,13 +137,22 @@ class Engine:
             self._begin(Work(tuple(job.number for job in group), tuple((job.written[-1],) for job in group)), group)
         room = self._pace.piece() if writing else _LARGEST_PIECE * self.stages.groups
         room -= sum(job.reading for job in self.running)
-        for job in [job for job in self.running if job.read < len(job.prompt_ids)]:
+        for job in self.running:
             while room > 0 and job.read < len(job.prompt_ids):
-                piece = job.prompt_ids[job.read : job.read + min(room, _LARGEST_PIECE)]
-                room -= len(piece)
-                job.read += len(piece)
-                job.reading += len(piece)
-                self._begin(Work((job.number,), (tuple(piece),), job.read == len(job.prompt_ids)), [job])
+                room -= self._read(job, min(room, _LARGEST_PIECE))
+
+    def _read(self, job: Job, room: int) -> int:
+        """Start to read so much of a prompt, and whole prompts of the same length beside it, such as those of a request's other choices."""
+        piece, fresh = job.prompt_ids[job.read : job.read + room], job.read == 0
+        whole = len(job.prompt_ids) == len(piece)
+        beside = [one for one in self.running if fresh and whole and one is not job and not one.read and len(one.prompt_ids) == len(piece)]
+        jobs = [job, *beside[: room // len(piece) - 1]]
+        for one in jobs:
+            one.read += len(piece)
+            one.reading += len(piece)
+        ids = tuple(tuple(one.prompt_ids[one.read - len(piece) : one.read]) for one in jobs)
+        self._begin(Work(tuple(one.number for one in jobs), ids, job.read == len(job.prompt_ids)), jobs)
+        return len(piece) * len(jobs)
 
     def _begin(self, work: Work, jobs: list[Job]) -> None:
         for job in jobs:
@@ -158,12 +167,12 @@ class Engine:
             job.under_way -= 1
             job.reading -= len(work.ids[0]) if reads else 0
         if reads:
-            self.tokens_read += len(work.ids[0])
+            self.tokens_read += sum(map(len, work.ids))
         if logits_BV is not None and work.ends and rows:
             whole = len(rows) == len(work.requests)
             self._choose([job for job, _ in rows], logits_BV if whole else logits_BV[[row for _, row in rows]])
         if reads:
-            self._pace.read(len(work.ids[0]), self.clock() - start)
+            self._pace.read(sum(map(len, work.ids)), self.clock() - start)
         else:
             self._pace.wrote(self.clock() - start)
 

@@ -97,7 +97,7 @@ class Holder:
     def _through(self, held: Held, reading: Reading, x_BLD: Tensor) -> Tensor:
         ids_BL = torch.tensor(reading.ids, device=self.device)
         if len(reading.requests) > 1 and held.rows.joins:
-            cache, mask_BS = held.rows.of_all(reading.requests)
+            cache, mask_BS = held.rows.of_several(reading.requests, ids_BL.shape[1])
             joined: Tensor = held.stage(x_BLD, ids_BL, cache=cache, attention_mask=mask_BS)
             return joined
         rows = []

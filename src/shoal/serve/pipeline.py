@@ -384,7 +384,7 @@ class Pipeline:
 
     def _embedded(self, reading: Reading) -> Tensor:
         ids_BL = torch.tensor(reading.ids, device=self.device)
-        if len(reading.requests) == 1:
+        if len(set(reading.positions)) == 1:
             return self.ends.embed(ids_BL, reading.positions[0])
         lengths = [position + 1 for position in reading.positions]
         return self.ends.embed(ids_BL, max(lengths) - 1, mask_of_rows(lengths, self.device))

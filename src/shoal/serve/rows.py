@@ -38,12 +38,16 @@ class Rows:
         self._lengths[request] += tokens
         return cache
 
-    def of_all(self, requests: Sequence[int]) -> tuple[Any, Tensor | None]:
-        """The joined cache of requests of which one token each is read next, and the mask with that token; null: no row is padded."""
-        if list(requests) != self._members:
+    def of_several(self, requests: Sequence[int], tokens: int) -> tuple[Any, Tensor | None]:
+        """The joined cache of requests of which so many tokens are read next, and the mask with those tokens; null: no row is padded.
+        Either nothing of them was read before, or one token of each is read."""
+        if not any(self.length(request) for request in requests):
+            self._leave_out(requests)
+            self._joined, self._members = self._new_cache(0), list(requests)
+        elif list(requests) != self._members:
             self._join(requests)
         for request in requests:
-            self._lengths[request] += 1
+            self._lengths[request] = self.length(request) + tokens
         lengths = [self._lengths[request] for request in requests]
         return self._joined, mask_of_rows(lengths, self.device) if self._joined.padded and len(set(lengths)) > 1 else None
 
@@ -75,12 +79,15 @@ class Rows:
     def _join(self, requests: Sequence[int]) -> None:
         """Copy the requests' caches into one. It happens when a request comes or goes, and costs about as much as one token."""
         rows = [self._row(request) for request in requests]
-        left_out = [member for member in self._members if member not in requests and member in self._lengths]
-        for member in left_out:
-            self._alone[member] = type(self._joined).joined([self._row(member)])
+        self._leave_out(requests)
         self._joined, self._members = type(rows[0]).joined(rows), list(requests)
         for request in requests:
             self._alone.pop(request, None)
+
+    def _leave_out(self, requests: Sequence[int]) -> None:
+        """Members that are not among these get caches of their own."""
+        for member in [member for member in self._members if member not in requests and member in self._lengths]:
+            self._alone[member] = type(self._joined).joined([self._row(member)])
 
     def _row(self, request: int) -> Any:
         if request in self._alone:

@@ -41,7 +41,8 @@ class Machine(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Tokens that the model reads next: a piece of one request's prompt, or one token of each of several requests."""
+    """Tokens that the model reads next: a piece of one request's prompt, whole prompts of one length, or one token of each of several
+    requests."""
 
     requests: tuple[int, ...]
     ids: tuple[tuple[int, ...], ...]
@@ -152,7 +153,7 @@ class OneNode:
             return None
         if len(work.requests) == 1 or not self.rows.joins:
             return torch.cat([self._alone(request, ids) for request, ids in zip(work.requests, work.ids, strict=True)])
-        cache, mask_BS = self.rows.of_all(work.requests)
+        cache, mask_BS = self.rows.of_several(work.requests, len(work.ids[0]))
         logits_BV: Tensor = self.model.next_logits(torch.tensor(work.ids, device=self.device), cache, mask_BS)
         return logits_BV
 
