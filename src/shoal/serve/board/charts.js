@@ -7,10 +7,19 @@ const RIGHT = 14, TOP = 10;
 const WIDEST_BAR = 64;
 let LEFT = 58, BOTTOM = 38, TEXT = 12;
 
-/** The margins follow the size of the type in a box, which is large for a projector. */
+/** Boxes that nobody sees, because the page would have to be scrolled far: nothing is drawn into them. */
+export const far = new WeakSet();
+/** The width and the type of boxes. To ask the browser each time would have it lay out the whole page for each chart. */
+let sizes = new WeakMap();
+window.addEventListener("resize", () => { sizes = new WeakMap(); });
+
+/** The width of a chart in a box. The margins follow the size of the type there, which is large for a projector. */
 function measure(box) {
-  TEXT = 0.75 * parseFloat(getComputedStyle(box).fontSize);
+  const known = sizes.get(box) ?? { width: box.clientWidth, text: 0.75 * parseFloat(getComputedStyle(box).fontSize) };
+  if (known.width) sizes.set(box, known);
+  TEXT = known.text;
   [LEFT, BOTTOM] = [4.8 * TEXT, 3.1 * TEXT];
+  return Math.max(260, known.width || 600);
 }
 
 function element(name, attributes = {}, text = null) {
@@ -80,13 +89,13 @@ function rangeOf(values, fromZero) {
  * Curves: `series` of {name, points, place (its colour), dashed}. `xName` is below; `fromZero`: the y axis begins at 0; `marks`: x of things.
  */
 export function curves(box, { series, xName, fromZero = false, height = 220, label = "", marks = [], y = null }) {
+  if (far.has(box)) return;
   const shown = series.filter((one) => one.points.length);
   if (!shown.length) {
     box.replaceChildren(make("p", "note", "nothing yet"));
     return;
   }
-  measure(box);
-  const width = Math.max(260, box.clientWidth || 600), all = shown.flatMap((one) => one.points);
+  const width = measure(box), all = shown.flatMap((one) => one.points);
   const ranges = [rangeOf(all.map((point) => point[0]), false), rangeOf(all.map((point) => point[1]), fromZero)];
   const last = shown.map((one) => `${one.name} ${number(one.points.at(-1)[1])}`).join(", ");
   const root = canvas(width, height, `${label}: ${last}`);
@@ -117,12 +126,12 @@ function under(event, root, width, [x0, x1], shown, xName) {
 
 /** Bars: `bars` of [name, value]; upright with numbers below, or lying with names beside. */
 export function bars(box, { bars: given, label = "", xName = "", lying = false }) {
+  if (far.has(box)) return;
   if (!given.length) {
     box.replaceChildren(make("p", "note", "nothing yet"));
     return;
   }
-  measure(box);
-  const width = Math.max(260, box.clientWidth || 600);
+  const width = measure(box);
   const most = Math.max(...given.map((one) => one[1])) || 1;
   if (lying) {
     const each = 22, root = canvas(width, each * given.length + 4, label), from = Math.min(180, width * 0.4);
@@ -148,8 +157,8 @@ export function bars(box, { bars: given, label = "", xName = "", lying = false }
 
 /** A square for each number, first row on top: the stronger the larger. */
 export function shades(box, { rows, rowName, columnName, label = "" }) {
-  measure(box);
-  const width = Math.max(260, box.clientWidth || 600), wide = Math.max(...rows.map((row) => row.length));
+  if (far.has(box)) return;
+  const width = measure(box), wide = Math.max(...rows.map((row) => row.length));
   const cell = Math.max(3, Math.min(34, (width - LEFT - RIGHT) / wide));
   const root = canvas(width, rows.length * cell + 30, label);
   const most = Math.max(...rows.flat()) || 1;
@@ -165,6 +174,10 @@ export function shades(box, { rows, rowName, columnName, label = "" }) {
   box.replaceChildren(root);
 }
 
+function tenth(value) {
+  return Math.round(10 * value) / 10;
+}
+
 const PARTS = ["computing", "waiting", "sending"];
 
 /**
@@ -172,7 +185,8 @@ const PARTS = ["computing", "waiting", "sending"];
  * that many workers cost no more than few.
  */
 export function timeline(box, { rows, from, to, label = "" }) {
-  const width = Math.max(260, box.clientWidth || 600), each = rows.length > 30 ? 12 : 22, left = Math.min(150, width * 0.3);
+  if (far.has(box)) return;
+  const width = measure(box), each = rows.length > 30 ? 12 : 22, left = Math.min(150, width * 0.3);
   const height = rows.length * each + 30, root = canvas(width, height, label);
   const x = (time) => left + ((time - from) / (to - from || 1)) * (width - left - RIGHT);
   const paths = PARTS.map(() => []);
@@ -180,10 +194,11 @@ export function timeline(box, { rows, from, to, label = "" }) {
     const top = row * each + 2, tall = each - 4;
     root.append(element("text", { x: left - 8, y: top + tall / 2 + 4, "text-anchor": "end" }, name.length > 18 ? `${name.slice(0, 17)}…` : name));
     for (const { from: begin, to: end, shares } of stretches) {
+      const left = tenth(x(begin)), wide = tenth(Math.max(0.5, x(end) - x(begin)));
       let y = top;
       shares.forEach((share, part) => {
         if (share <= 0) return;
-        paths[part].push(`M${x(begin).toFixed(1)} ${y.toFixed(1)}h${Math.max(0.5, x(end) - x(begin)).toFixed(1)}v${(share * tall).toFixed(1)}H${x(begin).toFixed(1)}z`);
+        paths[part].push(`M${left} ${tenth(y)}h${wide}v${tenth(share * tall)}h${-wide}z`);
         y += share * tall;
       });
     }

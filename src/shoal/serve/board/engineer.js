@@ -1,8 +1,8 @@
 // Everything that a run's folder tells, as cards. A card that has nothing to show is not there.
 
-import { bars, curves, shades, timeline } from "./charts.js";
+import { bars, curves, far, shades, timeline } from "./charts.js";
 import { eventRow } from "./classroom.js";
-import { bytes, clock, duration, fill, make, number, percent } from "./words.js";
+import { bytes, clock, duration, fill, fillRows, make, number, percent } from "./words.js";
 
 const COLUMNS = [
   ["worker", "worker"], ["state", "state"], ["since", "since", clock], ["heard_s", "heard", (value) => (typeof value === "number" ? `${duration(value)} ago` : "–")],
@@ -25,6 +25,19 @@ export class Engineer {
     this.sort = ["worker", 1];
     this.cards = new Map();
     this.settings = null;
+    this.near = new IntersectionObserver((seen) => this.notice(seen), { rootMargin: "50% 0px" });
+  }
+
+  /** Cards have come near to what is seen, or are far from it. */
+  notice(seen) {
+    let came = false;
+    for (const { target, isIntersecting } of seen) {
+      const body = target.lastElementChild;
+      came ||= isIntersecting && far.has(body);
+      if (isIntersecting || target.hidden) far.delete(body);
+      else far.add(body);
+    }
+    if (came && this.views) this.show(this.views);
   }
 
   /** The card of a name: its box, made when it is needed first, and shown or hidden. */
@@ -35,6 +48,7 @@ export class Engineer {
       node.setAttribute("aria-label", title);
       this.root.append(node);
       this.cards.set(name, { node, tools, body, fresh: true });
+      this.near.observe(node);
     }
     const card = this.cards.get(name);
     card.node.hidden = !shown;
@@ -95,27 +109,29 @@ export class Engineer {
 
   again(change) {
     change();
+    far.delete(this.card("loss", "Figures").body);  // whoever changes it wants to see it, wherever it is
     if (this.views) this.showLoss(this.views);
   }
 
   showWorkers(view) {
     const rows = view.workers.map((row) => (row.state === "gone" || row.state === "left" ? { ...row, heard_s: null } : row)), status = view.run.status ?? {};
     const card = this.card("workers", "Workers", rows.length > 0 || Boolean(status.strategy), true);
+    if (card.table && far.has(card.body)) return;
     const shown = COLUMNS.filter(([key]) => rows.some((row) => row[key] !== undefined && row[key] !== "" && row[key] !== null));
     const [key, way] = this.sort;
     rows.sort((one, other) => way * compare(one[key], other[key]));
     const left = rows.length - MOST_SHOWN + (status.members_left_out ?? 0);
     const acts = this.owner.may && view.time === null && this.views.length === 1 && ["running", "paused"].includes(status.state);
     const body = rows.slice(0, MOST_SHOWN).map((row) => {
-      const cells = shown.map(([name, , text]) => make("td", name === "why" ? "bad" : "", text ? text(row[name]) : String(row[name] ?? "–")));
-      if (acts) cells.splice(1, 0, make("td", "", row.state === "gone" ? "" : this.owner.door(row.worker)));
-      return make("tr", row.state === "gone" ? "gone" : "", ...cells);
+      const cells = shown.map(([name, , text]) => [text ? text(row[name]) : String(row[name] ?? "–"), name === "why" ? "bad" : ""]);
+      if (acts) cells.splice(1, 0, row.state === "gone" ? ["", ""] : () => this.owner.door(row.worker));
+      return [`${row.worker} ${acts && row.state === "gone"}`, row.state === "gone" ? "gone" : "", cells];
     });
     if (!card.table) this.prepareWorkers(card);
     const titles = shown.map(([name, title]) => this.heading(name, title));
     if (acts) titles.splice(1, 0, make("th"));
     fill(card.head, [make("tr", "", ...titles)]);
-    fill(card.rows, body);
+    fillRows(card.rows, body);
     const counts = Object.entries(status.contributions ?? {}).map(([name, count]) => `${number(count)} ${name}`).join(", ");
     card.foot.textContent = [rows.length ? "" : "nobody is here yet", counts && `contributions: ${counts}`, left > 0 ? `${left} more workers are not shown` : ""].filter(Boolean).join("; ");
   }
@@ -147,9 +163,10 @@ export class Engineer {
   }
 
   showTimeline(view) {
-    const moments = spread(view.moments, 120), names = [...new Set(moments.flatMap((one) => Object.keys(one.workers)))].sort().slice(0, MOST_ROWS);
-    const card = this.card("timeline", "What each worker did", moments.length > 1, true);
-    if (moments.length < 2) return;
+    const card = this.card("timeline", "What each worker did", view.moments.length > 1, true);
+    if (view.moments.length < 2 || far.has(card.body)) return;
+    const many = Object.keys(view.moments.at(-1).workers).length > 20;
+    const moments = spread(view.moments, many ? 60 : 120), names = [...new Set(moments.flatMap((one) => Object.keys(one.workers)))].sort().slice(0, MOST_ROWS);
     const rows = names.map((name) => [name, stretches(moments, name)]);
     timeline(card.body, { rows, from: moments[0].wall_s, to: moments.at(-1).wall_s, label: "Shares of computing, waiting and sending of each worker over time" });
   }

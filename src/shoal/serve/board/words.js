@@ -1,5 +1,8 @@
 // Numbers and times as people read them, and elements made of text: nothing that a run says ever becomes HTML.
 
+/** Made once: to make one for each number takes longer than to draw a chart. */
+const WHOLE = new Intl.NumberFormat("en");
+
 /** An element with a class and with texts or elements in it. */
 export function make(tag, className = "", ...content) {
   const node = document.createElement(tag);
@@ -15,10 +18,32 @@ export function fill(node, children) {
   if (box.innerHTML !== node.innerHTML) node.replaceChildren(...box.childNodes);
 }
 
+/**
+ * Put rows into a table's body: each is [key, class, cells], and a cell is [text, class] or what makes an element. A row of a key that is
+ * there stays, and only texts that differ are changed: hundreds of rows cost next to nothing.
+ */
+export function fillRows(body, rows) {
+  const known = (body.known ??= new Map()), shown = new Set(rows.map((row) => row[0]));
+  for (const [key, row] of known) if (!shown.has(key)) [row.remove(), known.delete(key)];
+  rows.forEach(([key, kind, cells], at) => {
+    let row = known.get(key);
+    if (row?.children.length !== cells.length) {
+      row?.remove();
+      row = make("tr", "", ...cells.map((cell) => (typeof cell === "function" ? make("td", "", cell()) : make("td", cell[1]))));
+      known.set(key, row);
+    }
+    if (row.className !== kind) row.className = kind;
+    cells.forEach((cell, place) => {
+      if (typeof cell !== "function" && row.children[place].textContent !== cell[0]) row.children[place].textContent = cell[0];
+    });
+    if (body.children[at] !== row) body.insertBefore(row, body.children[at] ?? null);
+  });
+}
+
 export function number(value) {
   if (typeof value !== "number") return "–";
   const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e15) return value.toLocaleString("en");
+  if (Number.isInteger(value) && size < 1e15) return size < 1000 ? String(value) : WHOLE.format(value);
   if (size >= 1e6 || (size && size < 1e-3)) return value.toExponential(2);
   return String(Number(value.toPrecision(4)));
 }
