@@ -69,11 +69,11 @@ def test_machines_show_their_layers_memory_and_speed_and_a_dead_one_is_told(page
 
     def tell(route) -> None:
         tokens, other = last[0] = next(answers, last[0])
-        route.fulfill(json={**told, "machines": [{**here, "token_s": 0.0021, "tokens": tokens}, other]})
+        route.fulfill(json={**told, "machines": [{**here, "token_s": 0.0021, "tokens": tokens, "has_ends": True}, other]})
 
     page.route("**/v1/status", tell)
     blocks = page.locator(".machine")
-    sync_api.expect(blocks.nth(0)).to_contain_text("layers 0 to 3")
+    sync_api.expect(blocks.nth(0)).to_contain_text("layers 0 to 3, embedding and output matrix")
     sync_api.expect(blocks.nth(0)).to_contain_text("1.5 million weights, 6.0 MB, 3.1 GB free when it came")
     sync_api.expect(blocks.nth(0)).to_contain_text("2.1 ms a token")
     sync_api.expect(page.locator(".machine.busy")).to_contain_text("server")

@@ -207,6 +207,8 @@ class Pipeline:
                 continue
             if y_BLD is not None:
                 started.logits |= dict(zip(trip.reading.requests, self._logits(y_BLD), strict=True))
+                if not trip.route.goes_through(HERE):
+                    self.nodes[HERE].tokens += len(trip.reading.requests)
             if len(started.logits) == len(started.work.requests) and self._forget(started):
                 yield started.work, torch.stack([started.logits[request] for request in started.work.requests])
 
@@ -247,12 +249,11 @@ class Pipeline:
 
     def _machine(self, node: Node, route: Route | None) -> Machine:
         stop = next((stop for stop in route.stops if stop.name == node.name), None) if route is not None and node.alive else None
-        first, last = stop.place if stop is not None else (0, 0)
-        count = sum(self.sizes[first:last]) + (sum(one.numel() for one in self.ends.parameters()) if node.name == HERE else 0)
-        token_s = node.hands().seconds(sum(self.costs[first:last])) if last else 0.0
-        return Machine(
-            node.name, count, (first, last - 1), node.alive, count * self.weight_bytes, int(node.memory_bytes), token_s, node.tokens
-        )
+        (first, last), here = stop.place if stop is not None else (0, 0), node.name == HERE
+        count = sum(self.sizes[first:last]) + (sum(one.numel() for one in self.ends.parameters()) if here else 0)
+        token_s = node.hands().seconds(sum(self.costs[first:last])) if last or here else 0.0
+        size, memory = count * self.weight_bytes, int(node.memory_bytes)
+        return Machine(node.name, count, (first, last - 1), node.alive, size, memory, token_s, node.tokens, here)
 
     def close(self) -> None:
         """Nothing here has to end; the hub lets the machines go."""

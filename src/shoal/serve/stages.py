@@ -38,6 +38,8 @@ class Machine(NamedTuple):
     """How long one token takes in its layers; 0: none went through them yet."""
     tokens: int = 0
     """Tokens that it has read."""
+    has_ends: bool = True
+    """Whether it embeds tokens and has the output matrix."""
 
 
 class Work(NamedTuple):

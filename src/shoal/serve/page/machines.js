@@ -27,7 +27,8 @@ function block(machine, moved) {
 function layers(machine) {
   if (!machine.layers) return "all layers";
   const [first, last] = machine.layers;
-  return last < first ? "no layers: a spare" : first === last ? `layer ${first}` : `layers ${first} to ${last}`;
+  if (last < first) return machine.has_ends ? "embedding and output matrix" : "no layers: a spare";
+  return `${first === last ? `layer ${first}` : `layers ${first} to ${last}`}${machine.has_ends ? ", embedding and output matrix" : ""}`;
 }
 
 function weights(machine) {
@@ -47,7 +48,8 @@ export function show(list, status) {
   list.replaceChildren(...status.machines.map((machine) => block(machine, moved(machine))));
   before = { tokens: status.tokens, now, of: Object.fromEntries(status.machines.map((machine) => [machine.name, machine.tokens])) };
   const total = document.createElement("li");
-  total.append(line(`${rate.toFixed(1)} tokens a second; ${status.running} answers are written, ${status.waiting} wait`));
+  const written = status.running === 1 ? "1 answer is written" : `${status.running} answers are written`;
+  total.append(line(`${rate.toFixed(1)} tokens a second; ${written}, ${status.waiting} ${status.waiting === 1 ? "waits" : "wait"}`));
   list.append(total);
 }
 
