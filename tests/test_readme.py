@@ -26,6 +26,8 @@ WATCHING = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
 SHELF = (ROOT / "docs" / "shelf.md").read_text(encoding="utf-8")
 RACK = (ROOT / "docs" / "rack.md").read_text(encoding="utf-8")
 FEEDBACK = (ROOT / "docs" / "feedback.md").read_text(encoding="utf-8")
+VOLUNTEERS = (ROOT / "docs" / "volunteers.md").read_text(encoding="utf-8")
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 SLIPS = "dialect: shoal\nmodel:\n  kind: gtp\nstrategy:\n  kind: syncps\n  pull_evry_steps: 10\n"
 
@@ -69,6 +71,8 @@ SCRIPTS = [
         ("shelf", SHELF),
         ("rack", RACK),
         ("feedback", FEEDBACK),
+        ("volunteers", VOLUNTEERS),
+        ("operations", OPERATIONS),
     )
     for number, block in enumerate(blocks("sh", page), 1)
     if commands_in(block)

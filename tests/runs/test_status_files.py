@@ -199,3 +199,13 @@ def test_a_ledger_of_before_whom_rules_left_out_was_kept_is_still_followed(tmp_p
     ledger.append({"version": 1, "from": [], "dropped": ["w3"]})
     ledger.settle()
     assert json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[0])["dropped"] == ["w3"]
+
+
+def test_a_run_whose_coordinator_has_just_opened_is_starting(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.yaml").write_text("dialect: shoal\n")
+    (tmp_path / "provenance.json").write_text(json.dumps({"strategy.kind": {"value": "syncps"}}))
+    (tmp_path / "owner.json").write_text("{}")
+    assert main(["status", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "syncps" in told
+    assert "starting" in told

@@ -20,7 +20,7 @@ from shoal.errors import ShoalError
 _FRESH_S = 10.0
 _LONG_S = 600.0
 """So long a coordinator may be silent, while its process is there: the last evaluation may take a while."""
-GOING_ON = ("running", "paused", "ending", "not here", "running or killed")
+GOING_ON = ("starting", "running", "paused", "ending", "not here", "running or killed")
 """States of a run that has not ended."""
 _MOST_BYTES_AT_ONCE = 8 << 20
 _LONGEST_LINE = 1 << 20
@@ -148,7 +148,13 @@ class RunFolder:
         figures = {split: {name: value for name, value in clean(one).items() if name not in _ABOUT} for split, one in latest.items()}
         events = [clean(one) for one in Tail(self.path / "events.jsonl").values()][-50:]
         known = {"samples": last.get("samples", 0), "wall_s": last.get("wall_s", 0.0), "at": _changed_at(self.path / "metrics.jsonl")}
+        strategy = self.provenance().get("strategy.kind", {}).get("value") if self._is_coordinated() else None
+        known |= {"strategy": str(strategy)} if strategy else {}
         return {"run": self.name, "version": last.get("step", 0), "figures": figures, "events": events, **known}
+
+    def _is_coordinated(self) -> bool:
+        """Whether a coordinator has opened the run, which writes its status a moment later."""
+        return (self.path / "owner.json").exists()
 
     def _state(self, status: Mapping[str, Any]) -> str:
         """What the run does: how it ended, where it has ended, or whether somebody still works at it."""
@@ -158,6 +164,8 @@ class RunFolder:
         )
         if ended and ended >= written - 1.0:
             return str(clean(read_json(self.path / "summary.json")).get("status", "ended"))
+        if not written and self._is_coordinated():
+            return "starting"
         age_s = time.time() - written
         if age_s < _FRESH_S or (age_s < _LONG_S and _is_running(status.get("pid"))):
             return str(status.get("state") or "running")

@@ -34,7 +34,7 @@ function drawNow() {
   if (!shown) choose(runs.length === 1 && runs[0].samples.length ? "class" : "engineer", false);
   find("name").textContent = runs.map((run) => (runs.length > 1 ? run.title : run.status.run || run.name)).join(" · ");
   document.title = `${find("name").textContent} · Shoal`;
-  const good = ["running", "paused", "ending", "completed"].includes(status.state);
+  const good = ["starting", "running", "paused", "ending", "completed"].includes(status.state);
   find("state").textContent = time === null ? status.state : "as it was";
   find("state").className = `chip ${time !== null ? "" : good ? "good" : "bad"}`;
   const left = status.eta_s && time === null && status.state === "running" ? `, about ${duration(status.eta_s)} left` : "";
