@@ -7,7 +7,8 @@ How sentimental the first answers are depends on the prompts: half of them begin
 are in the middle of one ("One day, a boy": 0.12). The base of the sums has learned from a text in which three of five sums are wrong: it
 knows what is right, and does not say it more often than the text did.
 
-`rlhf-15m` does the first with stories15M, and `rlhf-pairs` has the tasks that learn from pairs.
+`BENCH=rlhf:sums`, or `rlhf:ppo`, `rlhf:rloo`, `rlhf:grpo`, measures a part. `rlhf-15m` does the first with stories15M, and `rlhf-pairs`
+has the tasks that learn from pairs.
 """
 
 from __future__ import annotations
@@ -126,10 +127,9 @@ KL = {"ppo": 0.05, "rloo": 0.05, "grpo": 0.05}
 """Coefficients with which the three end at about the same distance from the reference."""
 
 
-def stories() -> Iterator[Row]:
-    for algorithm, kl in KL.items():
-        found = [told(algorithm, seed, kl=kl) for seed in SEEDS]
-        yield row(f"stories260K, sentiment, {algorithm}", found, ">= 0.70")
+def stories(algorithm: str) -> Row:
+    found = [told(algorithm, seed, kl=KL[algorithm]) for seed in SEEDS]
+    return row(f"stories260K, sentiment, {algorithm}", found, ">= 0.70")
 
 
 BASE = """\
@@ -141,6 +141,8 @@ task: language-modelling
 training: {batch_size: 100, max_steps: 300, device: cpu, optimizer: {learning_rate: 0.003}}
 evaluation: {strategy: never}
 """
+LEARNING = "training: {device: cpu, optimizer: {learning_rate: 0.0007}, schedule: {kind: cosine}, clipping: {max_norm: 1.0}}"
+"""A learning rate that is not lowered, or mini-batches of 100, let the policy fall back again and again: 0.6, 0.3, 0.5, 0.1."""
 POLICY = """\
 rlhf:
   policy: base
@@ -149,7 +151,7 @@ rlhf:
   algorithm: grpo
   group_size: 8
   kl: {coefficient: 0.0, adaptive: false}
-  ppo: {rollout_size: 400, mini_batch_size: 100, epochs: 2, steps: 60, prompt_length: 8, response_length: 4}
+  ppo: {rollout_size: 400, mini_batch_size: 200, epochs: 2, steps: 80, prompt_length: 8, response_length: 4}
 """
 
 
@@ -166,9 +168,10 @@ def arithmetic(seed: int) -> tuple[float, float]:
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": str(s)}) + "\n" for p, s in sums))
     base = BASE.replace("SEED", str(seed))
     Path("base.yaml").write_text(base)
-    Path("policy.yaml").write_text(base.replace("task: language-modelling\n", "").replace("0.003", "0.001") + POLICY)
+    kept = "".join(line + "\n" for line in base.splitlines() if not line.startswith(("task", "training")))
+    Path("policy.yaml").write_text(f"{kept}{LEARNING}\n{POLICY}")
     assert main(["train", "base.yaml", "--run-dir", "base"]) == 0
-    assert main(["train", "policy.yaml", "--run-dir", f"policy-{seed}", "--set", "logging.every_steps=8"]) == 0
+    assert main(["train", "policy.yaml", "--run-dir", f"policy-{seed}", "--set", "logging.every_steps=4"]) == 0
     lines = [json.loads(line) for line in Path(f"policy-{seed}/policy/metrics.jsonl").read_text().splitlines()]
     scores = [line["score"] for line in lines if line["split"] == "train"]
     return scores[0], statistics.mean(scores[-LAST:])
@@ -183,7 +186,10 @@ def sums() -> Iterator[Row]:
     yield Row("arithmetic, exact, grpo", after, before, "share right", after / before, "<= 0.4 before, >= 0.9 after", str(found))
 
 
-def measure() -> Iterator[Row]:
+def measure(part: str = "") -> Iterator[Row]:
     torch.set_num_threads(1)
-    yield from stories()
-    yield from sums()
+    for algorithm in KL:
+        if part in ("", algorithm):
+            yield stories(algorithm)
+    if part in ("", "sums"):
+        yield from sums()
