@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from commands import HANG_S
+from commands import run_python
 from shoal.cli.main import main
 from shoal.config.load import File, parse_override, resolve
 from shoal.engines.health import HealthMonitor
@@ -115,19 +112,11 @@ def test_damaged_checkpoints_do_not_crowd_out_good_ones(tmp_path: Path) -> None:
 def test_a_really_full_disk(folder: Path) -> None:
     """No file may grow beyond 40 kB: checkpoints cannot be written, and that is said."""
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-
-    command = [
-        sys.executable,
-        "-c",
-        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nfrom shoal.cli.main import main\nraise SystemExit(main())",
-    ]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    arguments = ["train", "starter", "--epochs", "2", "--run-dir", "run"]
-    result = subprocess.run(
-        [*command, *arguments], cwd=folder, env=environ, preexec_fn=limit, capture_output=True, text=True, timeout=HANG_S
+    (folder / "limited.py").write_text(
+        "import resource, signal\nfrom shoal.cli.main import main\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))\nraise SystemExit(main())\n"
     )
+    result = run_python(["limited.py", "train", "starter", "--epochs", "2", "--run-dir", "run"], folder)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "cannot save a checkpoint" in result.stderr
@@ -213,8 +202,7 @@ def test_settings_between_config_and_its_command(capsys: pytest.CaptureFixture[s
 
 def test_a_tokenizer_of_the_hub_without_a_network_is_told(folder: Path) -> None:
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
-    command = [sys.executable, "-m", "shoal", "train", "text.yaml", "--set", "data.tokenizer=nobody/nothing"]
-    result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=HANG_S)
+    result = run_python(["-m", "shoal", "train", "text.yaml", "--set", "data.tokenizer=nobody/nothing"], folder, environ)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "nobody/nothing" in result.stderr

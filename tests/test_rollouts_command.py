@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,10 +55,12 @@ def test_a_run_survives_its_workers_and_its_learner_and_its_answers_can_be_made_
     run, ledger = processes.start(*command), tmp_path / "run" / "policy" / "coordinator" / "ledger.jsonl"
     while not ledger.exists() or not ledger.read_text():
         assert run.poll() is None, run.communicate()
+        time.sleep(0.02)
     for pid in joined(tmp_path)[:1]:
         os.kill(pid, signal.SIGKILL)
     while len(ledger.read_text().splitlines()) < 3:
         assert run.poll() is None
+        time.sleep(0.02)
     run.kill()
     run.communicate(timeout=HANG_S)
     before = ledger.read_text().splitlines()[:3]

@@ -7,12 +7,11 @@ import json
 import re
 import resource
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import HANG_S, Command
 from shoal.cli.main import main
 from shoal.runs.joining import Joined, Way
 from shoal.transports import addresses
@@ -30,8 +29,8 @@ cluster: {num_workers: 1}
 strategy: {kind: async}
 """
 LIMITED = (
-    "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0})); "
-    "from shoal.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    "import resource, sys\nresource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))\n"
+    "from shoal.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"
 )
 
 
@@ -54,12 +53,10 @@ def invitation_in(told: str) -> Way:
 def test_a_run_finishes_and_keeps_its_state_beside_a_thousand_idle_connections(tmp_path: Path, files: None) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     arguments = ["coordinate", str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run"), "--host", "127.0.0.1"]
-    command = [sys.executable, "-c", LIMITED.format(FILES), *arguments]
+    (tmp_path / "limited.py").write_text(LIMITED.format(FILES))
     with contextlib.ExitStack() as ending:
-        log = ending.enter_context((tmp_path / "log").open("w+b"))
-        coordinator = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        ending.callback(coordinator.kill)
-        assert coordinator.stdout is not None
+        coordinator = Command(["limited.py", *arguments], tmp_path, errors=True)
+        ending.callback(coordinator.close)
         told = ""
         while not re.search(r"shoal join \S+ --token \S+", told):
             told += coordinator.stdout.readline()
@@ -71,9 +68,7 @@ def test_a_run_finishes_and_keeps_its_state_beside_a_thousand_idle_connections(t
             here = (f"127.0.0.{2 + number // 50}", 0)  # of twenty machines: each may have a few
             ending.enter_context(socket.create_connection((place.host, place.port), timeout=30, source_address=here))
         worker.work()
-        output, _ = coordinator.communicate(timeout=120)
-        log.seek(0)
-        said = told + output + log.read().decode()
+        said = told + "".join(coordinator.communicate(HANG_S))
         assert coordinator.returncode == 0, said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("completed", 40)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +15,7 @@ from fake_hub import FakeHub
 from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 
-from commands import HANG_S
+from commands import HANG_S, run_python
 from shoal.cli.main import main
 from shoal.watch.hub_repository import PushError
 from shoal.watch.pusher import Pusher
@@ -250,14 +248,14 @@ def test_a_resumed_run_without_a_token_is_told_before_it_begins(
 # --- what was pushed can be used ---------------------------------------------------------------------
 
 
-def shell(hub: FakeHub, *command: str) -> str:
+def python(hub: FakeHub, *arguments: str) -> str:
     environ = os.environ | {
         "HF_ENDPOINT": hub.url,
         "HF_HUB_DISABLE_XET": "1",
         "HF_HOME": str(Path("home").absolute()),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG_S)
+    done = run_python(list(arguments), env=environ)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -266,7 +264,8 @@ def test_the_snippet_of_the_card_loads_the_weights(hub: FakeHub) -> None:
     assert train() == 0
     card = hub.repos["me/digits"].files["README.md"].decode()
     (snippet,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    assert shell(hub, sys.executable, "-c", snippet + "\nprint(*sorted(tensors))").split() == sorted(checkpoint_of(Path("run")))
+    Path("snippet.py").write_text(snippet + "\nprint(*sorted(tensors))")
+    assert python(hub, "snippet.py").split() == sorted(checkpoint_of(Path("run")))
 
 
 @pytest.mark.parametrize("kind", ["gan", "gpt", "mlp"])
@@ -300,7 +299,7 @@ def test_the_command_of_the_card_works_on_what_was_downloaded(hub: FakeHub, caps
 def test_a_coordinator_pushes_its_versions(hub: FakeHub) -> None:
     given = ["hub.enabled=true", "hub.repo_id=me/digits", "hub.push_interval=5", "training.max_steps=12"]
     settings = [word for setting in given for word in ("--set", setting)]
-    shell(hub, sys.executable, "-m", "shoal", "train", "starter", "--workers", "2", "--run-dir", "run", *settings)
+    python(hub, "-m", "shoal", "train", "starter", "--workers", "2", "--run-dir", "run", *settings)
     assert_end_is_there(hub)
     assert hub.repos["me/digits"].commits[-1].summary == "Step 12 of 12"
     assert "| strategy | `syncps`" in hub.repos["me/digits"].files["README.md"].decode()
