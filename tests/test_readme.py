@@ -82,10 +82,11 @@ SCRIPTS = [
 
 def smaller(words: list[str]) -> list[str]:
     """What makes a run of the demonstration's GPT a matter of a second: the commands are the page's, the model is smaller."""
+    config = Path("config.yaml")
+    written = yaml.safe_load(config.read_text(encoding="utf-8")) if "config.yaml" in words and config.exists() else {}
+    gpt = "demo-gpt" in words or written.get("model", {}).get("kind") == "gpt"
     begins = words[1] == "train" and "--resume" not in words
-    if not begins or not ("demo-gpt" in words or yaml.safe_load(Path("config.yaml").read_text(encoding="utf-8"))["model"]["kind"] == "gpt"):
-        return []
-    return [word for setting in SMALLER for word in ("--set", setting)]
+    return [word for setting in SMALLER for word in ("--set", setting)] if gpt and begins else []
 
 
 SMALLER = ("model.hidden_size=16", "model.num_layers=2", "model.num_heads=2", "data.max_eval_samples=32")
