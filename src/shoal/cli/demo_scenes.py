@@ -122,9 +122,9 @@ SCENES = {
         files=("dist-llm-train/wan-conservative",),
         settings=(
             *("data.source.kind=builtin", "data.source.name=zen", *_READING, "data.max_samples=null", "data.sequence_length=32"),
-            *("model.hidden_size=96", "training.optimizer.name=AdamW", "training.optimizer.learning_rate=0.02"),
+            *("model.hidden_size=64", "training.optimizer.name=AdamW", "training.optimizer.learning_rate=0.02"),
         ),
-        together=(*_QUICK, "transport.host=127.0.0.1"),
+        together=(*_QUICK, "transport.host=127.0.0.1", "strategy.contributions_per_update=2"),
         workers=(
             Worker("datacenter-gpu", ("--netem", "good")),
             Worker("edge-device", ("--netem", "cellular", "--slowdown", "2")),
