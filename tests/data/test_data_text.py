@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from shoal.data import Data, Feed, load, read_prompts
 from shoal.data.text.files import TextFiles, by_split, find_files
+from shoal.data.text.python_source import zen
 from shoal.data.text.rows import Fields
 from shoal.errors import ShoalError
 
@@ -230,6 +232,13 @@ def test_a_vocabulary_too_large_for_the_model_is_refused(tmp_path: Path, text_of
     (tmp_path / "a.txt").write_text(LINES)
     with pytest.raises(ShoalError, match=r"model\.vocab_size is 100, and the tokenizer bytes has 257 ids"):
         text_of(tmp_path / "a.txt", model__vocab_size=100)
+
+
+def test_the_zen_of_python_is_read_without_running_its_module() -> None:
+    poem = zen()
+    assert poem.startswith("The Zen of Python, by Tim Peters\n\nBeautiful is better than ugly.\n")
+    assert poem.endswith("let's do more of those!\n")
+    assert "this" not in sys.modules, "to import it prints it"
 
 
 def test_python_source(make_run: Make) -> None:
