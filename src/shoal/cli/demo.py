@@ -40,19 +40,19 @@ def run(argv: list[str]) -> int:
     )
     made.add_argument("scene", nargs="?", default="", choices=_names(), metavar="SCENE", help=f"one of {', '.join(filter(None, _names()))}")
     made.add_argument("--run-dir", metavar="DIR", help="where the runs go (default: a temporary folder)")
-    made.add_argument("--seconds", type=float, default=SECONDS, help=f"how long to train (default: {SECONDS:.0f})")
+    made.add_argument("--seconds", type=float, help=f"how long to train (default: {SECONDS:.0f}; volunteers: 45)")
     arguments = made.parse_args(argv)
-    if not 1 <= arguments.seconds <= 3600:
+    if arguments.seconds is not None and not 1 <= arguments.seconds <= 3600:
         made.error("--seconds takes 1 to 3600")
     folder = Path(arguments.run_dir or tempfile.mkdtemp(prefix="shoal-demo-"))
     if folder.exists() and any(folder.iterdir()):
         raise ShoalError(f"{folder} holds something already: choose another --run-dir")
     if arguments.scene in SCENES:
-        _together(SCENES[arguments.scene], folder, arguments.seconds)
+        _together(SCENES[arguments.scene], folder, arguments.seconds or SCENES[arguments.scene].seconds)
     else:
         from shoal.cli import demo_alone
 
-        demo_alone.SCENES[arguments.scene](folder, arguments.seconds)
+        demo_alone.SCENES[arguments.scene](folder, arguments.seconds or SECONDS)
     if not arguments.scene:
         _point_onwards()
     return 0

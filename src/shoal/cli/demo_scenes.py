@@ -43,6 +43,8 @@ class Scene(NamedTuple):
     needs: tuple[str, ...] = ()
     """Modules that not every installation has."""
     extra: str = ""
+    seconds: float = 20.0
+    """How long to train where nobody says it. To learn something by heart takes longer than to learn to read digits."""
     compares: str = ""
     """The figure that is held against one process that learned from as many samples; none: it is not compared."""
 
@@ -121,8 +123,8 @@ SCENES = {
         "change hands.",
         files=("dist-llm-train/wan-conservative",),
         settings=(
-            *("data.source.kind=builtin", "data.source.name=zen", *_READING, "data.max_samples=null", "data.sequence_length=32"),
-            *("model.hidden_size=64", "training.optimizer.name=AdamW", "training.optimizer.learning_rate=0.02"),
+            *("data.source.kind=builtin", "data.source.name=zen", *_READING, "data.max_samples=null", "data.sequence_length=64"),
+            *("model.hidden_size=96", "training.optimizer.name=AdamW", "training.optimizer.learning_rate=0.01"),
         ),
         together=(*_QUICK, "transport.host=127.0.0.1", "strategy.contributions_per_update=2"),
         workers=(
@@ -136,6 +138,7 @@ SCENES = {
             Happening(0.65, "crash", "", "the controller is killed (kill -9), and started again with --resume"),
         ),
         shows="poem",
+        seconds=45.0,
         page="docs/volunteers.md",
         next="shoal init --preset dist-llm-train/wan-conservative && shoal train config.yaml",
     ),
