@@ -14,8 +14,8 @@ from serving import small_model, small_served
 
 from shoal.serve.app import make_app
 from shoal.serve.doors import Doors
-from shoal.serve.driver import Driver
 from shoal.serve.engine import Engine
+from shoal.serve.server import Driver
 from shoal.serve.stages import OneNode
 
 EXPECTED = {200, 400, 404, 413, 415, 429}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,13 +17,34 @@ from shoal.serve.answering import Answer, prompts_of
 from shoal.serve.bodies import Asked, RefusedError, read_chat, read_completion, read_json
 from shoal.serve.engine import Ended, Engine, FullError, Heard, Job
 from shoal.serve.forms import Form, event
-from shoal.serve.metrics import Metrics
 from shoal.serve.opening import Served
 from shoal.serve.pages import show_page
 
 _LARGEST_BODY = 4 * 2**20
 _READY_S = 10.0
 """How long a token that went through the model says that it works."""
+
+
+class Metrics:
+    """Requests by status, beside what the engine knows itself, in the form that Prometheus reads."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.answered: Counter[int] = Counter()
+
+    def text(self) -> str:
+        engine = self.engine
+        lines = ["# TYPE shoal_requests_total counter"]
+        lines += [f'shoal_requests_total{{status="{status}"}} {count}' for status, count in sorted(self.answered.items())]
+        for name, kind, value in (
+            ("shoal_prompt_tokens_total", "counter", engine.tokens_read),
+            ("shoal_written_tokens_total", "counter", engine.tokens_written),
+            ("shoal_requests_running", "gauge", len(engine.running)),
+            ("shoal_requests_waiting", "gauge", len(engine.waiting)),
+            ("shoal_places", "gauge", engine.most_running),
+        ):
+            lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
+        return "\n".join(lines) + "\n"
 
 
 class Api:

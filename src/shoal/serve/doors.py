@@ -1,12 +1,15 @@
-"""Who may come in, and what the browser is told about what it gets."""
+"""Where a server listens, who may come in, and what the browser is told about what it gets."""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
+import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from shoal.errors import ShoalError
 from shoal.serve.bodies import RefusedError
 
 Scope = MutableMapping[str, Any]
@@ -62,3 +65,24 @@ class Doors:
         if hmac.compare_digest(given, b"Bearer " + self.key.encode()):
             return None
         return RefusedError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises ShoalError where another program does."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise ShoalError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --port") from None
+    return made

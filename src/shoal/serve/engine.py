@@ -1,6 +1,6 @@
 """Many requests through one model: all that run get a token in each step, and a new prompt is read in pieces beside them.
 
-The engine has no thread, clock or socket of its own. `step` does what is to be done now; `driver.py` calls it. Requests come and go from
+The engine has no thread, clock or socket of its own. `step` does what is to be done now; `server.py` calls it. Requests come and go from
 other threads, through `submit` and `cancel`.
 """
 

@@ -15,8 +15,7 @@ import uvicorn
 
 from shoal.errors import ShoalError
 from shoal.runs.reading import RunFolder
-from shoal.serve.doors import Doors
-from shoal.serve.listening import bound, is_loopback
+from shoal.serve.doors import Doors, bound, is_loopback
 from shoal.serve.watch_app import make_watch_app
 from shoal.serve.watched import Watch
 
