@@ -15,7 +15,7 @@ from commands import HANG_S, Processes, processes_in, wait_for
 CONFIG = """\
 dialect: shoal
 model: {kind: mlp, hidden_sizes: [16]}
-training: {batch_size: 16, epochs: 6, optimizer: {name: SGD, learning_rate: 0.1}}
+training: {batch_size: 16, epochs: 3, optimizer: {name: SGD, learning_rate: 0.1}}
 strategy: {kind: syncps, round_timeout_s: 120}
 transport: {port: 0}
 coordinator: {heartbeat_interval_s: 1.0}

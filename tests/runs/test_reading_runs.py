@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commands import HANG_S
+from commands import run_python
 from shoal.cli.main import main
 
 pytest.importorskip("faiss", reason="retrieval needs faiss-cpu (shoal[rag])")
@@ -87,8 +84,8 @@ def test_a_memory_survives_a_kill_to_identical_records(folder: Path) -> None:
         (folder / "texts" / f"{number}.txt").write_text(" ".join(drawn.choices(["one", "two", "three", "four", "five"], k=60)))
     (folder / "run.yaml").write_text(SETTINGS.format(length=32, features=MEMORY, steps=12))
     assert main(["train", "run.yaml", "--run-dir", "whole"]) == 0
-    killed = subprocess.Popen([sys.executable, "-c", _KILLED], env={**os.environ}, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    assert killed.wait(HANG_S) == -signal.SIGKILL
+    (folder / "killed.py").write_text(_KILLED)
+    assert run_python(["killed.py"], folder).returncode == -signal.SIGKILL
     assert main(["train", "run.yaml", "--run-dir", "killed", "--resume"]) == 0
     whole, resumed = (records(folder / run, "train") for run in ("whole", "killed"))
     assert whole == resumed
