@@ -85,7 +85,7 @@ def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> N
         while process.poll() is None and time.monotonic() < until:
             if abs(time.monotonic() - told) > _TELL_S:
                 told = time.monotonic()
-                _tell(_scores(sign))
+                _tell(_scores(sign) if sign.exists() else [])
             time.sleep(_LOOK_S)
         process.send_signal(signal.SIGINT)
         wait(process, _SAVE_S)
@@ -99,7 +99,7 @@ def _for_a_while(command: list[str], log: Path, sign: Path, seconds: float) -> N
 def _tell(scores: list[float]) -> None:
     """A line about how the last scores were."""
     last = scores[-5:]
-    mean = sum(last) / len(last)
+    mean = sum(last) / max(1, len(last))
     print(f"  {len(scores):4d} steps  score {mean:.2f}  {'█' * round(40 * max(0.0, min(1.0, mean)))}", flush=True)
 
 
