@@ -11,14 +11,14 @@ from killing import Victims, audit
 
 @pytest.mark.timeout(240)
 def test_a_run_survives_the_death_of_its_processes(tmp_path: Path) -> None:
-    victims = Victims(tmp_path, "{kind: async, contributions_per_update: 2}", steps=1500, workers=2)
+    victims = Victims(tmp_path, "{kind: async, contributions_per_update: 2}", steps=900, workers=2)
     try:
         victims.start_workers()
         assert sum(1 for _ in victims.killing(6, random.Random(4), until=0.6)) == 6
         summary = victims.finish()
     finally:
         victims.close()
-    assert (summary["status"], summary["steps"]) == ("completed", 1500)
+    assert (summary["status"], summary["steps"]) == ("completed", 900)
     assert victims.kills["coordinator"] > 1
     assert victims.kills["worker"] > 1
     assert "nothing is missing, nothing is counted twice" in audit(victims.run)
