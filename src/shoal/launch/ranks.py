@@ -26,9 +26,10 @@ LOST = 75
 """The exit code of a process that ended because another one did."""
 _LOOK_S = 0.05
 _PATIENCE_S = 5.0
+_FOR_ALL = ("torch.distributed.checkpoint",)
 _LIBRARIES = {"fsdp": ("shoal.engines.fsdp", "torch._dynamo")}
-"""What an engine loads beside the rest: seconds, which its processes on the CPU spend once, together. On GPUs each loads its own: no
-library may look for a GPU before a fork."""
+"""What all engines of several processes load beside the rest, and what one of them does: seconds, which the processes on the CPU spend
+once, together. On GPUs each loads its own: no library may look for a GPU before a fork."""
 _ENDED = (0, 2, 130)
 """Exit codes of processes that finished, or that have reported themselves why they could not."""
 
@@ -114,7 +115,7 @@ class LocalRanks:
     def __init__(self, crew: Crew, arguments: Sequence[str], secret: str = "") -> None:
         """`secret`: a line for the first process alone, on its standard input."""
         (self.count, self.on_cpu, engine), self.arguments, self.secret = crew, list(arguments), secret
-        self.libraries = _LIBRARIES.get(engine, ()) if self.on_cpu else ()
+        self.libraries = (*_FOR_ALL, *_LIBRARIES.get(engine, ())) if self.on_cpu else ()
         self.processes: list[nursery.Process] = []
 
     def run(self) -> int:
