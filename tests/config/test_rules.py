@@ -10,7 +10,8 @@ from shoal.config.derive import quorum, tolerated
 from shoal.config.dialects import native_paths
 from shoal.config.load import File, Loaded, parse_override, resolve
 from shoal.config.problems import masked, render
-from shoal.config.rules import NO_EFFECT, RULES
+from shoal.config.rules import RULES
+from shoal.config.rules.effects import NO_EFFECT
 
 HOSTS = "cluster: {server: s, workers: [a, b], hosts: {s: {}, a: {}, b: {}}}\n"
 

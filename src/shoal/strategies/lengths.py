@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.config import Run
-from shoal.config.rules import fitting
+from shoal.config.rules.training import fitting
 from shoal.coordinator.policies import Every
 from shoal.coordinator.units import Cut
 from shoal.errors import ShoalError

@@ -1,0 +1,81 @@
+"""Settings that have no effect beside another one, and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shoal.config.layers import Settings, UnavailableError
+from shoal.config.rules.rule import changed, rule
+from shoal.config.schema.training import EMULATED
+
+_NEVER, _NOT_STEPS = ("never",), ("never", "epoch")
+_OF_LAUNCHERS = tuple(
+    (f"launch.{kind}.{name}", "launch.kind", lambda chosen, kind=kind: chosen != kind, f"that is for launch.kind {kind}")
+    for kind, names in {
+        "ssh": ("python", "wheel", "options"),
+        "ray": ("address", "cpus"),
+        "slurm": ("options", "setup"),
+        "kubernetes": ("image", "namespace", "storage_gb", "storage_class"),
+    }.items()
+    for name in names
+)
+NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
+    ("data.padding_side", "data.batching", lambda way: way == "packed", "texts are packed, so nothing is padded"),
+    ("data.truncation", "data.batching", lambda way: way == "packed", "texts are packed, so none is too long"),
+    ("data.loader.prefetch_factor", "data.loader.num_workers", lambda count: not count, "no processes load ahead"),
+    ("data.loader.persistent_workers", "data.loader.num_workers", lambda count: not count, "no processes load ahead"),
+    ("data.shuffle_buffer", "data.streaming", lambda streams: not streams, "the data is no stream, so all of it is shuffled"),
+    ("data.mixing.temperature", "data.mixing.enabled", lambda mixes: not mixes, "sources are not drawn by weight"),
+    ("data.max_eval_samples", "evaluation.strategy", lambda when: when == "never", "nothing is evaluated"),
+    ("evaluation.every_steps", "evaluation.strategy", lambda when: when in _NOT_STEPS, "evaluations do not go by steps"),
+    ("evaluation.batches", "evaluation.strategy", lambda when: when in _NEVER, "nothing is evaluated"),
+    ("evaluation.batch_size", "evaluation.strategy", lambda when: when in _NEVER, "nothing is evaluated"),
+    ("checkpoint.every_steps", "checkpoint.strategy", lambda when: when in _NOT_STEPS, "checkpoints do not go by steps"),
+    ("training.schedule.end_learning_rate", "training.schedule.kind", lambda kind: kind == "constant", "the learning rate stays as it is"),
+    ("training.schedule.power", "training.schedule.kind", lambda kind: kind != "polynomial", "the schedule is no polynomial"),
+    ("training.schedule.warmup", "training.schedule.warmup_steps", lambda steps: not steps, "there is no warm-up"),
+    ("training.clipping.max_norm", "training.clipping.enabled", lambda clips: not clips, "gradients are not clipped"),
+    ("training.early_stopping.threshold", "training.early_stopping.patience", lambda patience: patience is None, "nothing stops early"),
+    ("training.allow_emulation", "training.precision.kind", lambda kind: kind not in EMULATED, "no precision is emulated"),
+    ("training.penalties.min_sequence_length", "training.penalties.eos_weight", lambda weight: not weight, "an early end costs nothing"),
+    ("training.gradient_health.initial_clip_value", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
+    ("training.gradient_health.final_clip_value", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
+    ("training.gradient_health.warmup_steps", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
+    ("training.gradient_health.explosion_threshold", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
+    ("training.gradient_health.lr_reduction_factor", "training.gradient_health.auto_reduce_lr", lambda on: not on, "it is never reduced"),
+    ("logging.directory", "logging.sinks", lambda sinks: "tensorboard" not in [sink.kind for sink in sinks], "TensorBoard is not used"),
+    ("hub.repo_id", "hub.enabled", lambda on: not on, "nothing is uploaded"),
+    ("hub.push_interval", "hub.enabled", lambda on: not on, "nothing is uploaded"),
+    ("hub.private", "hub.enabled", lambda on: not on, "nothing is uploaded"),
+    ("updates.privacy.noise_multiplier", "updates.privacy.enabled", lambda on: not on, "differential privacy is off"),
+    ("updates.privacy.unit", "updates.privacy.enabled", lambda on: not on, "differential privacy is off"),
+    ("updates.privacy.delta", "updates.privacy.enabled", lambda on: not on, "differential privacy is off"),
+    (
+        "updates.below_quorum",
+        "updates.aggregation",
+        lambda rule: rule.withstands is None,
+        "the rule needs no certain number of them",
+    ),
+    ("strategy.min_staleness", "strategy.adaptive", lambda on: not on, "all workers have the same bound"),
+    ("strategy.max_staleness_multiplier", "strategy.adaptive", lambda on: not on, "all workers have the same bound"),
+    ("strategy.outer.nesterov", "strategy.outer.momentum", lambda momentum: not momentum, "there is no momentum"),
+    ("engine.nvme_path", "engine.nvme_offload", lambda on: not on, "nothing is kept on a disk"),
+    ("engine.stage3_prefetch_bucket_size", "engine.zero_stage", lambda stage: stage < 3, "this is not ZeRO stage 3"),
+    ("engine.stage3_param_persistence_threshold", "engine.zero_stage", lambda stage: stage < 3, "this is not ZeRO stage 3"),
+    ("engine.stage3_max_live_parameters", "engine.zero_stage", lambda stage: stage < 3, "this is not ZeRO stage 3"),
+    *_OF_LAUNCHERS,
+    ("launch.nodes", "engine.kind", lambda kind: kind == "single", "one process on one machine trains"),
+)
+"""Settings that do nothing where another one has such a value: the setting, the other one, when that is so, and why."""
+
+
+@rule()
+def what_does_nothing_here(settings: Settings) -> None:
+    for path, other, is_so, why in NO_EFFECT:
+        try:
+            if changed(settings, path) and is_so(settings.get(other)):
+                message = f"`{settings.spelling(path)}` has no effect: {why}"
+                settings.report("no-effect", message, path, other, severity="warning", help=f"`{settings.spelling(other)}` decides that")
+        except UnavailableError:
+            continue

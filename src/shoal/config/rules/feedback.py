@@ -1,0 +1,156 @@
+"""What must hold where a model learns from preferences or rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.config.layers import Settings
+from shoal.config.rules.rule import rule
+from shoal.config.schema.data import DataSource
+from shoal.config.schema.model import Model
+from shoal.config.schema.rlhf import Rlhf, TrainedReward
+from shoal.config.schema.strategy import Strategy
+from shoal.config.schema.task import TEXT, Task
+from shoal.config.schema.updates import Updates
+
+
+@rule("task", "model.retrieval.enabled", "model.cross_attention.enabled", "model.episodic_memory.enabled")
+def answers_are_written_without_reading(settings: Settings, task: Task | None, finds: bool, attends: bool, remembers: bool) -> None:
+    """Prompts are padded on the left, and what a model reads is found by chunks from the left."""
+    if task is None or task.needs not in ("pairs", "prompts"):
+        return
+    asked = {"model.retrieval.enabled": finds, "model.cross_attention.enabled": attends, "model.episodic_memory.enabled": remembers}
+    for path in (path for path, wanted in asked.items() if wanted):
+        message = f"in the task {task.kind} a model reads prompts and answers, and nothing beside them yet"
+        settings.report("not-built", message, path, "task.kind", help=f"set {path} to false")
+
+
+@rule("task", "model")
+def task_fits_model(settings: Settings, task: Task | None, model: Model) -> None:
+    """A model that learns one task learns every other one that needs the same of the data."""
+    if task is None:
+        settings.report("task", f"a model of kind {model.kind} does not say what it learns", "model.kind", help="set task")
+    elif model.learns and task.kind not in model.learns and task.needs not in [Task.kinds[name].needs for name in model.learns]:
+        settings.report("task", f"a model of kind {model.kind} does not learn {task.kind}", "task.kind", "model.kind")
+
+
+@rule("task", "data.source")
+def pairs_for_those_who_compare(settings: Settings, task: Task | None, source: DataSource | None) -> None:
+    if task is not None and task.needs == "pairs" and source is not None and not source.has_pairs:
+        message = f"the task {task.kind} learns from pairs of answers, and the data source {source.kind} has none"
+        settings.report("task", message, "task.kind", "data.source.kind", help="set data.source to {kind: preferences, path: …}")
+
+
+@rule("task", "engine.kind")
+def whole_networks_compare(settings: Settings, task: Task | None, engine: str) -> None:
+    if task is not None and task.needs in ("pairs", "prompts") and engine in ("pipeline", "collectives"):
+        message = f"the task {task.kind} looks at whole answers in step, and the processes of the engine {engine} do not work so"
+        settings.report("engine", message, "engine.kind", "task.kind", help="choose single, ddp, fsdp or deepspeed")
+
+
+@rule("task", "engine.kind", "strategy.kind")
+def rollouts_are_for_policies_alone(settings: Settings, task: Task | None, engine: str, strategy: str) -> None:
+    if task is None or task.needs != "prompts":
+        return
+    if engine != "single" and Strategy.kinds[strategy].gives_answers:
+        message = f"a worker of the strategy {strategy} is one process that answers prompts, and engine.kind is {engine}"
+        settings.report("strategy", message, "engine.kind", "strategy.kind", help="set engine.kind to single, and let more workers join")
+    if strategy != "local" and not Strategy.kinds[strategy].gives_answers:
+        message = f"the strategy {strategy} has no use for answers: its workers send what they learned"
+        able = " or ".join(name for name, kind in Strategy.kinds.items() if kind.gives_answers)
+        settings.report("strategy", message, "strategy.kind", "task.kind", help=f"set strategy.kind to {able}, or to local")
+
+
+@rule("task", "strategy.kind", "transport.kind")
+def answers_are_for_policies(settings: Settings, task: Task | None, strategy: str, transport: str) -> None:
+    if not Strategy.kinds[strategy].gives_answers:
+        return
+    if task is not None and task.needs != "prompts":
+        message = f"workers of the strategy {strategy} answer prompts, and the task {task.kind} has none"
+        settings.report("strategy", message, "strategy.kind", "task.kind", help="set task to ppo, with a section rlhf")
+    if transport == "postgres":
+        message = f"a database leases units of data, and no prompts (strategy {strategy})"
+        settings.report("strategy", message, "transport.kind", "strategy.kind", help="set transport.kind to zmq")
+
+
+@rule("strategy.kind", "updates")
+def answers_are_made_with_whole_weights(settings: Settings, strategy: str, updates: Updates) -> None:
+    """Answers are no updates: nothing is done to them, and weights that were shortened on their way would give other ones."""
+    if not Strategy.kinds[strategy].gives_answers:
+        return
+    given = {
+        "updates.codec.kind": updates.codec.kind != "none",
+        "updates.aggregation.kind": updates.aggregation.kind != "mean",
+        "updates.privacy.enabled": updates.privacy.enabled,
+        "updates.clip_norm": updates.clip_norm is not None,
+        "updates.memory": bool(updates.memory),
+    }
+    for path in (path for path, chosen in given.items() if chosen):
+        message = f"workers of the strategy {strategy} send answers, and `{settings.spelling(path)}` is for updates of the weights"
+        settings.report("strategy", message, path, "strategy.kind", help="leave it out")
+
+
+@rule("rlhf", "strategy.prompts_per_unit")
+def rollouts_are_whole_units(settings: Settings, rlhf: Rlhf | None, prompts: int | None) -> None:
+    if rlhf is None or prompts is None:
+        return
+    answers = rlhf.group * prompts
+    if rlhf.ppo.rollout_size % answers:
+        names = ("rlhf.ppo.rollout_size", "strategy.prompts_per_unit")
+        settings.report("rollouts", f"`{names[0]}` of {rlhf.ppo.rollout_size} is no multiple of the {answers} answers of a unit", *names)
+
+
+@rule("task", "rlhf", "training.gradient_accumulation_steps")
+def policies_have_settings(settings: Settings, task: Task | None, rlhf: Rlhf | None, pieces: int) -> None:
+    if task is None or task.needs != "prompts":
+        return
+    if rlhf is None:
+        settings.report("task", f"the task {task.kind} needs a section rlhf: it says what is rewarded", "task.kind")
+        return
+    answers, mini = rlhf.ppo.rollout_size, rlhf.ppo.mini_batch_size
+    for whole, part, names in (
+        (answers, mini, ("rlhf.ppo.rollout_size", "rlhf.ppo.mini_batch_size")),
+        (mini // rlhf.row, pieces, ("rlhf.ppo.mini_batch_size", "training.gradient_accumulation_steps")),
+        (mini, rlhf.row, ("rlhf.ppo.mini_batch_size", "rlhf.algorithm")),
+        (answers, rlhf.group, ("rlhf.ppo.rollout_size", "rlhf.group_size")),
+    ):
+        if whole % part:
+            settings.report("rollouts", f"`{names[0]}` of {whole} is no multiple of `{names[1]}`, {part}", *names)
+
+
+@rule("rlhf")
+def rewards_can_be_given(settings: Settings, rlhf: Rlhf | None) -> None:
+    if rlhf is None:
+        return
+    if rlhf.reward.kind == "exact" and rlhf.prompts is None:
+        message = "the reward exact needs prompts with their right answers, and there is no file of them"
+        settings.report("reward", message, "rlhf.reward.kind", help="set rlhf.prompts")
+    if isinstance(rlhf.reward, TrainedReward) and rlhf.reward.run is None and rlhf.reward.preferences is None:
+        message = "a trained reward needs the run that trained it, or preferences to train it from"
+        settings.report("reward", message, "rlhf.reward.kind", help="set rlhf.reward.run or rlhf.reward.preferences")
+
+
+@rule("task.label_smoothing")
+def smoothing_keeps_the_better_answer(settings: Settings, smoothing: float) -> None:
+    if smoothing >= 0.5:
+        settings.report(
+            "task", f"with a label smoothing of {smoothing:g} the rejected answer would be the better one", "task.label_smoothing"
+        )
+
+
+@rule("task", "model.dropout")
+def dropout_in_use(settings: Settings, task: Task | None, dropout: float) -> None:
+    if dropout and task is not None and not task.drops:
+        message = f"`{settings.spelling('model.dropout')}` has no effect: the task {task.kind} is learned without dropout"
+        settings.report("no-effect", message, "model.dropout", "task.kind", severity="warning")
+
+
+@rule("task", "training.penalties")
+def penalties_in_use(settings: Settings, task: Task | None, penalties: Any) -> None:
+    given = [name for name in ("repetition_weight", "immediate_repetition_weight", "eos_weight") if getattr(penalties, name)]
+    if given and task is not None and task.needs not in TEXT:
+        message = f"penalties are for language models, this is {task.kind}"
+        settings.report("no-effect", message, f"training.penalties.{given[0]}", "task.kind")
+    elif given and task is not None and task.needs != "tokens":
+        message = f"penalties have no effect: the task {task.kind} has a loss of its own"
+        settings.report("no-effect", message, f"training.penalties.{given[0]}", "task.kind", severity="warning")

@@ -1,0 +1,234 @@
+"""What must hold between strategies, machines, tasks, transports and serving."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.config.layers import Settings
+from shoal.config.rules.rule import changed, rule
+from shoal.config.schema.strategy import Strategy
+
+
+@rule("cluster.num_workers", "cluster.workers")
+def workers_counted(settings: Settings, number: int | None, workers: tuple[str, ...]) -> None:
+    if number is not None and workers and number != len(workers):
+        message = f"{number} workers are expected and {len(workers)} are listed"
+        settings.report("workers", message, "cluster.num_workers", "cluster.workers", help="make them agree")
+
+
+@rule("cluster.workers")
+def workers_named_once(settings: Settings, workers: tuple[str, ...]) -> None:
+    for name in sorted({name for name in workers if workers.count(name) > 1}):
+        settings.report("workers", f"worker `{name}` is listed twice", "cluster.workers")
+
+
+@rule("cluster.server", "cluster.workers", "cluster.hosts")
+def hosts_are_known(settings: Settings, server: str | None, workers: tuple[str, ...], hosts: dict[str, Any]) -> None:
+    known = ", ".join(f"`{name}`" for name in hosts) or "none"
+    if server is not None and server not in hosts:
+        message = f"the server `{server}` has no address: the hosts are {known}"
+        settings.report("hosts", message, "cluster.server", *_first_host(settings), help=f"add `{server}` to the hosts")
+    if server is not None and server in workers:
+        settings.report("hosts", f"`{server}` is the server and a worker too", "cluster.workers", "cluster.server")
+    missing = [name for name in workers if name not in hosts] if hosts else []
+    if missing:
+        names = ", ".join(f"`{name}`" for name in missing)
+        settings.report(
+            "hosts",
+            f"no address for the worker{'s' * (len(missing) > 1)} {names}: the hosts are {known}",
+            "cluster.workers",
+            *_first_host(settings),
+        )
+
+
+def _first_host(settings: Settings) -> tuple[str, ...]:
+    return next(((".".join(path),) for path in settings.history if path[:2] == ("cluster", "hosts")), ())
+
+
+@rule("engine.kind", "strategy.kind")
+def replicas_meet_at_the_end_of_a_round(settings: Settings, engine: str, strategy: str) -> None:
+    """In between each process has weights of its own, which nobody may ask for or replace."""
+    if engine != "collectives":
+        return
+    if strategy != "diloco":
+        message = f"the processes of the engine collectives step by themselves between the rounds of diloco, and the strategy is {strategy}"
+        settings.report("engine", message, "engine.kind", "strategy.kind", help="set strategy.kind to diloco, or engine.kind to ddp")
+        return
+    for path, only in (("strategy.fragments", 1), ("strategy.overlap_steps", 0)):
+        if settings.get(path) != only:
+            message = f"the engine collectives averages whole models between rounds: `{settings.spelling(path)}` would have to be {only}"
+            settings.report("engine", message, path, "engine.kind", help="or choose another engine.kind")
+
+
+@rule("data.source.serve", "transport.kind", "strategy.kind")
+def images_are_served_by_a_database(settings: Settings, serve: bool, transport: str, strategy: str) -> None:
+    if serve and changed(settings, "data.source.serve") and (transport != "postgres" or strategy != "workunits"):
+        settings.report(
+            "cannot-serve",
+            "images are served to workers that lack them by a class's database only (transport postgres, strategy workunits)",
+            "data.source.serve",
+            "transport.kind",
+            "strategy.kind",
+        )
+
+
+@rule("strategy.units_per_update", "cluster.num_workers")
+def units_fit_the_class(settings: Settings, units: int, workers: int | None) -> None:
+    """A third to a half of the workers is a good number: with more, some do several for each update; with fewer, most are late."""
+    if workers is None or workers <= 5 * units <= 5 * workers:
+        return
+    best = f"{max(1, round(0.3 * workers))} to {max(1, round(0.5 * workers))}"
+    message = f"an update waits for {units} unit{'s' * (units > 1)} of work, and there are {workers} workers: {best} would fit"
+    settings.report("units", message, "strategy.units_per_update", "cluster.num_workers", severity="warning")
+
+
+@rule("strategy.rounds", "strategy.inner_steps", "training.max_steps")
+def rounds_make_the_steps(settings: Settings, rounds: int | None, inner: int, steps: int | None) -> None:
+    if rounds is not None and steps is not None and rounds != -(-steps // inner):
+        message = f"{rounds} rounds of {inner} steps are {rounds * inner} steps, and training.max_steps is {steps}"
+        settings.report("rounds", message, "strategy.rounds", "training.max_steps", help="give one of the two")
+
+
+@rule("strategy.inner_steps", "strategy.fragments", "checkpoint.every_steps", "checkpoint.strategy")
+def checkpoints_come_with_rounds(settings: Settings, inner: int, fragments: int, every: int | None, strategy: str | None) -> None:
+    """The run's weights move when a round ends: what a worker has within one is its own, and starts over with the round."""
+    if strategy == "steps" and every is not None and every % (inner // fragments or 1) and settings.given("checkpoint.every_steps"):
+        message = f"a checkpoint every {every} steps is saved with the first round that ends there: a round has {inner // fragments} steps"
+        settings.report("checkpoint", message, "checkpoint.every_steps", "strategy.inner_steps", severity="warning")
+
+
+@rule("strategy.fragments", "strategy.inner_steps")
+def fragments_take_equal_turns(settings: Settings, fragments: int, inner: int) -> None:
+    if inner % fragments:
+        message = f"{inner} inner steps cannot be shared evenly by {fragments} fragments"
+        settings.report("fragments", message, "strategy.fragments", "strategy.inner_steps")
+
+
+@rule("strategy.overlap_steps", "strategy.inner_steps", "strategy.fragments")
+def overlap_ends_within_the_round(settings: Settings, overlap: int, inner: int, fragments: int) -> None:
+    if overlap and overlap >= inner // fragments:
+        message = f"an answer is waited for {overlap} steps after it was asked for, and the next is due after {inner // fragments}"
+        settings.report("overlap", message, "strategy.overlap_steps", "strategy.inner_steps")
+
+
+@rule("strategy.expert_weight_cap", "model.kind")
+def only_a_mixture_has_experts_to_weigh(settings: Settings, cap: float | None, model: str) -> None:
+    if cap is not None and model != "moe":
+        message = f"a model of the kind {model} has no experts to weigh by their tokens"
+        settings.report("experts", message, "strategy.expert_weight_cap", "model.kind", help="set strategy.expert_weight_cap to null")
+
+
+@rule("strategy.quorum", "strategy.grace_s")
+def grace_follows_a_quorum(settings: Settings, quorum: int | None, grace: float) -> None:
+    if grace and quorum is None:
+        message = f"`{settings.spelling('strategy.grace_s')}` has no effect: a round waits for all, since there is no quorum"
+        settings.report("no-effect", message, "strategy.grace_s", severity="warning", help="set strategy.quorum")
+
+
+@rule("strategy.late", "strategy.quorum", "strategy.outer.momentum")
+def momentum_runs_away_from_late_ones(settings: Settings, late: str, quorum: int | None, momentum: float) -> None:
+    """Momentum carries the weights on while contributions that know nothing of it are still under way."""
+    if late == "weigh" and quorum == 1 and momentum > 0.5:
+        message = f"every contribution is applied when it arrives, and an outer momentum of {momentum:g} overshoots with late ones"
+        paths = ("strategy.outer.momentum", "strategy.quorum")
+        settings.report("momentum", message, *paths, severity="warning", help="set strategy.outer.momentum to 0, or a larger quorum")
+
+
+@rule("strategy.overlap_blend", "strategy.overlap_steps")
+def blending_follows_an_overlap(settings: Settings, blend: float, overlap: int) -> None:
+    if not overlap and changed(settings, "strategy.overlap_blend"):
+        message = f"`{settings.spelling('strategy.overlap_blend')}` has no effect: a worker waits for the new weights, and takes them"
+        settings.report("no-effect", message, "strategy.overlap_blend", severity="warning", help="set strategy.overlap_steps")
+
+
+@rule("strategy.min_staleness", "strategy.max_staleness")
+def staleness_bounds(settings: Settings, least: int | None, most: int) -> None:
+    if least is not None and least > most:
+        message = f"the least staleness bound, {least}, is above max_staleness, {most}"
+        settings.report("staleness", message, "strategy.min_staleness", "strategy.max_staleness")
+
+
+@rule("strategy.kind", "engine.kind")
+def alone_or_together(settings: Settings, kind: str, engine: str) -> None:
+    """Who works alone has no use for settings of a cluster; a pipeline's stages may be on the machines of one."""
+    if kind != "local":
+        return
+    meeting = () if engine == "pipeline" else ("transport", "cluster", "coordinator")
+    for section in ("updates", *meeting):
+        written = [path for path in map(".".join, settings.history) if path.startswith(f"{section}.") and changed(settings, path)]
+        if written:
+            path = written[0]
+            message = f"`{settings.spelling(path)}` has no effect: strategy.kind is local, so one worker trains alone"
+            settings.report("no-effect", message, path, severity="warning", help="choose syncps, edp or async, or start with --workers N")
+
+
+@rule("serving.num_nodes", "cluster.workers")
+def nodes_are_there(settings: Settings, nodes: int | None, workers: tuple[str, ...]) -> None:
+    if nodes is not None and workers and nodes != len(workers) + 1:
+        message = f"the layers go over {nodes} nodes, and the cluster has {len(workers) + 1} (the server and {len(workers)} workers)"
+        settings.report("nodes", message, "serving.num_nodes", "cluster.workers")
+
+
+@rule("serving.num_nodes", "model.num_layers")
+def a_layer_for_each_node(settings: Settings, nodes: int | None, layers: int | None) -> None:
+    if nodes is not None and layers is not None and nodes > layers:
+        settings.report("nodes", f"{layers} layers do not go over {nodes} nodes", "serving.num_nodes", "model.num_layers")
+
+
+@rule("scheduler.tasks")
+def tasks_named_once(settings: Settings, tasks: tuple[Any, ...]) -> None:
+    ids = [task.id for task in tasks]
+    for name in sorted({name for name in ids if ids.count(name) > 1}):
+        settings.report("tasks", f"task `{name}` stands twice", "scheduler.tasks")
+
+
+@rule("scheduler.tasks", "scheduler.kind")
+def tasks_are_given_out(settings: Settings, tasks: tuple[Any, ...], kind: str) -> None:
+    if tasks and kind == "none":
+        message = "tasks are listed, and no scheduler gives them out"
+        settings.report("tasks", message, "scheduler.tasks", "scheduler.kind", help="set it to priority, capability or gale-shapley")
+
+
+@rule("scheduler.tasks")
+def tasks_share_the_data(settings: Settings, tasks: tuple[Any, ...]) -> None:
+    given = [task.data_share for task in tasks if task.data_share is not None]
+    open_ones, whole = len(tasks) - len(given), sum(given)
+    if whole > 1 + 1e-9 or (open_ones and whole > 1 - 1e-9):
+        more = f", and {open_ones} without a share want some, too" if open_ones else ""
+        settings.report(
+            "tasks", f"the tasks ask for {whole:.0%} of the data{more}", "scheduler.tasks", help="together they may have all of it"
+        )
+
+
+@rule("scheduler.kind", "strategy.kind")
+def strategy_takes_tasks(settings: Settings, kind: str, strategy: str) -> None:
+    if kind == "none" or Strategy.kinds[strategy].takes_tasks:
+        return
+    able = ", ".join(name for name, found in Strategy.kinds.items() if found.takes_tasks)
+    message = f"workers of the strategy {strategy} cannot be given tasks one after the other; those of {able} can"
+    settings.report("scheduler", message, "scheduler.kind", "strategy.kind", help="set scheduler.kind to none")
+
+
+@rule("scheduler.kind", "cluster.hosts")
+def claims_are_for_a_scheduler(settings: Settings, kind: str, hosts: dict[str, Any]) -> None:
+    for name, host in hosts.items() if kind == "none" else ():
+        given = [claim for claim in ("memory_gb", "flops", "bandwidth_mbps") if getattr(host, claim) is not None]
+        if given:
+            path = f"cluster.hosts.{name}.{given[0]}"
+            message = f"`{settings.spelling(path)}` is for a scheduler, and there is none"
+            settings.report("no-effect", message, path, severity="warning", help="set scheduler.kind")
+            return
+
+
+@rule("transport.kind", "engine.kind", "strategy.kind")
+def threads_have_no_engines_of_several(settings: Settings, transport: str, engine: str, strategy: str) -> None:
+    if transport == "in-process" and engine != "single" and strategy != "local":
+        message = f"with transport in-process workers are threads of one process, and the engine {engine} is several processes"
+        settings.report("engine", message, "engine.kind", "transport.kind", help="set engine.kind to single, or transport.kind to zmq")
+
+
+@rule("strategy.kind", "data.streaming")
+def units_are_pieces_of_data_with_an_end(settings: Settings, strategy: str, streams: bool) -> None:
+    if strategy == "workunits" and streams:
+        message = "work units are pieces of data that has an end, and a stream has none"
+        settings.report("stream", message, "data.streaming", "strategy.kind", help="choose another strategy, or data.streaming: false")

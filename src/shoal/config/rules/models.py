@@ -1,0 +1,119 @@
+"""What must hold within a model, and between a model and its data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.config.layers import Settings
+from shoal.config.rules.rule import rule
+
+
+@rule("model.hidden_size", "model.num_heads")
+def heads_divide_width(settings: Settings, width: int, heads: int) -> None:
+    if width % heads:
+        settings.report("heads", f"{heads} attention heads do not divide a width of {width}", "model.num_heads", "model.hidden_size")
+
+
+@rule("model.num_heads", "model.num_kv_heads")
+def kv_heads_divide_heads(settings: Settings, heads: int, kv_heads: int | None) -> None:
+    if kv_heads and heads % kv_heads:
+        settings.report(
+            "heads", f"{kv_heads} key and value heads do not divide {heads} attention heads", "model.num_kv_heads", "model.num_heads"
+        )
+
+
+@rule("model.experts.count", "model.experts.per_token")
+def enough_experts(settings: Settings, count: int, per_token: int) -> None:
+    if per_token > count:
+        message = f"{per_token} experts per token, of {count} experts in all"
+        settings.report("experts", message, "model.experts.per_token", "model.experts.count")
+
+
+@rule("model.experts.router", "model.experts.per_token")
+def router_is_causal(settings: Settings, router: str, per_token: int) -> None:
+    if router in ("expert-choice", "soft"):
+        message = f"the router {router} looks at later tokens of a sequence, and a causal model must not; switch and the others do not"
+        settings.report("router", message, "model.experts.router")
+    if router == "gshard" and per_token != 2:
+        settings.report(
+            "router", f"the router gshard chooses 2 experts per token, not {per_token}", "model.experts.per_token", "model.experts.router"
+        )
+
+
+@rule("engine.experts", "model.kind", "strategy.kind")
+def only_workers_of_a_mixture_hold_experts(settings: Settings, held: tuple[int, ...] | None, model: str, strategy: str) -> None:
+    if held is not None and model != "moe":
+        message = f"a model of the kind {model} has no experts: a worker holds all of it"
+        settings.report("held", message, "engine.experts", "model.kind", help="set engine.experts to null")
+    elif held is not None and strategy == "local":
+        message = "a run without other workers needs all of its experts"
+        settings.report("held", message, "engine.experts", "strategy.kind", help="set engine.experts to null")
+
+
+@rule("engine.experts", "model.experts.count", "model.experts.per_token", "model.experts.router")
+def held_experts_are_there(settings: Settings, held: tuple[int, ...] | None, count: int, per_token: int, router: str) -> None:
+    if held is None:
+        return
+    if list(held) != sorted(set(held)) or not held or held[-1] >= count:
+        message = f"experts are named by numbers from 0 to {count - 1}, each once and in ascending order"
+        settings.report("held", message, "engine.experts", "model.experts.count")
+    elif len(held) < per_token:
+        message = f"each token visits {per_token} experts, and {len(held)} are held"
+        settings.report("held", message, "engine.experts", "model.experts.per_token")
+    elif router == "hash":
+        message = "the router hash sends each token to experts of a fixed table: a worker that lacks some cannot send it to others"
+        settings.report("held", message, "engine.experts", "model.experts.router")
+
+
+@rule("engine.experts", "engine.kind")
+def collectives_hold_all_experts(settings: Settings, held: tuple[int, ...] | None, engine: str) -> None:
+    if held is not None and engine in ("collectives", "pipeline"):
+        message = f"the engine {engine} holds all experts"
+        settings.report("held", message, "engine.experts", "engine.kind", help="set engine.experts to null")
+
+
+@rule("model.experts.router", "updates.privacy.enabled")
+def loads_are_private(settings: Settings, router: str, private: bool) -> None:
+    if private and router == "sigmoid-bias":
+        message = "the router sigmoid-bias reports the experts' loads without noise, which updates.privacy does not account for"
+        settings.report("router", message, "model.experts.router", "updates.privacy.enabled")
+
+
+@rule("data.sequence_length", "model.max_seq_len")
+def sequence_fits_model(settings: Settings, length: int | None, longest: int) -> None:
+    if length is not None and length > longest:
+        message = f"sequences of {length} tokens do not fit a model that takes {longest}"
+        settings.report("sequence-length", message, "data.sequence_length", "model.max_seq_len")
+
+
+@rule("model.episodic_memory.enabled", "updates.privacy.enabled")
+def a_memory_keeps_no_secrets(settings: Settings, remembers: bool, private: bool) -> None:
+    if remembers and private:
+        message = "an episodic memory keeps and replays whole sequences, which updates.privacy does not account for"
+        settings.report("memory", message, "model.episodic_memory.enabled", "updates.privacy.enabled")
+
+
+@rule("data.source.parts", "data.mixing.enabled")
+def mixture_can_be_drawn_from(settings: Settings, parts: tuple[Any, ...], mixing: bool) -> None:
+    weighted = [part for part in parts if part.weight is not None]
+    if not parts:
+        settings.report("mixture", "a mixture needs at least one part", "data.source.parts")
+    elif weighted and not mixing:
+        message = "the parts have weights, and data.mixing is off: they would come one after the other"
+        settings.report("mixture", message, "data.source.parts", "data.mixing.enabled", help="set data.mixing.enabled to true")
+    elif weighted and len(weighted) < len(parts):
+        settings.report("mixture", "some parts have a weight and some have none", "data.source.parts", help="give all of them one, or none")
+
+
+@rule("model.from_scratch", "model.weights")
+def weights_are_fresh_or_given(settings: Settings, from_scratch: bool, weights: str | None) -> None:
+    if from_scratch and weights is not None:
+        settings.report("model", "fresh weights and given ones contradict each other", "model.from_scratch", "model.weights")
+
+
+@rule("model.positions", "model.hidden_size", "model.num_heads")
+def rotary_positions_turn_pairs(settings: Settings, positions: str, width: int, heads: int) -> None:
+    if positions == "rotary" and width % heads == 0 and (width // heads) % 2:
+        message = f"rotary positions turn pairs, and a head has {width // heads} numbers ({width} / {heads})"
+        paths = ("model.num_heads", "model.hidden_size")
+        settings.report("heads", message, *paths, help="choose sizes with an even quotient, or model.positions: learned")

@@ -1,0 +1,55 @@
+"""What must hold between settings. Each rule names the settings it reads, and runs when they are good, whatever else is wrong.
+
+Where the contradiction stands in one layer it is an error; where a later layer brought it into an earlier one (a short test run of a long
+config, say) most rules only warn, because the later layer was chosen knowingly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shoal.config.layers import Settings, UnavailableError, default_at
+from shoal.config.problems import Severity
+
+
+class Rule(NamedTuple):
+    """A check over the values at some paths."""
+
+    paths: tuple[str, ...]
+    check: Callable[..., None]
+
+
+RULES: list[Rule] = []
+CUT_INTO_STAGES = ("gpt", "moe", "huggingface")
+SHARDING = ("fsdp", "deepspeed")
+"""Engines that cut matrices into parts of several processes."""
+
+
+def rule(*paths: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def register(check: Callable[..., None]) -> Callable[..., None]:
+        RULES.append(Rule(paths, check))
+        return check
+
+    return register
+
+
+def apply(settings: Settings) -> None:
+    for paths, check in RULES:
+        try:
+            check(settings, *(settings.get(path) for path in paths))
+        except UnavailableError:
+            continue
+
+
+def across(settings: Settings, *paths: str) -> Severity:
+    """An error within a layer, a warning across layers."""
+    return "error" if len({settings.rank(path) for path in paths}) == 1 else "warning"
+
+
+def changed(settings: Settings, path: str) -> bool:
+    """Did somebody write another value than the default?"""
+    try:
+        return settings.given(path) and settings.get(path) != default_at(tuple(path.split(".")), settings.kinds)
+    except UnavailableError:
+        return False

@@ -1,0 +1,225 @@
+"""What must hold between training, engines, records and the hub."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shoal.config.fields import Secret
+from shoal.config.layers import Settings
+from shoal.config.rules.rule import CUT_INTO_STAGES, SHARDING, across, rule
+from shoal.config.schema.task import Task
+from shoal.config.schema.training import EMULATED, WHOLE_MATRICES
+
+
+@rule("training.schedule.warmup_steps", "training.max_steps")
+def warmup_inside_run(settings: Settings, warmup: int, steps: int | None) -> None:
+    if steps is not None and warmup and warmup >= steps:
+        paths = ("training.schedule.warmup_steps", "training.max_steps")
+        message = f"a warm-up of {warmup} steps does not end within a run of {steps}: the learning rate never reaches its peak"
+        settings.report("warm-up", message, *paths, severity=across(settings, *paths))
+
+
+@rule("training.schedule.kind", "training.schedule.end_learning_rate", "training.optimizer.learning_rate")
+def schedule_falls(settings: Settings, kind: str, end: float, start: float) -> None:
+    if kind != "constant" and end > start:
+        paths = ("training.schedule.end_learning_rate", "training.optimizer.learning_rate")
+        message = f"the learning rate would rise from {start:g} to {end:g} over the run"
+        settings.report("schedule", message, *paths, severity=across(settings, *paths))
+
+
+@rule(
+    "training.global_batch_size",
+    "training.batch_size",
+    "training.gradient_accumulation_steps",
+    "launch.devices_per_node",
+    "launch.nodes",
+    "strategy.kind",
+)
+def batch_arithmetic(
+    settings: Settings, whole: int | None, batch: int | None, accumulation: int, devices: int | None, nodes: int | None, kind: str
+) -> None:
+    if whole is None or batch is None:
+        return
+    started = settings.processes if kind == "local" and settings.kinds.get(("engine",)) != "single" else None
+    count = devices * (nodes or 1) if devices else started
+    step = batch * accumulation * (count or 1)
+    paths = ("training.global_batch_size", "training.batch_size", "training.gradient_accumulation_steps")
+    if count and whole != step:
+        message = f"a global batch of {whole} is not {batch} × {accumulation} × {count} devices = {step}"
+        help = f"set the global batch size to {step}, or leave it out; {fitting(whole, batch, accumulation, count)}"
+        settings.report("batch-arithmetic", message, *paths, "launch.devices_per_node", help=help)
+    elif whole % step:
+        message = f"a global batch of {whole} is no multiple of {batch} × {accumulation} = {step}"
+        settings.report("batch-arithmetic", message, *paths, help=f"no number of devices fits; {fitting(whole, batch, accumulation, 1)}")
+
+
+def fitting(whole: int, batch: int, accumulation: int, devices: int) -> str:
+    """With how many devices, and with what accumulation, a global batch comes out right."""
+    ways = []
+    if whole % (batch * accumulation) == 0:
+        number = whole // (batch * accumulation)
+        ways.append(f"{number} device{'s' if number > 1 else ''} (launch.devices_per_node)")
+    if whole % (batch * devices) == 0:
+        ways.append(f"training.gradient_accumulation_steps {whole // (batch * devices)} on {devices} device{'s' if devices > 1 else ''}")
+    return f"{whole} fits {' or '.join(ways)}" if ways else f"{whole} is no multiple of {batch} × {devices}, so no accumulation fits either"
+
+
+@rule("training.gradient_health.enabled", "training.gradient_health.initial_clip_value", "training.gradient_health.final_clip_value")
+def clip_value_tightens(settings: Settings, enabled: bool, initial: float, final: float) -> None:
+    if enabled and final > initial:
+        paths = ("training.gradient_health.final_clip_value", "training.gradient_health.initial_clip_value")
+        settings.report(
+            "gradient-health", f"the clip value would loosen from {initial:g} to {final:g}", *paths, severity=across(settings, *paths)
+        )
+
+
+@rule("training.precision.kind", "training.allow_emulation")
+def emulation_is_labelled(settings: Settings, kind: str, allowed: bool) -> None:
+    if kind in EMULATED and allowed:
+        message = f"{kind} is emulated: what is learned is as with real {kind}, how long it takes is not"
+        settings.report("emulated", message, "training.precision.kind", severity="warning")
+
+
+@rule("training.polyak_alpha", "strategy.kind")
+def polyak_in_use(settings: Settings, alpha: float | None, kind: str) -> None:
+    if alpha is not None and kind != "syncps":
+        why = "one worker alone pulls nothing" if kind == "local" else f"with {kind} a pull replaces the weights"
+        message = f"`{settings.spelling('training.polyak_alpha')}` has no effect: {why}"
+        settings.report("no-effect", message, "training.polyak_alpha", severity="warning")
+
+
+@rule("engine.zero_stage", "engine.nvme_offload", "engine.cpu_offload")
+def offload_fits_stage(settings: Settings, stage: int, nvme: bool, cpu: bool) -> None:
+    if nvme and stage < 3:
+        settings.report("offload", f"offload to NVMe needs ZeRO stage 3, this is stage {stage}", "engine.nvme_offload", "engine.zero_stage")
+    if nvme and cpu:
+        settings.report("offload", "offload to CPU memory and to NVMe exclude each other", "engine.nvme_offload", "engine.cpu_offload")
+
+
+_NAME = r"(?!.*(?:--|\.\.))[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
+_REPOSITORY = re.compile(f"{_NAME}/{_NAME}")
+
+
+@rule("hub.enabled", "hub.repo_id", "hub.token")
+def hub_has_a_place(settings: Settings, enabled: bool, repo_id: str, token: Secret | None) -> None:
+    if enabled and not (_REPOSITORY.fullmatch(repo_id) and not repo_id.endswith(".git")):
+        message = f"uploads are on, and `{repo_id}` is not a repository" if repo_id else "uploads are on, and no repository is named"
+        settings.report("hub", message, "hub.repo_id", "hub.enabled", help="name it as user/name, of letters, digits, `-`, `_` and `.`")
+    if enabled and not (token and token.reveal()):
+        message = "uploads are on, and there is no token"
+        settings.report("hub", message, "hub.enabled", help="export HF_TOKEN=hf_… before the run")
+
+
+@rule("training.early_stopping.patience", "evaluation.strategy", "evaluation.batches")
+def stopping_needs_evaluation(settings: Settings, patience: int | None, strategy: str | None, batches: int | None) -> None:
+    if patience is not None and (strategy == "never" or batches == 0):
+        path = "evaluation.strategy" if strategy == "never" else "evaluation.batches"
+        settings.report("early-stopping", "early stopping needs evaluations, and there are none", "training.early_stopping.patience", path)
+
+
+@rule("training.penalties.eos_weight", "training.penalties.min_sequence_length")
+def early_ends_are_defined(settings: Settings, weight: float, length: int) -> None:
+    if weight and not length:
+        message = "an early end is penalised, and no length is early: min_sequence_length is 0"
+        settings.report("no-effect", message, "training.penalties.eos_weight", "training.penalties.min_sequence_length")
+
+
+@rule("name")
+def a_name_is_part_of_a_folders_name(settings: Settings, name: str | None) -> None:
+    if name and (set(name) & set("/\\") or name in (".", "..")):
+        message = f"`{name}` is to be a part of a folder's name, so it has no / or \\"
+        settings.report("name", message, "name", help="output_dir says where runs are kept")
+
+
+@rule("logging.project", "output_dir")
+def projects_stay_among_the_runs(settings: Settings, project: str | None, kept_in: str) -> None:
+    parts = re.split(r"[/\\]", project or "")
+    if project and (".." in parts or not parts[0] or re.match(r"[A-Za-z]:", project)):
+        settings.report("name", f"`{project}` leads out of {kept_in}", "logging.project", help="output_dir says where runs are kept")
+
+
+@rule("engine.zero_stage")
+def zero_shards_something(settings: Settings, stage: int) -> None:
+    if stage == 0:
+        settings.report("engine", "stage 0 shards nothing: that is the engine ddp", "engine.zero_stage", help="set engine.kind to ddp")
+
+
+@rule("engine.kind", "training.optimizer.name")
+def sharding_leaves_matrices_whole(settings: Settings, engine: str, optimizer: str) -> None:
+    if engine in SHARDING and optimizer in WHOLE_MATRICES:
+        message = f"{optimizer} looks at whole matrices, and the engine {engine} cuts them"
+        settings.report("engine", message, "training.optimizer.name", "engine.kind", help="take AdamW, or the engine ddp")
+
+
+@rule("engine.kind", "training.optimizer.name", "training.optimizer.moments")
+def narrow_moments_are_adams(settings: Settings, engine: str, optimizer: str, moments: str) -> None:
+    path = "training.optimizer.moments"
+    if moments != "fp32" and optimizer not in ("Adam", "AdamW"):
+        settings.report("optimizer", f"{optimizer} keeps its means in fp32", path, "training.optimizer.name", help="take Adam or AdamW")
+    if moments != "fp32" and engine in SHARDING:
+        message = f"the engine {engine} keeps the optimizer's means in fp32, a part in each process"
+        settings.report("engine", message, path, "engine.kind", help="leave it out, or take the engine single or ddp")
+
+
+@rule("training.cuda_graph", "engine.kind", "training.precision.kind", "training.gradient_checkpointing")
+def recordings_are_of_plain_passes(settings: Settings, records: bool, engine: str, precision: str, recomputes: bool) -> None:
+    path = "training.cuda_graph"
+    if records and engine not in ("single", "collectives"):
+        message = f"a step of the engine {engine} is not recorded: its processes wait for each other in between"
+        settings.report("engine", message, path, "engine.kind", help="set it to false, or take the engine single")
+    if records and precision in EMULATED:
+        settings.report("precision", f"passes in {precision} are not recorded", path, "training.precision.kind", help="set it to false")
+    if records and recomputes:
+        settings.report("precision", "passes that compute activations again are not recorded", path, "training.gradient_checkpointing")
+
+
+@rule("training.cuda_graph", "model.episodic_memory.enabled")
+def recordings_have_no_memory(settings: Settings, records: bool, remembers: bool) -> None:
+    if records and remembers:
+        message = "a memory decides in the middle of a step what it replays, and that is not recorded"
+        settings.report("model", message, "training.cuda_graph", "model.episodic_memory.enabled", help="set one of them to false")
+
+
+@rule("engine.kind", "task")
+def sharding_takes_one_network(settings: Settings, engine: str, task: Task | None) -> None:
+    if engine in SHARDING and task is not None and task.kind == "gan":
+        settings.report("engine", f"the engine {engine} shards one network, and the task gan has two", "engine.kind", help="take ddp")
+
+
+@rule("engine.kind", "model.kind", "training.compile", "training.precision.kind")
+def pipelines_cut_language_models(settings: Settings, engine: str, model: str, compile: bool, precision: str) -> None:
+    """A pipeline's stages are layers of a transformer, each of which computes by itself."""
+    if engine != "pipeline":
+        return
+    if model not in CUT_INTO_STAGES and settings.given("model.kind"):  # a cluster's file alone names no model
+        message = f"a pipeline has the layers of one model on several machines, and a model of kind {model} is not cut"
+        settings.report(
+            "engine", message, "engine.kind", "model.kind", help=f"choose model.kind {', '.join(CUT_INTO_STAGES)}, or engine ddp"
+        )
+    if compile:
+        settings.report("engine", "the stages of a pipeline are not compiled", "training.compile", "engine.kind", help="set it to false")
+    if precision in EMULATED:
+        message = f"the stages of a pipeline do not emulate {precision}"
+        settings.report("engine", message, "training.precision.kind", "engine.kind", help="take bf16, fp16 or fp32")
+
+
+@rule("engine.nvme_offload", "logging.track_gradients")
+def gradients_on_a_disk_are_gone(settings: Settings, offload: bool, track: bool) -> None:
+    if offload and track:
+        message = "DeepSpeed gives gradients on a disk up with each step, so their norms cannot be recorded"
+        settings.report("engine", message, "logging.track_gradients", "engine.nvme_offload")
+
+
+@rule("engine.kind", "updates.privacy.enabled", "updates.privacy.unit")
+def samples_are_clipped_in_one_process(settings: Settings, engine: str, private: bool, unit: str) -> None:
+    if private and unit == "sample" and engine != "single":
+        message = f"samples are clipped one by one in a single process, and the engine {engine} is several"
+        settings.report("privacy", message, "updates.privacy.unit", "engine.kind", help="set engine.kind to single")
+
+
+@rule("training.optimizer.kwargs")
+def the_learning_rate_has_a_setting_of_its_own(settings: Settings, keywords: dict[str, Any]) -> None:
+    if "lr" in keywords:
+        own = settings.spelling("training.optimizer.learning_rate")
+        settings.report("optimizer", f"`lr` has a setting of its own: `{own}`", "training.optimizer.kwargs.lr")

@@ -1,0 +1,127 @@
+"""What must hold between the ways to shorten, combine, compare and blur updates."""
+
+from __future__ import annotations
+
+from shoal.config.derive import bucket_size, contributions, formula, quorum, tolerated
+from shoal.config.layers import Settings
+from shoal.config.rules.rule import rule
+from shoal.config.schema.updates import Aggregation
+
+
+@rule("updates.privacy.enabled", "updates.clip_norm")
+def privacy_needs_clipping(settings: Settings, private: bool, clip: float | None) -> None:
+    if private and clip is None:
+        message = "differential privacy needs a limit on each contribution, and clipping is off"
+        settings.report(
+            "privacy",
+            message,
+            "updates.privacy.enabled",
+            "updates.clip_norm",
+            help=f"set `{settings.spelling('updates.clip_norm')}` above 0",
+        )
+
+
+@rule("updates.codec.error_feedback", "updates.codec.error_decay")
+def what_fades_is_kept(settings: Settings, kept: bool, decay: float) -> None:
+    if decay < 1 and not kept:
+        message = "what was left out is to fade, and none of it is kept"
+        settings.report("codec", message, "updates.codec.error_decay", "updates.codec.error_feedback", help="leave one of them out")
+
+
+@rule("updates.aggregation.kind", "updates.aggregation.byzantine")
+def robust_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
+    bucket = bucket_size(settings)
+    others = ("updates.aggregation.kind",) if bucket == 1 else ("updates.mixing.size", "updates.aggregation.kind")
+    _quorum(settings, "updates.aggregation.byzantine", kind, byzantine, bucket, others)
+
+
+@rule("strategy.fragments", "strategy.late", "updates.aggregation.kind", "updates.memory")
+def fragments_have_no_past(settings: Settings, fragments: int, late: str, rule: str, memory: float | None) -> None:
+    """What is left of an earlier round is of another fragment."""
+    for wrong, path in (
+        (late == "weigh", "strategy.late"),
+        (rule == "centered-clipping", "updates.aggregation.kind"),
+        (bool(memory), "updates.memory"),
+    ):
+        if fragments > 1 and wrong:
+            message = f"`{settings.spelling(path)}` looks back at other rounds, and with {fragments} fragments those are of other weights"
+            settings.report("fragments", message, path, "strategy.fragments")
+
+
+@rule("strategy.expert_weight_cap", "updates.aggregation.kind", "updates.mixing.kind")
+def only_the_mean_weighs_experts(settings: Settings, cap: float | None, rule: str, mixing: str) -> None:
+    for kind, plain, path in ((rule, "mean", "updates.aggregation.kind"), (mixing, "none", "updates.mixing.kind")):
+        if cap is not None and kind != plain:
+            message = f"experts are weighed by the tokens that workers report, and {kind} goes by nothing that a worker says of itself"
+            settings.report("experts", message, "strategy.expert_weight_cap", path, help="set strategy.expert_weight_cap to null")
+
+
+@rule("strategy.expert_weight_cap", "updates.privacy.enabled")
+def reported_loads_are_not_private(settings: Settings, cap: float | None, private: bool) -> None:
+    if cap is not None and private:
+        message = "workers report how many of their tokens chose each expert, and updates.privacy adds no noise to that"
+        settings.report("experts", message, "strategy.expert_weight_cap", "updates.privacy.enabled")
+
+
+@rule("strategy.inner_steps", "updates.privacy.enabled", "updates.privacy.unit")
+def steps_alone_have_no_single_samples(settings: Settings, inner: int, private: bool, unit: str) -> None:
+    if private and unit == "sample":
+        message = "a worker of diloco sends where many steps led it: there is no gradient of a sample to clip"
+        settings.report("privacy", message, "updates.privacy.unit", "strategy.kind", help="set updates.privacy.unit to contribution")
+
+
+@rule("updates.experts_apart", "model.kind")
+def only_a_mixture_has_experts_to_compare(settings: Settings, apart: bool, model: str) -> None:
+    if apart and model != "moe":
+        message = f"a model of the kind {model} has no experts that a rule could look at"
+        settings.report("experts", message, "updates.experts_apart", "model.kind", help="set updates.experts_apart to false")
+
+
+@rule("updates.experts_apart", "updates.aggregation.kind", "updates.mixing.kind")
+def columns_are_apart_already(settings: Settings, apart: bool, kind: str, mixing: str) -> None:
+    if apart and Aggregation.kinds[kind].by_column and mixing != "nearest-neighbours":
+        message = f"`{settings.spelling('updates.experts_apart')}` has no effect: the rule {kind} looks at each number by itself"
+        settings.report("no-effect", message, "updates.experts_apart", severity="warning")
+
+
+@rule("updates.mixing.kind", "updates.mixing.byzantine")
+def mixing_quorum(settings: Settings, kind: str, byzantine: int | None) -> None:
+    _quorum(settings, "updates.mixing.byzantine", kind, byzantine, 1, ("updates.mixing.kind",))
+
+
+def _quorum(settings: Settings, setting: str, kind: str, byzantine: int | None, bucket: int, others: tuple[str, ...]) -> None:
+    count, path = contributions(settings)
+    if byzantine is None or count is None:
+        return
+    needed, possible = quorum(kind, byzantine, bucket), tolerated(kind, count, bucket)
+    if count < needed:
+        buckets = f" in buckets of {bucket}" if bucket > 1 else ""
+        message = f"{kind} against f = {byzantine} false contributions needs {formula(kind, bucket)} = {needed} of them{buckets}"
+        help = f"raise the round to {needed}" + (f", or lower f to {possible}" if possible >= 0 else "")
+        settings.report("quorum", f"{message}, and a round has {count}", setting, path, *others, help=help)
+
+
+@rule("updates.aggregation", "cluster.num_workers", "strategy.kind")
+def enough_workers_to_compare(settings: Settings, aggregation: Aggregation, workers: int | None, strategy: str) -> None:
+    """A rule that is only a mean with the workers there are does not do what it was chosen for."""
+    count, path = contributions(settings)
+    known = {path: count, "cluster.num_workers": workers}
+    few = min((number for number in known.values() if number is not None), default=None)
+    if few is None or strategy == "local" or few >= aggregation.works_from:
+        return
+    where = next(path for path, number in known.items() if number == few)
+    message = f"{aggregation.kind} withstands nothing with contributions of {few} workers: it takes {aggregation.works_from}"
+    settings.report("quorum", message, "updates.aggregation.kind", where, severity="warning", help="with fewer it is a mean")
+
+
+@rule("updates.aggregation.select", "updates.aggregation.byzantine")
+def selection_is_honest(settings: Settings, select: int | None, byzantine: int | None) -> None:
+    count, path = contributions(settings)
+    if select is None or byzantine is None or count is None:
+        return
+    rows = -(-count // bucket_size(settings))
+    if select > rows - byzantine:
+        message = (
+            f"multi-krum averages {select} of {rows}, and up to {byzantine} of them are false: at most {rows - byzantine} can be chosen"
+        )
+        settings.report("selection", message, "updates.aggregation.select", path, "updates.aggregation.byzantine")
