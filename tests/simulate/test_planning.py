@@ -177,11 +177,14 @@ def test_the_commands_of_the_page_run_and_write_a_file_that_passes(
     Path("machines.yaml").write_text(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0], encoding="utf-8")
     assert main(["init"]) == 0
     commands = re.findall(r"^    shoal (plan .*|config check .*)$", page, re.MULTILINE)
-    assert len(commands) == 3
+    Path("runs/my-run").mkdir(parents=True)
+    Path("runs/my-run/config.yaml").write_text("dialect: shoal\n")
+    Path("runs/my-run/status.json").write_text(json.dumps({"members": [{"worker": "desk", "computing_s": 10.0, "samples": 6400}]}))
+    assert len(commands) == 4
     for command in commands:
         assert main(command.split()) == 0, command
     printed = capsys.readouterr().out
-    assert printed.count("first choice: ") == 2
+    assert printed.count("first choice: ") == 3
     assert "this machine, for a file of machines:" in printed
     assert ": OK" in printed
 
