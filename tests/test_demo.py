@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from commands import HANG_S, processes_in, wait_for
-from shoal.cli import demo, demo_scenes
+from shoal.cli import demo, demo_alone, demo_scenes
 from shoal.cli.demo_scenes import SCENES
 from shoal.cli.main import main
 from shoal.config.load import File, parse_override, resolve
@@ -96,3 +96,10 @@ def _about(folder: Path) -> list[str]:
         if f" {folder.name}/run" in line and where == str(folder.parent):
             found.append(line)
     return found
+
+
+def test_the_scene_of_a_reward_has_good_settings(tmp_path: Path) -> None:
+    (tmp_path / "vowels.py").write_text(demo_alone._REWARD)
+    settings = [word for setting in demo_alone._LEARNING for word in ("--set", setting)]
+    words = ["config", "check", "gpu/tiny", "--rlhf_config", "rlhf/test_cpu", *settings, "--plugin", str(tmp_path / "vowels.py")]
+    assert main(words) == 0

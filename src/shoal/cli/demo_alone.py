@@ -42,7 +42,14 @@ def vowels(reward: Vowels, run: Run) -> Score:
 '''
 _LEARNING = (
     *("model.hidden_size=32", "model.num_layers=2", "model.intermediate_size=64", "data.max_length=48"),
-    *("training.max_steps=40", "training.max_eval_batches=1", "data.tokenizer=bytes", "rlhf.reward.kind=vowels", "rlhf.algorithm=rloo"),
+    *(
+        "training.max_steps=60",
+        "training.optimizer.learning_rate=0.003",
+        "evaluation.batches=1",
+        "data.tokenizer=bytes",
+        "rlhf.reward.kind=vowels",
+        "rlhf.algorithm=rloo",
+    ),
     *("rlhf.ppo.steps=100000", "rlhf.ppo.rollout_size=32", "rlhf.ppo.mini_batch_size=16", "rlhf.ppo.epochs=1", "rlhf.kl.coefficient=0.01"),
     *("rlhf.kl.adaptive=false", "logging.every_steps=1"),
 )
