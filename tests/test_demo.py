@@ -101,5 +101,7 @@ def _about(folder: Path) -> list[str]:
 def test_the_scene_of_a_reward_has_good_settings(tmp_path: Path) -> None:
     (tmp_path / "vowels.py").write_text(demo_alone._REWARD)
     settings = [word for setting in demo_alone._LEARNING for word in ("--set", setting)]
-    words = ["config", "check", "gpu/tiny", "--rlhf_config", "rlhf/test_cpu", *settings, "--plugin", str(tmp_path / "vowels.py")]
-    assert main(words) == 0
+    words = ["config", "check", "gpu/tiny", "--rlhf_config", "rlhf/test_cpu", *settings, "--plugin", "vowels.py"]
+    with processes_in(tmp_path) as processes:  # a plugin stays with the process that has loaded it
+        code, said = processes.run(*words)
+    assert code == 0, said
