@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import subprocess
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,8 @@ def test_a_dashboard_beside_a_run_is_a_process_that_ends_with_it(tmp_path: Path)
     pytest.importorskip("fastapi", reason="the dashboard needs fastapi: pip install 'shoal[serve]'")
     run = write_run(tmp_path / "run", 1.0, 1)
     with dashboard(run) as told:
-        address = told.split(" at ")[1]
-        with urllib.request.urlopen(address + "metrics", timeout=60) as answer:
+        metrics = urllib.parse.urljoin(told.split(" at ")[1], "/metrics")  # the address itself also has the owner's secret
+        with urllib.request.urlopen(metrics, timeout=60) as answer:
             assert b'shoal_version{run="run"} 8' in answer.read()
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(address + "metrics", timeout=60)
+        urllib.request.urlopen(metrics, timeout=60)
