@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import secrets
 import threading
@@ -30,6 +31,9 @@ from shoal.transports.addresses import parse
 _PATIENCE_S = 1800.0
 """How long the others wait for the first one to begin and to end: it may have data and a model to load from far away, and much to judge."""
 _GOODBYE_S = 30.0
+_LEAVE_S = 5.0
+"""How long a worker may go on when the run is over. One that has not found the coordinator would look for it much longer: a run that
+torchrun starts again may have come to its end before."""
 _LOOK_S = 0.1
 _RUNS = itertools.count()
 """A program may train more than once, in all its processes alike."""
@@ -124,9 +128,12 @@ class Fleet:
         started = self._worker(invitation, folder)
         try:
             started.start()
-            while not started.ended:
+            over = math.inf
+            while not started.ended and time.monotonic() < over:
                 started.look_after(notify)
                 time.sleep(_LOOK_S)
+                if over == math.inf and self.meeting.word(f"summary {self.start}") is not None:
+                    over = time.monotonic() + _LEAVE_S
         finally:
             started.close()
         return folder, self._outcome()
