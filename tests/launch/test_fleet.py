@@ -35,9 +35,19 @@ def test_who_is_started_again_hears_of_the_new_start_whoever_comes_first(tmp_pat
         while asked and first.meeting.word(f"answer {asked}") == before and time.monotonic() < until:
             time.sleep(0.01)  # the new one sees what the old one asked, before anybody new does
         other = process(1)
-        heard.append(other.ask()[0].address)
+        number = other.ask()
+        heard.append(other.answer_to(number)[0].address)
         assert other.start == first.start
         for thread in threading.enumerate():
             if thread.name == "fleet":
                 thread.join(300)  # torchrun starts nobody before those of the start before are gone
+        assert not other.renewed(number)
     assert heard == [f"zmq://127.0.0.1:{5000 + start}" for start in range(3)]
+    process(0).announce(Invitation("zmq://127.0.0.1:5003", "token", None), tmp_path)
+    until = time.monotonic() + 300
+    while not other.renewed(number) and time.monotonic() < until:
+        time.sleep(0.01)  # who heard a first process that was about to be ended hears of the next one
+    assert other.answer_to(number)[0].address == "zmq://127.0.0.1:5003"
+    for thread in threading.enumerate():
+        if thread.name == "fleet":
+            thread.join(300)

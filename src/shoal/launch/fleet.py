@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -123,34 +124,56 @@ class Fleet:
 
     def work(self, notify: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
         """Keep this process's worker running until the run is over; the run's folder and summary. Raises ShoalError if the worker cannot
-        go on."""
-        invitation, folder = self.ask()
-        started = self._worker(invitation, folder)
-        try:
-            started.start()
-            over = math.inf
-            while not started.ended and time.monotonic() < over:
-                started.look_after(notify)
-                time.sleep(_LOOK_S)
-                if over == math.inf and self.meeting.word(f"summary {self.start}") is not None:
-                    over = time.monotonic() + _LEAVE_S
-        finally:
-            started.close()
-        return folder, self._outcome()
+        go on, or the first process does not answer."""
+        asked = self.ask()
+        while True:
+            invitation, folder = self.answer_to(asked)
+            self._keep(self._worker(invitation, folder), asked, notify)
+            summary = self._outcome(asked)
+            if summary is not None:
+                return folder, summary
 
-    def ask(self) -> tuple[Invitation, Path]:
-        """Whom to join, and where the run's folder is. Raises ShoalError if the first process does not answer."""
+    def ask(self) -> str:
+        """Ask the first process whom to join, under a number of this process's own; the number."""
         asked = secrets.token_hex(8)
         self.meeting.say(f"hello {self.number} {self.here.rank}", asked)
+        return asked
+
+    def answer_to(self, asked: str) -> tuple[Invitation, Path]:
+        """Whom to join, and where the run's folder is."""
         self.start, address, token, key, folder = json.loads(self.meeting.hear(f"answer {asked}", _PATIENCE_S))
         self.meeting.say(f"heard {asked}", self.start)
         return Invitation(address, token, key), Path(folder)
 
-    def _outcome(self) -> dict[str, Any]:
-        """The run's summary, as the first process has it."""
-        summary: dict[str, Any] = json.loads(self.meeting.hear(f"summary {self.start}", _PATIENCE_S))
-        self.meeting.say(f"told {self.start} {self.here.rank}", "")
-        return summary
+    def _keep(self, started: LocalWorkers, asked: str, notify: Callable[[str], None]) -> None:
+        """Keep a worker running until it ends, or its run is over, or the first process has been started again."""
+        with closing(started):
+            started.start()
+            until = math.inf
+            while not started.ended and time.monotonic() < until and not self.renewed(asked):
+                started.look_after(notify)
+                time.sleep(_LOOK_S)
+                if until == math.inf and self.meeting.word(f"summary {self.start}") is not None:
+                    until = time.monotonic() + _LEAVE_S
+
+    def renewed(self, asked: str) -> bool:
+        """Whether the answer is another one by now. One that torchrun was about to end may have given the one before."""
+        answer = self.meeting.word(f"answer {asked}")
+        return answer is not None and json.loads(answer)[0] != self.start
+
+    def _outcome(self, asked: str) -> dict[str, Any] | None:
+        """The run's summary, as the first process has it; None where that has been started again. Raises ShoalError if it never comes."""
+        until = time.monotonic() + _PATIENCE_S
+        while not self.renewed(asked):
+            told = self.meeting.word(f"summary {self.start}")
+            if told is not None:
+                self.meeting.say(f"told {self.start} {self.here.rank}", "")
+                summary: dict[str, Any] = json.loads(told)
+                return summary
+            if time.monotonic() > until:
+                raise ShoalError("the first process has not said how the run ended")
+            time.sleep(_LOOK_S)
+        return None
 
     # --- all ---------------------------------------------------------------------------------------
 
