@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,44 +26,45 @@ launch: {kind: ray}
 """
 
 
-def versions(ledger: Path) -> int:
-    return len(ledger.read_text().splitlines()) if ledger.exists() else 0
+def workers_since(ledger: Path, version: int) -> set[str]:
+    """Who contributed after a version."""
+    lines = ledger.read_text().splitlines()[version:] if ledger.exists() else []
+    return {contribution[0] for line in lines if line.endswith("}") for contribution in json.loads(line)["from"]}
 
 
-def test_a_node_that_goes_is_missed_by_nobody_and_one_that_comes_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def wait_for_both(ledger: Path) -> None:
+    """Wait until both workers have contributed to versions that do not exist yet."""
+    version = len(ledger.read_text().splitlines()) if ledger.exists() else 0
+    wait_until(lambda: workers_since(ledger, version) == {"ann", "bo"})
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    until = time.monotonic() + HANG_S / 6
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def test_a_node_that_goes_is_missed_by_nobody_and_one_that_comes_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fleet.yaml").write_text(FLEET)
+    run = tmp_path / "run"
+    log, ledger = run / "up.log", run / "coordinator" / "ledger.jsonl"
     cluster = ray_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    node = cluster.add_node(num_cpus=1)
-    ledger, problems = tmp_path / "run" / "coordinator" / "ledger.jsonl", list[str]()
-
-    def wait_for(least: int) -> None:
-        until = time.monotonic() + HANG_S / 4
-        while versions(ledger) < least and time.monotonic() < until:
-            time.sleep(0.2)
-        if versions(ledger) < least:
-            problems.append(f"{versions(ledger)} versions, and {least} were waited for")
-
-    def events() -> None:
-        from shoal.launch.keeping_up import take_down
-
-        wait_for(20)
-        cluster.remove_node(node)
-        wait_for(versions(ledger) + 20)
-        cluster.add_node(num_cpus=1)
-        wait_for(versions(ledger) + 40)
-        take_down(tmp_path / "run", 60.0)
-
-    beside = threading.Thread(target=events)
-    beside.start()
     try:
-        address = ["--set", f"launch.ray.address={cluster.address}"]
-        assert main(["up", "fleet.yaml", *address, "--foreground", "--run-dir", "run", "--host", "127.0.0.1"]) == 130
+        node = cluster.add_node(num_cpus=1)
+        try:
+            address = ["--set", f"launch.ray.address={cluster.address}"]
+            assert main(["up", "fleet.yaml", *address, "--run-dir", "run", "--host", "127.0.0.1"]) == 0
+            wait_for_both(ledger)
+            cluster.remove_node(node)
+            wait_until(lambda: "starting it again" in log.read_text())
+            cluster.add_node(num_cpus=1)
+            wait_for_both(ledger)
+        finally:
+            print(log.read_text()[-3000:] if log.exists() else "nothing was said")
+            assert main(["down", "run"]) == 0
     finally:
-        beside.join()
         cluster.shutdown()
-    assert not problems
-    assert "starting it again" in capsys.readouterr().err
+    assert len(list((run / "workers").glob("*.jsonl"))) == 2, "the receipts came back"
     assert main(["audit", "run"]) == 0
