@@ -24,7 +24,7 @@ from shoal.models.gpt import Gpt
 from shoal.serve.chat import ChatTemplate
 from shoal.serve.engine import Engine, Job
 from shoal.serve.opening import Served
-from shoal.serve.pipeline import Stop
+from shoal.serve.routes import Stop
 from shoal.serve.skeletons import described_own
 from shoal.serve.spread import Spread
 from shoal.transports.connect import serve
@@ -41,7 +41,7 @@ class Equal(Spread):
     def _planned(self) -> tuple[Stop, ...] | None:
         nodes, count = self._alive(), len(self.sizes)
         bounds = [count * i // len(nodes) for i in range(len(nodes) + 1)]
-        return tuple(Stop(node.name, bounds[i], bounds[i + 1]) for i, node in enumerate(nodes))
+        return tuple(node.stop(bounds[i], bounds[i + 1]) for i, node in enumerate(nodes))
 
 
 def measure() -> list[Row]:

@@ -44,7 +44,7 @@ def free(service: Service) -> bool:
     end = time.monotonic() + 20
     while service.engine.busy and time.monotonic() < end:
         time.sleep(0.01)
-    return not service.engine.busy and service.engine.stages.rows.empty
+    return not service.engine.busy and service.engine.stages.rows.requests == set(service.engine.prefixes.texts)
 
 
 @pytest.fixture(scope="module")

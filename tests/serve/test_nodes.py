@@ -20,7 +20,7 @@ from shoal.models.moe import Moe
 from shoal.serve.engine import Ended, Engine, Job
 from shoal.serve.hub import Hub
 from shoal.serve.node import NodeProcess, Reached
-from shoal.serve.pipeline import HERE
+from shoal.serve.routes import HERE
 from shoal.serve.skeletons import described_hugging_face, described_own
 from shoal.serve.spread import Spread
 from shoal.serve.stages import OneNode

@@ -80,20 +80,20 @@ class Answer:
         self.open = len(prompts) * asked.n
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
-        self._numbers: list[int] = []
+        self._jobs: list[Job] = []
 
     def begin(self) -> None:
         """Raises RefusedError where too many wait."""
         count = self.asked.n
-        jobs = [self._job(i * count + choice, choice, ids) for i, ids in enumerate(self.prompts) for choice in range(count)]
+        self._jobs = [self._job(i * count + choice, choice, ids) for i, ids in enumerate(self.prompts) for choice in range(count)]
         try:
-            self._numbers = self.engine.submit(*jobs)
+            self.engine.submit(*self._jobs)
         except FullError:
             raise RefusedError(429, "too many requests wait already; try again soon", kind="rate_limit_error", code="queue_full") from None
 
     def leave(self) -> None:
         if self.open:
-            self.engine.cancel(self._numbers)
+            self.engine.cancel([job.number for job in self._jobs])
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Pieces of all choices as they come. Raises RefusedError where an answer ended before its end."""
@@ -110,6 +110,11 @@ class Answer:
     @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of the prompts that were not read again: each prompt's first choice tells."""
+        return sum(job.reused for job in self._jobs[:: self.asked.n])
 
     def _deliver(self, piece: Piece) -> None:
         try:

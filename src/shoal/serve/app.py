@@ -38,6 +38,8 @@ class Metrics:
         lines += [f'shoal_requests_total{{status="{status}"}} {count}' for status, count in sorted(self.answered.items())]
         for name, kind, value in (
             ("shoal_prompt_tokens_total", "counter", engine.tokens_read),
+            ("shoal_reused_tokens_total", "counter", engine.tokens_reused),
+            ("shoal_kept_tokens", "gauge", engine.prefixes.tokens),
             ("shoal_written_tokens_total", "counter", engine.tokens_written),
             ("shoal_requests_running", "gauge", len(engine.running)),
             ("shoal_requests_waiting", "gauge", len(engine.waiting)),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.decoding import NO_PENALTIES, Draws, Penalties, Warp, choose, penalised
+from shoal.serve.prefixes import Prefixes
 from shoal.serve.stages import Stages, Work, smooth
 
 _SMALLEST_PIECE = 4
@@ -67,6 +68,10 @@ class Job:
     number: int = -1
     read: int = 0
     """Tokens of the prompt that the model has read, or is reading."""
+    reused: int = 0
+    """Tokens of the prompt that came from a kept text."""
+    cached: int = 0
+    """Tokens that the caches of this job hold for certain."""
     under_way: int = 0
     """Works of this job that were started and are not finished."""
     reading: int = 0
@@ -81,13 +86,16 @@ class FullError(Exception):
 class Engine:
     """Requests in the order they came: some run, the others wait."""
 
-    def __init__(self, stages: Stages, *, most_running: int, most_waiting: int, clock: Callable[[], float]) -> None:
+    def __init__(self, stages: Stages, *, most_running: int, most_waiting: int, clock: Callable[[], float], kept_tokens: int = 0) -> None:
+        """`kept_tokens`: how many tokens of ended requests stay in the caches for prompts that begin like them."""
         self.stages, self.most_running, self.most_waiting, self.clock = stages, most_running, most_waiting, clock
         self.arrived = threading.Condition()
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self.tokens_written = 0
         self.tokens_read = 0
+        self.tokens_reused = 0
+        self.prefixes = Prefixes(kept_tokens)
         self._gone: set[int] = set()
         self._next_number = 0
         self._pace = _Pace()
@@ -120,11 +128,24 @@ class Engine:
         with self.arrived:
             while self.waiting and len(self.running) < self.most_running:
                 self.running.append(self.waiting.popleft())
+                self._reuse(self.running[-1])
         self._start()
         start = self.clock()
         for work, logits_BV in self.stages.finished():
             self._finish(work, logits_BV, start)
             start = self.clock()
+
+    def _reuse(self, job: Job) -> None:
+        """What a kept text has of the prompt's beginning is not read again."""
+        found = self.prefixes.longest(job.prompt_ids)
+        if found is None:
+            return
+        resting, length = found
+        if self.stages.share(job.number, resting, length):
+            job.read = job.cached = job.reused = length
+            self.tokens_reused += length
+        else:
+            self.prefixes.forget(resting)
 
     def _start(self) -> None:
         """Requests are spread over as many groups as keep all machines busy. Beside those that write, so much of prompts is read as takes
@@ -165,6 +186,7 @@ class Engine:
         reads = any(job.reading for job, _ in rows)
         for job, _ in rows:
             job.under_way -= 1
+            job.cached += len(work.ids[0])
             job.reading -= len(work.ids[0]) if reads else 0
         if reads:
             self.tokens_read += sum(map(len, work.ids))
@@ -217,8 +239,16 @@ class Engine:
 
     def _end(self, job: Job, reason: str) -> None:
         self.running.remove(job)
-        self.stages.release(job.number)
+        self._keep(job, reason)
         job.hear(Ended(reason))
+
+    def _keep(self, job: Job, reason: str) -> None:
+        """Keep the caches of a request that ended in order, as far as there is room; those of others are forgotten."""
+        gone = [job.number]
+        if reason in ("stop", "length") and not job.under_way and self.prefixes.most_tokens and self.stages.rest(job.number):
+            gone = self.prefixes.add(job.number, [*job.prompt_ids, *job.written][: job.cached])
+        for number in gone:
+            self.stages.release(number)
 
 
 def _written(logits_V: Tensor, token: int, count: int | None) -> Written:

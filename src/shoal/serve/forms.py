@@ -44,9 +44,10 @@ class Form:
     def usage_chunk(self) -> str:
         return event({**self._chunk_head(), "choices": [], "usage": self.usage()})
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         read, written = self.answer.prompt_tokens, self.answer.tokens
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        details = {"cached_tokens": self.answer.reused_tokens}
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written, "prompt_tokens_details": details}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -75,6 +75,14 @@ class Holder:
         names = {name for held in self.held.values() for name in needed(held.stage)}
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
 
+    @torch.inference_mode()
+    def share(self, place: Place, request: int, other: int, length: int) -> None:
+        """A request begins with the first tokens of another's cache. Raises ShoalError where they are not here."""
+        rows = self.held[place].rows
+        if rows.length(other) < length:
+            raise ShoalError(f"request {request} begins with {length} tokens of {other}, and the caches here hold {rows.length(other)}")
+        rows.share(request, other, length)
+
     def release(self, requests: Sequence[int]) -> None:
         for held in self.held.values():
             for request in requests:

@@ -15,7 +15,8 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.serve.holding import Holder, Place
-from shoal.serve.pipeline import HERE, Node, Order, Pipeline
+from shoal.serve.pipeline import Pipeline
+from shoal.serve.routes import HERE, Node, Order
 from shoal.serve.tensors import Tensors, as_frame, from_frame, type_name
 from shoal.transports import Message, Request, Server
 from shoal.updates.messages import Frame
@@ -180,7 +181,7 @@ def _orders(node: Node) -> Message:
 
 
 def _header(order: Order) -> dict[str, Any]:
-    header: dict[str, Any] = {"kind": order.kind, "place": list(order.place), "requests": list(order.requests)}
+    header: dict[str, Any] = {"kind": order.kind, "place": list(order.place), "requests": list(order.requests), "length": order.length}
     if order.reading is not None and order.x_BLD is not None:
         reading = {
             name: [list(one) if isinstance(one, tuple) else one for one in column] for name, column in order.reading._asdict().items()
@@ -234,6 +235,9 @@ def carry_out(holder: Holder, order: Order, read: Callable[[Any, float], None]) 
         holder.hold(order.place)
     elif order.kind == "drop":
         holder.drop(order.place)
+    elif order.kind == "share":
+        request, other = order.requests
+        holder.share(order.place, request, other, order.length)
     elif order.kind == "release":
         holder.release(order.requests)
     elif order.reading is not None and order.x_BLD is not None:

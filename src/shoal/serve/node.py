@@ -11,7 +11,7 @@ from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.serve.holding import Holder, Place, Reading, free_memory
 from shoal.serve.hub import carry_out
-from shoal.serve.pipeline import Order
+from shoal.serve.routes import Order
 from shoal.serve.skeletons import skeleton_of
 from shoal.serve.tensors import PIECE_BYTES, Fetched, as_frame, from_frame, type_name
 from shoal.transports import Client, Message, Refused, Unreachable, connect
@@ -135,6 +135,6 @@ class NodeProcess:
 def _order(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> Order:
     place, requests = Place(*header["place"]), tuple(header["requests"])
     if "reading" not in header:
-        return Order(str(header["kind"]), place, requests=requests)
+        return Order(str(header["kind"]), place, requests=requests, length=int(header["length"]))
     x_BLD = from_frame(frames[0], header["shape"], header["type"])
     return Order("read", place, int(header["trip"]), Reading(**header["reading"]), x_BLD)

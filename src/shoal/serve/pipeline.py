@@ -17,9 +17,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,117 +24,16 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.models.cache import mask_of_rows
 from shoal.models.stages import Ends
-from shoal.scheduling.splitting import Hands, split
 from shoal.serve.holding import Place, Reading
+from shoal.serve.routes import HERE, Node, Order, Planner, Route, Stop
 from shoal.serve.stages import LONGEST_UNBOUNDED, Machine, Work
+from shoal.serve.trips import Live, Started, Trip, only
 
-HERE = "server"
 _WAIT_S = 0.1
 _WORTH = 0.95
 """A new split is taken while the service runs if its slowest machine takes less than this share of the time."""
 _SHOWN_S = 60.0
 """How long a machine that was lost is shown."""
-
-
-class Order(NamedTuple):
-    """What a machine is to do: `hold` or `drop` layers, `read` tokens through them, or `release` requests."""
-
-    kind: str
-    place: Place = Place(0, 0)
-    trip: int = -1
-    reading: Reading | None = None
-    x_BLD: Tensor | None = None
-    requests: tuple[int, ...] = ()
-
-
-@dataclass
-class Node:
-    """A machine that holds layers."""
-
-    name: str
-    layer_s: float
-    """Time for one layer of mean size, as it was measured."""
-    memory_bytes: float
-    """For weights and caches."""
-    fixed_s: float = 0.0
-    """Time for what it does beside its layers: the server has the embedding and the head."""
-    ring: Callable[[], None] = lambda: None
-    """Tells that there are orders."""
-    alive: bool = True
-    orders: deque[Order] = field(default_factory=deque)
-    holds: set[Place] = field(default_factory=set)
-    lost_at: float = 0.0
-    tokens: int = 0
-
-    def hands(self) -> Hands:
-        return Hands(1 / self.layer_s, self.memory_bytes, self.fixed_s)
-
-    def send(self, order: Order) -> None:
-        self.orders.append(order)
-        self.ring()
-
-
-class Stop(NamedTuple):
-    """The layers [first, last) at a machine."""
-
-    name: str
-    first: int
-    last: int
-
-    @property
-    def place(self) -> Place:
-        return Place(self.first, self.last)
-
-
-class Route(NamedTuple):
-    """The stops in order; its number is the epoch of the requests that take it."""
-
-    number: int
-    stops: tuple[Stop, ...]
-
-    def goes_through(self, name: str) -> bool:
-        return any(stop.name == name for stop in self.stops)
-
-
-@dataclass
-class Live:
-    """A request with its tokens so far, and what was sent to each stop of its route after the first, by the stop's first layer."""
-
-    route: Route | None
-    ids: list[int] = field(default_factory=list)
-    kept: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    def keep(self, layer: int, position: int, x_LD: Tensor) -> None:
-        """What was sent for a position, and everything after it, is replaced."""
-        pieces = self.kept.setdefault(layer, [])
-        length = sum(map(len, pieces))
-        while length > position:
-            last = pieces.pop()
-            length -= len(last)
-            if length < position:
-                pieces.append(last[: position - length])
-                length = position
-        pieces.append(x_LD)
-
-
-@dataclass
-class Started:
-    """A work of the engine's, and the logits of its requests so far."""
-
-    work: Work
-    logits: dict[int, Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class Trip:
-    """Tokens on their way through a route."""
-
-    number: int
-    started: Started | None
-    """None: the caches of a request are restored, and nobody waits for logits."""
-    route: Route
-    reading: Reading
-    at: int = 0
 
 
 class Pipeline:
@@ -153,15 +49,15 @@ class Pipeline:
         self.longest = ends.max_seq_len or LONGEST_UNBOUNDED
         self.device = next(ends.parameters()).device
         self.width = ends.embed(torch.zeros(1, 1, dtype=torch.long, device=self.device)).shape[-1]
-        self.weight_bytes, caches = next(ends.parameters()).element_size(), 2 * self.width * cache_tokens
-        self.costs = [size * len(sizes) / sum(sizes) for size in sizes]
-        """Of each layer; a layer of mean size costs 1."""
-        self.layer_bytes = [(size + caches) * self.weight_bytes for size in self.sizes]
+        self.weight_bytes = next(ends.parameters()).element_size()
+        self.planner = Planner(sizes, self.weight_bytes, 2 * self.width * cache_tokens)
         self.nodes: dict[str, Node] = {}
         self.current: Route | None = None
         self._coming: tuple[Route, set[tuple[str, Place]]] | None = None
         """A route that new requests take as soon as its machines hold their layers."""
         self._live: dict[int, Live] = {}
+        self._resting: dict[int, Live] = {}
+        """Requests that have ended, and whose caches others may share."""
         self._trips: dict[int, Trip] = {}
         self._works: list[Started] = []
         self._arrived: deque[tuple[Trip, Tensor | None]] = deque()
@@ -229,11 +125,33 @@ class Pipeline:
 
     def release(self, request: int) -> None:
         with self._changed:
-            live = self._live.pop(request, None)
+            live = self._live.pop(request, None) or self._resting.pop(request, None)
             if live is not None and live.route is not None:
                 for stop in live.route.stops:
                     self._send(stop.name, Order("release", requests=(request,)))
                 self._retire()
+
+    def rest(self, request: int) -> bool:
+        with self._changed:
+            if self.forgets and request in self._live:
+                self._resting[request] = self._live.pop(request)
+                self._retire()
+            return request in self._resting
+
+    @torch.inference_mode()
+    def share(self, request: int, resting: int, length: int) -> bool:
+        """Machines that hold the kept text's caches copy them. Where a machine was lost meanwhile, the one in its place reads what was
+        kept for it, as for a request that runs."""
+        with self._changed:
+            kept = self._resting.get(resting)
+            if kept is None or kept.route is None or self.current is None:
+                return False
+            live = self._live[request] = kept.beginning(length)
+            for stop in set(kept.route.stops) & set(self.current.stops):
+                self._send(stop.name, Order("share", stop.place, requests=(request, resting), length=length))
+            if kept.route != self.current:
+                self._restore(request, live, length)
+            return True
 
     def drop(self) -> None:
         with self._changed:
@@ -251,7 +169,7 @@ class Pipeline:
         stop = next((stop for stop in route.stops if stop.name == node.name), None) if route is not None and node.alive else None
         (first, last), here = stop.place if stop is not None else (0, 0), node.name == HERE
         count = sum(self.sizes[first:last]) + (sum(one.numel() for one in self.ends.parameters()) if here else 0)
-        token_s = node.hands().seconds(sum(self.costs[first:last])) if last or here else 0.0
+        token_s = self.planner.seconds(node, Place(first, last)) if last or here else 0.0
         size, memory = count * self.weight_bytes, int(node.memory_bytes)
         return Machine(node.name, count, (first, last - 1), node.alive, size, memory, token_s, node.tokens, here)
 
@@ -263,6 +181,7 @@ class Pipeline:
     def add(self, node: Node) -> None:
         """A machine is here. The first route is made when all that are expected are."""
         with self._changed:
+            node.stay = next(self._numbers)
             self.nodes[node.name] = node
             if self.current is None and len(self._alive()) >= self.expected:
                 self._take(self._planned())
@@ -280,7 +199,7 @@ class Pipeline:
             if self._coming is not None and self._coming[0].goes_through(name):
                 self._coming = None
             if self.current is not None and self.current.goes_through(name):
-                self._take(self._replacement(name) or self._planned())
+                self._take(self.planner.replaced(self.current.stops, name, self._alive()) or self._planned())
             else:
                 self._move_from_lost()
 
@@ -288,27 +207,10 @@ class Pipeline:
         return [node for node in self.nodes.values() if node.alive]
 
     def _planned(self) -> tuple[Stop, ...] | None:
-        """The quickest split over the machines that are here; null: they have no room for all layers."""
-        nodes = self._alive()
-        try:
-            bounds = split(self.costs, [node.hands() for node in nodes], sizes=self.layer_bytes, leave_out=True)
-        except ShoalError:
-            return None
-        return tuple(Stop(node.name, *place) for node, place in zip(nodes, pairwise(bounds), strict=True) if place[0] < place[1])
+        return self.planner.quickest(self._alive())
 
     def _slowest_s(self, stops: Sequence[Stop]) -> float:
-        return max(self.nodes[stop.name].hands().seconds(sum(self.costs[stop.first : stop.last])) for stop in stops)
-
-    def _replacement(self, name: str) -> tuple[Stop, ...] | None:
-        """The same stops with a machine that has no layers in the place of one that is lost: all others keep their caches."""
-        assert self.current is not None
-        lost = next(stop for stop in self.current.stops if stop.name == name)
-        wanted = sum(self.layer_bytes[lost.first : lost.last])
-        busy = {stop.name for stop in self.current.stops}
-        spare = next((one for one in self._alive() if one.name not in busy and one.memory_bytes >= wanted), None)
-        if spare is None:
-            return None
-        return tuple(stop._replace(name=spare.name) if stop is lost else stop for stop in self.current.stops)
+        return max(self.planner.seconds(self.nodes[stop.name], stop.place) for stop in stops)
 
     def _consider(self) -> None:
         """Prepare a better route for requests to come, where there is one."""
@@ -370,6 +272,14 @@ class Pipeline:
             for place in [place for place in node.holds if (node.name, place) not in used]:
                 node.holds.discard(place)
                 node.send(Order("drop", place))
+                self._forget_resting(node.stop(*place))
+
+    def _forget_resting(self, dropped: Stop) -> None:
+        """Kept texts whose caches went with some layers."""
+        for request in [number for number, live in self._resting.items() if live.route is not None and dropped in live.route.stops]:
+            route = self._resting.pop(request).route
+            for stop in route.stops if route is not None else ():
+                self._send(stop.name, Order("release", requests=(request,)))
 
     # --- on the way ----------------------------------------------------------------------------------
 
@@ -395,7 +305,7 @@ class Pipeline:
         reading = trip.reading
         rows = [i for i, request in enumerate(reading.requests) if request in self._live]
         if len(rows) < len(reading.requests):
-            x_BLD, reading = x_BLD[rows], _only(reading, rows)
+            x_BLD, reading = x_BLD[rows], only(reading, rows)
             self._give_up_rows(trip, reading)
         if not rows:
             return
@@ -478,7 +388,8 @@ class Pipeline:
             self._depart(Trip(next(self._numbers), trip.started, self.current, trip.reading))
 
     def _is_whole(self, route: Route) -> bool:
-        return bool(route.stops) and all(self.nodes[stop.name].alive for stop in route.stops)
+        nodes = [(stop, self.nodes[stop.name]) for stop in route.stops]
+        return bool(nodes) and all(node.alive and node.stay == stop.stay for stop, node in nodes)
 
     def _restore(self, number: int, live: Live, length: int) -> None:
         """Let the stops of the new route hold the first tokens of a request in their caches. What was under way starts again; a stop
@@ -503,9 +414,3 @@ class Pipeline:
             return self._embedded(reading)
         kept = live.kept.get(stop.first)
         return torch.cat(kept)[None, :length] if kept and sum(map(len, kept)) >= length else None
-
-
-def _only(reading: Reading, rows: Sequence[int]) -> Reading:
-    """Some requests of those that are read together."""
-    requests, positions, ids = reading
-    return Reading(tuple(requests[i] for i in rows), tuple(positions[i] for i in rows), tuple(ids[i] for i in rows))

@@ -26,6 +26,11 @@ class Rows:
     def empty(self) -> bool:
         return not self._lengths and not self._alone and self._joined is None
 
+    @property
+    def requests(self) -> set[int]:
+        """The requests of which a cache is here."""
+        return set(self._lengths) | set(self._alone)
+
     def length(self, request: int) -> int:
         """Tokens that the request's cache holds."""
         return self._lengths.get(request, 0)
@@ -58,6 +63,14 @@ class Rows:
         elif length < self.length(request):
             self._own(request).crop(length)
             self._lengths[request] = length
+
+    def share(self, request: int, other: int, length: int) -> None:
+        """A request begins with a copy of the first tokens of another one, whose cache stays as it is."""
+        held = self._lengths[other]
+        view = self._own(other).row(0, held)
+        if length < held:
+            view.crop(length)
+        self._alone[request], self._lengths[request] = type(view).joined([view]), length
 
     def release(self, request: int) -> None:
         self._alone.pop(request, None)

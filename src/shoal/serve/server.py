@@ -64,6 +64,7 @@ class Service:
             most_running=settings.max_running,
             most_waiting=settings.max_waiting,
             clock=time.monotonic,
+            kept_tokens=settings.prefix_cache_tokens,
         )
         self.driver = Driver(self.engine, warn)
         self.sockets = [bound(host, port) for port in ports]

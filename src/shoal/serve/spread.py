@@ -20,7 +20,8 @@ from shoal.serve.holding import Holder, Place, free_memory
 from shoal.serve.hub import Hub, OwnLayers
 from shoal.serve.node import FRAME_BYTES
 from shoal.serve.opening import Served
-from shoal.serve.pipeline import HERE, Node, Pipeline
+from shoal.serve.pipeline import Pipeline
+from shoal.serve.routes import HERE, Node
 from shoal.serve.stages import LONGEST_UNBOUNDED, reads_beside, refuse_unserved
 from shoal.serve.tensors import Tensors
 from shoal.transports import Server
@@ -44,7 +45,7 @@ class Spread(Pipeline):
             fill(ends, {name: get(name).to(like.dtype) for name, like in needed(ends).items()})
         pack(ends, free_memory())
         longest = min(ends.max_seq_len or LONGEST_UNBOUNDED, LONGEST_UNBOUNDED)
-        sizes, tokens = layer_parameters(served.model), longest * served.settings.max_running
+        sizes, tokens = layer_parameters(served.model), longest * served.settings.max_running + served.settings.prefix_cache_tokens
         forgets = getattr(served.model, "joins_rows", True)
         super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, forgets=forgets, tell=tell)
         holder = Holder(lambda: served.model, get, self.device)

@@ -84,6 +84,15 @@ class Stages(Protocol):
         is finished yet."""
         ...
 
+    def rest(self, request: int) -> bool:
+        """Keep the caches of a request that has ended, for others that begin like it. False: this model's caches cannot be shared, and the
+        request is to be released."""
+        ...
+
+    def share(self, request: int, resting: int, length: int) -> bool:
+        """Let a new request begin with the first tokens of one that rests. False: what was kept of that one is gone."""
+        ...
+
     def release(self, request: int) -> None:
         """Forget what is kept of a request."""
         ...
@@ -164,6 +173,15 @@ class OneNode:
         keywords = self._readers.setdefault(request, Reader(self.model, self.beside)).after(ids_1L) if self.beside else {}
         logits_1V: Tensor = self.model.next_logits(ids_1L, cache, **keywords)
         return logits_1V
+
+    def rest(self, request: int) -> bool:
+        """What one cache holds can be given to another if it is keys and values, of which the last can be left out."""
+        return self.rows.joins and hasattr(self.model.new_cache(0), "crop")
+
+    @torch.inference_mode()
+    def share(self, request: int, resting: int, length: int) -> bool:
+        self.rows.share(request, resting, length)
+        return True
 
     def release(self, request: int) -> None:
         self.rows.release(request)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from shoal.config.fields import NonNegativeFloat, Port, PositiveFloat, PositiveInt, PositiveShare, Secret, Section
+from shoal.config.fields import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt, PositiveShare, Secret, Section
 
 
 class Greedy(Section):
@@ -80,5 +80,7 @@ class Serving(Section):
     """Answers that are written at once; each has a cache of its own."""
     max_waiting: PositiveInt = 64
     """Answers that may wait for a place; more are told to come again."""
+    prefix_cache_tokens: NonNegativeInt = 4096
+    """Tokens of ended requests that stay in the caches: a prompt that begins like one of them is read from there on. 0: none."""
     request_timeout_s: PositiveFloat = 300.0
     """Longest time a request may take."""

@@ -1,0 +1,121 @@
+"""Machines that hold layers, what they are told to do, and the ways through them.
+
+Shapes: B batch, L tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shoal.errors import ShoalError
+from shoal.scheduling.splitting import Hands, split
+from shoal.serve.holding import Place, Reading
+
+HERE = "server"
+
+
+class Order(NamedTuple):
+    """What a machine is to do: `hold` or `drop` layers, `read` tokens through them, let one of two requests `share` what the other's cache
+    holds, or `release` requests."""
+
+    kind: str
+    place: Place = Place(0, 0)
+    trip: int = -1
+    reading: Reading | None = None
+    x_BLD: Tensor | None = None
+    requests: tuple[int, ...] = ()
+    length: int = 0
+    """Tokens that are shared."""
+
+
+@dataclass
+class Node:
+    """A machine that holds layers."""
+
+    name: str
+    layer_s: float
+    """Time for one layer of mean size, as it was measured."""
+    memory_bytes: float
+    """For weights and caches."""
+    fixed_s: float = 0.0
+    """Time for what it does beside its layers: the server has the embedding and the head."""
+    ring: Callable[[], None] = lambda: None
+    """Tells that there are orders."""
+    alive: bool = True
+    orders: deque[Order] = field(default_factory=deque)
+    holds: set[Place] = field(default_factory=set)
+    lost_at: float = 0.0
+    tokens: int = 0
+    stay: int = 0
+    """Tells a machine from one that was here before under its name."""
+
+    def hands(self) -> Hands:
+        return Hands(1 / self.layer_s, self.memory_bytes, self.fixed_s)
+
+    def stop(self, first: int, last: int) -> Stop:
+        return Stop(self.name, first, last, self.stay)
+
+    def send(self, order: Order) -> None:
+        self.orders.append(order)
+        self.ring()
+
+
+class Stop(NamedTuple):
+    """The layers [first, last) at a machine."""
+
+    name: str
+    first: int
+    last: int
+    stay: int = 0
+    """Of the machine: one that comes back under its name has none of the caches that it had."""
+
+    @property
+    def place(self) -> Place:
+        return Place(self.first, self.last)
+
+
+class Route(NamedTuple):
+    """The stops in order; its number is the epoch of the requests that take it."""
+
+    number: int
+    stops: tuple[Stop, ...]
+
+    def goes_through(self, name: str) -> bool:
+        return any(stop.name == name for stop in self.stops)
+
+
+class Planner:
+    """Which machine gets which layers."""
+
+    def __init__(self, sizes: Sequence[int], bytes_of_one: int, cache_numbers: int) -> None:
+        """`sizes`: parameters of each layer; `bytes_of_one`: of a number; `cache_numbers`: how many numbers a layer's caches hold."""
+        self.costs = [size * len(sizes) / sum(sizes) for size in sizes]
+        """Of each layer; a layer of mean size costs 1."""
+        self.layer_bytes = [(size + cache_numbers) * bytes_of_one for size in sizes]
+
+    def quickest(self, nodes: Sequence[Node]) -> tuple[Stop, ...] | None:
+        """The quickest split over these machines; null: they have no room for all layers."""
+        try:
+            bounds = split(self.costs, [node.hands() for node in nodes], sizes=self.layer_bytes, leave_out=True)
+        except ShoalError:
+            return None
+        return tuple(node.stop(*place) for node, place in zip(nodes, pairwise(bounds), strict=True) if place[0] < place[1])
+
+    def replaced(self, stops: Sequence[Stop], name: str, nodes: Sequence[Node]) -> tuple[Stop, ...] | None:
+        """The same stops with a machine that has no layers in the place of one that is lost: all others keep their caches."""
+        lost = next(stop for stop in stops if stop.name == name)
+        wanted, busy = sum(self.layer_bytes[lost.first : lost.last]), {stop.name for stop in stops}
+        spare = next((one for one in nodes if one.name not in busy and one.memory_bytes >= wanted), None)
+        if spare is None:
+            return None
+        return tuple(spare.stop(*stop.place) if stop is lost else stop for stop in stops)
+
+    def seconds(self, node: Node, place: Place) -> float:
+        """What one token takes in some layers at a machine."""
+        return node.hands().seconds(sum(self.costs[place.first : place.last]))

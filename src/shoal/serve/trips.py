@@ -1,0 +1,72 @@
+"""Requests that live, and their tokens on the way through a route.
+
+Shapes: L tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.serve.holding import Reading
+from shoal.serve.routes import Route
+from shoal.serve.stages import Work
+
+
+@dataclass
+class Live:
+    """A request with its tokens so far, and what was sent to each stop of its route after the first, by the stop's first layer."""
+
+    route: Route | None
+    ids: list[int] = field(default_factory=list)
+    kept: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def keep(self, layer: int, position: int, x_LD: Tensor) -> None:
+        """What was sent for a position, and everything after it, is replaced."""
+        pieces = self.kept.setdefault(layer, [])
+        length = sum(map(len, pieces))
+        while length > position:
+            last = pieces.pop()
+            length -= len(last)
+            if length < position:
+                pieces.append(last[: position - length])
+                length = position
+        pieces.append(x_LD)
+
+    def beginning(self, length: int) -> Live:
+        """A request that begins like this one."""
+        return Live(self.route, self.ids[:length], {layer: [_first(pieces, length)] for layer, pieces in self.kept.items() if pieces})
+
+
+@dataclass
+class Started:
+    """A work of the engine's, and the logits of its requests so far."""
+
+    work: Work
+    logits: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Trip:
+    """Tokens on their way through a route."""
+
+    number: int
+    started: Started | None
+    """None: the caches of a request are restored, and nobody waits for logits."""
+    route: Route
+    reading: Reading
+    at: int = 0
+
+
+def only(reading: Reading, rows: Sequence[int]) -> Reading:
+    """Some requests of those that are read together."""
+    requests, positions, ids = reading
+    return Reading(tuple(requests[i] for i in rows), tuple(positions[i] for i in rows), tuple(ids[i] for i in rows))
+
+
+def _first(pieces: Sequence[Tensor], length: int) -> Tensor:
+    """A copy of the first rows, which does not hold on to the others."""
+    return torch.cat(list(pieces))[:length].clone()
