@@ -4,8 +4,9 @@ The text is Python's own: the sources of the packages that are installed here, o
 small text a larger batch overfits sooner. The peer is synchronous data parallelism: one process that takes the eight workers' batches at
 once, with the numbers of DDP, and the bytes that eight DDP workers would send and receive (each its gradient and the mean of all, in
 float32, at every step). The learning rate of both sides, and the outer rate and momentum of ours, are the best of a few after 30 rounds.
-`make bench BENCH=gpu-diloco` on a machine with a GPU takes half an hour; `nvidia-cuda-mps-control -d` lets processes share it better.
-SHOAL_BENCH_ROUNDS sets how many rounds of 30 steps there are.
+`make bench BENCH=gpu-diloco` begins afresh, `BENCH=gpu-diloco:on` goes on where an earlier one was cut off: what every run came to is kept
+in results/gpu-diloco.json as soon as it ends. `nvidia-cuda-mps-control -d` lets processes share a GPU better. SHOAL_BENCH_ROUNDS sets
+how many rounds of 30 steps there are.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +30,8 @@ from run import Row
 WORKERS, INNER, TUNING = 8, 30, 30
 ROUNDS = int(os.environ.get("SHOAL_BENCH_ROUNDS", "100"))
 BYTES = 130_000_000
+KEPT = Path(__file__).parents[1] / "results" / "gpu-diloco.json"
+WRITING = threading.Lock()
 CONFIG = """\
 dialect: shoal
 model: {kind: gpt, hidden_size: 256, num_layers: 6, num_heads: 4, max_seq_len: 256, dropout: 0.0,
@@ -76,7 +81,24 @@ class Outcome(NamedTuple):
     parameters: int
 
 
-def trained(text: Path, settings: list[str], workers: int, rounds: int = ROUNDS) -> Outcome:
+def outcome(text: Path, settings: list[str], workers: int, rounds: int = ROUNDS) -> Outcome:
+    """What a run comes to, or came to before this bench was cut off."""
+    key = f"{workers} workers, {rounds} rounds: {' '.join(settings)}"
+    known = kept()
+    if key not in known:
+        found = trained(text, settings, workers, rounds)
+        with WRITING:
+            KEPT.write_text(json.dumps(kept() | {key: found}, indent=1))
+        return found
+    return Outcome(*known[key])
+
+
+def kept() -> dict[str, list[float]]:
+    known: dict[str, list[float]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    return known
+
+
+def trained(text: Path, settings: list[str], workers: int, rounds: int) -> Outcome:
     """A whole run, as a user starts it."""
     started, steps = time.monotonic(), rounds * INNER
     common = [f"training.max_steps={steps}", f"training.schedule.warmup_steps={steps // 20}", f"evaluation.every_steps={steps}"]
@@ -100,23 +122,28 @@ def trained(text: Path, settings: list[str], workers: int, rounds: int = ROUNDS)
 
 
 def best(text: Path, candidates: list[list[str]], workers: int) -> list[str]:
-    """The settings with the least loss after a few rounds."""
-    return min(candidates, key=lambda settings: trained(text, settings, workers, TUNING).loss)
+    """The settings with the least loss after a few rounds. Runs of one process are taken side by side."""
+    with ThreadPoolExecutor(len(candidates) if workers == 1 else 1) as pool:
+        losses = list(pool.map(lambda settings: outcome(text, settings, workers, TUNING).loss, candidates))
+    return candidates[losses.index(min(losses))]
 
 
-def measure() -> Iterator[Row]:
+def measure(part: str = "") -> Iterator[Row]:
     import torch
 
     if not torch.cuda.is_available():
         print("gpu-diloco: skipped, there is no GPU here")
         return
+    KEPT.parent.mkdir(exist_ok=True)
+    if not part:
+        KEPT.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         text = text_in(Path(folder))
-        peer = trained(text, best(text, [SYNCHRONOUS + rate for rate in RATES], 1), 1)
+        peer = outcome(text, best(text, [SYNCHRONOUS + rate for rate in RATES], 1), 1)
         chosen = best(text, [DILOCO + rate + OUTER[1] for rate in RATES], WORKERS)
         chosen = best(text, [chosen, chosen + OUTER[0]], WORKERS)
         sent = ROUNDS * INNER * WORKERS * 2 * 4 * peer.parameters
         for name, settings, target in WAYS:
-            ours = trained(text, [*chosen, *settings], WORKERS)
+            ours = outcome(text, [*chosen, *settings], WORKERS)
             yield Row(f"gpu-diloco, {name}: loss", ours.loss, peer.loss, "nats/byte", ours.loss / peer.loss, target)
             yield Row(f"gpu-diloco, {name}: bytes", ours.sent, sent, "both ways", sent / ours.sent, "")

@@ -43,11 +43,11 @@ def flops() -> float:
     return 3 * BATCH * LENGTH * (2 * weights + 2 * LAYERS * LENGTH * WIDTH)
 
 
-def engine(task: LanguageModelling | None = None, **training: Any) -> SingleEngine:
-    """`task`: that of an engine that is finished, whose network is compiled already."""
+def engine(task: LanguageModelling | None = None, model: dict[str, Any] | None = None, **training: Any) -> SingleEngine:
+    """`task`: that of an engine that is finished, whose network is compiled already. `model`: other sizes."""
+    sizes = {"hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": HEADS, "intermediate_size": INNER} | (model or {})
     experts = {"count": EXPERTS, "per_token": PER_TOKEN, "capacity_factor": 1.25, "router": "switch", "aux_loss_weight": 0.01}
-    model = {"kind": "moe", "hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": HEADS, "intermediate_size": INNER}
-    model |= {"max_seq_len": 2048, "experts": experts, "dropout": 0.0}
+    sizes |= {"kind": "moe", "max_seq_len": 2048, "experts": experts | sizes.get("experts", {}), "dropout": 0.0}
     optimizer = {"name": "AdamW", "learning_rate": 0.00042, "beta2": 0.95, "weight_decay": 0.1} | training.pop("optimizer", {})
     settings = {
         "precision": {"kind": "bf16"},
@@ -57,7 +57,7 @@ def engine(task: LanguageModelling | None = None, **training: Any) -> SingleEngi
         "clipping": {"max_norm": 0.5},
         "gradient_health": HEALTH,
     } | training
-    whole = {"model": model, "training": settings | {"optimizer": optimizer}, "data": {"sequence_length": LENGTH}}
+    whole = {"model": sizes, "training": settings | {"optimizer": optimizer}, "data": {"sequence_length": LENGTH}}
     run = resolve_data(whole, name="bench", dialect="shoal", environ={}).run
     if task is None:
         torch.manual_seed(0)
@@ -148,6 +148,7 @@ def profile(step: Step, steps: int = 5) -> dict[str, float]:
     for one in sorted(kernels, key=lambda one: -one.self_device_time_total):
         name = next((part for part, words in PARTS.items() if any(word in one.key for word in words)), "the rest")
         parts[name] += one.self_device_time_total / 1000 / steps
+    print(f"  {sum(one.count for one in kernels) / steps:.0f} kernels a step, {sum(parts.values()):.1f} ms", file=sys.stderr)
     for one in sorted(kernels, key=lambda one: -one.self_device_time_total)[:45]:
         print(f"  {one.self_device_time_total / 1000 / steps:8.3f} ms {one.count / steps:6.1f} ×  {one.key[:110]}", file=sys.stderr)
     return dict(parts)
@@ -162,19 +163,25 @@ def compared(ours: Step, their: Step) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
+def dropped_share(made: SingleEngine, batch: dict[str, Tensor]) -> float:
+    """Of the choices of a step, over all layers."""
+    figures = made.step([batch]).metrics
+    return statistics.mean(float(value) for name, value in figures.items() if name.endswith("dropped"))
+
+
 def measure() -> Iterator[Row]:
     torch.set_float32_matmul_precision("high")
     batches = endless()
     made = engine()
     ours = warmed(made, batches, 120)  # until the loads are even
+    dropped = dropped_share(made, next(batches))
+    print(f"  {dropped:.2%} of the choices find no room", file=sys.stderr, flush=True)
     their = peer(next(batches))
     for _ in range(5):
         their()
     middle, tokens = compared(ours, their), BATCH * LENGTH * 1000
     del their
     torch.cuda.empty_cache()
-    figures = made.step([next(batches)]).metrics
-    dropped = statistics.mean(float(value) for name, value in figures.items() if name.endswith("dropped"))
     share = flops() / (middle["ours"] / 1000) / CEILING
     note = f"{share:.0%} of {CEILING / 1e12:.0f} TFLOP/s; {middle['ours']:.1f} ms a step; {dropped:.1%} dropped"
     yield Row("gpu-moe", tokens / middle["ours"], tokens / middle["peer"], "tokens/s", middle["peer"] / middle["ours"], "≥ 1.3", note)

@@ -111,10 +111,21 @@ def test_a_stack_starts_and_learns(stack: str, folder: Path, capsys: pytest.Capt
     assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
 
 
-@pytest.mark.parametrize(("stack", "kind"), [("hardware/h100_80gb", "fp8"), ("gpu/tiny research/quantization_nvfp4", "nvfp4")])
+def test_fp8_is_refused_where_no_gpu_has_it_and_the_check_says_what_it_needs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", "hardware/h100_80gb"]) == 0
+    assert "fp8 needs a GPU of the Hopper generation (H100, H200) wherever this run trains" in capsys.readouterr().err
+    assert main(["train", "gpu/tiny", "--set", "training.precision.kind=fp8", "--device", "cpu"]) == 2
+    told = capsys.readouterr().err
+    assert "this run would train on cpu" in told
+    assert "--allow-emulation (training.allow_emulation: true) rounds as fp8 does and computes in fp32, slower than bf16" in told
+    assert main(["config", "check", "--allow-emulation", "hardware/h100_80gb"]) == 0
+    assert "fp8 is emulated, unless a GPU has it" in capsys.readouterr().err
+
+
 def test_a_precision_that_is_not_built_says_why_and_what_to_do_and_the_bare_switch_does_it(
-    stack: str, kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    stack, kind = "gpu/tiny research/quantization_nvfp4", "nvfp4"
     assert main(["train", *stack.split()]) == 2
     told = capsys.readouterr().err
     assert f"real {kind} matrix products are not built yet, for no hardware, and their emulation is not allowed" in told

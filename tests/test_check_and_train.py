@@ -93,9 +93,9 @@ def test_the_presets_that_cannot_be_trained_yet_are_marked_in_the_list(capsys: p
 
 
 def test_everything_is_said_at_once_and_at_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "check", "starter", "--set", "training.precision.kind=fp8"]) == 2
+    assert main(["config", "check", "starter", "--set", "training.precision.kind=nvfp4"]) == 2
     told = capsys.readouterr().err
-    assert "real fp8 matrix products are not built yet" in told
+    assert "real nvfp4 matrix products are not built yet" in told
     assert "command line" in told
 
 

@@ -113,7 +113,7 @@ def test_precision_in_two_sections_of_one_file_must_agree(tmp_path: Path) -> Non
     layered = resolve([File("gpu/base"), File("distributed/deepspeed_zero1")], environ={})
     assert layered.run.training.precision.kind == "bf16", "a later layer wins"
     fp8 = "deepspeed:\n  precision: fp8\n  fp8_enabled: false\n"
-    assert [p.code for p in load(tmp_path, fp8, "ava").problems] == ["two-values"]
+    assert [p.code for p in load(tmp_path, fp8, "ava").problems] == ["two-values", "needs-gpu"]
 
 
 def test_json_form(tmp_path: Path) -> None:

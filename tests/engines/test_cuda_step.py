@@ -168,3 +168,10 @@ def test_another_shape_of_batch_is_recorded_too() -> None:
         for rows in (4, 2):
             expected, found = (one.step([{name: value[:rows] for name, value in batch.items()}]).metrics["loss"] for one in made)
             assert float(found) == float(expected)
+
+
+def test_a_small_mixture_is_compiled() -> None:
+    plain, compiled = (engine(precision={"kind": "bf16"}, compile=how) for how in (False, True))
+    for batch in batches(1) * 8:
+        expected, found = plain.step([batch]).metrics["loss"], compiled.step([batch]).metrics["loss"]
+    assert float(found) == pytest.approx(float(expected), rel=0.02)

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import load
-from shoal.engines import SingleEngine, emulation, nvfp4
+from shoal.config.schema.training import Fp8
+from shoal.engines import SingleEngine, emulation, fp8, nvfp4
+from shoal.engines.fp8 import LARGEST, Rows, codes_of
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
@@ -74,6 +76,10 @@ def test_zeros_stay_zeros() -> None:
     assert not nvfp4.rounded(torch.zeros(3, 20), square=True).any()
 
 
+def rows_of(**settings: int) -> Rows:
+    return Rows(Fp8(**settings), torch.device("cpu"))
+
+
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
 def test_a_rounded_product_has_about_the_slopes_of_the_exact_one(kind: str) -> None:
     """The direction is right within what the format holds; over many draws the error of nvfp4's slopes averages out."""
@@ -81,27 +87,67 @@ def test_a_rounded_product_has_about_the_slopes_of_the_exact_one(kind: str) -> N
     x, weight = torch.randn(64, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
     slope = torch.randn(64, 32)
     exact = [x @ weight.T, slope @ weight, slope.T @ x]
-    rounding = emulation.Scaled(load("starter", overrides=["training.precision.kind=fp8"], environ={}).training.precision)  # type: ignore[arg-type]
-    product = emulation.rounded_product(x, weight, rounding if kind == "fp8" else emulation.Blockwise(), "one")
+    product = emulation.rounded_product(x, weight, rows_of() if kind == "fp8" else emulation.Blockwise(), "one")
     found = [product, *torch.autograd.grad(product, (x, weight), slope)]
     for ours, right in zip(found, exact, strict=True):
         error = float(((ours - right).norm() / right.norm()).detach())
         assert 0 < error < (0.08 if kind == "fp8" else 0.25)
 
 
-def test_an_fp8_scale_holds_for_its_interval_and_survives() -> None:
-    precision = load("starter", overrides=["training.precision.kind=fp8", "training.precision.interval=3"], environ={}).training.precision
-    scaled = emulation.Scaled(precision)  # type: ignore[arg-type]
-    small, large = torch.full((2, 2), 1.0), torch.full((2, 2), 100.0)
+def test_the_scale_of_a_weight_holds_for_its_interval_and_survives() -> None:
+    rows, small, large = rows_of(interval=3), torch.full((2, 2), 1.0), torch.full((2, 2), 100.0)
+    rows.keep("one", small)
     seen = []
-    for number in range(4):
-        scaled.begin_step()
-        if number == 2:
-            other = emulation.Scaled(precision)  # type: ignore[arg-type]
-            other.load_state_dict(scaled.state_dict(), torch.device("cpu"))
-            scaled = other
-        seen.append(float(scaled.forward(small if number == 0 else large, small, "one")[0].max()))
-    assert seen == [1.0, 1.0, 1.0, 100.0]
+    for step in range(4):
+        if step == 2:
+            other = rows_of(interval=3)
+            other.keep("one", small)
+            other.load_state_dict(rows.state_dict())
+            rows = other
+        rows.begin_step(step)
+        seen.append([float(one.max()) for one in rows.forward(large, small if step == 0 else large, "one")])
+    assert [weight for _, weight in seen] == pytest.approx([1.0, 1.0, 1.0, 100.0])
+    assert [x for x, _ in seen] == pytest.approx([100.0] * 4), "rows of the input have scales of their own in every step"
+
+
+def test_every_row_has_a_scale_and_the_margin_leaves_powers_of_two_free() -> None:
+    x = torch.tensor([[1000.0, 1.0], [0.001, 0.001], [0.0, 0.0]])
+    rounded, _ = rows_of().forward(x, x, "one")
+    assert torch.allclose(rounded, x, rtol=0.07)
+    scale = x.abs().amax(1) / LARGEST
+    assert float(codes_of(x, scale).float().max()) == 448.0
+    assert float(codes_of(x, 4 * scale).float().max()) == 112.0
+    assert torch.equal(rows_of(margin=2).forward(x, x, "one")[0], codes_of(x, 4 * scale).float() * 4 * scale[:, None])
+
+
+def test_the_gradient_of_a_weight_in_fp8_is_that_of_bf16() -> None:
+    x, weight = torch.randn(8, 16), torch.randn(4, 16, requires_grad=True)
+    slope = torch.randn(8, 4)
+    (found,) = torch.autograd.grad(emulation.rounded_product(x, weight, rows_of(), "one"), weight, slope)
+    torch.testing.assert_close(found, slope.bfloat16().float().T @ x.bfloat16().float())
+
+
+def test_experts_keep_their_scales_in_the_places_of_their_layer() -> None:
+    rows, weight = rows_of(interval=2), torch.randn(3, 4, 8, requires_grad=True)
+    rows.keep("experts", weight)
+    emulation.grouped(rows, "experts")(torch.randn(5, 8, requires_grad=True), weight, torch.tensor([2, 0, 3]), None).sum().backward()
+    assert torch.allclose(rows.kept["experts.rows"][[0, 2]], weight.detach().abs().amax(2)[[0, 2]] / LARGEST)
+    assert torch.allclose(rows.kept["experts.columns"][[0, 2]], weight.detach().abs().amax(1)[[0, 2]] / LARGEST)
+    assert not rows.kept["experts.rows"][1].any(), "nobody visits the second expert"
+
+
+def test_training_in_fp8_is_refused_where_no_gpu_has_it_and_a_coordinator_judges_in_bf16() -> None:
+    training = load("starter", overrides=["training.precision.kind=fp8"], environ={}).training
+    with pytest.raises(ShoalError, match="needs a GPU of the Hopper generation"):
+        fp8.check(training, torch.device("cpu"))
+    fp8.check(training.replace(allow_emulation=True), torch.device("cpu"))
+    engine = tiny("gpt", "training.precision.kind=fp8")
+    assert engine.scales is None
+
+
+def test_matrices_of_odd_sizes_are_refused_in_real_fp8() -> None:
+    with pytest.raises(ShoalError, match="one of 24 × 20"):
+        fp8.Fp8Linear(nn.Linear(20, 24), rows_of(), "one")
 
 
 def test_emulation_must_be_allowed_and_is_labelled() -> None:

@@ -14,7 +14,6 @@ from shoal.config.load import Loaded
 from shoal.config.parts import Part
 from shoal.config.problems import Problem, Severity
 from shoal.config.schema import Run
-from shoal.config.schema.training import EMULATED
 
 NOT_BUILT = "not-built"
 _MISSING_PACKAGE = "missing-package"
@@ -97,7 +96,7 @@ def _unbuilt_parts(loaded: Loaded) -> Iterator[Problem]:
 
 def _unbuilt_precisions(loaded: Loaded) -> Iterator[Problem]:
     settings, training = loaded.settings, loaded.run.training
-    if training.precision.kind in EMULATED and not training.allow_emulation:
+    if training.precision.kind == "nvfp4" and not training.allow_emulation:
         path, kind = "training.precision.kind", training.precision.kind
         message = f"real {kind} matrix products are not built yet, for no hardware, and their emulation is not allowed"
         help = f"--allow-emulation (training.allow_emulation: true) rounds as {kind} asks and computes in fp32, slower than bf16; "

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shoal.config import Run
-from shoal.config.schema.training import EMULATED, Training
+from shoal.config.schema.training import Training
 from shoal.engines import optimizers
-from shoal.engines.emulation import emulate
+from shoal.engines.emulation import lower
+from shoal.engines.fp8 import HOPPER
 from shoal.engines.health import MOST_SKIPPED, HealthMonitor
 from shoal.engines.schedule import learning_rate
 from shoal.engines.weighing import Weighing, length
@@ -25,7 +26,7 @@ from shoal.tasks import Batch, Loss, Task
 from shoal.updates.layout import Layout
 
 if TYPE_CHECKING:
-    from shoal.engines.emulation import Scaled
+    from shoal.engines.fp8 import Rows
 
 
 class StepResult(NamedTuple):
@@ -54,7 +55,7 @@ class Engine(ABC):
         self.world = world
         self.step_count = 0
         _prepare(run, task)
-        self.scales = _emulated(run, task)
+        self.scales: Rows | None = lower(task.players, run.training, device)
         unknown = set(run.training.players) - set(task.players)
         if unknown:
             raise ShoalError(f"training.players: there is no network `{unknown.pop()}`; there are {', '.join(task.players)}")
@@ -186,7 +187,7 @@ class Engine(ABC):
     def _begin_step(self) -> None:
         self._forget()
         if self.scales is not None:
-            self.scales.begin_step()
+            self.scales.begin_step(self.step_count)
         for one in self.kept:
             one.begin_step()
 
@@ -218,11 +219,25 @@ class Engine(ABC):
                 metrics[name] = metrics[name] + figure if name in metrics else figure
         return player
 
-    def precision(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def precision(self) -> Iterator[None]:
         kind = self.settings.precision.kind
         if kind == "fp32":
+            yield
+            return
+        with torch.autocast(self.device.type, dtype=torch.float16 if kind == "fp16" else torch.bfloat16), self._attention():
+            yield
+
+    def _attention(self) -> AbstractContextManager[Any]:
+        """On GPUs of the Hopper generation cuDNN's kernels come first: torch asks FlashAttention 2, which takes about twice as long there.
+        cuDNN prepares itself for every new shape, so only where shapes are few, and not while a text is written token by token."""
+        fixed = (self.settings.compile or self.settings.cuda_graph) and torch.is_grad_enabled()
+        if not fixed or self.device.type != "cuda" or torch.cuda.get_device_capability(self.device)[0] != HOPPER:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.float16 if kind == "fp16" else torch.bfloat16)
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        return sdpa_kernel(kinds, set_priority=True)
 
     def on_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
@@ -436,7 +451,7 @@ class Engine(ABC):
         if self.health:
             self.health.load_state_dict(state["health"])
         if self.scales is not None and "scales" in state:
-            self.scales.load_state_dict(state["scales"], self.device)
+            self.scales.load_state_dict(state["scales"])
 
     def _kinds(self) -> dict[str, str]:
         return {name: settings.name for name, settings in self.chosen.items()} | {"scaler": str(self.settings.precision.kind == "fp16")}
@@ -466,12 +481,6 @@ def _like(places: list[Tensor], values: Tensor) -> Iterator[Tensor]:
     """A vector cut into tensors of the shapes of `places`."""
     for place, value in zip(places, torch.split(values, [place.numel() for place in places]), strict=True):
         yield value.view_as(place)
-
-
-def _emulated(run: Run, task: Task) -> Scaled | None:
-    if run.training.precision.kind not in EMULATED:
-        return None
-    return emulate(task.players, run.training)
 
 
 def _prepare(run: Run, task: Task) -> None:

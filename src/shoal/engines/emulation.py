@@ -1,20 +1,22 @@
 """Matrix products in fp8 and nvfp4 on hardware that has none: both factors are rounded to what the format holds, and multiplied in fp32.
 
 So the result is that of the real thing up to the order of its sums, and slower than bf16. The products of the blocks are rounded: not the
-output matrix, no router, and under nvfp4 not the last blocks, as its authors found necessary. All the rest is bf16.
+output matrix, no router, and under nvfp4 not the last blocks, as its authors found necessary. All the rest is bf16. Real products in fp8
+(`fp8.py`) take the same places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shoal.config.schema.training import Fp8, Nvfp4, Training
-from shoal.engines import nvfp4
+from shoal.engines import fp8, nvfp4
 from shoal.engines.blocks import blocks_of
+from shoal.engines.fp8 import Fp8Linear, Rows
 from shoal.errors import ShoalError
 from shoal.models.compiling import left_alone
 from shoal.models.experts import of_each_row
@@ -41,6 +43,10 @@ class Format(Protocol):
         """For slope.T @ x; rows may be mixed, in both alike."""
         ...
 
+    def keep(self, name: str, weight: Tensor) -> None:
+        """Called once for every weight, in the beginning."""
+        ...
+
 
 class Blockwise:
     """nvfp4: 16 × 16 blocks for weights, so that both passes see the same ones; gradients are rounded by chance; rows of the weight
@@ -56,58 +62,8 @@ class Blockwise:
         slope_ON, x_IN = nvfp4.turned(slope_NO).T, nvfp4.turned(x_NI).T
         return nvfp4.rounded(slope_ON, stochastic=True).T, nvfp4.rounded(x_IN).T
 
-
-class Scaled:
-    """fp8: e4m3 for weights and inputs, e5m2 for gradients, one scale for each tensor. A scale holds for `interval` steps."""
-
-    def __init__(self, settings: Fp8) -> None:
-        self.head_room, self.interval = 2.0**settings.margin, settings.interval
-        self.step = 0
-        self.largest: dict[str, tuple[int, Tensor]] = {}
-        """The step at which a tensor's scale was taken, and the largest magnitude then."""
-
-    def begin_step(self) -> None:
-        self.step += 1
-
-    def forward(self, x_NI: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        return self._inputs(x_NI, f"{name}.x"), self._inputs(weight_OI, f"{name}.weight")
-
-    def input_gradient(self, slope_NO: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        return self._slopes(slope_NO, name), self._inputs(weight_OI, f"{name}.weight")
-
-    def weight_gradient(self, slope_NO: Tensor, x_NI: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        return self._slopes(slope_NO, name), self._inputs(x_NI, f"{name}.x")
-
-    def _inputs(self, x: Tensor, name: str) -> Tensor:
-        return self._rounded(x.float(), torch.float8_e4m3fn, name)
-
-    def _slopes(self, x: Tensor, name: str) -> Tensor:
-        return self._rounded(x.float(), torch.float8_e5m2, f"{name}.slope")
-
-    def _rounded(self, x: Tensor, kind: torch.dtype, name: str) -> Tensor:
-        if not x.numel():
-            return x
-        limit, largest = torch.finfo(kind).max, self._magnitude(x.abs().max(), name)
-        scale = torch.where(largest > 0, limit / largest, 1.0) / self.head_room
-        return (x * scale).clamp(-limit, limit).to(kind).float() / scale
-
-    def _magnitude(self, largest: Tensor, name: str) -> Tensor:
-        """That of the tensor itself while it is new, else the one that is known: a larger value is cut off until the next scale."""
-        if self.interval == 1 or not torch.isfinite(largest):
-            return largest
-        known = self.largest.get(name)
-        if known is None or self.step - known[0] >= self.interval:
-            known = self.largest[name] = (self.step, largest)
-        elif known[0] == self.step:  # other batches of the step in which it is taken
-            known = self.largest[name] = (self.step, torch.maximum(known[1], largest))
-        return known[1]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "largest": {name: [step, float(value)] for name, (step, value) in self.largest.items()}}
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        self.step = int(state["step"])
-        self.largest = {name: (int(step), torch.tensor(value, device=device)) for name, (step, value) in state["largest"].items()}
+    def keep(self, name: str, weight: Tensor) -> None:
+        """It has no scales that outlast a step."""
 
 
 class _RoundedProduct(torch.autograd.Function):
@@ -166,7 +122,7 @@ def grouped(rounding: Format, name: str) -> GroupedProduct:
     def product(x_RD: Tensor, weight_END: Tensor, sizes_E: Tensor, bias_EN: Tensor | None = None) -> Tensor:
         sizes = sizes_E.tolist()
         rows = torch.split(x_RD[: sum(sizes)], sizes)
-        own = [rounded_product(x, weight, rounding, f"{name}.{i}") for i, (x, weight) in enumerate(zip(rows, weight_END, strict=True))]
+        own = [rounded_product(x, weight, rounding, f"{name}#{i}") for i, (x, weight) in enumerate(zip(rows, weight_END, strict=True))]
         together: Tensor = nn.functional.pad(torch.cat(own), (0, 0, 0, len(x_RD) - sum(sizes)))  # rows of no expert
         if bias_EN is not None:
             together = together + of_each_row(bias_EN, sizes_E, len(together)).to(together.dtype)
@@ -175,23 +131,54 @@ def grouped(rounding: Format, name: str) -> GroupedProduct:
     return product
 
 
-def emulate(players: dict[str, nn.Module], settings: Training) -> Scaled | None:
-    """Let the networks compute in fp8 or nvfp4. Returns what has a state: the scales of fp8."""
+def lower(players: dict[str, nn.Module], settings: Training, device: torch.device) -> Rows | None:
+    """Let the networks compute in fp8 or nvfp4. Returns what has a state: the scales of fp8.
+
+    fp8 is real where the device has it, and emulated where that is allowed. Otherwise the networks stay in bf16: whoever trains was refused
+    before (`fp8.check`), and a coordinator or a judge may have another machine than those that train.
+    """
     precision = settings.precision
-    assert isinstance(precision, Fp8 | Nvfp4)
-    if not settings.allow_emulation:
-        raise ShoalError(
-            f"training.precision.kind: real {precision.kind} matrix products are not built yet, for no hardware, and their emulation is "
-            "not allowed: training.allow_emulation: true rounds as they do, slower than bf16"
-        )
-    scaled = Scaled(precision) if isinstance(precision, Fp8) else None
+    if isinstance(precision, Nvfp4):
+        if not settings.allow_emulation:
+            raise ShoalError(
+                "training.precision.kind: real nvfp4 matrix products are not built yet, for no hardware, and their emulation is "
+                "not allowed: training.allow_emulation: true rounds as they do, slower than bf16"
+            )
+        for name, player in players.items():
+            _exchange(name, player, _emulated(Blockwise()), "nvfp4")
+    if not isinstance(precision, Fp8) or not (fp8.is_real(device) or settings.allow_emulation):
+        return None
+    rows = Rows(precision, device)
     for name, player in players.items():
-        _exchange(name, player, scaled or Blockwise(), precision.kind)
-    return scaled
+        _exchange(name, player, _real(rows) if fp8.is_real(device) else _emulated(rows), "fp8")
+    return rows
 
 
-def _exchange(name: str, player: nn.Module, rounding: Format, kind: str) -> None:
-    """Put emulated layers in the place of linear ones, and emulated products into layers of experts."""
+class Makers(NamedTuple):
+    """Who makes the layers and the experts' products that stand in the place of those in bf16, by the name of their weight."""
+
+    linear: Callable[[nn.Linear, str], nn.Linear]
+    grouped: Callable[[Tensor, str], GroupedProduct]
+
+
+def _real(rows: Rows) -> Makers:
+    return Makers(lambda layer, name: Fp8Linear(layer, rows, name), lambda weight_EOI, name: fp8.grouped(rows, name, weight_EOI))
+
+
+def _emulated(rounding: Format) -> Makers:
+    def linear(layer: nn.Linear, name: str) -> nn.Linear:
+        rounding.keep(name, layer.weight)
+        return EmulatedLinear(layer, rounding, name)
+
+    def experts(weight_EOI: Tensor, name: str) -> GroupedProduct:
+        rounding.keep(name, weight_EOI)
+        return grouped(rounding, name)
+
+    return Makers(linear, experts)
+
+
+def _exchange(name: str, player: nn.Module, makers: Makers, kind: str) -> None:
+    """Put other layers in the place of linear ones, and other products into layers of experts."""
     blocks = blocks_of(player)
     kept = max(1, round(_LAST_SHARE * len(blocks))) if kind == "nvfp4" else 0
     rounded = blocks[: len(blocks) - kept]
@@ -200,10 +187,11 @@ def _exchange(name: str, player: nn.Module, rounding: Format, kind: str) -> None
         why = f"its last block of {len(blocks)} stays in bf16" if blocks else "it has no blocks"
         raise ShoalError(f"training.precision.kind {kind}: the network `{name}` would have no product in {kind}, since {why}")
     for number, (parent, attribute, layer) in enumerate(found):
-        setattr(parent, attribute, EmulatedLinear(layer, rounding, f"{name}.{number}"))
-    experts = [own for block in rounded for module in block.modules() if (own := getattr(module, "grouped_products", None))]
-    for number, products in enumerate(experts):
-        products.update({key: grouped(rounding, f"{name}.experts.{number}.{key}") for key in products})
+        setattr(parent, attribute, makers.linear(layer, f"{name}.{number}"))
+    experts = [module for block in rounded for module in block.modules() if hasattr(module, "grouped_products")]
+    for number, module in enumerate(experts):
+        products: Any = module.grouped_products
+        products.update({key: makers.grouped(getattr(module, key), f"{name}.experts.{number}.{key}") for key in products})
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.config import Run
-from shoal.engines import moments, optimizers
+from shoal.engines import fp8, moments, optimizers
 from shoal.engines.adam_parts import Clip
 from shoal.engines.base import Engine, StepResult, tensors_of
 from shoal.engines.flat_adam import FlatAdam
@@ -265,7 +265,8 @@ def statistics(module: nn.Module) -> Iterator[Tensor]:
 
 
 def reads_rounded(run: Run, device: torch.device) -> bool:
-    return device.type == "cuda" and run.training.precision.kind == "bf16"
+    kind = run.training.precision.kind
+    return device.type == "cuda" and (kind == "bf16" or (kind == "fp8" and fp8.is_real(device)))
 
 
 def rounded_names(network: nn.Module) -> Iterator[str]:

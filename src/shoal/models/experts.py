@@ -22,6 +22,8 @@ from shoal.models.routers import Held, Routes, router
 from shoal.models.trunk import INITIAL_STD, BlockPart, FullPrecisionLinear, Sight, Told
 
 _HAS_TRITON = find_spec("triton") is not None
+_FEW_ROUTES = 4096
+"""So few are quickly sorted anyway, and the kernel that torch.compile makes for so few does not compile for bytes (torch 2.11)."""
 
 
 class Visits(NamedTuple):
@@ -101,7 +103,7 @@ class Experts(BlockPart):
             key_S = key_S + (~counted_T).repeat(K)
         if routes.taken_TK is not None:
             key_S = key_S.masked_fill(~routes.taken_TK.t().flatten(), 2 * self.count)
-        if key_S.is_cuda and self.count < 100:
+        if key_S.is_cuda and self.count < 100 and len(key_S) > _FEW_ROUTES:
             key_S = key_S.to(torch.uint8)  # sorted in one pass instead of eight
         key_S, places_S = key_S.sort(stable=True)
         bounds = torch.searchsorted(key_S, torch.arange(0, 2 * self.count + 1, 2, device=key_S.device).to(key_S.dtype))

@@ -9,7 +9,7 @@ from shoal.config import Run
 from shoal.config.load import Loaded
 from shoal.config.ranks import Place
 from shoal.data import kept_fingerprint
-from shoal.engines import World, choose_device, enter
+from shoal.engines import World, choose_device, enter, fp8
 from shoal.errors import ShoalError
 from shoal.runs.assembly import (
     Parts,
@@ -45,7 +45,9 @@ def prepare(
     """A loop that is ready to train, new or continued. `here`: as one of several processes, which all must get here."""
     run = loaded.run
     warn = warner(reporters)
-    world = enter(here, choose_device(run.training.device, here.local_rank)) if here else None
+    device = choose_device(run.training.device, here.local_rank if here else 0)
+    fp8.check(run.training, device)
+    world = enter(here, device) if here else None
     own = Path(run_dir or run.output_dir)
     directory, checkpoint, start = _first_decides(world, lambda: _begin_with(run, run_dir, resume, here, warn), own)
     parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, given=given)

@@ -77,8 +77,13 @@ def clip_value_tightens(settings: Settings, enabled: bool, initial: float, final
 @rule("training.precision.kind", "training.allow_emulation")
 def emulation_is_labelled(settings: Settings, kind: str, allowed: bool) -> None:
     if kind in EMULATED and allowed:
-        message = f"{kind} is emulated: what is learned is as with real {kind}, how long it takes is not"
+        where = ", unless a GPU has it (H100, H200)" if kind == "fp8" else ""
+        message = f"{kind} is emulated{where}: what is learned is as with real {kind}, how long it takes is not"
         settings.report("emulated", message, "training.precision.kind", severity="warning")
+    if kind == "fp8" and not allowed:
+        message = "fp8 needs a GPU of the Hopper generation (H100, H200) wherever this run trains"
+        help = "--allow-emulation (training.allow_emulation: true) computes it anywhere, slower than bf16"
+        settings.report("needs-gpu", message, "training.precision.kind", severity="warning", help=help)
 
 
 @rule("training.polyak_alpha", "strategy.kind")
@@ -168,7 +173,7 @@ def recordings_are_of_plain_passes(settings: Settings, records: bool, engine: st
     if records and engine not in ("single", "collectives"):
         message = f"a step of the engine {engine} is not recorded: its processes wait for each other in between"
         settings.report("engine", message, path, "engine.kind", help="set it to false, or take the engine single")
-    if records and precision in EMULATED:
+    if records and precision == "nvfp4":
         settings.report("precision", f"passes in {precision} are not recorded", path, "training.precision.kind", help="set it to false")
     if records and recomputes:
         settings.report("precision", "passes that compute activations again are not recorded", path, "training.gradient_checkpointing")

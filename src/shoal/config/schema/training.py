@@ -117,13 +117,14 @@ class Bf16(Section):
 
 
 class Fp8(Section):
-    """8-bit floating point in the matrix products of the blocks; the rest is bf16. Emulated: see allow_emulation."""
+    """8-bit floating point (e4m3, with a scale for each row) in the matrix products of the blocks and their input gradients; the rest is
+    bf16. On GPUs of the Hopper generation (H100, H200); elsewhere see allow_emulation."""
 
     kind: Literal["fp8"] = "fp8"
     margin: NonNegativeInt = 0
     """Powers of two of head-room in each scale."""
     interval: PositiveInt = 1
-    """Steps between new scales."""
+    """Steps between new scales of weights."""
 
 
 class Nvfp4(Section):
@@ -134,7 +135,7 @@ class Nvfp4(Section):
 
 Precision = Union[Fp32, Fp16, Bf16, Fp8, Nvfp4]
 EMULATED = ("fp8", "nvfp4")
-"""Precisions that are emulated as yet, whatever the hardware has."""
+"""Precisions that are emulated where the hardware does not have them; nvfp4 everywhere as yet."""
 
 
 class Penalties(Section):
@@ -201,7 +202,8 @@ class Training(Section):
     """Weight of the server's parameters when a worker pulls: local ← α·server + (1−α)·local (strategy syncps). null: 1."""
     precision: Precision = Fp32()
     allow_emulation: bool = False
-    """Run fp8 or nvfp4 in emulation: numbers are rounded as the format asks, products computed in fp32, slower than bf16."""
+    """Run nvfp4, and fp8 where no GPU has it, in emulation: numbers are rounded as the format asks, products computed in fp32, slower than
+    bf16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
