@@ -5,6 +5,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
+# Tests start hundreds of processes. Each would compile all of Shoal again where the machine forbids Python to keep what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test quick chaos lint bench docs dist clean
 
 # The environment is made once, and again when what it is made from changes. The stamp says which extras are in it.

@@ -30,10 +30,15 @@ settings.register_profile("everywhere", deadline=None, derandomize=True, databas
 settings.load_profile("everywhere")
 
 
-# What `make quick` leaves to `make test`: folders whose tests train whole runs, and tests that can start processes, as their file, a
-# file of ours that it imports, or the file of a fixture that they take imports one of these.
-WHOLE_RUNS = ("chaos", "classroom", "hub", "launch", "strategies")
+# What `make quick` leaves to `make test`: folders whose tests train or serve with several machines, tests that can start processes, as
+# their file, a file of ours that it imports, or the file of a fixture that they take imports one of these, and tests with the mark.
+WHOLE_RUNS = ("chaos", "classroom", "hostile", "hub", "launch", "serve", "simulate", "strategies")
 STARTERS = {"subprocess", "multiprocessing", "torch.multiprocessing", "shoal.launch.nursery"}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A folder of whole runs is not even read where whole runs are not asked for. None leaves the choice to others."""
+    return True if config.option.markexpr == "not whole" and collection_path.name in WHOLE_RUNS and collection_path.is_dir() else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

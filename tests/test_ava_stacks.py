@@ -99,6 +99,7 @@ def smaller(files: list[str]) -> list[str]:
     return [word for path, value in own.items() for word in ("--set", f"{path}={value}")]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("stack", [*PRESETS, *STACKS])
 def test_a_stack_starts_and_learns(stack: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = stack.split()

@@ -53,6 +53,7 @@ def said(text: str) -> list[str]:
     return sorted(line for line in text.splitlines() if re.match(r"error\[(?!missing-package)", line))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("preset", names())
 def test_a_preset_that_passes_the_check_starts_and_the_others_are_refused_in_the_same_words(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

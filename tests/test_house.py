@@ -28,8 +28,11 @@ def room(path: Path) -> str:
 
 
 def names_in(path: Path) -> set[str]:
-    """Every dotted name a module uses: `os.environ`, `print`, `socket.socket`."""
-    return {ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, (ast.Attribute, ast.Name))}
+    """Every name that a module uses, with the name after its first dot: `os.environ`, `print`, `socket.socket`."""
+    nodes = list(ast.walk(tree_of(path)))
+    return {node.id for node in nodes if isinstance(node, ast.Name)} | {
+        f"{node.value.id}.{node.attr}" for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
 
 
 def imports_of(path: Path) -> set[str]:

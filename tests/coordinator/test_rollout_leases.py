@@ -115,6 +115,7 @@ CHEATS: dict[str, Callable[[Room, Unit], torch.Tensor]] = {
 }
 
 
+@pytest.mark.whole
 def test_honest_workers_pass_and_others_are_found_within_ten_units_and_named(tmp_path: Path) -> None:
     room = Room(settings(tmp_path))
     workers = {name: room.join(name) for name in ("honest", *CHEATS, "too")}

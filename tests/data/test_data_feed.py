@@ -116,6 +116,7 @@ def test_the_number_of_shards_may_change_at_a_whole_step() -> None:
         Feed(Numbers(64), batch_size=5, seed=5, shard=(0, 2)).load_state_dict(four[0].state_dict())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("persistent", [True, False])
 def test_processes_that_load_ahead_give_the_same_batches(persistent: bool) -> None:
     loader = Loader(num_workers=2, persistent_workers=persistent, prefetch_factor=3)
@@ -136,6 +137,7 @@ def test_processes_that_load_ahead_give_the_same_batches(persistent: bool) -> No
     assert numbers(in_process, 11) == whole[7:18], "with or without processes, a position is a position"
 
 
+@pytest.mark.whole
 def test_images_in_one_tensor_reach_the_processes() -> None:
     from shoal.data.images.samples import TensorImages
 

@@ -112,7 +112,7 @@ def test_subset_is_a_configuration_or_a_slice() -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "saved"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.whole)])
 def test_a_stream_goes_on_exactly(request: pytest.FixtureRequest, hub_of: Make, kind: str, workers: int) -> None:
     def feed() -> Feed:
         data = hub_of(request.getfixturevalue(kind), data__streaming=True)
@@ -132,6 +132,7 @@ def test_a_stream_goes_on_exactly(request: pytest.FixtureRequest, hub_of: Make, 
         second.close()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", ["folder", "saved"])
 def test_processes_share_the_rows_of_a_stream(request: pytest.FixtureRequest, hub_of: Make, kind: str) -> None:
     """The datasets library shards by itself in such a process, which must not come on top."""

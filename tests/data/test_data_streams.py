@@ -136,7 +136,9 @@ def feed_of(stream: Stream, workers: int = 0, persistent: bool = True, shard: tu
     return Feed(stream, batch_size=3, seed=1, shard=shard, drop_last=drop, loader=loader)
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, True), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    ("workers", "persistent"), [(0, True), *(pytest.param(2, kept, marks=pytest.mark.whole) for kept in (True, False))]
+)
 @pytest.mark.parametrize("make", [mixed, lambda: stream_of(Texts(WORDS))], ids=["mixture", "text"])
 def test_a_feed_of_a_stream_goes_on_exactly(make: Any, workers: int, persistent: bool) -> None:
     feed = feed_of(make(), workers, persistent)

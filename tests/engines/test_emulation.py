@@ -174,6 +174,7 @@ def tiny(kind: str, *more: str) -> SingleEngine:
     return SingleEngine(run, LanguageModelling({"model": model}), torch.device("cpu"), 100)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("kind", "precision"), [("gpt", "fp8"), ("gpt", "nvfp4"), ("moe", "fp16"), ("moe", "bf16"), ("moe", "fp8"), ("moe", "nvfp4")]
 )

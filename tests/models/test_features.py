@@ -170,6 +170,7 @@ def test_what_is_written_with_a_cache_is_what_the_whole_text_gives(features: dic
         assert torch.equal(logits[:, -1].argmax(-1), ids[:, length]), length
 
 
+@pytest.mark.whole
 def test_reading_learns_to_copy_what_only_the_context_says() -> None:
     """The gate opens, and the loss falls far below what is possible without reading."""
     torch.manual_seed(1)

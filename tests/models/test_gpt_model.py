@@ -224,6 +224,7 @@ def test_checkpointed_gradients_are_the_same(make_gpt, settings):
     assert len(calls) == 4
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("settings", [{"dropout": 0.1}, LLAMA | {"num_kv_heads": 2}])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiles_into_one_graph(make_gpt, settings, checkpointing):

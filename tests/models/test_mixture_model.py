@@ -306,6 +306,7 @@ def batch(seed: int = 1) -> dict[str, Tensor]:
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_every_router_learns(kind):
     torch.manual_seed(0)

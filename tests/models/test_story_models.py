@@ -24,6 +24,7 @@ def test_reference_outputs(lm_folder, name):
     assert loss.item() == pytest.approx(reference["text_mean_nll"], abs=2e-5)
 
 
+@pytest.mark.whole
 def test_a_story_goes_on_past_the_longest_sequence(lm_folder):
     model, config = load_story_model(lm_folder, "stories260K")
     prompt = torch.tensor([config["reference"]["prompt_ids"]])

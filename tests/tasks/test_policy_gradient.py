@@ -362,6 +362,7 @@ def settings(tmp_path: Path, **rlhf: Any) -> Any:
     return resolve_data(tree, name="test", dialect="shoal", environ={})
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "more", [{}, {"value": "head"}, {"algorithm": "grpo"}, {"algorithm": "online-dpo"}], ids=["network", "head", "grpo", "online-dpo"]
 )

@@ -185,6 +185,7 @@ def settings(tmp_path: Path, task: str, **more: Any) -> Any:
     return resolve_data(tree | more, name="test", dialect="shoal", environ={})
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("task", ["reward", "dpo"])
 def test_a_run_learns_from_pairs_and_resumes_to_the_same_numbers(task: str, tmp_path: Path) -> None:
     whole = prepare(settings(tmp_path, task), run_dir=str(tmp_path / "whole"), resume=False, reporters=[])
