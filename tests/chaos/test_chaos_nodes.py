@@ -78,3 +78,5 @@ def test_answers_go_on_whichever_node_is_killed(tmp_path: Path, monkeypatch: pyt
                 time.sleep(0.05)
             assert answer(port, seed, there[seed % len(there)]) == wanted[seed]
         assert "server" in machines(port)
+        spread.terminate()
+        assert "directly" in spread.communicate()[0], "the nodes handed on to each other"

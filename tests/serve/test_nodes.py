@@ -105,13 +105,15 @@ class Machines:
 
 
 @contextmanager
-def spread(model, described, names: list[str], expected: int | None = None, keys: Keys | None = None) -> Iterator[tuple[Engine, Machines]]:
+def spread(
+    model, described, names: list[str], expected: int | None = None, keys: Keys | None = None, **settings
+) -> Iterator[tuple[Engine, Machines]]:
     """`keys`: machines come over TCP, encrypted; else without any network."""
     token = new_token()
     server: Server = InProcessServer(token=token, max_frame_bytes=1 << 24)
     if keys is not None:
         server = serve(Zmq(port=0), token=token, keys=keys, max_frame_bytes=1 << 24, hosts=("127.0.0.1",))
-    served = small_served(model)._replace(nodes=1 + len(names) if expected is None else expected, described=described)
+    served = small_served(model, **settings)._replace(nodes=1 + len(names) if expected is None else expected, described=described)
     stages, machines = Spread(served, server, lambda text: None), Machines(server, token, keys and keys.public)
     try:
         for name in names:
@@ -230,7 +232,7 @@ def test_a_cache_that_cannot_forget_is_read_from_the_beginning_when_what_was_und
         last = stages.current.stops[-1].name
         stages.nodes[last].orders = Deaf()  # the others have read the next token, and this machine has not heard of it
         engine._start()
-        wait_for(lambda: any(trip.at == 2 for trip in stages._trips.values()))
+        wait_for(lambda: any(2 in trip.given for trip in stages._trips.values()))
         machines.unplug(last, stages.hub)
         finish(engine)
         assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4, 1, 5, 9, 2, 6]], [20]))

@@ -15,9 +15,10 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.serve.holding import Holder, Place
+from shoal.serve.orders import carry_out, order_message, unpacked
 from shoal.serve.pipeline import Pipeline
-from shoal.serve.routes import HERE, Node, Order
-from shoal.serve.tensors import Tensors, as_frame, from_frame, type_name
+from shoal.serve.routes import HERE, Door, Node, Order
+from shoal.serve.tensors import Tensors
 from shoal.transports import Message, Request, Server
 from shoal.updates.messages import Frame
 
@@ -42,8 +43,11 @@ class Guest:
 class Hub:
     """One thread between the transport's server and the pipeline."""
 
-    def __init__(self, server: Server, pipeline: Pipeline, tensors: Tensors, model: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-        """`model`: what a machine needs to make the model without numbers."""
+    def __init__(
+        self, server: Server, pipeline: Pipeline, tensors: Tensors, model: Mapping[str, Any], tell: Callable[[str], None], *, int8: bool
+    ) -> None:
+        """`model`: what a machine needs to make the model without numbers; `int8`: whether hidden states are rounded for the way."""
+        self.int8 = int8
         self.server, self.pipeline, self.tensors, self.model, self.tell = server, pipeline, tensors, dict(model), tell
         self.guests: dict[str, Guest] = {}
         self._ending = False
@@ -103,7 +107,7 @@ class Hub:
     def _answer(self, request: Request, header: Mapping[str, Any]) -> Message | None:
         kind = header.get("kind")
         if kind == "node":
-            return Message({"kind": "model", **self.model, "width": self.pipeline.width})
+            return Message({"kind": "model", **self.model, "width": self.pipeline.width, "int8": self.int8})
         if kind == "tensor":
             answer, frames = self.tensors.answer(header)
             return Message(answer, frames)
@@ -122,6 +126,8 @@ class Hub:
             self._take(guest.node, header, request.message.frames)
             guest.asks = (request, time.monotonic())
             return None
+        if kind == "done":
+            self._take(guest.node, header, request.message.frames)
         return Message({"kind": "heard"})
 
     def _enter(self, header: Mapping[str, Any]) -> Message:
@@ -132,7 +138,7 @@ class Hub:
             raise ShoalError("a machine must say how long it takes for a layer, and how much memory it has")
         wanted = header.get("name")
         name = self._free_name(wanted[:_NAME_LENGTH] if isinstance(wanted, str) and wanted else "node")
-        node = Node(name, layer_s, memory, ring=self.server.wake)
+        node = Node(name, layer_s, memory, ring=self.server.wake, door=_door(header.get("door")))
         session = secrets.token_hex(16)
         self.guests[session] = Guest(node, time.monotonic())
         self.tell(f"{name} joined: {1000 * layer_s:.2f} ms a layer, {memory / 2**30:.1f} GiB")
@@ -149,11 +155,15 @@ class Hub:
         for done in header["done"]:
             if done["kind"] == "held":
                 self.pipeline.held(node.name, Place(*done["place"]))
+            elif done["kind"] == "probed":
+                self.pipeline.probed(node.name, str(done["other"]), done["reached"] is True)
+            elif done["kind"] == "declined":
+                self.pipeline.decline(node.name, int(done["trip"]))
             elif done["kind"] == "failed":
                 self.pipeline.fail(int(done["trip"]), f"{node.name}: {str(done['problem'])[:300]}")
             elif done["trip"] >= 0:
-                y_BLD = from_frame(frames[done["frame"]], done["shape"], done["type"])
-                self.pipeline.done(node.name, int(done["trip"]), y_BLD, float(done["seconds"]))
+                y_BLD = unpacked(frames[done["frame"]], done)
+                self.pipeline.done(node.name, int(done["trip"]), y_BLD, float(done["seconds"]), done["handed_on"] is True)
 
     def _hand_out(self) -> None:
         """Answer machines for which there are orders, and those that have waited for long."""
@@ -163,31 +173,29 @@ class Hub:
                 continue
             request, _ = guest.asks
             guest.asks = None
-            self.server.reply(request, _orders(guest.node))
+            self.server.reply(request, self._orders(guest.node))
+
+    def _orders(self, node: Node) -> Message:
+        """The next orders of a machine, at most one of which is to read: what it has read travels on at once."""
+        headers, frames = list[dict[str, Any]](), tuple[Frame, ...]()
+        while node.orders and not frames and len(headers) < 64:
+            try:
+                order = node.orders.popleft()
+            except IndexError:  # the machine was lost at this moment
+                break
+            header, frames = order_message(order, self.int8)
+            headers.append(header)
+        return Message({"kind": "orders", "orders": headers}, frames)
 
 
-def _orders(node: Node) -> Message:
-    """The next orders of a machine, at most one of which is to read: what it has read travels on at once."""
-    headers, frames = list[dict[str, Any]](), list[Frame]()
-    while node.orders and not frames and len(headers) < 64:
-        try:
-            order = node.orders.popleft()
-        except IndexError:  # the machine was lost at this moment
-            break
-        headers.append(_header(order))
-        if order.x_BLD is not None:
-            frames.append(as_frame(order.x_BLD))
-    return Message({"kind": "orders", "orders": headers}, tuple(frames))
-
-
-def _header(order: Order) -> dict[str, Any]:
-    header: dict[str, Any] = {"kind": order.kind, "place": list(order.place), "requests": list(order.requests), "length": order.length}
-    if order.reading is not None and order.x_BLD is not None:
-        reading = {
-            name: [list(one) if isinstance(one, tuple) else one for one in column] for name, column in order.reading._asdict().items()
-        }
-        header |= {"trip": order.trip, "reading": reading, "shape": list(order.x_BLD.shape), "type": type_name(order.x_BLD)}
-    return header
+def _door(told: Any) -> Door | None:
+    """The door that a machine says it has opened. Raises ShoalError."""
+    if told is None:
+        return None
+    address, token, key = told
+    if not all(isinstance(one, str) and len(one) <= 200 for one in (address, token, key or "")):
+        raise ShoalError("a machine's door is an address, a token and a key")
+    return Door(address, token, key)
 
 
 def _refused(why: str) -> Message:
@@ -222,25 +230,10 @@ class OwnLayers:
 
     def _carry_out(self, order: Order) -> None:
         try:
-            carry_out(self.holder, order, lambda y_BLD, seconds: self.pipeline.done(self.node.name, order.trip, y_BLD, seconds))
+            found = carry_out(self.holder, order)
+            if found is not None:
+                self.pipeline.done(self.node.name, order.trip, *found)
             if order.kind == "hold":
                 self.pipeline.held(self.node.name, order.place)
         except Exception as error:  # one request's fault must not end the service of the others
             self.pipeline.fail(order.trip, f"{self.node.name}: {error}")
-
-
-def carry_out(holder: Holder, order: Order, read: Callable[[Any, float], None]) -> None:
-    """Do what an order says; `read` is told what came of reading."""
-    if order.kind == "hold":
-        holder.hold(order.place)
-    elif order.kind == "drop":
-        holder.drop(order.place)
-    elif order.kind == "share":
-        request, other = order.requests
-        holder.share(order.place, request, other, order.length)
-    elif order.kind == "release":
-        holder.release(order.requests)
-    elif order.reading is not None and order.x_BLD is not None:
-        start = time.perf_counter()
-        y_BLD = holder.read(order.place, order.reading, order.x_BLD)
-        read(y_BLD, time.perf_counter() - start)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
-from shoal.serve.holding import Holder, Place, Reading, free_memory
-from shoal.serve.hub import carry_out
-from shoal.serve.routes import Order
+from shoal.serve.holding import Holder, Place, free_memory
+from shoal.serve.hops import Handing, Inbox, Seen, open_inbox
+from shoal.serve.orders import carry_out, order_from, packed
+from shoal.serve.routes import Onward, Order
 from shoal.serve.skeletons import skeleton_of
-from shoal.serve.tensors import PIECE_BYTES, Fetched, as_frame, from_frame, type_name
+from shoal.serve.tensors import PIECE_BYTES, Fetched
 from shoal.transports import Client, Message, Refused, Unreachable, connect
 from shoal.updates.messages import Frame
 
@@ -41,8 +45,13 @@ class NodeProcess:
     def __init__(self, reached: Reached, name: str | None, *, slowdown: float, patience_s: float, tell: Callable[[str], None]) -> None:
         self.reached, self.name, self.slowdown, self.patience_s, self.tell = reached, name, slowdown, patience_s, tell
         self.client, self.pulse = reached.client(), reached.client()
-        self.session = ""
+        self.reporting, self.handing = reached.client(), Handing(FRAME_BYTES)
+        self.session, self.int8 = "", False
+        self._seen = Seen()
+        self._inbox: Inbox | None = None
         self._stopping = threading.Event()
+        self._computing = threading.Lock()
+        """Orders come from the server and from other machines, and are carried out one at a time."""
 
     def stop(self) -> None:
         """Leave when the order in hand is carried out."""
@@ -64,6 +73,8 @@ class NodeProcess:
                 if time.monotonic() - seen > self.patience_s:
                     raise ShoalError(f"{problem}; {self.patience_s:g} s are over") from None
                 self._stopping.wait(_PAUSE_S)
+            finally:
+                self._shut()
 
     def _ask(self, header: dict[str, Any], frames: tuple[Frame, ...] = ()) -> tuple[Mapping[str, Any], tuple[Frame, ...]]:
         answer = self.client.call(Message(header, frames), _CALL_S)
@@ -75,18 +86,33 @@ class NodeProcess:
         return answer.header, answer.frames
 
     def _enter(self) -> Holder:
-        """Make the model without numbers, measure one layer, and say what this machine can do."""
+        """Make the model without numbers, measure one layer, open a door for other machines, and say what this one can do."""
         model, _ = self._ask({"kind": "node"})
         if model.get("kind") != "model":
             raise ShoalError(f"{self.reached.address} serves no model: join it without --node")
+        self.int8 = model.get("int8") is True
         holder = Holder(*skeleton_of(model, Fetched(self._ask).get), choose_device("auto"), self.slowdown)
         layer_s = holder.measure(int(model["width"]))
+        holder.drop(Place(0, 1))
+        seen = self._seen = Seen()
+        self.reporting, self.handing = self.reached.client(), Handing(FRAME_BYTES)
+        try:
+            self._inbox = open_inbox(self.reached.address, FRAME_BYTES, lambda order: self._carry_out_handed(holder, seen, order))
+        except ShoalError as problem:
+            self.tell(f"warning: other machines cannot hand on to this one, and the server brings everything: {problem}")
         about = {"layer_s": layer_s, "memory_bytes": float(free_memory()), "name": self.name}
-        answer, _ = self._ask({"kind": "enter", **about})
+        answer, _ = self._ask({"kind": "enter", **about, "door": list(self._inbox.door) if self._inbox is not None else None})
         self.session, self.name = str(answer["session"]), str(answer["name"])
         self.tell(f"joined as {self.name}")
-        holder.drop(Place(0, 1))
         return holder
+
+    def _shut(self) -> None:
+        """Nothing is taken from other machines any more, or handed to them."""
+        self.reporting.close()
+        self.handing.close()
+        if self._inbox is not None:
+            self._inbox.close()
+            self._inbox = None
 
     def _beat(self) -> None:
         while not self._stopping.wait(_PULSE_S):
@@ -97,44 +123,74 @@ class NodeProcess:
                     continue
 
     def _serve(self, holder: Holder) -> None:
-        done, frames = list[dict[str, Any]](), list[Frame]()
+        report = Report()
         while not self._stopping.is_set():
-            answer, given = self._ask({"kind": "turn", "session": self.session, "done": done}, tuple(frames))
+            answer, given = self._ask({"kind": "turn", "session": self.session, "done": report.done}, tuple(report.frames))
             if answer.get("kind") == "over":
                 self.tell("the server has ended")
                 return
-            done, frames = [], []
+            report = Report()
             for header in answer["orders"]:
-                self._carry_out(holder, header, given, done, frames)
+                self._carry_out(holder, self._seen, order_from(header, given), report)
         self._ask({"kind": "leave", "session": self.session})
 
-    def _carry_out(
-        self, holder: Holder, header: Mapping[str, Any], given: tuple[Frame, ...], done: list[dict[str, Any]], frames: list[Frame]
-    ) -> None:
-        order = _order(header, given)
+    def _carry_out_handed(self, holder: Holder, seen: Seen, order: Order) -> None:
+        """What another machine handed to this one is read if the server's orders have come that belong before it."""
+        report = Report()
+        with self._computing:
+            can_read = seen.can_read(order, holder)
+        if can_read:
+            self._carry_out(holder, seen, order, report)
+        else:
+            report.done.append({"kind": "declined", "trip": order.trip})
+        self._tell_at_once(report)
 
-        def read(y_BLD: Any, seconds: float) -> None:
-            about = {"kind": "read", "trip": order.trip, "seconds": seconds, "frame": len(frames)}
-            done.append({**about, "shape": list(y_BLD.shape), "type": type_name(y_BLD)})
-            if order.trip >= 0:
-                frames.append(as_frame(y_BLD))
+    def _probe(self, after: Onward) -> None:
+        report = Report()
+        report.done.append({"kind": "probed", "other": after.name, "reached": self.handing.probe(after.door)})
+        self._tell_at_once(report)
 
+    def _tell_at_once(self, report: Report) -> None:
+        """Tell the server beside the question that waits there for orders."""
+        with contextlib.suppress(Unreachable, Refused):  # then the server takes this machine for lost, and begins again
+            header = {"kind": "done", "session": self.session, "done": report.done}
+            self.reporting.call(Message(header, tuple(report.frames)), _CALL_S)
+
+    def _carry_out(self, holder: Holder, seen: Seen, order: Order, report: Report) -> None:
         try:
-            carry_out(holder, order, read)
+            if order.kind == "probe":
+                # Whoever cannot be reached keeps one waiting
+                threading.Thread(target=self._probe, args=order.onward, name="shoal-probe", daemon=True).start()
+                return
+            with self._computing:
+                if seen.is_stale(order):
+                    return
+                found = carry_out(holder, order)
+                seen.note(order)
+            if found is not None and order.trip >= 0:
+                handed_on = bool(order.onward) and self.handing.pass_on(order._replace(x_BLD=found[0]), self.int8)
+                report.add(order.trip, *found, handed_on, self.int8)
             if order.kind == "hold":
                 first, last = order.place
                 self.tell(f"holds the layers {first} to {last - 1}")
-                done.append({"kind": "held", "place": [first, last]})
+                report.done.append({"kind": "held", "place": [first, last]})
         except Unreachable:
             raise
         except Exception as error:  # the server ends the requests, and this machine goes on
             self.tell(f"warning: {error}")
-            done.append({"kind": "failed", "trip": order.trip, "problem": str(error)[:300]})
+            report.done.append({"kind": "failed", "trip": order.trip, "problem": str(error)[:300]})
 
 
-def _order(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> Order:
-    place, requests = Place(*header["place"]), tuple(header["requests"])
-    if "reading" not in header:
-        return Order(str(header["kind"]), place, requests=requests, length=int(header["length"]))
-    x_BLD = from_frame(frames[0], header["shape"], header["type"])
-    return Order("read", place, int(header["trip"]), Reading(**header["reading"]), x_BLD)
+class Report:
+    """What the server is told next."""
+
+    def __init__(self) -> None:
+        self.done: list[dict[str, Any]] = []
+        self.frames: list[Frame] = []
+
+    def add(self, trip: int, y_BLD: Tensor, seconds: float, handed_on: bool, int8: bool) -> None:
+        """What came of reading. The server gets it in any case: it keeps it for whoever may have to take the next machine's place."""
+        about, frame = packed(y_BLD, int8)
+        told = {"kind": "read", "trip": trip, "seconds": seconds, "frame": len(self.frames), "handed_on": handed_on}
+        self.done.append(told | about)
+        self.frames.append(frame)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from shoal.errors import ShoalError
 from shoal.models.cache import mask_of_rows
 from shoal.models.stages import Ends
 from shoal.serve.holding import Place, Reading
-from shoal.serve.routes import HERE, Node, Order, Planner, Route, Stop
+from shoal.serve.routes import HERE, Node, Onward, Order, Planner, Route, Stop
 from shoal.serve.stages import LONGEST_UNBOUNDED, Machine, Work
 from shoal.serve.trips import Live, Started, Trip, only
 
@@ -59,6 +60,10 @@ class Pipeline:
         self._resting: dict[int, Live] = {}
         """Requests that have ended, and whose caches others may share."""
         self._trips: dict[int, Trip] = {}
+        self._trailing: dict[int, Trip] = {}
+        """Trips that came back before all of their stops had reported."""
+        self._direct: dict[tuple[int, int], bool] = {}
+        """By the stays of two machines: whether the first reaches the second. False: it is not known yet, or it does not."""
         self._works: list[Started] = []
         self._arrived: deque[tuple[Trip, Tensor | None]] = deque()
         """Trips that came back, with the stream after the last layer; None: all their requests have ended."""
@@ -156,6 +161,7 @@ class Pipeline:
     def drop(self) -> None:
         with self._changed:
             self._trips.clear()
+            self._trailing.clear()
             self._works.clear()
             self._arrived.clear()
 
@@ -196,6 +202,8 @@ class Pipeline:
                 return
             node.alive, node.lost_at, node.holds = False, time.monotonic(), set()
             node.orders.clear()
+            self._trailing = {number: trip for number, trip in self._trailing.items() if not trip.route.goes_through(name)}
+            self._direct = {pair: reached for pair, reached in self._direct.items() if node.stay not in pair}
             if self._coming is not None and self._coming[0].goes_through(name):
                 self._coming = None
             if self.current is not None and self.current.goes_through(name):
@@ -263,6 +271,23 @@ class Pipeline:
             if place not in node.holds:
                 node.holds.add(place)
                 node.send(Order("hold", place))
+        for before, after in pairwise(route.stops):
+            self._probe(before, after)
+
+    def _probe(self, before: Stop, after: Stop) -> None:
+        """Let a machine try to reach the one after it. Caches must be able to forget, since what is handed on may come twice."""
+        pair, door = (before.stay, after.stay), self.nodes[after.name].door
+        if self.forgets and pair not in self._direct and door is not None and self.nodes[before.name].door is not None:
+            self._direct[pair] = False
+            self._send(before.name, Order("probe", onward=(Onward(after.name, after.place, door),)))
+
+    def probed(self, name: str, other: str, reached: bool) -> None:
+        """A machine has tried to reach another one."""
+        with self._changed:
+            node, after = self.nodes[name], self.nodes.get(other)
+            if after is not None and (node.stay, after.stay) in self._direct:
+                self._direct[node.stay, after.stay] = reached
+                self.tell(f"{name} hands on to {other} " + ("directly" if reached else "through the server: it cannot reach it"))
 
     def _retire(self) -> None:
         """Layers that no route needs any more are dropped."""
@@ -291,7 +316,7 @@ class Pipeline:
         """Embed the tokens and send them to the first stop. Without a route they wait for one."""
         self._trips[trip.number] = trip
         if trip.route.stops:
-            self._forward(trip, self._embedded(trip.reading))
+            self._forward(trip, 0, trip.reading, self._embedded(trip.reading))
 
     def _embedded(self, reading: Reading) -> Tensor:
         ids_BL = torch.tensor(reading.ids, device=self.device)
@@ -300,20 +325,35 @@ class Pipeline:
         lengths = [position + 1 for position in reading.positions]
         return self.ends.embed(ids_BL, max(lengths) - 1, mask_of_rows(lengths, self.device))
 
-    def _forward(self, trip: Trip, x_BLD: Tensor) -> None:
-        """Send a trip to its next stop, without requests that ended meanwhile."""
-        reading = trip.reading
+    def _forward(self, trip: Trip, at: int, reading: Reading, x_BLD: Tensor) -> None:
+        """Send a trip to a stop, and from there to those that can be reached directly, without requests that ended meanwhile."""
         rows = [i for i, request in enumerate(reading.requests) if request in self._live]
         if len(rows) < len(reading.requests):
             x_BLD, reading = x_BLD[rows], only(reading, rows)
             self._give_up_rows(trip, reading)
         if not rows:
             return
-        trip.reading, stop = reading, trip.route.stops[trip.at]
-        if trip.at > 0:
-            for request, position, x_LD in zip(reading.requests, reading.positions, x_BLD, strict=True):
-                self._live[request].keep(stop.first, position, x_LD)
-        self._send(stop.name, Order("read", stop.place, trip.number, reading, x_BLD))
+        trip.reading, onward = reading, self._onward(trip.route.stops[at:])
+        trip.given |= dict.fromkeys(range(at, at + 1 + len(onward)), reading)
+        stop = trip.route.stops[at]
+        self._send(stop.name, Order("read", stop.place, trip.number, reading, x_BLD, onward=onward))
+
+    def _onward(self, stops: Sequence[Stop]) -> tuple[Onward, ...]:
+        """The stops after the first of these to which machines hand on directly."""
+        found = []
+        for before, after in pairwise(stops):
+            door = self.nodes[after.name].door
+            if door is None or not self._direct.get((before.stay, after.stay)):
+                break
+            found.append(Onward(after.name, after.place, door))
+        return tuple(found)
+
+    def _keep(self, stop: Stop, reading: Reading, x_BLD: Tensor) -> None:
+        """Keep what a stop is given, for whoever may have to take its place."""
+        for request, position, x_LD in zip(reading.requests, reading.positions, x_BLD, strict=True):
+            live = self._live.get(request) or self._resting.get(request)
+            if live is not None:
+                live.keep(stop.first, position, x_LD)
 
     def _give_up_rows(self, trip: Trip, left: Reading) -> None:
         """Nobody looks at the logits of requests that ended: zeros take their place."""
@@ -331,30 +371,68 @@ class Pipeline:
             self.nodes[name].send(order)
 
     @torch.inference_mode()
-    def done(self, name: str, number: int, y_BLD: Tensor, seconds: float) -> None:
-        """A machine has read: go on to the next stop, or tell the engine. What nobody waits for any more is let go. Raises ShoalError where
-        the machine's answer cannot be right."""
+    def done(self, name: str, number: int, y_BLD: Tensor, seconds: float, handed_on: bool = False) -> None:
+        """A machine has read: go on to the next stop, unless it was handed on there, or tell the engine. What nobody waits for any more is
+        let go. Raises ShoalError where the machine's answer cannot be right."""
+        with self._changed:
+            trip = self._trips.get(number) or self._trailing.get(number)
+            at = trip.stop_of(name) if trip is not None else -1
+            if trip is None or at < 0:
+                return
+            reading, stops = trip.given[at], trip.route.stops
+            if y_BLD.shape != (len(reading.requests), len(reading.ids[0]), self.width):
+                raise ShoalError(f"{name} answered with numbers of the shape {tuple(y_BLD.shape)}")
+            self._count(stops[at], reading, seconds)
+            trip.reported.add(at)
+            trip.handed.pop(at, None)
+            if at + 1 == len(stops):
+                self._arrive(trip, reading, y_BLD)
+            else:
+                self._keep(stops[at + 1], reading, y_BLD)
+                self._go_on(trip, at, y_BLD, handed_on)
+            if len(trip.reported) == len(stops):
+                self._trailing.pop(number, None)
+
+    def _go_on(self, trip: Trip, at: int, y_BLD: Tensor, handed_on: bool) -> None:
+        """Bring what was read at a stop to the next one, unless that has it already."""
+        after, stops = at + 1, trip.route.stops
+        if after in trip.given and not handed_on:
+            # It was to be handed on, and the next machine did not take it: from now on the server brings it
+            self._direct.pop((stops[at].stay, stops[after].stay), None)
+        if any(later >= after for later in trip.reported) or trip.number not in self._trips:
+            return
+        if handed_on and after not in trip.declined:
+            trip.handed[after] = y_BLD
+        else:
+            self._forward(trip, after, trip.given[at], y_BLD)
+
+    def decline(self, name: str, number: int) -> None:
+        """A machine cannot use what another handed to it: the server brings it again, after what has to come before it."""
         with self._changed:
             trip = self._trips.get(number)
-            if trip is None or trip.route.stops[trip.at].name != name:
+            at = trip.stop_of(name) if trip is not None else -1
+            if trip is None or at < 0:
                 return
-            if y_BLD.shape != (len(trip.reading.requests), len(trip.reading.ids[0]), self.width):
-                raise ShoalError(f"{name} answered with numbers of the shape {tuple(y_BLD.shape)}")
-            self._count(name, trip, seconds)
-            trip.at += 1
-            if trip.at < len(trip.route.stops):
-                self._forward(trip, y_BLD)
-                return
-            del self._trips[number]
-            if trip.started is not None:
-                self._arrived.append((trip, y_BLD))
-                self._changed.notify_all()
+            if at in trip.handed:
+                self._forward(trip, at, trip.given[at], trip.handed.pop(at))
+            else:
+                trip.declined.add(at)
 
-    def _count(self, name: str, trip: Trip, seconds: float) -> None:
+    def _arrive(self, trip: Trip, reading: Reading, y_BLD: Tensor) -> None:
+        """A trip is through all its stops."""
+        del self._trips[trip.number]
+        trip.reading = reading
+        if len(trip.reported) < len(trip.route.stops):
+            self._trailing[trip.number] = trip
+        if trip.started is not None:
+            self._arrived.append((trip, y_BLD))
+            self._changed.notify_all()
+
+    def _count(self, stop: Stop, reading: Reading, seconds: float) -> None:
         """What a machine takes for one token, while it serves, corrects what was measured when it joined."""
-        node, stop = self.nodes[name], trip.route.stops[trip.at]
-        node.tokens += len(trip.reading.requests) * len(trip.reading.ids[0])
-        if len(trip.reading.requests) == len(trip.reading.ids[0]) == 1 and seconds > 0:
+        node = self.nodes[stop.name]
+        node.tokens += len(reading.requests) * len(reading.ids[0])
+        if len(reading.requests) == len(reading.ids[0]) == 1 and seconds > 0:
             node.layer_s = 0.95 * node.layer_s + 0.05 * seconds / (stop.last - stop.first)
 
     def fail(self, number: int, problem: str) -> None:

@@ -20,9 +20,25 @@ from shoal.serve.holding import Place, Reading
 HERE = "server"
 
 
+class Door(NamedTuple):
+    """Where a machine takes what others hand to it."""
+
+    address: str
+    token: str
+    key: str | None
+
+
+class Onward(NamedTuple):
+    """A stop that can be reached straight from the one before it."""
+
+    name: str
+    place: Place
+    door: Door
+
+
 class Order(NamedTuple):
     """What a machine is to do: `hold` or `drop` layers, `read` tokens through them, let one of two requests `share` what the other's cache
-    holds, or `release` requests."""
+    holds, `release` requests, or `probe` whether it reaches another machine."""
 
     kind: str
     place: Place = Place(0, 0)
@@ -32,6 +48,8 @@ class Order(NamedTuple):
     requests: tuple[int, ...] = ()
     length: int = 0
     """Tokens that are shared."""
+    onward: tuple[Onward, ...] = ()
+    """The stops after this one to which what was read is handed on, without the server; or whom to probe."""
 
 
 @dataclass
@@ -52,6 +70,8 @@ class Node:
     holds: set[Place] = field(default_factory=set)
     lost_at: float = 0.0
     tokens: int = 0
+    door: Door | None = None
+    """Where other machines may try to reach it."""
     stay: int = 0
     """Tells a machine from one that was here before under its name."""
 

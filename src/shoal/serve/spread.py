@@ -51,7 +51,7 @@ class Spread(Pipeline):
         holder = Holder(lambda: served.model, get, self.device)
         layer_s = holder.measure(self.width)
         holder.drop(Place(0, 1))
-        self.hub = Hub(server, self, tensors, served.described, tell)
+        self.hub = Hub(server, self, tensors, served.described, tell, int8=served.settings.hidden_states == "int8")
         node = Node(HERE, layer_s, float(free_memory()), self._measured_ends())
         self.layers = OwnLayers(self, holder, node)
         self.layers.start()

@@ -22,7 +22,8 @@ from shoal.updates.messages import Frame
 PIECE_BYTES = 8 << 20
 """Bytes of a tensor in one message."""
 _MOST_BYTES = 1 << 40
-_TYPES = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)}
+_FLOATS, _INTEGERS = (torch.float32, torch.float64, torch.float16, torch.bfloat16), (torch.int64, torch.int8)
+_TYPES = {str(one).removeprefix("torch."): one for one in (*_FLOATS, *_INTEGERS)}
 
 
 def as_frame(tensor: Tensor) -> Frame:
@@ -37,12 +38,12 @@ def type_name(tensor: Tensor) -> str:
 
 def from_frame(frame: Frame, shape: Any, name: Any) -> Tensor:
     """The tensor that a frame claims to be. Raises ShoalError where its bytes do not fit its shape."""
-    if len(frame) != _claimed_bytes(shape, name):
+    if len(frame) != claimed_bytes(shape, name):
         raise ShoalError(f"{len(frame)} bytes are no tensor of shape {shape} and type {name}")
     return torch.frombuffer(bytearray(frame), dtype=_TYPES[name]).view(shape)
 
 
-def _claimed_bytes(shape: Any, name: Any) -> int:
+def claimed_bytes(shape: Any, name: Any) -> int:
     """How many bytes a tensor of this shape and type has. Raises ShoalError where they are none."""
     sizes = isinstance(shape, list) and len(shape) <= 8 and all(type(one) is int and 0 < one < 2**40 for one in shape)
     if not sizes or not isinstance(name, str) or name not in _TYPES:
@@ -142,7 +143,7 @@ class Fetched:
         return raw if hashlib.sha256(raw).hexdigest() == digest else None
 
     def _receive(self, name: str, path: Path, digest: str, about: Mapping[str, Any]) -> bytes:
-        size, raw = _claimed_bytes(about.get("shape"), about.get("type")), bytearray()
+        size, raw = claimed_bytes(about.get("shape"), about.get("type")), bytearray()
         while len(raw) < size:
             piece = self.ask({"kind": "tensor", "name": name, "start": len(raw)})[1]
             if not piece or not len(piece[0]):

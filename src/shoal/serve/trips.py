@@ -25,9 +25,12 @@ class Live:
     kept: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def keep(self, layer: int, position: int, x_LD: Tensor) -> None:
-        """What was sent for a position, and everything after it, is replaced."""
+        """What was sent for a position, and everything after it, is replaced. Where what came before is missing, nothing is kept."""
         pieces = self.kept.setdefault(layer, [])
         length = sum(map(len, pieces))
+        if length < position:
+            pieces.clear()
+            return
         while length > position:
             last = pieces.pop()
             length -= len(last)
@@ -58,7 +61,18 @@ class Trip:
     """None: the caches of a request are restored, and nobody waits for logits."""
     route: Route
     reading: Reading
-    at: int = 0
+    given: dict[int, Reading] = field(default_factory=dict)
+    """What each stop was given to read: requests may end on the way."""
+    reported: set[int] = field(default_factory=set)
+    """The stops that have said what they read. Where machines hand on, a later one may be quicker to say so."""
+    declined: set[int] = field(default_factory=set)
+    """The stops that could not use what they were handed."""
+    handed: dict[int, Tensor] = field(default_factory=dict)
+    """What each stop was handed by the one before it, until it has said what it made of it."""
+
+    def stop_of(self, name: str) -> int:
+        """The number of a machine's stop that was given something and has not reported yet; −1: it has none."""
+        return next((i for i in self.given if self.route.stops[i].name == name and i not in self.reported), -1)
 
 
 def only(reading: Reading, rows: Sequence[int]) -> Reading:

@@ -132,6 +132,16 @@ def _addresses_of_interfaces() -> list[str]:
     return [*_cards().values()]
 
 
+def own_address_towards(peer: str) -> str | None:
+    """The address of this machine on the way to a peer, which is told nothing; None where there is no way."""
+    with contextlib.suppress(OSError, ShoalError):
+        numeric = resolve(peer)
+        with socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((numeric, 9))
+            return str(probe.getsockname()[0])
+    return None
+
+
 def interface_of(peer: str) -> str | None:
     """The network card that leads to a peer; None where the system does not tell."""
     with contextlib.suppress(OSError, ShoalError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

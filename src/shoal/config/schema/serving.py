@@ -80,6 +80,9 @@ class Serving(Section):
     """Answers that are written at once; each has a cache of its own."""
     max_waiting: PositiveInt = 64
     """Answers that may wait for a place; more are told to come again."""
+    hidden_states: Literal["exact", "int8"] = "exact"
+    """How hidden states travel between machines: in the type that the model computes in, or rounded to a byte each. With int8 answers are
+    no longer exactly those of one machine."""
     prefix_cache_tokens: NonNegativeInt = 4096
     """Tokens of ended requests that stay in the caches: a prompt that begins like one of them is read from there on. 0: none."""
     request_timeout_s: PositiveFloat = 300.0

@@ -123,6 +123,14 @@ class ZmqClient:
             with self._giving_up(line):
                 return self._answer(line, time.monotonic() + timeout_s)
 
+    def is_connected(self) -> bool:
+        """Whether the other side is there at this moment, as far as is known. Before the first call it is not."""
+        with self._calling:
+            if self._line is None or self._closed:
+                return False
+            self._follow(self._line, in_flight=False)
+            return self._line.connected
+
     def _expect_open(self) -> None:
         if self._closed:
             raise Unreachable("the connection was closed on this side")
