@@ -12,6 +12,7 @@ how many rounds of 30 steps there are.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -48,7 +49,7 @@ evaluation: {strategy: steps, batches: 200}
 checkpoint: {strategy: never}
 logging: {every_steps: 100}
 """
-RATES = [[f"training.optimizer.learning_rate={rate}"] for rate in (0.0007, 0.0014, 0.0028)]
+RATES = [[f"training.optimizer.learning_rate={rate}"] for rate in (0.0014, 0.0028, 0.0056)]
 OUTER = [[f"strategy.outer.learning_rate={rate}", f"strategy.outer.momentum={momentum}"] for rate, momentum in ((0.7, 0.9), (0.8, 0.6))]
 DILOCO = ["strategy.kind=diloco", f"strategy.inner_steps={INNER}", "training.batch_size=16"]
 SYNCHRONOUS = [f"training.batch_size={16 * WORKERS}"]
@@ -128,6 +129,17 @@ def best(text: Path, candidates: list[list[str]], workers: int) -> list[str]:
     return candidates[losses.index(min(losses))]
 
 
+def climbed(text: Path, candidates: list[list[str]], workers: int) -> list[str]:
+    """The same for runs that take long: from the first of them on, as long as the loss falls."""
+    last = math.inf
+    for settings, before in zip(candidates, [None, *candidates], strict=False):
+        loss = outcome(text, settings, workers, TUNING).loss
+        if loss > last and before is not None:
+            return before
+        last = loss
+    return candidates[-1]
+
+
 def measure(part: str = "") -> Iterator[Row]:
     import torch
 
@@ -140,7 +152,7 @@ def measure(part: str = "") -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         text = text_in(Path(folder))
         peer = outcome(text, best(text, [SYNCHRONOUS + rate for rate in RATES], 1), 1)
-        chosen = best(text, [DILOCO + rate + OUTER[1] for rate in RATES], WORKERS)
+        chosen = climbed(text, [DILOCO + rate + OUTER[1] for rate in RATES], WORKERS)
         chosen = best(text, [chosen, chosen + OUTER[0]], WORKERS)
         sent = ROUNDS * INNER * WORKERS * 2 * 4 * peer.parameters
         for name, settings, target in WAYS:

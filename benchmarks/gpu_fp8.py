@@ -21,6 +21,7 @@ from gpu_diloco import text_in
 from run import Row
 from torch import Tensor
 
+from shoal.config.load import resolve_data
 from shoal.config.schema.model import Moe
 from shoal.config.schema.training import Fp8
 from shoal.engines import fp8
@@ -60,7 +61,8 @@ def visits_of(settings: Moe) -> Visits:
 
 def experts_part(name: str) -> Row:
     """Both passes through the experts of a layer."""
-    settings = Moe(**SIZES[name])
+    run = resolve_data({"model": {"kind": "moe"} | SIZES[name]}, name="bench", dialect="shoal", environ={}).run
+    settings: Any = run.model
     with torch.device("cuda"):
         layer = Experts(settings, 256).to(torch.bfloat16)
     visits = visits_of(settings)

@@ -43,6 +43,8 @@ def stand_ins(run: Run) -> dict[str, str]:
         found |= {"model.input_dim": "64"}
     if run.model.kind == "dcgan":
         found |= {"model.image_size": "8", "model.generator_features": "4", "model.discriminator_features": "4"}
+    if run.training.precision.kind == "fp8":
+        found |= {"training.allow_emulation": "true"}
     if not run.alone:
         found |= {"transport.kind": "in-process"}
     return found | {"engine.kind": "single"}
