@@ -11,6 +11,7 @@ import pytest
 
 from commands import HANG_S, processes_in, wait_for
 from shoal.cli import demo, demo_alone, demo_scenes
+from shoal.cli.demo import activation
 from shoal.cli.demo_scenes import SCENES
 from shoal.cli.main import main
 from shoal.config.load import File, parse_override, resolve
@@ -105,3 +106,8 @@ def test_the_scene_of_a_reward_has_good_settings(tmp_path: Path) -> None:
     with processes_in(tmp_path) as processes:  # a plugin stays with the process that has loaded it
         code, said = processes.run(*words)
     assert code == 0, said
+
+
+def test_whoever_cannot_type_shoal_yet_is_told_how() -> None:
+    assert activation(Path("/clone/.venv"), Path("/clone"), windows=False) == ". .venv/bin/activate"
+    assert activation(Path("/elsewhere/env"), Path("/clone"), windows=False) == ". /elsewhere/env/bin/activate"

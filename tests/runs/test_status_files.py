@@ -84,6 +84,21 @@ def test_a_coordinator_that_was_killed_is_missed(tmp_path: Path, capsys: Any) ->
     assert "the coordinator is not here" in capsys.readouterr().out
 
 
+def test_a_run_that_has_ended_shows_what_came_after_its_last_status(tmp_path: Path) -> None:
+    path = status(tmp_path / "run", figures={"train": {"loss": 2.0}, "eval": {}})
+    (path / "events.jsonl").write_text(json.dumps({"at": 1.0, "text": "ann left"}) + "\n")
+    (path / "summary.json").write_text(json.dumps({"status": "completed", "metrics": {"train": {"loss": 1.5}, "eval": {"accuracy": 0.8}}}))
+    seen = RunFolder(path).status()
+    assert seen["figures"] == {"train": {"loss": 1.5}, "eval": {"accuracy": 0.8}}
+    assert [event["text"] for event in seen["events"]] == ["ann left"]
+
+
+def test_where_there_is_no_run_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["status"]) == 2
+    assert "there are no runs in runs" in capsys.readouterr().err
+
+
 def test_who_is_rejected_why_and_how_the_time_divides(tmp_path: Path, capsys: Any) -> None:
     row = {
         "worker": "bo",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -206,4 +208,12 @@ def _point_onwards() -> None:
     }
     for who, what in rows.items():
         print(f"  {who:<46} {what}")
+    if shutil.which("shoal") is None:  # `make demo` has installed it where this terminal does not look
+        print(f"\nTo type shoal in this terminal, once:  {activation(Path(sys.prefix), Path.cwd(), windows=os.name == 'nt')}")
     sys.stdout.flush()
+
+
+def activation(environment: Path, here: Path, *, windows: bool) -> str:
+    """What puts the programs of a virtual environment within reach of a shell."""
+    shown = environment.relative_to(here) if environment.is_relative_to(here) else environment
+    return str(shown / "Scripts" / "activate") if windows else f". {shown}/bin/activate"

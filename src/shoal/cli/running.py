@@ -103,7 +103,14 @@ def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
             show_invitation(ready, made.asked.hosts)
         with stopping_on_signals(loop), _watched(loop, made.asked.watch and speaks):
             outcome = ready.train()
-        return show_outcome(loop, outcome) if speaks else 0, loop.engine.world
+        return show_outcome(loop, outcome, _command(made)) if speaks else 0, loop.engine.world
+
+
+def _command(made: Plan) -> str:
+    """The command that resumes such a run; nothing for a relay, which is given the way to its coordinator again."""
+    if made.asked.above is not None:
+        return ""
+    return "up" if made.asked.up else "coordinate" if made.asked.invite else "train"
 
 
 @contextmanager

@@ -36,19 +36,23 @@ def download(what: str, done: int, total: int | None) -> None:
     sys.stderr.write(counted + ("\n" if total and done >= total else "\r"))
 
 
-def show_outcome(loop: Loop | ClusterLoop, outcome: Outcome) -> int:
-    """Tell how a run ended; the exit code."""
+def show_outcome(loop: Loop | ClusterLoop, outcome: Outcome, command: str) -> int:
+    """Tell how a run ended, and what to type next; the exit code. `command`: what started it, and resumes it."""
     from shoal.watch.progress import figures
 
     summary = outcome.summary
     last = summary["metrics"]["eval"] or summary["metrics"]["train"]
     took = f"after {summary['steps']} {loop.recorder.step_name}s, {summary['samples']} samples, {summary['wall_s']:.1f} s"
-    print(f"{summary['status']} {took}: {figures(last)}")
+    print(f"{summary['status']} {took}" + (f": {figures(last)}" if figures(last) else ""))
     if summary.get("contributions"):
         print(f"contributions: {contributions(summary['contributions'])}")
     print(f"run: {loop.directory.path}")
     if outcome.model:
         print(f"model: {outcome.model}")
+    if summary["status"] == "interrupted" and command:
+        print(f"go on: shoal {command} --run-dir {loop.directory.path} --resume")
+    if summary.get("contributions"):
+        print(f"audit: shoal audit {loop.directory.path}")
     # A launcher starts what failed again, and what its owner ended shall stay ended.
     return 130 if summary["status"] == "interrupted" and summary.get("ended_by") != "owner" else 0
 

@@ -105,7 +105,10 @@ def _folder_of_settings(arguments: argparse.Namespace, overrides: list[Override]
 
     if arguments.files and is_address(arguments.files[0]):
         return None
-    settings = require(load(arguments, overrides)).run
+    loaded = load(arguments, overrides)
+    if not arguments.files and any(problem.code == "missing-file" for problem in loaded.problems):
+        return newest_run(Path("runs"))  # says that there is none, which is what this person wants to know
+    settings = require(loaded).run
     return None if isinstance(settings.transport, Postgres) else newest_run(Path(settings.output_dir))
 
 

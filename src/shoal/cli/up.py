@@ -141,5 +141,5 @@ def _leave_running(plan: Plan, folder: Path, argv: list[str], named: bool) -> in
         return process.poll() or 1
     where = os.path.relpath(folder)
     print(f"{plan.workers} workers are being started ({plan.run.launch.kind}); what they say is in {where}/workers")
-    print(f"see it:      shoal status {where}\nwhat it says: {where}/{_LOG}\nend it:      shoal down {where}")
+    print(f"see it:       shoal status {where}\nwhat it says: {where}/{_LOG}\nend it:       shoal down {where}")
     return 0

@@ -21,6 +21,8 @@ _LEAST_FREE = 5 << 30
 _OLDEST = 1_700_000_000
 """No clock is right that shows a time before this program was written."""
 _PORTS = {"a coordinator": 65432, "the dashboard": 8650}
+_NOT_TOLD = ("dev", "all", "classroom")
+"""Extras that repeat others, and the one for who works on Shoal itself."""
 _REQUIREMENT = re.compile(r"""^([A-Za-z0-9._-]+).*;.*extra\s*==\s*['"]([\w-]+)['"]""")
 
 
@@ -127,7 +129,7 @@ def _database() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    """What is installed of each extra, as the package itself lists them."""
+    """What is installed of each extra that people ask for, as the package itself lists them."""
     try:
         listed = importlib.metadata.requires("shoal") or []
     except importlib.metadata.PackageNotFoundError:
@@ -139,7 +141,7 @@ def _extras() -> Iterator[Finding]:
             wanted.setdefault(found[2], []).append(found[1])
     for extra, names in sorted(wanted.items()):
         missing = [name for name in names if not _is_installed(name)]
-        if extra != "dev":
+        if extra not in _NOT_TOLD:
             told = f"without {', '.join(missing)}" if missing else ", ".join(names)
             yield Finding(f"shoal[{extra}]", DOUBTFUL if missing else GOOD, told, f"pip install 'shoal[{extra}]'" if missing else "")
 

@@ -342,8 +342,8 @@ def headline(plan: Plan, loop: Loop | ClusterLoop) -> str:
         return f"{plan.run.strategy.kind}, {rest}"
     where = loop.engine.device if plan.here is None else f"{plan.here.size} × {loop.engine.device.type} ({plan.run.engine.kind})"
     own = plan.run.model.kind in OWN
-    what = loop.engine.task.players["model"] if own else loop.engine.task
-    return f"{type(what).__name__} on {where}, {rest}"
+    what = type(loop.engine.task.players["model"]).__name__ if own else f"{plan.run.chosen_task.kind} ({plan.run.model.kind})"
+    return f"{what} on {where}, {rest}"
 
 
 def _alone(plan: Plan, reporters: list[Reporter], progress: Progress | None, given: Given) -> Started:

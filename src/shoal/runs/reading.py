@@ -137,6 +137,8 @@ class RunFolder:
         state = self._state(status)
         if state not in GOING_ON:  # the last status was written while workers were still here
             status["members"] = [row | {"state": "left"} for row in status.get("members", ())]
+        if self._has_ended():
+            status |= self._outcome(status)
         return _DEFAULTS | status | {"state": state, "folder": clean_text(str(self.path))}
 
     def _alone(self) -> dict[str, Any]:
@@ -152,24 +154,37 @@ class RunFolder:
         known |= {"strategy": str(strategy)} if strategy else {}
         return {"run": self.name, "version": last.get("step", 0), "figures": figures, "events": events, **known}
 
+    def _outcome(self, status: Mapping[str, Any]) -> dict[str, Any]:
+        """What came after the last status: the last evaluation, and workers that left."""
+        summary = self.summary()
+        last = {split: figures for split, figures in summary.get("metrics", {}).items() if figures}
+        known = {name: summary[name] for name in ("samples", "wall_s", "contributions") if summary.get(name)}
+        events = [clean(one) for one in Tail(self.path / "events.jsonl").values()][-50:]
+        return {**known, "figures": {**status.get("figures", {}), **last}, "events": events or status.get("events", []), "eta_s": None}
+
     def _is_coordinated(self) -> bool:
         """Whether a coordinator has opened the run, which writes its status a moment later."""
         return (self.path / "owner.json").exists()
 
     def _state(self, status: Mapping[str, Any]) -> str:
         """What the run does: how it ended, where it has ended, or whether somebody still works at it."""
-        written, ended = (
-            _changed_at(self.path / "status.json") or _changed_at(self.path / "metrics.jsonl"),
-            _changed_at(self.path / "summary.json"),
-        )
-        if ended and ended >= written - 1.0:
-            return str(clean(read_json(self.path / "summary.json")).get("status", "ended"))
+        if self._has_ended():
+            return str(self.summary().get("status", "ended"))
+        written = self._written_at()
         if not written and self._is_coordinated():
             return "starting"
         age_s = time.time() - written
         if age_s < _FRESH_S or (age_s < _LONG_S and _is_running(status.get("pid"))):
             return str(status.get("state") or "running")
         return "not here" if "pid" in status or status.get("members") else "running or killed"
+
+    def _written_at(self) -> float:
+        return _changed_at(self.path / "status.json") or _changed_at(self.path / "metrics.jsonl")
+
+    def _has_ended(self) -> bool:
+        """Whether the run's summary is about its last start. One that was resumed writes its status again."""
+        ended = _changed_at(self.path / "summary.json")
+        return bool(ended and ended >= self._written_at() - 1.0)
 
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = clean(read_json(self.path / "summary.json"))

@@ -89,8 +89,17 @@ class LiveProgress(Reporter):
         self.progress.stop()
 
 
+def _worded(what: str, cell: str) -> str:
+    """A cell of the table of workers, in a sentence: `3 accepted`, but `lag 0`."""
+    return f"{what} {cell}" if what in ("lag", "task", "idle", "share") else f"{cell} {what}"
+
+
 class PlainCluster(PlainProgress):
     """Lines for a run with workers: now and then also who does what."""
+
+    def start(self, recorder: Recorder) -> None:
+        super().start(recorder)
+        self._table_at = time.monotonic()  # at first nobody has done anything
 
     def step(self, recorder: Recorder) -> None:
         now = time.monotonic()
@@ -99,9 +108,7 @@ class PlainCluster(PlainProgress):
         self._table_at = now
         (_, _, *names), *rows = rows_of(recorder)
         for name, state, *cells in rows:
-            self.message("  " + "  ".join([name, state, *(f"{cell} {what}" for what, cell in zip(names, cells, strict=True))]))
-
-    _table_at = float("-inf")
+            self.message(f"  {name}: " + ", ".join([state, *map(_worded, names, cells)]))
 
 
 class LiveCluster(LiveProgress):
