@@ -1,9 +1,9 @@
 """What watching costs those who train, and what it is like for those who watch.
 
-One run trains all the time. A dashboard stands beside it, and in turn nobody and two subscribers listen to its events; the samples a second
-of neighbouring stretches are compared. Then a browser (Debian's chromium, with playwright) opens a run of 200 workers and 100,000 records:
+One run trains all the time. A dashboard stands beside it: in turn two subscribers listen to its events, and it is suspended as if it were
+not there; the samples a second of neighbouring stretches are compared. Then a browser (Debian's chromium, with playwright) opens a run of 200 workers and 100,000 records:
 when there is something to see, and how many whole pictures a second it draws while somebody goes through time. `watching:browser` measures
-the browser only, `watching:run` the run only.
+the browser only, `watching:run` the run only, and `watching:run:2` does so with two pairs of stretches.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -26,7 +27,7 @@ from typing import Any
 from processes import MLP, MNIST, PYTHON, QUIET, command, environment
 from run import Row
 
-PAIRS, STRETCH_S, SETTLE_S, START_S = 10, 6.0, 1.5, 90.0
+STRETCH_S, SETTLE_S, START_S = 6.0, 1.5, 90.0
 WORKERS, RECORDS = 200, 100_000
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
 DRAW = """async () => {
@@ -43,10 +44,10 @@ DRAW = """async () => {
 }"""
 
 
-def measure(part: str = "") -> Iterator[Row]:
+def measure(part: str = "", pairs: str = "10") -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         if part in ("", "run"):
-            yield _cost(Path(folder))
+            yield _cost(Path(folder), int(pairs))
         if part in ("", "browser"):
             yield from _browser(Path(folder))
 
@@ -54,16 +55,25 @@ def measure(part: str = "") -> Iterator[Row]:
 # --- those who train ------------------------------------------------------------------------------------
 
 
-def _cost(folder: Path) -> Row:
+def _cost(folder: Path, count: int) -> Row:
     source = MLP if MNIST.is_dir() else {}
     settings = {**QUIET, **source, "strategy.kind": "async", "transport.port": "0"}
     with _running(command(folder / "run", settings, workers=2), folder / "run.log"):
         _wait_for(lambda: _progress(folder / "run")[0] > 0)
-        with _dashboard(folder / "run") as address:
-            pairs = [(_rate(folder / "run", address, 2), _rate(folder / "run", address, 0)) for _ in range(PAIRS)]
+        with _dashboard(folder / "run") as (address, process):
+            pairs = [(_rate(folder / "run", address, 2), _without(process, folder / "run", address)) for _ in range(count)]
     watched, alone = (statistics.median(side) for side in zip(*pairs, strict=True))
     ratio = statistics.median(one / other for one, other in pairs)
-    return Row("watching, two subscribers", watched, alone, "samples/s", ratio, "≥ 0.98", f"median of {PAIRS} pairs")
+    return Row("watching, two subscribers", watched, alone, "samples/s", ratio, "≥ 0.98", f"median of {count} pairs")
+
+
+def _without(dashboard: subprocess.Popen[bytes], run: Path, address: str) -> float:
+    """Samples a second of a stretch in which there is no dashboard."""
+    dashboard.send_signal(signal.SIGSTOP)
+    try:
+        return _rate(run, address, 0)
+    finally:
+        dashboard.send_signal(signal.SIGCONT)
 
 
 def _rate(run: Path, address: str, subscribers: int) -> float:
@@ -109,13 +119,13 @@ def _running(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes
 
 
 @contextmanager
-def _dashboard(run: Path) -> Iterator[str]:
+def _dashboard(run: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     log = run.with_suffix(".watch")
-    with _running([PYTHON, "-m", "shoal", "watch", str(run), "--port", "0"], log):
+    with _running([PYTHON, "-m", "shoal", "watch", str(run), "--port", "0"], log) as process:
         _wait_for(lambda: "http" in log.read_text())
         found = re.search(r"http://[^#\s]+", log.read_text())
         assert found is not None
-        yield found[0]
+        yield found[0], process
 
 
 def _wait_for(true: Any) -> None:
@@ -136,7 +146,7 @@ def _browser(folder: Path) -> Iterator[Row]:
     if chromium is None:
         raise RuntimeError("there is no chromium: apt-get install chromium")
     _write_large(run)
-    with _dashboard(run) as address, sync_playwright() as playwright:
+    with _dashboard(run) as (address, _), sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, headless=True, args=FLAGS)
         paints, shown, updates = zip(*(_look(browser, address) for _ in range(5)), strict=True)
         browser.close()

@@ -164,6 +164,22 @@ def test_an_engineer_sees_every_card_and_sorts_the_workers_by_keyboard(browser: 
         sync_api.expect(page.get_by_role("img", name="accuracy")).to_be_visible()
 
 
+ROWS = """async () => {
+  const { fillRows } = await import("./words.js"), body = document.createElement("tbody");
+  const rows = (text) => Array.from({ length: 60 }, (_, at) => [String(at), "", () => [[text, ""]]]), last = () => body.children[59].textContent;
+  fillRows(body, rows("before"), 1);
+  fillRows(body, rows("after"), 1);
+  const soon = [body.children[0].textContent, last()];
+  while (last() === "before") await new Promise((resolve) => setTimeout(resolve, 20));
+  return [...soon, last()];
+}"""
+
+
+def test_of_a_crowd_the_rows_in_sight_are_written_first(browser: Any, home: str) -> None:
+    with opened(browser, home, "#view=engineer") as page:
+        assert page.evaluate(ROWS) == ["after", "before", "after"]
+
+
 def test_new_records_arrive_while_one_looks(browser: Any, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with shown(folder) as address, opened(browser, address, "#view=class") as page:

@@ -187,14 +187,13 @@ const PARTS = ["computing", "waiting", "sending"];
 export function timeline(box, { rows, from, to, label = "" }) {
   if (far.has(box)) return;
   const width = measure(box), each = rows.length > 30 ? 12 : 22, left = Math.min(150, width * 0.3);
-  const height = rows.length * each + 30, root = canvas(width, height, label);
+  const height = rows.length * each + 30, root = lanes(box, rows.map((row) => row[0]), width, each, left, label);
   const x = (time) => left + ((time - from) / (to - from || 1)) * (width - left - RIGHT);
   const paths = PARTS.map(() => []);
-  rows.forEach(([name, stretches], row) => {
+  rows.forEach(([, stretches], row) => {
     const top = row * each + 2, tall = each - 4;
-    root.append(element("text", { x: left - 8, y: top + tall / 2 + 4, "text-anchor": "end" }, name.length > 18 ? `${name.slice(0, 17)}…` : name));
     for (const { from: begin, to: end, shares } of stretches) {
-      const left = tenth(x(begin)), wide = tenth(Math.max(0.5, x(end) - x(begin)));
+      const left = tenth(x(begin)), wide = tenth(Math.max(0.5, x(Math.min(to, end)) - x(begin)));
       let y = top;
       shares.forEach((share, part) => {
         if (share <= 0) return;
@@ -203,11 +202,24 @@ export function timeline(box, { rows, from, to, label = "" }) {
       });
     }
   });
-  PARTS.forEach((part, at) => root.append(element("path", { class: part, d: paths[at].join("") || "M0 0" })));
-  for (const value of ticks(from, to, Math.max(2, Math.floor(width / 150)))) {
-    root.append(element("text", { x: x(value), y: height - 8, "text-anchor": "middle" }, `${number(value)} s`));
-  }
+  PARTS.forEach((part, at) => root.parts[at].setAttribute("d", paths[at].join("") || "M0 0"));
+  const times = ticks(from, to, Math.max(2, Math.floor(width / 150)));
+  root.times.replaceChildren(...times.map((value) => element("text", { x: x(value), y: height - 8, "text-anchor": "middle" }, `${number(value)} s`)));
+}
+
+/** The names of a timeline's rows, and places for what each did: kept from one picture to the next as long as they are the same. */
+function lanes(box, names, width, each, left, label) {
+  const key = JSON.stringify([names, width, each]);
+  if (box.lanes?.key === key) return box.lanes;
+  const root = canvas(width, names.length * each + 30, label);
+  names.forEach((name, row) => {
+    root.append(element("text", { x: left - 8, y: row * each + each / 2 + 4, "text-anchor": "end" }, name.length > 18 ? `${name.slice(0, 17)}…` : name));
+  });
+  const parts = PARTS.map((part) => element("path", { class: part })), times = element("g");
+  root.append(...parts, times);
   box.replaceChildren(make("ul", "legend", ...PARTS.map((part) => make("li", part, make("span", "", part)))), root);
+  box.lanes = { key, parts, times };
+  return box.lanes;
 }
 
 /** A QR code: rows of 0 and 1. */

@@ -2,7 +2,7 @@
 
 import { bars, curves, far, shades, timeline } from "./charts.js";
 import { eventRow } from "./classroom.js";
-import { bytes, clock, duration, fill, fillRows, make, number, percent } from "./words.js";
+import { bytes, clock, duration, fill, fillRows, followScrolling, make, number, percent } from "./words.js";
 
 const COLUMNS = [
   ["worker", "worker"], ["state", "state"], ["since", "since", clock], ["heard_s", "heard", (value) => (typeof value === "number" ? `${duration(value)} ago` : "–")],
@@ -13,6 +13,8 @@ const COLUMNS = [
 ];
 const ROLLOUTS = /^(score|reward|kl|kl_coefficient|entropy|clip_fraction|explained_variance|answer_length|distinct_share|policy_loss|value_loss|.*_p\d\d)$/;
 const NORMS = /(gradient_norm$|^gradients\/|skipped|anomal|grad_)/;
+/** Places of the seconds computed, waited and sent in a worker's moment; and shares that look the same in a row of some pixels. */
+const PARTS = [1, 2, 3], ALIKE = 0.03;
 const MOST_ROWS = 40, MOST_CURVES = 6, MOST_SHOWN = 500;
 
 export class Engineer {
@@ -55,8 +57,16 @@ export class Engineer {
     return card;
   }
 
+  /** Whether a card is far from what is seen, or has never had anything to show: then its figures are not gathered for each picture. */
+  rests(name) {
+    const card = this.cards.get(name);
+    return Boolean(card) && (far.has(card.body) || (card.node.hidden && this.calm));
+  }
+
   show(views) {
     const [view] = views;
+    this.calm = this.shown === view.run.records.length;  // nothing has come in since the last picture: only the time is another one
+    this.shown = view.run.records.length;
     this.views = views;
     this.showLoss(views);
     this.showWorkers(view);
@@ -122,16 +132,15 @@ export class Engineer {
     rows.sort((one, other) => way * compare(one[key], other[key]));
     const left = rows.length - MOST_SHOWN + (status.members_left_out ?? 0);
     const acts = this.owner.may && view.time === null && this.views.length === 1 && ["running", "paused"].includes(status.state);
-    const body = rows.slice(0, MOST_SHOWN).map((row) => {
+    const cellsOf = (row) => {
       const cells = shown.map(([name, , text]) => [text ? text(row[name]) : String(row[name] ?? "–"), name === "why" ? "bad" : ""]);
       if (acts) cells.splice(1, 0, row.state === "gone" ? ["", ""] : () => this.owner.door(row.worker));
-      return [`${row.worker} ${acts && row.state === "gone"}`, row.state === "gone" ? "gone" : "", cells];
-    });
+      return cells;
+    };
+    const body = rows.slice(0, MOST_SHOWN).map((row) => [`${row.worker} ${acts && row.state === "gone"}`, row.state === "gone" ? "gone" : "", () => cellsOf(row)]);
     if (!card.table) this.prepareWorkers(card);
-    const titles = shown.map(([name, title]) => this.heading(name, title));
-    if (acts) titles.splice(1, 0, make("th"));
-    fill(card.head, [make("tr", "", ...titles)]);
-    fillRows(card.rows, body);
+    this.showHeadings(card, shown, acts);
+    fillRows(card.rows, body, shown.length + (acts ? 1 : 0));
     const counts = Object.entries(status.contributions ?? {}).map(([name, count]) => `${number(count)} ${name}`).join(", ");
     card.foot.textContent = [rows.length ? "" : "nobody is here yet", counts && `contributions: ${counts}`, left > 0 ? `${left} more workers are not shown` : ""].filter(Boolean).join("; ");
   }
@@ -141,7 +150,9 @@ export class Engineer {
     card.rows = make("tbody");
     card.table = make("table", "", card.head, card.rows);
     card.foot = make("p", "note");
-    card.body.append(make("div", "scroll", card.table), card.foot);
+    const scroll = make("div", "scroll", card.table);
+    followScrolling(card.rows, scroll);
+    card.body.append(scroll, card.foot);
     card.rows.addEventListener("click", (event) => {
       const name = event.target.closest("button")?.dataset.evict;
       if (name) this.owner.evict(name);
@@ -152,6 +163,16 @@ export class Engineer {
       this.sort = [name, this.sort[0] === name ? -this.sort[1] : 1];
       if (this.views) this.showWorkers(this.views[0]);
     });
+  }
+
+  /** The columns' names, made again only when there are others, or the order is another one. */
+  showHeadings(card, shown, acts) {
+    const key = JSON.stringify([shown.map(([name]) => name), acts, this.sort]);
+    if (card.headings === key) return;
+    card.headings = key;
+    const titles = shown.map(([name, title]) => this.heading(name, title));
+    if (acts) titles.splice(1, 0, make("th"));
+    fill(card.head, [make("tr", "", ...titles)]);
   }
 
   heading(name, title) {
@@ -165,13 +186,21 @@ export class Engineer {
   showTimeline(view) {
     const card = this.card("timeline", "What each worker did", view.moments.length > 1, true);
     if (view.moments.length < 2 || far.has(card.body)) return;
-    const many = Object.keys(view.moments.at(-1).workers).length > 20;
-    const moments = spread(view.moments, many ? 60 : 120), names = [...new Set(moments.flatMap((one) => Object.keys(one.workers)))].sort().slice(0, MOST_ROWS);
-    const rows = names.map((name) => [name, stretches(moments, name)]);
-    timeline(card.body, { rows, from: moments[0].wall_s, to: moments.at(-1).wall_s, label: "Shares of computing, waiting and sending of each worker over time" });
+    const from = view.moments[0].wall_s, to = view.moments.at(-1).wall_s;
+    const rows = this.lanesOf(view.run).map(([name, whole]) => [name, whole.filter((one) => one.from < to)]);
+    timeline(card.body, { rows, from, to, label: "Shares of computing, waiting and sending of each worker over time" });
+  }
+
+  /** What each worker did in the whole run, gathered when something has come in: whoever goes through time sees parts of it. */
+  lanesOf(run) {
+    if (this.lanes?.moments === run.moments) return this.lanes.rows;
+    const names = run.workers.slice(0, MOST_ROWS), moments = spread(run.moments, names.length > 20 ? 60 : 120);
+    this.lanes = { moments: run.moments, rows: names.map((name) => [name, stretches(moments, name)]) };
+    return this.lanes.rows;
   }
 
   showTraffic(view) {
+    if (["speed", "rounds", "bytes", "lag"].every((name) => this.rests(name))) return;
     const speed = view.points(view.train, "samples_per_s", "wall_s"), xName = "seconds";
     const rounds = rates(view.train, (one, other) => (other.wall_s - one.wall_s) / (other.step - one.step || 1));
     curves(this.card("speed", "Samples a second", speed.length > 1).body, { series: [{ name: "samples/s", points: speed, place: 0 }], xName, fromZero: true, label: "Samples a second" });
@@ -190,6 +219,7 @@ export class Engineer {
   }
 
   showNorms(view) {
+    if (this.rests("norms")) return;
     const names = view.names.filter((name) => NORMS.test(name)).slice(0, MOST_CURVES);
     const series = names.map((name, place) => ({ name, points: view.points(view.train, name, "step"), place }));
     curves(this.card("norms", "Gradient norms and skipped steps", names.length > 0).body, { series, xName: "step", label: "Gradient norms" });
@@ -314,10 +344,11 @@ function stretches(moments, name) {
   for (let at = 1; at < moments.length; at += 1) {
     const before = moments[at - 1].workers[name], now = moments[at].workers[name];
     if (!before || !now) continue;
-    const spent = [1, 2, 3].map((field) => Math.max(0, (now[field] ?? 0) - (before[field] ?? 0)));
-    const whole = spent[0] + spent[1] + spent[2];
-    if (whole > 0) found.push({ from: moments[at - 1].wall_s, to: moments[at].wall_s, shares: spent.map((one) => one / whole) });
-    else if (found.length && found.at(-1).to === moments[at - 1].wall_s) found.at(-1).to = moments[at].wall_s;
+    const spent = PARTS.map((field) => Math.max(0, (now[field] ?? 0) - (before[field] ?? 0)));
+    const whole = spent[0] + spent[1] + spent[2], last = found.at(-1), goesOn = last?.to === moments[at - 1].wall_s;
+    const shares = whole > 0 ? spent.map((one) => one / whole) : null;
+    if (goesOn && (!shares || shares.every((share, part) => Math.abs(share - last.shares[part]) < ALIKE))) last.to = moments[at].wall_s;
+    else if (shares) found.push({ from: moments[at - 1].wall_s, to: moments[at].wall_s, shares });
   }
   return found;
 }

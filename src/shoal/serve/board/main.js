@@ -67,7 +67,7 @@ function length() {
 function showTime() {
   if (time === null) find("time").value = 1000;
   find("when").textContent = time === null ? "now" : duration(time);
-  find("live").disabled = time === null;
+  find("live").hidden = time === null;
   find("play").textContent = playing ? "❚❚" : "▶";
   find("play").setAttribute("aria-label", playing ? "Pause" : "Play");
 }

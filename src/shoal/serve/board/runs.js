@@ -2,6 +2,8 @@
 
 export const FIELDS = ["computing_s", "waiting_s", "sending_s", "accepted", "rejected", "lag", "samples", "memory_bytes"];
 
+const LASTING = ["address", "since", "device", "system", "task"];
+
 export class Run {
   constructor() {
     this.name = "";
@@ -12,6 +14,8 @@ export class Run {
     this.samples = [];
     this.checkpoints = [];
     this.ledger = null;
+    this.workers = [];
+    this.known = new Map();
   }
 
   /** Take in a message of the stream. */
@@ -21,6 +25,15 @@ export class Run {
     this.moments = known[1].concat(told.moments);
     this.events = known[2].concat(told.events);
     for (const name of ["name", "status", "ledger", "samples", "checkpoints"]) this[name] = told[name];
+    this.meet(told.reset ? [] : this.workers, told.moments);
+    this.known = new Map([...(this.status?.gone ?? []), ...(this.status?.members ?? [])].map((row) => [row.worker, pick(row, LASTING)]));
+  }
+
+  /** Keep the names of all workers that ever were here, in order: to gather them for each picture takes longer than to draw it. */
+  meet(known, moments) {
+    const names = new Set(known);
+    for (const moment of moments) for (const name of Object.keys(moment.workers)) names.add(name);
+    this.workers = names.size === known.length ? known : [...names].sort();
   }
 
   /** What to call it beside others, which may have the same name: by its folder. */
@@ -79,14 +92,11 @@ export class View {
   get workers() {
     const status = this.run.status;
     if (this.time === null) return [...(status?.members ?? []), ...(status?.gone ?? [])];
-    const moment = this.moments.at(-1);
-    const known = new Map([...(status?.gone ?? []), ...(status?.members ?? [])].map((row) => [row.worker, row]));
-    return Object.entries(moment?.workers ?? {}).map(([worker, [state, ...values]]) => ({
-      ...pick(known.get(worker), ["address", "since", "device", "system", "task"]),
-      worker,
-      state,
-      ...Object.fromEntries(FIELDS.map((name, number) => [name, values[number]])),
-    }));
+    return Object.entries(this.moments.at(-1)?.workers ?? {}).map(([worker, told]) => {
+      const row = { ...this.run.known.get(worker), worker, state: told[0] };
+      FIELDS.forEach((name, at) => { row[name] = told[at + 1]; });
+      return row;
+    });
   }
 
   /** [x, y] of a figure in some records; x is the step or the time. */

@@ -1,5 +1,7 @@
 // Numbers and times as people read them, and elements made of text: nothing that a run says ever becomes HTML.
 
+/** Rows of a table that are seen at once, a few more above and below, and how long the others wait. */
+const SEEN = 20, MARGIN = 5, LATER_MS = 150;
 /** Made once: to make one for each number takes longer than to draw a chart. */
 const WHOLE = new Intl.NumberFormat("en");
 
@@ -19,25 +21,46 @@ export function fill(node, children) {
 }
 
 /**
- * Put rows into a table's body: each is [key, class, cells], and a cell is [text, class] or what makes an element. A row of a key that is
- * there stays, and only texts that differ are changed: hundreds of rows cost next to nothing.
+ * Put rows into a table's body: each is [key, class, what gives its cells], and a cell is [text, class] or what makes an element. A row of a key that is
+ * there stays, and only texts that differ are changed. Of hundreds of rows those in sight are written at once, the others a moment later.
  */
-export function fillRows(body, rows) {
+export function fillRows(body, rows, columns) {
   const known = (body.known ??= new Map()), shown = new Set(rows.map((row) => row[0]));
   for (const [key, row] of known) if (!shown.has(key)) [row.remove(), known.delete(key)];
-  rows.forEach(([key, kind, cells], at) => {
+  const first = (body.first ?? 0) - MARGIN, last = first + SEEN + 2 * MARGIN, later = [];
+  let before = null;
+  rows.forEach((given, at) => {
+    const [key, , cells] = given;
     let row = known.get(key);
-    if (row?.children.length !== cells.length) {
+    const fresh = row?.children.length !== columns;
+    if (fresh) {
       row?.remove();
-      row = make("tr", "", ...cells.map((cell) => (typeof cell === "function" ? make("td", "", cell()) : make("td", cell[1]))));
+      row = make("tr", "", ...cells().map((cell) => (typeof cell === "function" ? make("td", "", cell()) : make("td", cell[1]))));
+      row.texts = [];
       known.set(key, row);
     }
-    if (row.className !== kind) row.className = kind;
-    cells.forEach((cell, place) => {
-      if (typeof cell !== "function" && row.children[place].textContent !== cell[0]) row.children[place].textContent = cell[0];
-    });
-    if (body.children[at] !== row) body.insertBefore(row, body.children[at] ?? null);
+    if (fresh || (at >= first && at <= last)) write(row, given);
+    else later.push([row, given]);
+    const place = before ? before.nextSibling : body.firstChild;
+    if (place !== row) body.insertBefore(row, place);
+    before = row;
   });
+  clearTimeout(body.later);
+  if (later.length) body.later = setTimeout(() => later.forEach(([row, given]) => write(row, given)), LATER_MS);
+}
+
+function write(row, [, kind, cells]) {
+  if (row.className !== kind) row.className = kind;
+  cells().forEach((cell, place) => {
+    if (typeof cell === "function" || row.texts[place] === cell[0]) return;
+    row.texts[place] = cell[0];
+    row.children[place].textContent = cell[0];
+  });
+}
+
+/** Note which row of a table is the first that somebody sees, when the box around it is scrolled. All rows are about equally high. */
+export function followScrolling(body, box) {
+  box.addEventListener("scroll", () => { body.first = Math.floor((body.children.length * box.scrollTop) / (box.scrollHeight || 1)); }, { passive: true });
 }
 
 export function number(value) {
