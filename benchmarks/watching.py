@@ -1,9 +1,9 @@
 """What watching costs those who train, and what it is like for those who watch.
 
 One run trains all the time. A dashboard stands beside it: in turn two subscribers listen to its events, and it is suspended as if it were
-not there; the samples a second of neighbouring stretches are compared. Then a browser (Debian's chromium, with playwright) opens a run of 200 workers and 100,000 records:
-when there is something to see, and how many whole pictures a second it draws while somebody goes through time. `watching:browser` measures
-the browser only, `watching:run` the run only, and `watching:run:2` does so with two pairs of stretches.
+not there; the samples a second of neighbouring stretches are compared. Then a browser (Debian's chromium, with playwright) opens a run of
+200 workers and 100,000 records: when there is something to see, and how many whole pictures a second it draws while somebody goes through
+time. `watching:browser` measures the browser only, `watching:run` the run only, and `watching:run:2` does so with two pairs of stretches.
 """
 
 from __future__ import annotations

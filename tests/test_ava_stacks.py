@@ -90,7 +90,7 @@ def smaller(files: list[str]) -> list[str]:
     """Options that make a stack fit this machine. They leave alone what makes it a stack: routers, features, penalties, precision."""
     run = resolve([File(name) for name in files], environ={}).run
     own = SIZES | MACHINE | PACE
-    if run.training.precision.kind in ("fp8", "nvfp4"):
+    if run.training.precision.kind == "fp8":
         own |= {"training.allow_emulation": "true"}
     if run.model.retrieval.enabled:  # type: ignore[attr-defined]
         own |= {"model.retrieval.encoder": "words", "model.retrieval.chunk_size": "4", "model.retrieval.passage_tokens": "4"}
@@ -123,17 +123,13 @@ def test_fp8_is_refused_where_no_gpu_has_it_and_the_check_says_what_it_needs(fol
     assert "fp8 is emulated, unless a GPU has it" in capsys.readouterr().err
 
 
-def test_a_precision_that_is_not_built_says_why_and_what_to_do_and_the_bare_switch_does_it(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stack, kind = "gpu/tiny research/quantization_nvfp4", "nvfp4"
-    assert main(["train", *stack.split()]) == 2
-    told = capsys.readouterr().err
-    assert f"real {kind} matrix products are not built yet, for no hardware, and their emulation is not allowed" in told
-    assert f"--allow-emulation (training.allow_emulation: true) rounds as {kind} asks and computes in fp32, slower than bf16" in told
-    assert "`training.mixed_precision: bf16`" in told
+def test_nvfp4_is_emulated_and_says_so_and_the_bare_switch_is_for_fp8(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stack = ["gpu/tiny", "research/quantization_nvfp4"]
+    assert main(["config", "check", *stack]) == 0
+    assert "nvfp4 is emulated" in capsys.readouterr().err
     for switch in (["--allow-emulation"], ["--allow_emulation"], ["--allow-emulation", "true"]):
-        assert main(["config", "check", *switch, *stack.split()]) == 0
-        assert f"{kind} is emulated" in capsys.readouterr().err
-    assert main(["config", "check", *stack.split(), "--allow-emulation", "false"]) == 2
-    assert main(["config", "check", *stack.split(), "--batch_size"]) == 2, "other settings need a value"
+        assert main(["config", "check", *switch, "hardware/h100_80gb"]) == 0
+        assert "fp8 is emulated, unless a GPU has it" in capsys.readouterr().err
+    assert main(["config", "check", "hardware/h100_80gb", "--allow-emulation", "false"]) == 0
+    assert "fp8 needs a GPU" in capsys.readouterr().err
+    assert main(["config", "check", *stack, "--batch_size"]) == 2, "other settings need a value"

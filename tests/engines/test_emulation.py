@@ -150,18 +150,12 @@ def test_matrices_of_odd_sizes_are_refused_in_real_fp8() -> None:
         fp8.Fp8Linear(nn.Linear(20, 24), rows_of(), "one")
 
 
-def test_emulation_must_be_allowed_and_is_labelled() -> None:
-    from shoal.config.load import File, Override, resolve
-    from shoal.config.refusals import refusals
+def test_emulation_is_labelled() -> None:
+    from shoal.config.load import File, resolve
 
-    for allowed in (False, True):
-        files = [File("gpu/tiny"), File("research/quantization_nvfp4")]
-        word = str(allowed).lower()
-        loaded = resolve(files, [Override("training.allow_emulation", word, f"--set training.allow_emulation={word}")], environ={})
-        assert loaded.ok
-        refused = [problem.message for problem in refusals(loaded) if "nvfp4" in problem.message]
-        assert bool(refused) != allowed
-        assert any(problem.code == "emulated" for problem in loaded.problems) == allowed
+    loaded = resolve([File("gpu/tiny"), File("research/quantization_nvfp4")], environ={})
+    assert loaded.ok
+    assert any(problem.code == "emulated" for problem in loaded.problems)
 
 
 def tiny(kind: str, *more: str) -> SingleEngine:
@@ -193,14 +187,14 @@ def test_every_precision_learns_a_little_text(kind: str, precision: str) -> None
 
 
 def test_the_last_block_the_output_and_the_router_are_not_rounded() -> None:
-    engine = tiny("moe", "training.precision.kind=nvfp4", "training.allow_emulation=true", "model.tied_embeddings=false")
+    engine = tiny("moe", "training.precision.kind=nvfp4", "model.tied_embeddings=false")
     model = engine.task.players["model"]
     assert isinstance(model, Moe)
     rounded = [any(isinstance(one, emulation.EmulatedLinear) for one in block.modules()) for block in model.blocks]
     assert rounded == [True, True, False]
     assert type(model.output) is nn.Linear
     with pytest.raises(ShoalError, match="its last block of 1 stays in bf16"):
-        tiny("gpt", "model.num_layers=1", "training.precision.kind=nvfp4", "training.allow_emulation=true")
+        tiny("gpt", "model.num_layers=1", "training.precision.kind=nvfp4")
 
 
 def test_an_expert_that_nobody_visits_gets_exactly_no_gradient() -> None:

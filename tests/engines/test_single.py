@@ -260,11 +260,9 @@ def test_settings_the_optimizer_does_not_take_are_refused() -> None:
     assert arguments(Optimizer(name="Adam", beta1=0.5, kwargs={"amsgrad": True})) == {"lr": 1e-3, "betas": (0.5, 0.999), "amsgrad": True}
 
 
-def test_unknown_networks_and_unbuilt_precisions_are_refused() -> None:
+def test_unknown_networks_are_refused() -> None:
     with pytest.raises(ShoalError, match="no network `generator`"):
         engine_for(run_with("training.players.generator.learning_rate=0.1"))
-    with pytest.raises(ShoalError, match="real nvfp4 matrix products are not built"):
-        engine_for(run_with("training.precision.kind=nvfp4"))
     with pytest.raises(ShoalError, match="no blocks to recompute"):
         engine_for(run_with("training.gradient_checkpointing=true"))
 

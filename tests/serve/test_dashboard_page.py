@@ -166,7 +166,8 @@ def test_an_engineer_sees_every_card_and_sorts_the_workers_by_keyboard(browser: 
 
 ROWS = """async () => {
   const { fillRows } = await import("./words.js"), body = document.createElement("tbody");
-  const rows = (text) => Array.from({ length: 60 }, (_, at) => [String(at), "", () => [[text, ""]]]), last = () => body.children[59].textContent;
+  const rows = (text) => Array.from({ length: 60 }, (_, at) => [String(at), "", () => [[text, ""]]]);
+  const last = () => body.children[59].textContent;
   fillRows(body, rows("before"), 1);
   fillRows(body, rows("after"), 1);
   const soon = [body.children[0].textContent, last()];

@@ -7,9 +7,8 @@ import os
 
 from shoal import ShoalError
 from shoal.config.fields import did_you_mean
-from shoal.config.load import DEFAULT_FILE, File, resolve
+from shoal.config.load import DEFAULT_FILE
 from shoal.config.presets import find, names
-from shoal.config.refusals import NOT_BUILT, refusals
 
 
 def run(argv: list[str]) -> int:
@@ -20,7 +19,7 @@ def run(argv: list[str]) -> int:
     made.add_argument("--force", action="store_true", help="overwrite the file")
     arguments = made.parse_args(argv)
     if arguments.list:
-        print("\n".join(f"{name:<40} {_title(name)}{_not_yet(name)}" for name in names()))
+        print("\n".join(f"{name:<40} {_title(name)}" for name in names()))
         return 0
     path = find(arguments.preset)
     if path is None:
@@ -40,13 +39,6 @@ def write(path: str, text: str, *, force: bool) -> None:
             file.write(text)
     except OSError as error:
         raise ShoalError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _not_yet(name: str) -> str:
-    """What a preset asks for that is not there yet, as `shoal config check` would say it."""
-    loaded = resolve([File(name)], environ={})
-    missing = [problem.message.partition(" is not built yet")[0] for problem in refusals(loaded) if problem.code == NOT_BUILT]
-    return f"\n{'':<40}   not built yet: {', '.join(missing)}" if missing else ""
 
 
 def _title(name: str) -> str:

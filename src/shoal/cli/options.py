@@ -16,7 +16,7 @@ EPILOG = """\
 any setting is an option:
   --set a.b=c, --override a.b=c    a setting by its path, in the file's own words or in Shoal's
   --batch_size 32, --batch-size 32 a setting by its name alone: the one nearest the top, `training` before others
-  --allow-emulation                fp8 and nvfp4 are rounded as they ask and computed in fp32 (training.allow_emulation: true)
+  --allow-emulation                fp8 is rounded as it asks and computed in fp32 (training.allow_emulation: true)
 
 FILE may be a preset (`shoal init --list`). Later files win over earlier ones; the environment over files; options over all.
 """

@@ -36,7 +36,7 @@ class Part(Section):
     noun: ClassVar[str] = "part"
     """What messages call a member of this family."""
     made_by: ClassVar[Any] = None
-    """What makes the part: `module:name`, `module`, or the function or class itself; None: it is not built yet."""
+    """What makes the part: `module:name`, `module`, or the function or class itself; None: nothing has said so yet."""
 
     def __init_subclass__(cls, *, built_by: str | None = None, noun: str = "", word: bool = False, shared: bool = False) -> None:
         """`noun` and `word` are a family's: what messages call it, and whether a word alone may stand for a kind. `shared`: this class is
@@ -69,8 +69,10 @@ class Part(Section):
     def builder(cls) -> Any:
         """What makes the part. Raises ShoalError where nothing does."""
         if cls.made_by is None:
-            others = ", ".join(name for name, part in cls.kinds.items() if part.is_built())
-            raise ShoalError(f"the {cls.noun} `{kind_of(cls)}` is not built yet; choose another: {others}")
+            raise ShoalError(
+                f"nothing makes the {cls.noun} `{kind_of(cls)}` ({place_of(cls)}): decorate a function or a class with "
+                f"@builds({cls.__name__}), or name one with built_by="
+            )
         if isinstance(cls.made_by, str):
             module, _, name = cls.made_by.partition(":")
             found = import_module(module)

@@ -89,6 +89,7 @@ def _import(plugin: Plugin, run: Callable[[], object]) -> Plugin:
     """Run a plugin's code. Where that fails, nothing of it is left."""
     try:
         run()
+        _expect_builders(plugin)
     except Exception as error:
         forget(plugin)
         if isinstance(error, ShoalError):
@@ -134,6 +135,14 @@ def forget(plugin: Plugin) -> None:
     LOADED.pop(plugin.name, None)
     for name in [name for name in sys.modules if _is_of(name, plugin)]:
         del sys.modules[name]
+
+
+def _expect_builders(plugin: Plugin) -> None:
+    """Raise ShoalError where a plugin has settings of a part, and nothing that makes it."""
+    for family in parts.FAMILIES.values():
+        for part in [part for part in family.kinds.values() if _is_of(part.__module__, plugin)]:
+            if not part.is_built():
+                part.builder()
 
 
 def _is_of(module: str, plugin: Plugin) -> bool:

@@ -139,11 +139,6 @@ def lower(players: dict[str, nn.Module], settings: Training, device: torch.devic
     """
     precision = settings.precision
     if isinstance(precision, Nvfp4):
-        if not settings.allow_emulation:
-            raise ShoalError(
-                "training.precision.kind: real nvfp4 matrix products are not built yet, for no hardware, and their emulation is "
-                "not allowed: training.allow_emulation: true rounds as they do, slower than bf16"
-            )
         for name, player in players.items():
             _exchange(name, player, _emulated(Blockwise()), "nvfp4")
     if not isinstance(precision, Fp8) or not (fp8.is_real(device) or settings.allow_emulation):

@@ -76,7 +76,7 @@ def clip_value_tightens(settings: Settings, enabled: bool, initial: float, final
 
 @rule("training.precision.kind", "training.allow_emulation")
 def emulation_is_labelled(settings: Settings, kind: str, allowed: bool) -> None:
-    if kind in EMULATED and allowed:
+    if kind == "nvfp4" or (kind == "fp8" and allowed):
         where = ", unless a GPU has it (H100, H200)" if kind == "fp8" else ""
         message = f"{kind} is emulated{where}: what is learned is as with real {kind}, how long it takes is not"
         settings.report("emulated", message, "training.precision.kind", severity="warning")

@@ -135,7 +135,7 @@ class Nvfp4(Section):
 
 Precision = Union[Fp32, Fp16, Bf16, Fp8, Nvfp4]
 EMULATED = ("fp8", "nvfp4")
-"""Precisions that are emulated where the hardware does not have them; nvfp4 everywhere as yet."""
+"""Precisions that are emulated where the hardware does not have them; nvfp4 everywhere, since it is for research."""
 
 
 class Penalties(Section):
@@ -202,8 +202,8 @@ class Training(Section):
     """Weight of the server's parameters when a worker pulls: local ← α·server + (1−α)·local (strategy syncps). null: 1."""
     precision: Precision = Fp32()
     allow_emulation: bool = False
-    """Run nvfp4, and fp8 where no GPU has it, in emulation: numbers are rounded as the format asks, products computed in fp32, slower than
-    bf16."""
+    """Run fp8 where no GPU has it in emulation: numbers are rounded as the format asks, products computed in fp32, slower than bf16. nvfp4
+    is always emulated."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
