@@ -134,7 +134,7 @@ PARTS = {
 }
 
 
-def profile(step: Step, steps: int = 5) -> dict[str, float]:
+def profile(step: Callable[[], Any], steps: int = 5) -> dict[str, float]:
     """Milliseconds a step in kernels of each part; and the kernels that take longest, on stderr."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity

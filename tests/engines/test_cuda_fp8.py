@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.config.schema.training import Fp8
 from shoal.engines import emulation, fp8
 from shoal.engines.fp8 import LARGEST, Rows, codes_of
+from shoal.models.experts import Visits
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not fp8.is_real(torch.device("cuda")), reason="needs a GPU of the Hopper generation"
@@ -27,48 +28,65 @@ def both(**settings: int) -> tuple[Rows, Rows]:
     return Rows(Fp8(**settings), torch.device("cpu")), Rows(Fp8(**settings), torch.device("cuda"))
 
 
+def are_alike(found: Tensor, expected: Tensor, error: float = 0.01) -> bool:
+    return float((found.cpu().float() - expected.cpu().float()).norm() / expected.float().norm().cpu()) < error
+
+
 @pytest.mark.parametrize(("height", "width"), [(48, 64), (160, 3072), (33, 6144)])
 @pytest.mark.parametrize("head_room", [1.0, 4.0])
 def test_the_kernels_round_as_plain_torch_does(height: int, width: int, head_room: float) -> None:
     from shoal.engines import fp8_kernels
 
     x = torch.stack([spread_out(height, width) for _ in range(3)])
-    for kernel, turned in ((fp8_kernels.by_rows, x), (fp8_kernels.by_columns, x.transpose(1, 2))):
-        codes, scales = kernel(x.cuda(), None, None, head_room)
-        expected = turned.float().abs().amax(2) * head_room / LARGEST
-        torch.testing.assert_close(scales.cpu(), expected)
-        same = codes.cpu().float() == codes_of(turned.float().flatten(0, 1), expected.flatten()).float().view(turned.shape)
-        assert float(same.float().mean()) > 0.99  # a quotient halfway between two numbers may be rounded to either
+    expected = x.float().abs().amax(2) * head_room / LARGEST
+    codes, turned, scales = fp8_kernels.weight(x.cuda(), None, None, head_room)
+    others, other_scales = fp8_kernels.rows(x.flatten(0, 1).cuda(), None, None, head_room)
+    plain = codes_of(x.float().flatten(0, 1), expected.flatten()).float().view(x.shape)
+    for one in (codes, turned.transpose(1, 2), others.view(x.shape)):
+        assert float((one.cpu().float() == plain).float().mean()) > 0.99  # a quotient halfway between two numbers may be rounded to either
+    torch.testing.assert_close(scales.cpu(), expected)
+    torch.testing.assert_close(other_scales.cpu(), expected.flatten())
 
 
-def test_a_linear_layer_has_the_products_of_its_emulation() -> None:
-    cpu, gpu = both(margin=1)
-    x, weight, slope = spread_out(40, 96).float(), spread_out(64, 96).float(), torch.randn(40, 64).bfloat16().float()
+def slopes(device: str, rows: Rows, x: Tensor, weight: Tensor, slope: Tensor, sizes: list[int] | None) -> list[Tensor]:
+    """A product and its gradients: real on the GPU, emulated on the CPU."""
+    own, matrix = (value.to(device).requires_grad_() for value in (x.clone(), weight.clone()))
+    if sizes is not None:
+        product = emulation.grouped(rows, "one") if device == "cpu" else fp8.grouped(rows, "one", matrix)
+        y = product(own, matrix, torch.tensor(sizes, device=device), None)
+    elif device == "cpu":
+        y = emulation.rounded_product(own, matrix, rows, "one")
+    else:
+        y = fp8.product(rows, "one", own.bfloat16(), matrix.bfloat16(), None)
+    return [y.detach(), *torch.autograd.grad(y, (own, matrix), slope.to(y))]
+
+
+@pytest.mark.parametrize("sizes", [None, [10, 0, 25, 5], [12, 8, 9, 11]])
+def test_products_are_those_of_their_emulation(sizes: list[int] | None) -> None:
+    weight = spread_out(64, 96) if sizes is None else spread_out(4, 64, 96)
+    given = (spread_out(40, 96).float(), weight.float(), torch.randn(40, 64).bfloat16().float())
+    emulated, real = (slopes(device, rows, *given, sizes) for device, rows in zip(("cpu", "cuda"), both(margin=1), strict=True))
+    for found, expected in zip(real, emulated, strict=True):
+        assert are_alike(found, expected)
+
+
+def test_the_whole_of_experts_is_that_of_their_parts() -> None:
+    made = [engine(precision=PRECISION).task.players["model"].blocks[0].feed_forward for _ in range(2)]  # type: ignore[index]
+    parts = made[1]
+    parts.whole = None
+    parts.grouped_products.update({key: fp8.grouped(both()[1], key, getattr(parts, key)) for key in parts.stacks})
+    sizes, slope = torch.tensor([3, 0, *[2] * 13, 5], device="cuda"), torch.randn(40, 64, device="cuda").bfloat16()
+    visits = Visits(*[sizes] * 4, sizes, sizes, (torch.arange(40, device="cuda") < sizes.sum())[:, None])
+    slope[int(sizes.sum()) :] = 0.0
     found = []
-    for rows, device in ((cpu, "cpu"), (gpu, "cuda")):
-        layer = torch.nn.Linear(96, 64, bias=False, device=device)
-        layer.weight.data.copy_(weight)
-        made = emulation.EmulatedLinear(layer, rows, "one") if device == "cpu" else fp8.Fp8Linear(layer, rows, "one")
-        own = x.to(device).requires_grad_()
-        y = made(own)
-        y.backward(slope.to(y))
-        found.append([y.detach(), own.grad, layer.weight.grad])
-    for real, emulated in zip(found[1], found[0], strict=True):
-        assert float((real.cpu().float() - emulated).norm() / emulated.norm()) < 0.01
-
-
-@pytest.mark.parametrize("sizes", [[10, 0, 25, 5], [12, 8, 9, 11]])
-def test_experts_have_the_products_of_their_emulation(sizes: list[int]) -> None:
-    x, weight, slope = spread_out(40, 64).float(), spread_out(4, 32, 64).float(), torch.randn(40, 32).bfloat16().float()
-    found = []
-    for rows, device in zip(both(), ("cpu", "cuda"), strict=True):
-        own, matrices = x.to(device).requires_grad_(), weight.to(device).requires_grad_()
-        product = emulation.grouped(rows, "one") if device == "cpu" else fp8.grouped(rows, "one", matrices)
-        y = product(own, matrices, torch.tensor(sizes, device=device), None)
-        y.backward(slope.to(y))
-        found.append([y.detach(), own.grad, matrices.grad])
-    for real, emulated in zip(found[1], found[0], strict=True):
-        assert float((real.cpu().float() - emulated).norm() / emulated.norm()) < 0.01
+    for layer in made:
+        x, gates = spread_out(40, 64).cuda().requires_grad_(), torch.linspace(0.1, 1.0, 40, device="cuda").requires_grad_()
+        x.data.copy_(torch.linspace(-2, 2, 40 * 64).view(40, 64).sin())
+        y = layer.experts(x, gates, visits)
+        found.append([y.detach(), *torch.autograd.grad(y, (x, gates, layer.up, layer.down), slope)])
+    for number, (one, other) in enumerate(zip(*found, strict=True)):
+        rows = slice(int(sizes.sum())) if number < 3 else slice(None)  # behind them is anything
+        assert are_alike(one[rows], other[rows], 0.02)
 
 
 def test_scales_of_weights_hold_for_their_interval() -> None:
@@ -79,8 +97,8 @@ def test_scales_of_weights_hold_for_their_interval() -> None:
     for step in range(4):
         rows.begin_step(step)
         fp8.product(rows, "one", small, small if step == 0 else 100 * small, None)
-        seen.append([float(rows.kept[f"one.{kind}"].max()) * LARGEST for kind in ("rows", "columns")])
-    assert [one for pair in seen for one in pair] == pytest.approx([1.0] * 6 + [100.0] * 2)
+        seen.append(float(rows.kept["one"].max()) * LARGEST)
+    assert seen == pytest.approx([1.0, 1.0, 1.0, 100.0])
 
 
 @pytest.mark.parametrize("kind", ["gpt", "moe"])

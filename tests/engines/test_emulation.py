@@ -130,10 +130,9 @@ def test_the_gradient_of_a_weight_in_fp8_is_that_of_bf16() -> None:
 def test_experts_keep_their_scales_in_the_places_of_their_layer() -> None:
     rows, weight = rows_of(interval=2), torch.randn(3, 4, 8, requires_grad=True)
     rows.keep("experts", weight)
-    emulation.grouped(rows, "experts")(torch.randn(5, 8, requires_grad=True), weight, torch.tensor([2, 0, 3]), None).sum().backward()
-    assert torch.allclose(rows.kept["experts.rows"][[0, 2]], weight.detach().abs().amax(2)[[0, 2]] / LARGEST)
-    assert torch.allclose(rows.kept["experts.columns"][[0, 2]], weight.detach().abs().amax(1)[[0, 2]] / LARGEST)
-    assert not rows.kept["experts.rows"][1].any(), "nobody visits the second expert"
+    emulation.grouped(rows, "experts")(torch.randn(5, 8), weight, torch.tensor([2, 0, 3]), None).sum().backward()
+    assert torch.allclose(rows.kept["experts"][[0, 2]], weight.detach().abs().amax(2)[[0, 2]] / LARGEST)
+    assert not rows.kept["experts"][1].any(), "nobody visits the second expert"
 
 
 def test_training_in_fp8_is_refused_where_no_gpu_has_it_and_a_coordinator_judges_in_bf16() -> None:

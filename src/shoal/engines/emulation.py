@@ -150,14 +150,21 @@ def lower(players: dict[str, nn.Module], settings: Training, device: torch.devic
 
 
 class Makers(NamedTuple):
-    """Who makes the layers and the experts' products that stand in the place of those in bf16, by the name of their weight."""
+    """Who makes layers that stand in the place of those in bf16, and who tells layers of experts what to multiply with; by the names of
+    their weights."""
 
     linear: Callable[[nn.Linear, str], nn.Linear]
-    grouped: Callable[[Tensor, str], GroupedProduct]
+    experts: Callable[[Any, str], None]
 
 
 def _real(rows: Rows) -> Makers:
-    return Makers(lambda layer, name: Fp8Linear(layer, rows, name), lambda weight_EOI, name: fp8.grouped(rows, name, weight_EOI))
+    def experts(layer: Any, name: str) -> None:
+        if layer.is_plain_swiglu:
+            layer.whole = fp8.experts(rows, name, layer.up, layer.down)
+        else:
+            layer.grouped_products.update({key: fp8.grouped(rows, f"{name}.{key}", getattr(layer, key)) for key in layer.stacks})
+
+    return Makers(lambda layer, name: Fp8Linear(layer, rows, name), experts)
 
 
 def _emulated(rounding: Format) -> Makers:
@@ -165,9 +172,10 @@ def _emulated(rounding: Format) -> Makers:
         rounding.keep(name, layer.weight)
         return EmulatedLinear(layer, rounding, name)
 
-    def experts(weight_EOI: Tensor, name: str) -> GroupedProduct:
-        rounding.keep(name, weight_EOI)
-        return grouped(rounding, name)
+    def experts(layer: Any, name: str) -> None:
+        for key in layer.stacks:
+            rounding.keep(f"{name}.{key}", getattr(layer, key))
+            layer.grouped_products[key] = grouped(rounding, f"{name}.{key}")
 
     return Makers(linear, experts)
 
@@ -185,8 +193,7 @@ def _exchange(name: str, player: nn.Module, makers: Makers, kind: str) -> None:
         setattr(parent, attribute, makers.linear(layer, f"{name}.{number}"))
     experts = [module for block in rounded for module in block.modules() if hasattr(module, "grouped_products")]
     for number, module in enumerate(experts):
-        products: Any = module.grouped_products
-        products.update({key: makers.grouped(getattr(module, key), f"{name}.experts.{number}.{key}") for key in products})
+        makers.experts(module, f"{name}.experts.{number}")
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:

@@ -58,39 +58,40 @@ class Rows:
             self.renews.fill_(step % self.interval == 0)
 
     def keep(self, name: str, weight: Tensor) -> None:
-        """Make room for the scales of a weight [..., O, I]: by rows, and by columns for the gradient of the input."""
+        """Make room for the scales of a weight [..., O, I]."""
         if self.interval > 1:
-            self.kept[f"{name}.rows"] = torch.zeros(weight.shape[:-1], device=self.renews.device)
-            self.kept[f"{name}.columns"] = torch.zeros((*weight.shape[:-2], weight.shape[-1]), device=self.renews.device)
+            self.kept[name] = torch.zeros(weight.shape[:-1], device=self.renews.device)
 
     # --- in emulation ------------------------------------------------------------------------------
 
     def forward(self, x_RI: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        return self._rounded(x_RI), self._rounded(weight_OI, f"{name}.rows")
+        scale_O = self._scale_of_weight(weight_OI, name)
+        return self._rounded(x_RI.float()), codes_of(weight_OI.float(), scale_O).float() * scale_O[:, None]
 
     def input_gradient(self, slope_RO: Tensor, weight_OI: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        return self._rounded(slope_RO), self._rounded(weight_OI.T, f"{name}.columns").T
+        """The numbers of the forward product. Their scales belong to the outputs, over which this product sums up: they are multiplied into
+        the slopes before these are rounded."""
+        scale_O = self._scale_of_weight(weight_OI, name)
+        return self._rounded(slope_RO.float() * scale_O), codes_of(weight_OI.float(), scale_O).float()
 
     def weight_gradient(self, slope_RO: Tensor, x_RI: Tensor, name: str) -> tuple[Tensor, Tensor]:
         return slope_RO.to(torch.bfloat16).float(), x_RI.to(torch.bfloat16).float()
 
-    def _rounded(self, x: Tensor, name: str | None = None) -> Tensor:
-        x = x.float()
-        scale = x.abs().amax(1) * (self.head_room / LARGEST)
-        if name is not None and self.interval > 1:
-            place, index = self._place(name)
-            known = self.kept[place][index]
-            scale = torch.where((self.renews != 0) | (known == 0), scale, known)
-            known.copy_(scale)
+    def _rounded(self, x: Tensor) -> Tensor:
+        scale = self._scale(x)
         return codes_of(x, scale).float() * scale[:, None]
 
-    def _place(self, name: str) -> tuple[str, Any]:
-        """Where a weight's scales are: an expert's, `layer#3.rows`, are a part of those of its layer."""
-        layer, _, rest = name.partition("#")
-        if not rest:
-            return name, ...
-        number, _, kind = rest.partition(".")
-        return f"{layer}.{kind}", int(number)
+    def _scale(self, x: Tensor) -> Tensor:
+        return x.float().abs().amax(1) * (self.head_room / LARGEST)
+
+    def _scale_of_weight(self, weight_OI: Tensor, name: str) -> Tensor:
+        """An expert's scales, `layer#3`, are a part of those of its layer."""
+        scale_O, (layer, _, number) = self._scale(weight_OI), name.partition("#")
+        if layer not in self.kept:
+            return scale_O
+        known_O = self.kept[layer][int(number)] if number else self.kept[layer]
+        known_O.copy_(torch.where((self.renews != 0) | (known_O == 0), scale_O, known_O))
+        return known_O
 
     # --- state -------------------------------------------------------------------------------------
 
@@ -118,48 +119,84 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_RI: Tensor, weight: Tensor, codes: Tensor, scales: Tensor, back: Tensor, back_scales: Tensor,
-        ends_E: Tensor | None, head_room: float,
+        ctx: Any, x_RI: Tensor, weight: Tensor, codes: Tensor, turned: Tensor, scales: Tensor,
+        ends_E: Tensor | None, owners_R: Tensor | None, head_room: float,
     ) -> Tensor:  # fmt: skip
-        from shoal.engines import fp8_kernels
+        from shoal.engines import fp8_kernels as kernels
 
-        ctx.save_for_backward(x_RI, back, back_scales, ends_E)
+        ctx.save_for_backward(x_RI, turned, scales, ends_E, owners_R)
         ctx.head_room = head_room
-        y_RO: Tensor = fp8_kernels.product(*fp8_kernels.by_rows(x_RI, None, None, head_room), codes, scales, ends_E)
+        y_RO: Tensor = kernels.product(*kernels.rows(x_RI, None, None, head_room), codes, scales, ends_E)
         return y_RO
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        from shoal.engines import fp8_kernels
+        from shoal.engines import fp8_kernels as kernels
 
-        x_RI, back, back_scales, ends_E = ctx.saved_tensors
+        x_RI, turned, scales, ends_E, owners_R = ctx.saved_tensors
         slope_RO = slopes[0].contiguous()
-        for_x = fp8_kernels.product(*fp8_kernels.by_rows(slope_RO, None, None, ctx.head_room), back, back_scales, ends_E)
+        for_x = kernels.product(*kernels.rows(slope_RO, scales, owners_R, ctx.head_room), turned, None, ends_E)
         for_weight = slope_RO.t() @ x_RI if ends_E is None else F.grouped_mm(slope_RO.t(), x_RI, offs=ends_E)
         return for_x, for_weight, None, None, None, None, None, None
 
 
+class _Experts(torch.autograd.Function):
+    """Two products of experts with SwiGLU and the gates between them. `up` and `down` are here for their gradients alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_RD: Tensor, gates_R: Tensor, up: Tensor, down: Tensor, up_codes: Tensor, up_turned: Tensor, up_scales: Tensor,
+        down_codes: Tensor, down_turned: Tensor, down_scales: Tensor, ends_E: Tensor, owners_R: Tensor, head_room: float,
+    ) -> Tensor:  # fmt: skip
+        from shoal.engines import fp8_kernels as kernels
+
+        inner_RI = kernels.product(*kernels.rows(x_RD, None, None, head_room), up_codes, up_scales, ends_E)
+        found_RI, codes, scales = kernels.swiglu(inner_RI, gates_R, ends_E[-1:], head_room)
+        ctx.save_for_backward(x_RD, gates_R, inner_RI, found_RI, up_turned, up_scales, down_turned, down_scales, ends_E, owners_R)
+        ctx.head_room = head_room
+        y_RD: Tensor = kernels.product(codes, scales, down_codes, down_scales, ends_E)
+        return y_RD
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        from shoal.engines import fp8_kernels as kernels
+
+        x_RD, gates_R, inner_RI, found_RI, up_turned, up_scales, down_turned, down_scales, ends_E, owners_R = ctx.saved_tensors
+        slope_RD, head_room = slopes[0].contiguous(), ctx.head_room
+        for_found = kernels.product(*kernels.rows(slope_RD, down_scales, owners_R, head_room), down_turned, None, ends_E)
+        for_inner, for_gates, codes, scales = kernels.swiglu_backward(
+            inner_RI, gates_R, ends_E[-1:], for_found, up_scales, owners_R, head_room
+        )
+        for_x = kernels.product(codes, scales, up_turned, None, ends_E)
+        for_up, for_down = F.grouped_mm(for_inner.t(), x_RD, offs=ends_E), F.grouped_mm(slope_RD.t(), found_RI, offs=ends_E)
+        return for_x, for_gates, for_up, for_down, *[None] * 9
+
+
 def product(rows: Rows, name: str, x_RI: Tensor, weight: Tensor, ends_E: Tensor | None) -> Tensor:
     """`x_RI` and `weight` in bf16; `ends_E`: the row behind the last one of each expert."""
-    from shoal.engines import fp8_kernels
-
-    x_RI = x_RI.contiguous()
-    codes, scales = _rounded(rows, f"{name}.rows", weight, fp8_kernels.by_rows)
-    if torch.is_grad_enabled():
-        back = _rounded(rows, f"{name}.columns", weight, fp8_kernels.by_columns)
-        y_RO: Tensor = _Product.apply(x_RI, weight, codes, scales, *back, ends_E, rows.head_room)  # type: ignore[no-untyped-call]
-    else:
-        y_RO = fp8_kernels.product(*fp8_kernels.by_rows(x_RI, None, None, rows.head_room), codes, scales, ends_E)
+    owners_R = None if ends_E is None else _owners(ends_E, len(x_RI))
+    y_RO: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+        x_RI.contiguous(), weight, *_rounded(rows, name, weight), ends_E, owners_R, rows.head_room
+    )
     return y_RO
 
 
 @torch.no_grad()
-def _rounded(rows: Rows, name: str, weight: Tensor, kernel: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _rounded(rows: Rows, name: str, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The numbers of a weight, the same transposed, and its scales."""
+    from shoal.engines import fp8_kernels as kernels
+
     kept = rows.kept.get(name)
-    codes, scales = kernel(weight, kept, None if kept is None else rows.renews, rows.head_room)
+    codes, turned, scales = kernels.weight(weight, kept, None if kept is None else rows.renews, rows.head_room)
     if kept is not None:
         kept.copy_(scales)
-    return codes, scales
+    return codes, turned, scales
+
+
+def _owners(ends_E: Tensor, count: int) -> Tensor:
+    """The expert of each row; the last one for rows of no expert."""
+    places_R = torch.arange(count, device=ends_E.device, dtype=ends_E.dtype)
+    return torch.searchsorted(ends_E, places_R, right=True).clamp(max=len(ends_E) - 1).int()
 
 
 class Fp8Linear(nn.Linear):
@@ -191,6 +228,22 @@ def grouped(rows: Rows, name: str, weight_EOI: Tensor) -> Callable[[Tensor, Tens
         return y_RO if bias_EO is None else y_RO + of_each_row(bias_EO, sizes_E, len(y_RO)).to(y_RO.dtype)
 
     return experts_product
+
+
+def experts(rows: Rows, name: str, up_EOI: Tensor, down_EOI: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """All that a layer's experts compute, if they have SwiGLU and no biases."""
+    for key, weight in (("up", up_EOI), ("down", down_EOI)):
+        _check_sizes(weight)
+        rows.keep(f"{name}.{key}", weight)
+
+    def whole(x_RD: Tensor, gates_R: Tensor, up: Tensor, down: Tensor, sizes_E: Tensor) -> Tensor:
+        ends_E = sizes_E.cumsum(0).int()
+        factors = (*_rounded(rows, f"{name}.up", up), *_rounded(rows, f"{name}.down", down))
+        given = (x_RD.contiguous(), gates_R.float().contiguous(), up, down)
+        y_RD: Tensor = _Experts.apply(*given, *factors, ends_E, _owners(ends_E, len(x_RD)), rows.head_room)  # type: ignore[no-untyped-call]
+        return y_RD
+
+    return whole
 
 
 def _check_sizes(weight: Tensor) -> None:

@@ -73,7 +73,10 @@ class Experts(BlockPart):
         self.activation_gate = FullPrecisionLinear(width, len(ACTIVATIONS)) if settings.mixture_of_activations.enabled else None
         self.grouped_products: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]]
         self.grouped_products = {"up": grouped_linear, "down": grouped_linear}
-        """Who computes the experts' products: an engine may put emulated ones here."""
+        """Who computes the experts' products: an engine may put others here."""
+        self.is_plain_swiglu = self.gated and self.up_bias is None and self.activation_gate is None
+        self.whole: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+        """Who computes all that `experts` does for plain SwiGLU, from rows, gates, weights and sizes: an engine may put somebody here."""
         self.initialise(INITIAL_STD)
 
     def initialise(self, std: float) -> None:
@@ -153,6 +156,8 @@ class Experts(BlockPart):
         kind, sizes_E = x_RD.device.type, visits.sizes_E
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.up.dtype
         with torch.autocast(kind, enabled=False):
+            if self.whole is not None:
+                return self.whole(x_RD.to(dtype), gates_R, self.up.to(dtype), self.down.to(dtype), sizes_E)
             inner_RI = self.grouped_products["up"](x_RD.to(dtype), self.up.to(dtype), sizes_E, self.up_bias)
             inner_RI = self._activated(inner_RI, x_RD, gates_R, visits)
             y_RD = self.grouped_products["down"](inner_RI, self.down.to(dtype), sizes_E, None)
