@@ -144,6 +144,34 @@ def test_a_long_prompt_is_read_in_pieces_beside_the_others():
     assert second.tokens == alone(one.stages.model, list(range(40)), 3)
 
 
+class Priced(OneNode):
+    """A model whose time is computed: a second to go through its weights, and a twentieth for each token."""
+
+    now = 0.0
+
+    def _read(self, work):
+        Priced.now += 1.0 + 0.05 * sum(map(len, work.ids))
+        return super()._read(work)
+
+
+def test_tokens_take_less_than_twice_as_long_while_a_long_prompt_is_read():
+    came: list[float] = []
+    one = Engine(Priced(make_model("lstm")), most_running=8, most_waiting=8, clock=lambda: Priced.now)
+    one.submit(*(job([1], Heard(), 500) for _ in range(3)))
+    one.submit(Job([1], 500, Draws(3, [1]), lambda heard: bool(came.append(Priced.now)), Warp(1.0)))
+    while len(came) < 20:
+        one.step()
+    second = Heard()
+    one.submit(job([2] * 600, second, 1))
+    while not second.end:
+        one.step()
+    usual, beside = came[19] - came[18], (came[-1] - came[19]) / (len(came) - 20)
+    longest = max(after - before for before, after in itertools.pairwise(came[19:]))
+    assert 1.5 < beside / usual < 2
+    assert longest / usual < 3
+    assert len(came) - 20 < 600 / 4, "the prompt is not kept waiting either"
+
+
 @pytest.mark.parametrize("kind", ["rotary", "lstm", "llama"])
 def test_prompts_of_one_length_that_come_together_are_read_together(kind):
     one, heard = engine(make_model(kind)), [Heard() for _ in range(4)]
