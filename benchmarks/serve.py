@@ -178,7 +178,7 @@ def stories(folder: Path) -> Path:
 
 @contextmanager
 def serving(folder: Path, count: int) -> Iterator[str]:
-    """`shoal serve` with the layers in so many processes of one thread each; where it answers. Every prompt is read: the peer keeps none."""
+    """`shoal serve` with the layers in so many processes of one thread each; where it answers. It keeps no texts, as the peer does not."""
     command = [sys.executable, "-m", "shoal", "serve", str(folder), "--port", "0", "--nodes", str(count)]
     command += ["--set", "serving.prefix_cache_tokens=0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
