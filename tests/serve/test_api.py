@@ -22,6 +22,7 @@ from shoal.models.decoding import Warp
 from shoal.serve.answering import warp_for
 from shoal.serve.bodies import RefusedError, read_chat, read_completion, read_json
 from shoal.serve.server import Service, refuse_open_door
+from shoal.serve.stages import OneNode
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 5}
 
@@ -159,12 +160,25 @@ def test_both_ports_serve_the_same(service):
 def test_health_readiness_and_figures(service):
     assert httpx.get(f"{url(service)}/health").json()["status"] == "ok"
     before = service.engine.tokens_written
+    service.engine.wrote_at = float("-inf")  # what was written long ago says nothing
     ready = httpx.get(f"{url(service)}/ready", timeout=30)
     assert ready.status_code == 200
-    assert service.engine.tokens_written > 0
+    assert service.engine.tokens_written == before + 1
+    assert httpx.get(f"{url(service)}/ready", timeout=30).status_code == 200
+    assert service.engine.tokens_written == before + 1, "a token went through a moment ago"
     figures = httpx.get(f"{url(service)}/metrics").text
     assert "shoal_requests_running 0" in figures
     assert f"shoal_written_tokens_total {max(before, service.engine.tokens_written)}" in figures
+
+
+def test_a_model_that_does_not_work_is_not_ready(monkeypatch):
+    def broken(self, work):
+        raise RuntimeError("a machine is gone")
+
+    monkeypatch.setattr(OneNode, "_read", broken)
+    with running(small_served()) as service:
+        assert httpx.get(f"{url(service)}/ready", timeout=30).status_code == 503
+        assert httpx.get(f"{url(service)}/health", timeout=30).status_code == 200
 
 
 @pytest.mark.parametrize(

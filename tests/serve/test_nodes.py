@@ -262,6 +262,23 @@ def test_all_machines_but_the_server_may_go_one_after_the_other():
         assert [stop.name for stop in engine.stages.current.stops] == [HERE]
 
 
+def test_a_machine_that_comes_back_under_its_name_has_none_of_its_caches():
+    model, described = make("gpt")
+    with spread(model, described, ["pi1"]) as (engine, machines):
+        even_stops(engine, 2)
+        stages, heard = engine.stages, Heard()
+        stages.nodes[HERE].memory_bytes = 3.5 * max(stages.planner.layer_bytes)  # nobody has room for all layers
+        engine.submit(job([3, 1], heard, 20))
+        while len(heard.tokens) < 5:
+            engine.step()
+        machines.unplug("pi1", stages.hub)
+        engine.step()
+        assert stages.current is None
+        machines.join("pi1")
+        finish(engine)
+        assert [heard.tokens] == alone(model, [[3, 1]], [20])
+
+
 def test_a_machine_that_joins_while_others_answer_is_used_by_new_requests():
     model, described = make("gpt")
     with spread(model, described, [], expected=1) as (engine, machines):

@@ -56,8 +56,6 @@ class Api:
         self.served, self.engine = served, engine
         self.metrics = Metrics(engine)
         self.created = int(time.time())
-        self._worked_at = float("-inf")
-        self._seen_tokens = 0
 
     async def models(self) -> Response:
         entry = {"id": self.served.name, "object": "model", "created": self.created, "owned_by": "shoal"}
@@ -75,10 +73,7 @@ class Api:
 
     async def ready(self) -> Response:
         """Ready is a server through which a token really went a moment ago."""
-        now = self.engine.clock()
-        if self.engine.tokens_written > self._seen_tokens:
-            self._seen_tokens, self._worked_at = self.engine.tokens_written, now
-        if now - self._worked_at > _READY_S and not await self._probe():
+        if self.engine.clock() - self.engine.wrote_at > _READY_S and not await self._probe():
             return JSONResponse({"status": "not ready"}, 503)
         return JSONResponse({"status": "ready", "running": len(self.engine.running), "waiting": len(self.engine.waiting)})
 

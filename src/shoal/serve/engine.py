@@ -98,6 +98,8 @@ class Engine:
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self.tokens_written = 0
+        self.wrote_at = float("-inf")
+        """When the last token went through the model."""
         self.tokens_read = 0
         self.tokens_reused = 0
         self.prefixes = Prefixes(kept_tokens)
@@ -228,6 +230,7 @@ class Engine:
             rows = zip(jobs, scores_BV, strict=True)
             scores_BV = torch.stack([penalised(logits_V, job.penalties, job.prompt_ids, job.written) for job, logits_V in rows])
         tokens = choose(scores_BV, [job.warp for job in jobs], [job.draws.at(len(job.written)) for job in jobs]).tolist()
+        self.wrote_at = self.clock()
         for job, logits_V, token in zip(jobs, logits_BV, tokens, strict=True):
             self.tokens_written += 1
             self._take(job, logits_V, token)
