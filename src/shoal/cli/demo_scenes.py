@@ -86,8 +86,8 @@ SCENES = {
         files=("classroom/quick-testing",),
         settings=(
             *_DIGITS,
-            *("model.image_size=8", "model.latent_dim=16", "model.generator_features=32", "model.discriminator_features=32"),
-            *("training.optimizer.learning_rate=0.004", "training.device=cpu"),
+            *("model.image_size=8", "model.latent_dim=16", "model.generator_features=64", "model.discriminator_features=64"),
+            *("data.loader.num_workers=0", "training.device=cpu"),
         ),
         together=("strategy.units_per_update=3", "coordinator.heartbeat_interval_s=0.5"),
         workers=(Worker("mia"), Worker("noah"), Worker("emma")),

@@ -72,7 +72,9 @@ def _loop(
     run = loaded.run
     if checkpoint is None:
         directory.forget_after(-1)
-    if run.training.schedule.warmup_steps >= parts.engine.total_steps:
+    if (
+        run.training.max_steps is None and run.training.schedule.warmup_steps >= parts.engine.total_steps
+    ):  # otherwise the settings' check says it
         warner(reporters)(
             f"the warm-up of {run.training.schedule.warmup_steps} steps does not end within the run of {parts.engine.total_steps}"
         )

@@ -19,6 +19,7 @@ from shoal.engines import StepResult
 from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.assembly import Parts, held_out
+from shoal.runs.attendance import Attendance
 from shoal.runs.checkpoint import Checkpoint, save_weights
 from shoal.runs.judging import Judge
 from shoal.runs.prometheus import shown_to_prometheus
@@ -143,6 +144,7 @@ class ClusterLoop:
         self._lessees: list[dict[str, Any]] = []
         """Workers that lease units, as they were a moment ago."""
         self._lessees_at = 0.0
+        self.attendance = Attendance()
         self.status = StatusWriter(self)
 
     def _judged_by(self, parts: Parts) -> Callable[[], Any] | None:
@@ -233,6 +235,8 @@ class ClusterLoop:
             return Members(self._member_rows(), in_database=False)
         if time.monotonic() >= self._lessees_at:
             self._lessees, self._lessees_at = self.board.workers(), time.monotonic() + _LOOK_EVERY_S
+            for sentence in self.attendance.look(self._lessees):
+                self.message(sentence)
         return Members(self._lessees, in_database=True)
 
     def _member_rows(self) -> list[dict[str, Any]]:

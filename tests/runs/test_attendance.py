@@ -1,0 +1,24 @@
+"""Whoever watches a class at a terminal is told who comes and who leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.runs.attendance import Attendance
+
+
+def rows(*names: str, gone: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    return [{"name": name, "alive": name not in gone} for name in (*names, *gone)]
+
+
+def test_each_is_told_once_when_it_comes_and_once_when_it_leaves() -> None:
+    attendance = Attendance()
+    assert list(attendance.look(rows("mia", "noah"))) == ["mia joined", "noah joined"]
+    assert list(attendance.look(rows("mia", "noah"))) == []
+    assert list(attendance.look(rows("mia", gone=("noah",)))) == ["noah left"]
+
+
+def test_a_crowd_is_a_number_and_a_name_steers_no_terminal() -> None:
+    attendance = Attendance()
+    assert list(attendance.look(rows(*(f"student-{number}" for number in range(30))))) == ["30 workers joined"]
+    assert "\x1b" not in "".join(Attendance().look(rows("evil\x1b[31m")))
