@@ -169,7 +169,8 @@ def dropped_share(made: SingleEngine, batch: dict[str, Tensor]) -> float:
     return statistics.mean(float(value) for name, value in figures.items() if name.endswith("dropped"))
 
 
-def measure() -> Iterator[Row]:
+def measure(part: str = "") -> Iterator[Row]:
+    """`part`: `short`, without narrower running means."""
     torch.set_float32_matmul_precision("high")
     batches = endless()
     made = engine()
@@ -188,7 +189,7 @@ def measure() -> Iterator[Row]:
     for part, taken in profile(ours).items():
         yield Row(f"gpu-moe, {part}", taken, middle["ours"], "ms", taken / middle["ours"], "–")
     others: dict[str, dict[str, Any]] = {"with all penalties": {"penalties": PENALTIES}}
-    others |= {f"moments in {kind}": {"optimizer": {"moments": kind}} for kind in ("bf16", "fp8")}
+    others |= {f"moments in {kind}": {"optimizer": {"moments": kind}} for kind in ("bf16", "fp8") if not part}
     for name, training in others.items():
         task = made.task
         made.finish()

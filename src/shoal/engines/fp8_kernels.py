@@ -48,9 +48,11 @@ def _weight(
         there = inside[:, None] & (column < width)[None, :]
         place = start + row[:, None] * width + column[None, :]
         values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
-        rounded = tl.minimum(tl.maximum(values * inverse[:, None], -448.0), 448.0).to(tl.float8e4nv)
-        tl.store(codes + place, rounded, mask=there)
-        tl.store(turned + start + column[:, None] * height + row[None, :], tl.trans(rounded), mask=tl.trans(there))
+        values = tl.minimum(tl.maximum(values * inverse[:, None], -448.0), 448.0)
+        tl.store(codes + place, values.to(tl.float8e4nv), mask=there)
+        # turned before they are rounded: Triton 3.6 mixes bytes up where it turns them
+        there = (column < width)[:, None] & inside[None, :]
+        tl.store(turned + start + column[:, None] * height + row[None, :], tl.trans(values).to(tl.float8e4nv), mask=there)
 
 
 @triton.jit
