@@ -143,8 +143,7 @@ class ClusterLoop:
         """How long to wait at the end until all have heard that it is over."""
         self._lessees: list[dict[str, Any]] = []
         """Workers that lease units, as they were a moment ago."""
-        self._lessees_at = 0.0
-        self.attendance = Attendance()
+        self._lessees_at, self.attendance = 0.0, Attendance()
         self.status = StatusWriter(self)
 
     def _judged_by(self, parts: Parts) -> Callable[[], Any] | None:
