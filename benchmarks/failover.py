@@ -32,9 +32,10 @@ WRITTEN = 24
 """Tokens that are written before the machine is killed, and after it; what is missing to the length is prompt."""
 
 
-def measure(kills: str = "20") -> Iterator[Row]:
+def measure(kills: str = "20", only: str = "") -> Iterator[Row]:
+    """`only`: the name of one model, as in `BENCH=failover:20:stories15M`."""
     with tempfile.TemporaryDirectory() as folder:
-        for model in models(Path(folder)):
+        for model in (one for one in models(Path(folder)) if only in ("", one.name)):
             whole = model.name == "stories15M"
             for count in (5, 4) if whole else (4,):
                 with serving(model.folder, count) as address:
