@@ -33,7 +33,7 @@ from shoal.serve.engine import Ended, Engine, Heard, Job
 from shoal.serve.opening import open_served
 from shoal.serve.stages import OneNode
 
-STREAMS, PROMPT, ROUNDS, FEW = 8, 32, 3, 16
+STREAMS, PROMPT, ROUNDS, FEW = 8, 32, 3, 8
 
 
 class Model(NamedTuple):
