@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.config.schema.training import Fp8
 from shoal.engines import emulation, fp8
 from shoal.engines.fp8 import LARGEST, Rows, codes_of
+from shoal.errors import ShoalError
 from shoal.models.experts import Visits
 
 pytestmark = pytest.mark.skipif(
@@ -87,6 +88,17 @@ def test_the_whole_of_experts_is_that_of_their_parts() -> None:
     for number, (one, other) in enumerate(zip(*found, strict=True)):
         rows = slice(int(sizes.sum())) if number < 3 else slice(None)  # behind them is anything
         assert are_alike(one[rows], other[rows], 0.02)
+
+
+def test_kernels_that_mix_bytes_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.engines import fp8_kernels
+
+    fp8.check_kernels(torch.device("cuda"))
+    fp8.check_kernels.cache_clear()
+    right = fp8_kernels.weight
+    monkeypatch.setattr(fp8_kernels, "weight", lambda *given: (right(*given)[0], right(*given)[1].flip(-1), right(*given)[2]))
+    with pytest.raises(ShoalError, match="products in fp8 are wrong"):
+        fp8.check_kernels(torch.device("cuda"))
 
 
 def test_scales_of_weights_hold_for_their_interval() -> None:

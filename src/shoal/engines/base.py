@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -15,7 +15,6 @@ from shoal.config import Run
 from shoal.config.schema.training import Training
 from shoal.engines import optimizers
 from shoal.engines.emulation import lower
-from shoal.engines.fp8 import HOPPER
 from shoal.engines.health import MOST_SKIPPED, HealthMonitor
 from shoal.engines.schedule import learning_rate
 from shoal.engines.weighing import Weighing, length
@@ -219,25 +218,11 @@ class Engine(ABC):
                 metrics[name] = metrics[name] + figure if name in metrics else figure
         return player
 
-    @contextmanager
-    def precision(self) -> Iterator[None]:
+    def precision(self) -> AbstractContextManager[Any]:
         kind = self.settings.precision.kind
         if kind == "fp32":
-            yield
-            return
-        with torch.autocast(self.device.type, dtype=torch.float16 if kind == "fp16" else torch.bfloat16), self._attention():
-            yield
-
-    def _attention(self) -> AbstractContextManager[Any]:
-        """On GPUs of the Hopper generation cuDNN's kernels come first: torch asks FlashAttention 2, which takes about twice as long there.
-        cuDNN prepares itself for every new shape, so only where shapes are few, and not while a text is written token by token."""
-        fixed = (self.settings.compile or self.settings.cuda_graph) and torch.is_grad_enabled()
-        if not fixed or self.device.type != "cuda" or torch.cuda.get_device_capability(self.device)[0] != HOPPER:
             return nullcontext()
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        kinds = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        return sdpa_kernel(kinds, set_priority=True)
+        return torch.autocast(self.device.type, dtype=torch.float16 if kind == "fp16" else torch.bfloat16)
 
     def on_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":

@@ -144,6 +144,8 @@ def lower(players: dict[str, nn.Module], settings: Training, device: torch.devic
     if not isinstance(precision, Fp8) or not (fp8.is_real(device) or settings.allow_emulation):
         return None
     rows = Rows(precision, device)
+    if fp8.is_real(device):
+        fp8.check_kernels(device)
     for name, player in players.items():
         _exchange(name, player, _real(rows) if fp8.is_real(device) else _emulated(rows), "fp8")
     return rows

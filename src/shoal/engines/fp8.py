@@ -9,6 +9,7 @@ Shapes: R rows, I inputs, O outputs, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,15 +23,17 @@ from shoal.models.experts import of_each_row
 
 LARGEST = 448.0
 """That e4m3 holds."""
-HOPPER = 9
+_HOPPER = (9, 0)
 """What CUDA calls the generation of the H100 and the H200."""
+_MOST_ERROR = 0.15
+"""Of products in fp8 against exact ones; about 0.05 is usual."""
 _MULTIPLE = 16
 """Of which the products want both sizes of a matrix."""
 
 
 def is_real(device: torch.device) -> bool:
     """Whether this device multiplies such numbers by itself."""
-    return device.type == "cuda" and find_spec("triton") is not None and torch.cuda.get_device_capability(device) == (HOPPER, 0)
+    return device.type == "cuda" and find_spec("triton") is not None and torch.cuda.get_device_capability(device) == _HOPPER
 
 
 def check(training: Training, device: torch.device) -> None:
@@ -41,6 +44,33 @@ def check(training: Training, device: torch.device) -> None:
             "--allow-emulation (training.allow_emulation: true) rounds as fp8 does and computes in fp32, slower than bf16; bf16 is fast "
             "on GPUs that have it"
         )
+
+
+@cache
+def check_kernels(device: torch.device) -> None:
+    """Refuse a GPU on which the kernels compute something else: compilers of GPU code have mixed up bytes of 8-bit numbers before."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    shapes = ((96, 64), (96,), (3, 256, 64), (3, 64, 128))
+    given = [torch.randn(shape, device=device, generator=generator).requires_grad_() for shape in shapes]
+    sizes_E, slope = torch.tensor([40, 0, 56], device=device), torch.randn(96, 64, device=device, generator=generator)
+    rows = Rows(Fp8(), device)
+    with torch.enable_grad():
+        halves = [one.to(torch.bfloat16) for one in (given[0], *given[2:])]
+        found = experts(rows, "check", given[2], given[3])(halves[0], given[1], halves[1], halves[2], sizes_E)
+        expected = _experts_plainly(given[0], given[1], given[2], given[3], [40, 0, 56])
+        pairs = zip(torch.autograd.grad(found, given, slope.to(found)), torch.autograd.grad(expected, given, slope), strict=True)
+        errors = [float((one.float() - other).detach().norm() / other.detach().norm()) for one, other in [(found, expected), *pairs]]
+    if not all(error < _MOST_ERROR for error in errors):
+        raise ShoalError(
+            f"training.precision.kind: products in fp8 are wrong on this machine (errors of {', '.join(f'{one:.0%}' for one in errors)}), "
+            "which is a fault of the compiler that Triton brings along: take bf16, or another version of Triton"
+        )
+
+
+def _experts_plainly(x_RD: Tensor, gates_R: Tensor, up: Tensor, down: Tensor, sizes: list[int]) -> Tensor:
+    parts = zip(torch.split(x_RD, sizes), torch.split(gates_R, sizes), up, down, strict=True)
+    inner = ((F.linear(x, up).chunk(2, -1), gates, down) for x, gates, up, down in parts)
+    return torch.cat([F.linear(F.silu(gate) * content * gates[:, None], down) for (gate, content), gates, down in inner])
 
 
 class Rows:

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _COLUMNS = 32, 128
-"""Rows of a weight that one program rounds, and columns of them that it has at hand at once."""
+_SIDE = 128
+"""Of the square part of a matrix that one program transposes."""
 
 
 @triton.jit
@@ -26,33 +26,28 @@ def _stored(values, codes, place, there, inverse):
 
 
 @triton.jit
-def _weight(
-    x, kept, renews, codes, turned, scales, height, width, head_room, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    expert, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    start, inside, number = expert * height * width, row < height, expert * height + row
-    largest = tl.zeros((ROWS,), tl.float32)
-    for first in range(0, width, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        there = inside[:, None] & (column < width)[None, :]
-        values = tl.load(x + start + row[:, None] * width + column[None, :], mask=there, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(values), 1))
-    scale = largest * (head_room / 448.0)
+def _weight(x, kept, renews, codes, scales, width, head_room, KEPT: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    there = column < width
+    values = tl.load(x + row * width + column, mask=there, other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(values), 0) * (head_room / 448.0)
     if KEPT:
-        known = tl.load(kept + number, mask=inside, other=0.0)
+        known = tl.load(kept + row)
         scale = tl.where((tl.load(renews) != 0.0) | (known == 0.0), scale, known)
-    tl.store(scales + number, scale, mask=inside)
-    inverse = tl.where(scale > 0.0, 1.0 / scale, 0.0)
-    for first in range(0, width, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        there = inside[:, None] & (column < width)[None, :]
-        place = start + row[:, None] * width + column[None, :]
-        values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
-        values = tl.minimum(tl.maximum(values * inverse[:, None], -448.0), 448.0)
-        tl.store(codes + place, values.to(tl.float8e4nv), mask=there)
-        # turned before they are rounded: Triton 3.6 mixes bytes up where it turns them
-        there = (column < width)[:, None] & inside[None, :]
-        tl.store(turned + start + column[:, None] * height + row[None, :], tl.trans(values).to(tl.float8e4nv), mask=there)
+    tl.store(scales + row, scale)
+    _stored(values, codes, row * width + column, there, tl.where(scale > 0.0, 1.0 / scale, 0.0))
+
+
+@triton.jit
+def _turn(codes, turned, height, width, SIDE: tl.constexpr):
+    """Transpose bytes. In a kernel of its own: where one also stores them as they are, ptxas 12.9 mixes up what it turns on Hopper
+    (triton-lang/triton issue 11111)."""
+    row, column = tl.program_id(1) * SIDE + tl.arange(0, SIDE), tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    start = tl.program_id(2).to(tl.int64) * height * width
+    there = (row < height)[:, None] & (column < width)[None, :]
+    found = tl.load(codes + start + row[:, None] * width + column[None, :], mask=there, other=0)
+    there = (column < width)[:, None] & (row < height)[None, :]
+    tl.store(turned + start + column[:, None] * height + row[None, :], tl.trans(found), mask=there)
 
 
 @triton.jit
@@ -130,8 +125,9 @@ def weight(x: Tensor, kept: Tensor | None, renews: Tensor | None, head_room: flo
     (codes, scales), (height, width) = _like_codes(x), x.shape[-2:]
     turned = codes.new_empty((*x.shape[:-2], width, height))
     given = (scales, scales) if kept is None or renews is None else (kept, renews)
-    grid = (triton.cdiv(height, _ROWS), x.shape[:-2].numel())
-    _weight[grid](x, *given, codes, turned, scales, height, width, head_room, kept is not None, _ROWS, _COLUMNS, num_warps=8)
+    _weight[(scales.numel(),)](x, *given, codes, scales, width, head_room, kept is not None, **_how(width))
+    grid = (triton.cdiv(width, _SIDE), triton.cdiv(height, _SIDE), x.shape[:-2].numel())
+    _turn[grid](codes.view(torch.uint8), turned.view(torch.uint8), height, width, _SIDE, num_warps=8)
     return codes, turned, scales
 
 
