@@ -17,7 +17,7 @@ from run import Row
 from shoal.engines import SingleEngine
 from shoal.tasks.dpo import Dpo
 
-PAIRS, HELD_OUT, BATCH, PASSES, RATE, BETA = 256, 64, 16, 3, 2e-4, 0.1
+PAIRS, HELD_OUT, BATCH, PASSES, RATE, BETA = 256, 64, 16, 3, 5e-5, 0.1
 
 
 def answers(feed: Any, first: int, prompts: int) -> Any:
