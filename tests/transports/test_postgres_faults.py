@@ -17,7 +17,7 @@ from postgres_harness import Database, PostgresProcess, running
 from transport_harness import PATIENCE_S, Calling, answering, call_until_answered, eventually, take
 
 from shoal.errors import ShoalError
-from shoal.transports import Message, Unreachable
+from shoal.transports import Message, Request, Unreachable
 from shoal.transports.postgres import PostgresClient, PostgresServer, UnitDesk
 from shoal.transports.postgres.line import Line
 from shoal.transports.postgres.office import Deposed
@@ -350,3 +350,17 @@ def test_who_tries_in_vain_hears_of_it_meanwhile() -> None:
     desk.close()
     assert [text.partition(" at ")[0] for text in told] == ["no PostgreSQL answers"]
     assert told[0].endswith("Trying again")
+
+
+def test_a_connection_that_is_lost_while_the_coordinator_tidies_up_ends_nothing(database: Database, serve: Serve) -> None:
+    server = serve()
+    server._tidied_at -= 60.0
+    look = server._look
+
+    def look_and_lose() -> list[Request]:
+        server._look = look  # type: ignore[method-assign]
+        cut_off(database)
+        return []
+
+    server._look = look_and_lose  # type: ignore[method-assign]
+    assert server.poll(0) == []

@@ -250,9 +250,11 @@ class Mailbox(Office):
         if not late and self._printed_bytes < (_PRINTED_BYTES if idle else 16 * _PRINTED_BYTES):
             return
         self._tidied_at, self._printed_bytes = time.monotonic(), 0
-        with self.transaction():
-            self.fetch("DELETE FROM shoal.replies WHERE at < now() - make_interval(secs => %s) RETURNING 1", (_ABANDONED_S,))
-            self.drop_flyers()
+        self.carry_out(self._drop_abandoned)
+
+    def _drop_abandoned(self) -> None:
+        self.fetch("DELETE FROM shoal.replies WHERE at < now() - make_interval(secs => %s) RETURNING 1", (_ABANDONED_S,))
+        self.drop_flyers()
 
     def drop_flyers(self) -> None:
         kept = [flyer for _, flyer in self._flyers.values()]
