@@ -1,4 +1,4 @@
-"""DiLoCo on one GPU: a GPT of 5M parameters, eight workers as processes that share it, equal tokens; validation loss and bytes.
+"""DiLoCo on one GPU: a GPT of 6M parameters, eight workers as processes that share it, equal tokens; validation loss and bytes.
 
 The text is Python's own: the sources of the packages that are installed here, of which each run reads 98 MB and no byte twice, since on a
 small text a larger batch overfits sooner. The peer is synchronous data parallelism: one process that takes the eight workers' batches at
