@@ -98,7 +98,7 @@ def answers_to(room: Room, unit: Unit, *, model: Any = None, temperature: float 
 
 
 def fabricated(room: Room, unit: Unit) -> torch.Tensor:
-    return torch.full((len(unit.given["prompts"]), LENGTH), ord("!"))
+    return torch.full((len(unit.given["prompts"]) * room.strategy.contribution.group, LENGTH), ord("!"))
 
 
 def best_of_four(room: Room, unit: Unit) -> torch.Tensor:
