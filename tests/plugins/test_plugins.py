@@ -227,6 +227,13 @@ def test_a_plugin_that_fails_leaves_nothing_behind_and_tells_its_line(folder: Pa
     assert not plugins.LOADED
 
 
+def test_a_part_that_nothing_makes_is_told_when_the_plugin_is_loaded(folder: Path) -> None:
+    (folder / "half.py").write_text(RULE.format(kind="own").partition("@builds")[0])
+    with pytest.raises(ShoalError, match=r"nothing makes the aggregation rule `own` \(.*half\.py:5\): decorate .* with @builds\(Own\)"):
+        plugins.load("half.py")
+    assert not plugins.LOADED
+
+
 def test_what_is_not_there_is_told(folder: Path) -> None:
     with pytest.raises(ShoalError, match=r"the plugin nobody\.py cannot be read: No such file"):
         plugins.load("nobody.py")

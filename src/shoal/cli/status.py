@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -49,7 +48,7 @@ def run(argv: list[str]) -> int:
             drawn = picture(connection)
             if drawn is None:
                 raise ShoalError(_NO_SAMPLES)
-            Path(arguments.grid).write_bytes(drawn)
+            _save_grid(arguments.grid, drawn)
         if arguments.json:
             print(json.dumps(view()._asdict(), default=str, indent=2))
         elif arguments.once or not sys.stdout.isatty():
@@ -117,8 +116,16 @@ def _show_folder(folder: RunFolder, as_json: bool, grid: str | None) -> int:
         pictures = [one for one in folder.samples() if one.name.endswith(".png")]
         if not pictures:
             raise ShoalError(_NO_SAMPLES)
-        shutil.copyfile(folder.path / "samples" / pictures[-1].name, grid)
+        _save_grid(grid, (folder.path / "samples" / pictures[-1].name).read_bytes())
     return _show_status(folder.status(), as_json)
+
+
+def _save_grid(file: str, drawn: bytes) -> None:
+    try:
+        Path(file).write_bytes(drawn)
+    except OSError as error:
+        raise ShoalError(f"cannot write {file}: {error.strerror or error}") from None
+    print(f"wrote {file}", file=sys.stderr)  # what is printed may be JSON
 
 
 def _show_status(status: dict[str, Any], as_json: bool) -> int:
