@@ -293,6 +293,8 @@ def test_rules_run_though_other_settings_are_wrong(tmp_path: Path) -> None:
 
 
 WARNED = [
+    "task: gan\nmodel: {kind: dcgan}\ntraining: {optimizer: {learning_rate: 0.1}, players: {generator: {learning_rate: 0.1}, "
+    "discriminator: {learning_rate: 0.2}}}\n",
     "training: {precision: {kind: fp8}, allow_emulation: true}\n",
     POLICY.replace("kind: gpt", "kind: gpt, dropout: 0.1"),
     "strategy: {kind: workunits, units_per_update: 9}\ntransport: {kind: postgres}\ncluster: {num_workers: 4}\n",

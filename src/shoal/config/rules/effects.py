@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.config.layers import Settings, UnavailableError
 from shoal.config.rules.rule import changed, rule
-from shoal.config.schema.training import EMULATED
+from shoal.config.schema.training import EMULATED, PlayerOptimizer
 
 _NEVER, _NOT_STEPS = ("never",), ("never", "epoch")
 _OF_LAUNCHERS = tuple(
@@ -20,6 +20,13 @@ _OF_LAUNCHERS = tuple(
     }.items()
     for name in names
 )
+
+
+def _all_have_rates(players: Mapping[str, PlayerOptimizer]) -> bool:
+    """Whether both networks of a pair, generator and discriminator or policy and value, have learning rates of their own."""
+    return len(players) == 2 and all(one.learning_rate is not None for one in players.values())
+
+
 NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("data.padding_side", "data.batching", lambda way: way == "packed", "texts are packed, so nothing is padded"),
     ("data.truncation", "data.batching", lambda way: way == "packed", "texts are packed, so none is too long"),
@@ -32,6 +39,7 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("evaluation.batches", "evaluation.strategy", lambda when: when in _NEVER, "nothing is evaluated"),
     ("evaluation.batch_size", "evaluation.strategy", lambda when: when in _NEVER, "nothing is evaluated"),
     ("checkpoint.every_steps", "checkpoint.strategy", lambda when: when in _NOT_STEPS, "checkpoints do not go by steps"),
+    ("training.optimizer.learning_rate", "training.players", _all_have_rates, "each network has a rate of its own"),
     ("training.schedule.end_learning_rate", "training.schedule.kind", lambda kind: kind == "constant", "the learning rate stays as it is"),
     ("training.schedule.power", "training.schedule.kind", lambda kind: kind != "polynomial", "the schedule is no polynomial"),
     ("training.schedule.warmup", "training.schedule.warmup_steps", lambda steps: not steps, "there is no warm-up"),
