@@ -111,7 +111,7 @@ def test_a_worker_may_bring_more_devices_than_others(processes: Processes) -> No
 def test_an_island_that_loses_a_process_comes_back_and_the_others_never_stop(processes: Processes) -> None:
     settings = ["--set", "engine.kind=ddp", *PLAIN, *FOR_EVER, "--set", "strategy.round_timeout_s=2"]
     run = processes.start("train", "config.yaml", "--run-dir", "run", "--workers", "2", *settings)
-    wait_for(run, r"w2 .* [1-9]\d* accepted")
+    wait_for(run, r"w2: .* [1-9]\d* accepted")
     first, _ = ranks_in(processes.folder)
     os.kill(first, signal.SIGKILL)
     died = steps_in(processes.folder / "run")
