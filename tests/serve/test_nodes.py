@@ -18,9 +18,10 @@ from shoal.models.decoding import Draws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
 from shoal.serve.engine import Ended, Engine, Job
+from shoal.serve.holding import Place
 from shoal.serve.hub import Hub
 from shoal.serve.node import NodeProcess, Reached
-from shoal.serve.routes import HERE
+from shoal.serve.routes import HERE, Node, Planner, Stop, spares
 from shoal.serve.skeletons import described_hugging_face, described_own
 from shoal.serve.spread import Spread
 from shoal.serve.stages import OneNode
@@ -199,12 +200,25 @@ def even_stops(engine: Engine, machines: int) -> None:
         assert len(stages.current.stops) == machines
 
 
+def test_a_machine_without_a_stop_loads_as_many_layers_as_it_has_room_for():
+    planner, stops = Planner([10] * 4, 1, 0), (Stop("pi1", 0, 2), Stop("pi2", 2, 3), Stop("pi3", 3, 4))
+    assert planner.reserve(stops, Node("pi4", 1.0, 40)) == [(0, 2), (2, 3), (3, 4)]
+    assert planner.reserve(stops, Node("pi4", 1.0, 20)) == [(0, 2)]
+    assert planner.reserve(stops, Node("pi4", 1.0, 19)) == [(2, 3)]
+    ready = Node("pi5", 1.0, 40, holds={Place(2, 3)})
+    assert planner.replaced(stops, "pi2", [Node("pi4", 1.0, 40), ready]) == (stops[0], Stop("pi5", 2, 3), stops[2]), "it need not load"
+
+
 @pytest.mark.parametrize("spare", [False, True])
 def test_a_machine_that_is_unplugged_in_mid_sentence_changes_no_token(spare):
     model, described = make("gpt")
     with spread(model, described, ["pi1", "pi2", "pi3"] if spare else ["pi1", "pi2"]) as (engine, machines):
         even_stops(engine, 3)
-        lost = engine.stages.current.stops[1].name
+        stages = engine.stages
+        lost = stages.current.stops[1].name
+        wanted = {stop.place for stop in stages.current.stops if stop.name != HERE}
+        reserves = [node.holds for node in spares(stages.current.stops, stages._alive())]
+        assert [wanted <= held for held in reserves] == [True] * spare, "a spare has loaded them beforehand"
         heard = [Heard() for _ in PROMPTS]
         for prompt, length, one in zip(PROMPTS, LENGTHS, heard, strict=True):
             engine.submit(job(prompt, one, length))

@@ -26,7 +26,7 @@ from shoal.errors import ShoalError
 from shoal.models.cache import mask_of_rows
 from shoal.models.stages import Ends
 from shoal.serve.holding import Place, Reading
-from shoal.serve.routes import HERE, Node, Onward, Order, Planner, Route, Stop
+from shoal.serve.routes import HERE, Node, Onward, Order, Planner, Route, Stop, spares
 from shoal.serve.stages import LONGEST_UNBOUNDED, Machine, Work
 from shoal.serve.trips import Live, Started, Trip, only
 
@@ -193,6 +193,7 @@ class Pipeline:
                 self._take(self._planned())
             elif self.current is not None:
                 self._consider()
+                self._hold_reserves()
 
     def lose(self, name: str) -> None:
         """A machine is gone: its requests take another route."""
@@ -248,6 +249,7 @@ class Pipeline:
         self.current, self._coming = self._coming[0], None
         self.tell(f"new requests go another way: {self._shown()}")
         self._retire()
+        self._hold_reserves()
 
     def _take(self, stops: tuple[Stop, ...] | None) -> None:
         """Use a route from now on, for the requests of lost machines, too."""
@@ -260,6 +262,7 @@ class Pipeline:
         self._hold(self.current)
         self.tell(f"layers: {self._shown()}")
         self._move_from_lost()
+        self._hold_reserves()
 
     def _shown(self) -> str:
         assert self.current is not None
@@ -273,6 +276,18 @@ class Pipeline:
                 node.send(Order("hold", place))
         for before, after in pairwise(route.stops):
             self._probe(before, after)
+
+    def _reserves(self) -> list[tuple[Node, Place]]:
+        """Which layers machines without a stop hold beforehand, for the moment in which another one is lost."""
+        stops = self.current.stops if self.current is not None else ()
+        others = [stop for stop in stops if stop.name != HERE]
+        return [(node, place) for node in spares(stops, self._alive()) for place in self.planner.reserve(others, node)]
+
+    def _hold_reserves(self) -> None:
+        for node, place in self._reserves():
+            if place not in node.holds:
+                node.holds.add(place)
+                node.send(Order("hold", place))
 
     def _probe(self, before: Stop, after: Stop) -> None:
         """Let a machine try to reach the one after it. Caches must be able to forget, since what is handed on may come twice."""
@@ -293,6 +308,7 @@ class Pipeline:
         """Layers that no route needs any more are dropped."""
         routes = [live.route for live in self._live.values()] + [self.current, self._coming[0] if self._coming else None]
         used = {(stop.name, stop.place) for route in routes if route is not None for stop in route.stops}
+        used |= {(node.name, place) for node, place in self._reserves()}
         for node in self.nodes.values():
             for place in [place for place in node.holds if (node.name, place) not in used]:
                 node.holds.discard(place)

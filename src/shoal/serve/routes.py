@@ -110,6 +110,12 @@ class Route(NamedTuple):
         return any(stop.name == name for stop in self.stops)
 
 
+def spares(stops: Sequence[Stop], nodes: Sequence[Node]) -> list[Node]:
+    """Machines that have no stop."""
+    busy = {stop.name for stop in stops}
+    return [node for node in nodes if node.name not in busy]
+
+
 class Planner:
     """Which machine gets which layers."""
 
@@ -130,11 +136,23 @@ class Planner:
     def replaced(self, stops: Sequence[Stop], name: str, nodes: Sequence[Node]) -> tuple[Stop, ...] | None:
         """The same stops with a machine that has no layers in the place of one that is lost: all others keep their caches."""
         lost = next(stop for stop in stops if stop.name == name)
-        wanted, busy = sum(self.layer_bytes[lost.first : lost.last]), {stop.name for stop in stops}
-        spare = next((one for one in nodes if one.name not in busy and one.memory_bytes >= wanted), None)
-        if spare is None:
+        fit = [node for node in spares(stops, nodes) if node.memory_bytes >= self.bytes_of(lost.place)]
+        if not fit:
             return None
+        spare = min(fit, key=lambda node: lost.place not in node.holds)
         return tuple(spare.stop(*stop.place) if stop is lost else stop for stop in stops)
+
+    def reserve(self, stops: Sequence[Stop], node: Node) -> list[Place]:
+        """Layers that a machine without any loads beforehand, as far as it has room, to take the place of whoever has them at once."""
+        chosen: list[Place] = []
+        for stop in stops:
+            if sum(map(self.bytes_of, [*chosen, stop.place])) <= node.memory_bytes:
+                chosen.append(stop.place)
+        return chosen
+
+    def bytes_of(self, place: Place) -> int:
+        """What layers take, with their caches."""
+        return sum(self.layer_bytes[place.first : place.last])
 
     def seconds(self, node: Node, place: Place) -> float:
         """What one token takes in some layers at a machine."""
