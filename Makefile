@@ -27,7 +27,7 @@ demo: .venv/core
 	@$(BIN)/shoal demo
 
 test: .venv/dev
-	@$(BIN)/python -m pytest -n 2 --dist worksteal tests
+	@$(BIN)/python -m pytest -n 3 --dist worksteal tests  # one more than two cores: a third of the time they wait for processes
 
 quick: .venv/dev
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not whole" tests
