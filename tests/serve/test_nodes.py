@@ -18,7 +18,7 @@ from shoal.models.decoding import Draws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
 from shoal.serve.engine import Ended, Engine, Job
-from shoal.serve.holding import Place
+from shoal.serve.holding import Holder, Place
 from shoal.serve.hub import Hub
 from shoal.serve.node import NodeProcess, Reached
 from shoal.serve.routes import HERE, Node, Planner, Stop, spares
@@ -85,7 +85,7 @@ class Machines:
 
     def join(self, name: str) -> None:
         node = NodeProcess(self.reached, name, slowdown=1.0, patience_s=0.0, tell=lambda text: None)
-        thread = threading.Thread(target=self._work, args=(node,))
+        thread = threading.Thread(target=self._work, args=(node,), name=name)
         thread.start()
         self.running[name] = (node, thread)
 
@@ -233,6 +233,54 @@ def test_a_machine_that_is_unplugged_in_mid_sentence_changes_no_token(spare):
         assert [one.end for one in heard] == ["length"] * 4
         assert [one.tokens for one in heard] == alone(model, PROMPTS, LENGTHS)
         assert [one.alive for one in engine.stages.machines() if one.name == lost] == [False]
+
+
+@pytest.fixture
+def nothing_fits(monkeypatch):
+    """The machines of these names load one layer, to measure it before they join, and none afterwards."""
+    names, hold = set[str](), Holder.hold
+
+    def refuse(self, place):
+        if threading.current_thread().name in names and place not in self.held and hasattr(self, "joined"):
+            raise MemoryError(f"no room for {place}")
+        self.joined = True
+        return hold(self, place)
+
+    monkeypatch.setattr(Holder, "hold", refuse)
+    return names
+
+
+def test_a_spare_machine_that_could_not_load_takes_nobodys_place(nothing_fits):
+    model, described = make("gpt")
+    with spread(model, described, ["pi1", "pi2"]) as (engine, machines):
+        even_stops(engine, 3)
+        stages, heard = engine.stages, Heard()
+        nothing_fits.add("pi3")
+        machines.join("pi3")
+        wait_for(lambda: "pi3" in stages.nodes and stages.nodes["pi3"].memory_bytes < stages.planner.bytes_of(Place(0, 2)))
+        assert not stages.nodes["pi3"].holds
+        assert stages._coming is None
+        engine.submit(job([3, 1, 4], heard, 20))
+        while len(heard.tokens) < 5:
+            engine.step()
+        machines.unplug("pi2", stages.hub)
+        finish(engine)
+        assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4]], [20]))
+        assert not stages.current.goes_through("pi3")
+
+
+@pytest.mark.parametrize("failing", ["pi1", HERE])
+def test_layers_that_a_machine_cannot_load_go_to_others_and_a_request_waits_for_that(failing, nothing_fits):
+    model, described = make("gpt")
+    with spread(model, described, ["pi1"], expected=99) as (engine, _):
+        heard = Heard()
+        nothing_fits.add("shoal-layers" if failing == HERE else failing)
+        engine.submit(job([3, 1, 4], heard, 10))
+        engine.step()
+        even_stops(engine, 2)
+        finish(engine)
+        assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4]], [10]))
+        assert [stop.name for stop in engine.stages.current.stops] == [HERE if failing == "pi1" else "pi1"]
 
 
 def test_a_cache_that_cannot_forget_is_read_from_the_beginning_when_what_was_under_way_starts_again():

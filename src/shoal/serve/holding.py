@@ -54,15 +54,22 @@ class Holder:
         self._tensors: dict[str, Tensor] = {}
 
     def hold(self, place: Place) -> int:
-        """Load layers, unless they are here. Return how many parameters they have."""
+        """Load layers, unless they are here. Return how many parameters they have. Whatever goes wrong, nothing of them stays."""
         if place not in self.held:
-            stage = stage_of(self.skeleton(), *place).eval()
-            if any(parameter.is_meta for parameter in stage.parameters()):
-                fill(stage, {name: self._loaded(name, like) for name, like in needed(stage).items()})
-            stage.to(self.device)
-            pack(stage, free_memory())
-            self.held[place] = Held(stage, Rows(stage.new_cache, stage.joins_rows, self.device))
+            try:
+                self.held[place] = self._load(place)
+            except Exception:
+                self.drop(place)
+                raise
         return sum(parameter.numel() for parameter in self.held[place].stage.parameters())
+
+    def _load(self, place: Place) -> Held:
+        stage = stage_of(self.skeleton(), *place).eval()
+        if any(parameter.is_meta for parameter in stage.parameters()):
+            fill(stage, {name: self._loaded(name, like) for name, like in needed(stage).items()})
+        stage.to(self.device)
+        pack(stage, free_memory())
+        return Held(stage, Rows(stage.new_cache, stage.joins_rows, self.device))
 
     def _loaded(self, name: str, like: Tensor) -> Tensor:
         if name not in self._tensors:

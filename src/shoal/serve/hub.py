@@ -155,6 +155,8 @@ class Hub:
         for done in header["done"]:
             if done["kind"] == "held":
                 self.pipeline.held(node.name, Place(*done["place"]))
+            elif done["kind"] == "unheld":
+                self.pipeline.unheld(node.name, Place(*done["place"]), str(done["problem"])[:300])
             elif done["kind"] == "probed":
                 self.pipeline.probed(node.name, str(done["other"]), done["reached"] is True)
             elif done["kind"] == "declined":
@@ -236,4 +238,7 @@ class OwnLayers:
             if order.kind == "hold":
                 self.pipeline.held(self.node.name, order.place)
         except Exception as error:  # one request's fault must not end the service of the others
-            self.pipeline.fail(order.trip, f"{self.node.name}: {error}")
+            if order.kind == "hold":
+                self.pipeline.unheld(self.node.name, order.place, str(error))
+            else:
+                self.pipeline.fail(order.trip, f"{self.node.name}: {error}")

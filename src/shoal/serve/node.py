@@ -171,14 +171,21 @@ class NodeProcess:
                 handed_on = bool(order.onward) and self.handing.pass_on(order._replace(x_BLD=found[0]), self.int8)
                 report.add(order.trip, *found, handed_on, self.int8)
             if order.kind == "hold":
-                first, last = order.place
-                self.tell(f"holds the layers {first} to {last - 1}")
-                report.done.append({"kind": "held", "place": [first, last]})
+                self.tell(f"holds the layers {order.place.first} to {order.place.last - 1}")
+                report.done.append({"kind": "held", "place": list(order.place)})
         except Unreachable:
             raise
-        except Exception as error:  # the server ends the requests, and this machine goes on
-            self.tell(f"warning: {error}")
-            report.done.append({"kind": "failed", "trip": order.trip, "problem": str(error)[:300]})
+        except Exception as error:  # the server ends the requests, or gives the layers to others, and this machine goes on
+            self._own_up(order, str(error) or type(error).__name__, report)
+
+    def _own_up(self, order: Order, problem: str, report: Report) -> None:
+        """Say on both sides that an order could not be carried out."""
+        if order.kind == "hold":
+            self.tell(f"warning: cannot load the layers {order.place.first} to {order.place.last - 1}: {problem}")
+            report.done.append({"kind": "unheld", "place": list(order.place), "problem": problem[:300]})
+        else:
+            self.tell(f"warning: {problem}")
+            report.done.append({"kind": "failed", "trip": order.trip, "problem": problem[:300]})
 
 
 class Report:

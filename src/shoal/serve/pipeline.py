@@ -244,6 +244,29 @@ class Pipeline:
                 if not self._coming[1]:
                     self._take_coming()
 
+    def unheld(self, name: str, place: Place, problem: str) -> None:
+        """A machine could not load layers that it was told to hold: it is not believed to have room for so much any more, and whatever
+        counted on it goes another way."""
+        with self._changed:
+            node = self.nodes.get(name)
+            if node is None or place not in node.holds:
+                return
+            node.holds.discard(place)
+            node.memory_bytes = min(node.memory_bytes, self.planner.bytes_of(place) - 1)
+            self.tell(f"warning: {name} could not load the layers {place.first}–{place.last - 1}, and gets fewer from now on: {problem}")
+            self._do_without(node.stop(*place))
+
+    def _do_without(self, stop: Stop) -> None:
+        """Plan again where a stop that does not hold its layers was counted on."""
+        if self._coming is not None and stop in self._coming[0].stops:
+            self._coming = None
+        if self.current is not None and stop in self.current.stops:
+            self._take(self.planner.replaced(self.current.stops, stop.name, self._alive()) or self._planned())
+        elif self.current is not None:
+            self._move_from_lost()
+            self._consider()
+            self._hold_reserves()
+
     def _take_coming(self) -> None:
         assert self._coming is not None
         self.current, self._coming = self._coming[0], None
@@ -483,7 +506,7 @@ class Pipeline:
 
     def _is_whole(self, route: Route) -> bool:
         nodes = [(stop, self.nodes[stop.name]) for stop in route.stops]
-        return bool(nodes) and all(node.alive and node.stay == stop.stay for stop, node in nodes)
+        return bool(nodes) and all(node.alive and node.stay == stop.stay and stop.place in node.holds for stop, node in nodes)
 
     def _restore(self, number: int, live: Live, length: int) -> None:
         """Let the stops of the new route hold the first tokens of a request in their caches. What was under way starts again; a stop
