@@ -90,13 +90,14 @@ def learned_scores(tmp_path: Path, others: Sequence[str], versions: int) -> tupl
         settings(tmp_path, algorithm="grpo", kl={"coefficient": 0.0, "adaptive": False}, ppo={"steps": versions, "rollout_size": 48})
     )
     workers = {name: room.join(name) for name in ("first", "second", "third", *others)}
-    while room.coordinator.state.version < versions:
+    while not room.coordinator.finished:
         version, before = room.coordinator.state.version, copy.deepcopy(room.learner.model)
         for name, worker in workers.items():
             if worker.protocol.session in room.coordinator.members.by_session and (unit := room.claim(worker)) is not None:
                 room.send(worker, unit, pack(CHEATS.get(name, answers_to)(room, unit)))
         if room.coordinator.state.version > version:
             room.old = before
+    assert room.coordinator.state.version == versions, "no unit was given up"
     return [one.metrics["score"] for one in room.published if "score" in one.metrics], room
 
 

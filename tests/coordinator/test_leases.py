@@ -261,3 +261,34 @@ def test_a_call_costs_the_same_however_many_workers_and_units_there_are() -> Non
             assert lease is not None
             assert leases.submit(worker, lease.unit, 1, now) == "accepted"
     assert leases.counts()["completed"] == 30_000
+
+
+def test_a_unit_that_a_worker_tried_in_vain_is_for_the_others_who_are_present() -> None:
+    leases = Leases(LEASE_S, 5)
+    leases.issue(1, [1], None)
+
+    def fails(worker: str, now: float, *present: str) -> bool:
+        if leases.claim(worker, now, lambda: present) is None:
+            return False
+        leases.fail(worker, 1, "broken")
+        return True
+
+    assert fails("a", 0.0, "a", "b")
+    assert not fails("a", 1.0, "a", "b"), "b has not tried it"
+    assert leases.any_waits
+    assert fails("b", 1.0, "a", "b")
+    assert fails("a", 2.0, "a", "b"), "everybody has tried it"
+    assert not fails("a", 3.0, "a", "b", "idle")
+    assert fails("a", 2.0 + LEASE_S, "a", "b", "idle"), "one who never asks for a unit keeps nobody from trying"
+    assert leases.given_up == {}
+    assert fails("c", 20.0)
+    assert leases.given_up == {1: "broken"}
+
+
+def test_a_unit_that_its_worker_disappeared_with_does_not_wait_for_that_one() -> None:
+    leases = Leases(LEASE_S, 3)
+    leases.issue(1, [1, 2], None)
+    leases.claim("a", 0.0)
+    leases.lose("a")
+    found = [leases.claim(worker, 1.0, lambda: ("a", "b")) for worker in "aba"]
+    assert [lease and lease.unit for lease in found] == [2, 1, None]

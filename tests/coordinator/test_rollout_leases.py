@@ -133,6 +133,7 @@ def test_honest_workers_pass_and_others_are_found_within_ten_units_and_named(tmp
         assert [line["inexact"][0] for line in room.ledger if "inexact" in line].count(name) >= 5, "it was kept out at last"
         assert any(f"{name} is in quarantine" in note for note in room.notes)
     assert {*handed["honest"], *handed["too"]} == {"accepted"}
+    assert not [note for note in room.notes if "given up" in note], "no cheat uses up the attempts at a unit"
     made = [line for line in room.ledger if "version" in line]
     assert {one[0] for line in made[-3:] for one in line["from"]} <= {"honest", "too", "stale"}
     assert all(len(line["answers"]) == 6 for line in made), "unit, version and hash of each"

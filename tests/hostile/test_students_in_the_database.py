@@ -241,6 +241,37 @@ def test_who_fails_what_others_manage_is_put_in_quarantine_and_both_sides_hear_w
         desk.close()
 
 
+def test_a_unit_that_every_student_has_tried_in_vain_is_tried_again_and_then_given_up(
+    server: PostgresServer, mia: Access, eve: Access
+) -> None:
+    issue(server, 1)
+    desks = [desk_of(mia, "mia"), desk_of(eve, "eve")]
+    for attempt in range(3):
+        first, other = desks if attempt % 2 == 0 else reversed(desks)
+        (unit,) = first.claim(1, 0.0)
+        first.fail(unit, "out of memory")
+        if attempt == 0:
+            assert first.claim(1, 0.0) == [], "the other one has not tried it"
+    assert (server.table()["failed"], other.claim(1, 0.0)) == (1, [])
+    for desk in desks:
+        desk.close()
+
+
+def test_what_a_student_failed_comes_back_to_it_after_a_lease_though_another_one_sits_idle(
+    database: Database, server: PostgresServer, mia: Access, eve: Access
+) -> None:
+    issue(server, 1, timeout_s=1000.0)
+    tried, idle = desk_of(mia, "mia"), desk_of(eve, "eve")
+    (unit,) = tried.claim(1, 0.0)
+    tried.fail(unit, "out of memory")
+    assert tried.claim(1, 0.0) == []
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.failures SET at = at - interval '1001 s'")
+    assert len(tried.claim(1, 0.0)) == 1
+    for desk in (tried, idle):
+        desk.close()
+
+
 def test_after_five_failures_in_a_row_a_student_waits_and_is_told_for_how_long(server: PostgresServer, eve: Access) -> None:
     issue(server, 10)
     hostile = desk_of(eve, "eve")

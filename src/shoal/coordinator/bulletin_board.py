@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.coordinator.effects import Effect, Issue, Published
-from shoal.coordinator.lending import printable
 from shoal.coordinator.machine import Coordinator
 from shoal.coordinator.publisher import Bulletin, Notice
 from shoal.coordinator.state import LeaseResult, Spoiled
 from shoal.coordinator.store import Board
+from shoal.errors import printable
 from shoal.updates.messages import BadMessage, Request, parse_from_leases
 
 _NOTES_EVERY_S = 1.0

@@ -4,14 +4,15 @@ A unit is pending, claimed, completed, failed (given up) or cancelled. This modu
 the same inside a database, and one suite of tests holds both. It reads no clock: time is passed in, in seconds, and never goes back.
 
 Holds: one worker at most has a unit; nothing is accepted after its lease ended, for a version that is too old, or beyond the quorum; a unit
-is tried in vain `attempts` times at most, and then given up, so it never keeps an epoch from ending. No call walks through all units or
-workers, except that a new version looks at the units that workers have.
+is tried in vain `attempts` times at most, and then given up, so it never keeps an epoch from ending; as long as somebody else is there to
+try it, a unit does not come back to a worker that tried it in vain, so no worker uses up the attempts of all. No call walks through all
+units or workers, except that a new version looks at the units that workers have.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 ACCEPTED, LATE, CANCELLED = "accepted", "late", "cancelled"
@@ -50,10 +51,10 @@ class Leases:
         """The next one to be claimed comes first."""
         self._claimed: OrderedDict[int, Lease] = OrderedDict()
         """The lease that ends next comes first: all are equally long, and one that is renewed moves to the end."""
-        self._completed: set[int] = set()
+        self._completed: dict[int, Lease] = {}
         self._held_by: defaultdict[str, dict[int, None]] = defaultdict(dict)
-        self._tried: dict[int, int] = {}
-        """How often units were tried in vain. It outlives their version."""
+        self._tried: defaultdict[int, list[Lease]] = defaultdict(list)
+        """The leases under which units were tried in vain. They outlive their version."""
         self._last: dict[str, tuple[tuple[int, int], str]] = {}
         """The unit and version that each worker handed in last, and the outcome: to recognise a result that comes again."""
         self._totals = {"issued": 0, "completed": 0, "cancelled": 0}
@@ -72,8 +73,7 @@ class Leases:
         self.version, self.quorum = version, quorum
         spoiled = [unit for unit in units if unit in self._completed]
         new = [unit for unit in units if not any(unit in known for known in (self._completed, self._pending, self._claimed, self.given_up))]
-        self._completed.difference_update(spoiled)
-        given_up = _only([self._count_attempt(unit, RESULT_WAS_UNUSABLE) for unit in spoiled])
+        given_up = _only([self._count_attempt(self._completed.pop(unit), RESULT_WAS_UNUSABLE) for unit in spoiled])
         self._pending.update(dict.fromkeys(new))
         self._totals["issued"] += len(new)
         return given_up
@@ -117,17 +117,31 @@ class Leases:
 
     # --- a worker's side -----------------------------------------------------------------------------
 
-    def claim(self, worker: str, now: float) -> Lease | None:
-        """Lease the unit that has waited longest. None: there is none, or the round has enough results."""
-        if self.enough or not self._pending:
+    @property
+    def any_waits(self) -> bool:
+        """Whether there is a unit to claim, though not for each worker."""
+        return bool(self._pending) and not self.enough
+
+    def claim(self, worker: str, now: float, present: Callable[[], Iterable[str]] = tuple) -> Lease | None:
+        """Lease the unit that has waited longest. None: there is none for this worker, or the round has enough results.
+
+        What it tried in vain itself is for the others who are `present`, until all have tried it or its lease of then would have ended.
+        """
+        waiting = self._pending if self.any_waits else ()
+        unit = next((unit for unit in waiting if self._may_try(unit, worker, now, present)), None)
+        if unit is None:
             return None
-        unit, _ = self._pending.popitem(last=False)
-        lease = Lease(unit, self.version, worker, self._tried.get(unit, 0) + 1, now + self.lease_s)
+        del self._pending[unit]
+        lease = Lease(unit, self.version, worker, len(self._tried.get(unit, ())) + 1, now + self.lease_s)
         self._claimed[unit] = lease
         self._held_by[worker][unit] = None
         if worker in self._last and self._last[worker][0] == (unit, self.version):
             del self._last[worker]  # the next result of this unit is another one
         return lease
+
+    def _may_try(self, unit: int, worker: str, now: float, present: Callable[[], Iterable[str]]) -> bool:
+        tried = {lease.worker: lease.deadline for lease in self._tried.get(unit, ())}
+        return tried.get(worker, now) <= now or all(name in tried for name in present())
 
     def held(self, worker: str) -> list[Lease]:
         """What the worker has claimed, oldest first: the answer to one who asks again because the first answer was lost."""
@@ -163,7 +177,7 @@ class Leases:
         if self.enough:
             self._pending[unit] = None
             return LATE
-        self._completed.add(unit)
+        self._completed[unit] = lease
         return ACCEPTED
 
     def give_back(self, worker: str, unit: int) -> None:
@@ -194,12 +208,13 @@ class Leases:
     def _fail(self, lease: Lease, reason: str) -> GivenUp | None:
         self._end(lease)
         self.workers[lease.worker]["failed"] += 1
-        return self._count_attempt(lease.unit, reason)
+        return self._count_attempt(lease, reason)
 
-    def _count_attempt(self, unit: int, reason: str) -> GivenUp | None:
+    def _count_attempt(self, lease: Lease, reason: str) -> GivenUp | None:
         """Let others try the unit, or give it up."""
-        self._tried[unit] = self._tried.get(unit, 0) + 1
-        if self._tried[unit] < self.attempts:
+        unit = lease.unit
+        self._tried[unit].append(lease)
+        if len(self._tried[unit]) < self.attempts:
             self._pending[unit] = None
             return None
         del self._tried[unit]

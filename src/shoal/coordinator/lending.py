@@ -7,6 +7,7 @@ came of them (`LeaseResult`). Either way a unit is settled once: learned from, o
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from shoal.coordinator.leases import GivenUp, Leases
 from shoal.coordinator.membership import Worker
 from shoal.coordinator.state import LeaseResult, Plan, delivered
 from shoal.coordinator.units import ISSUED_PER_QUORUM, LEAST_ISSUED, Cut
+from shoal.errors import printable
 from shoal.updates import codecs, staleness
 from shoal.updates.messages import Claim, Contribute, Delivered, Failed
 
@@ -40,6 +42,10 @@ class Host(Protocol):
     def stop_for(self, reason: str) -> None: ...
     def is_paused(self, worker: Worker) -> bool:
         """Whether the worker is given no units for now: it failed too many in a row, and others have not."""
+        ...
+
+    def at_work(self) -> Iterator[str]:
+        """The names of those who are here and may be given units."""
         ...
 
 
@@ -148,11 +154,12 @@ class Lender:
 
     def serve(self, longest_s: float) -> None:
         """Answer those who wait for a unit: with one, or with a word after the longest wait, or when the run is over."""
+        assert self.leases is not None
         none_left = self.host.finished or self.host.book.state.paused
         for session, claiming in list(self.claiming.items()):
             paused = self.host.is_paused(claiming.worker)
             lease = None if none_left or paused else self._lease(claiming.worker)
-            none_left = none_left or (lease is None and not paused)
+            none_left = none_left or not (paused or self.leases.any_waits)
             if lease is None and not self.host.finished and self.host.now - claiming.since < longest_s:
                 if none_left:
                     return  # those who came later have waited less
@@ -167,7 +174,7 @@ class Lender:
             if lease.version != self.leases.version:  # the answer brings newer weights than it was leased with
                 self.leases.give_back(worker.name, lease.unit)
         held = self.leases.held(worker.name)
-        found = held[0] if held else self.leases.claim(worker.name, self.host.now)
+        found = held[0] if held else self.leases.claim(worker.name, self.host.now, self.host.at_work)
         if found is None:
             return None
         epoch, start, batches = self.cut.unit(found.unit)
@@ -226,10 +233,3 @@ class Lender:
     def _failed(self, given_up: GivenUp | None) -> None:
         if given_up is not None and given_up.unit not in self.host.book.settled:
             self._give_up(Failed(*self.cut.unit(given_up.unit), given_up.reason), given_up.unit)
-
-
-def printable(text: str) -> str:
-    """What strangers say of themselves is shown to people, and must not steer their terminals."""
-    if text.isprintable():
-        return text
-    return "".join(character if character.isprintable() else "?" for character in text)

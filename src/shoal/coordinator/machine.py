@@ -6,7 +6,7 @@ What changes the weights goes through `record`: first it becomes a record, then 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from shoal.coordinator.claims import Claims
 from shoal.coordinator.closing import Closing
 from shoal.coordinator.doorkeeper import Bucket, Doorkeeper, Refusal
 from shoal.coordinator.effects import Effect, Frames, Note, Persist, Published, Reply, Stop
-from shoal.coordinator.lending import Lender, printable
+from shoal.coordinator.lending import Lender
 from shoal.coordinator.membership import Membership, Worker
 from shoal.coordinator.orders import Orders
 from shoal.coordinator.pacing import steps_for
@@ -42,6 +42,7 @@ from shoal.coordinator.state import (
     accepted,
 )
 from shoal.coordinator.tasking import Taskmaster
+from shoal.errors import printable
 from shoal.updates import codecs
 from shoal.updates.answers import InexactAnswers, digest
 from shoal.updates.holding import Experts, size_of, told
@@ -371,6 +372,9 @@ class Coordinator:
         """Until one of the others has shown whether the units can be done at all."""
         most = self.plan.bounds.failures
         return worker.failed >= most and any(one.failed < most for one in self.members.by_name.values())
+
+    def at_work(self) -> Iterator[str]:
+        return (name for name, worker in self.members.by_name.items() if not self.is_paused(worker))
 
     def _count_failure(self, worker: Worker, reason: str) -> None:
         """A worker that fails unit after unit, while others manage theirs, would use up everybody's attempts."""

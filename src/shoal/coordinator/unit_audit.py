@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from shoal.coordinator.evidence import Evidence
+from shoal.errors import printable
 
 _MOST_NAMED = 8
 _MOST_UNITS = 10_000_000
@@ -77,7 +78,7 @@ class UnitAudit:
             f"units     {len(self.learned):,} learned from, {len(self.given_up):,} given up, {len(undone):,} passed over and not done yet"
         ]
         for reason, numbers in groupby(sorted(self.given_up, key=lambda number: (self.given_up[number], number)), key=self.given_up.get):
-            lines += [f"given up  {name}: {_printable(reason or '')}" for name in self._names({*numbers})]
+            lines += [f"given up  {name}: {printable(reason or '')}" for name in self._names({*numbers})]
         return lines + [f"not done  {name}" for name in self._names({*undone})]
 
     def _names(self, numbers: set[int]) -> Iterator[str]:
@@ -98,7 +99,3 @@ def _cut_of(evidence: Evidence, spans: list[tuple[int, int, int]]) -> tuple[int,
     if evidence.snapshot is not None and evidence.snapshot.cut is not None:
         return evidence.snapshot.cut
     return max((start + batches for _, start, batches in spans), default=1), max((batches for *_, batches in spans), default=1), 0
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)

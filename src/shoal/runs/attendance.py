@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from shoal.errors import printable
+
 _MOST_NAMED = 5
 """A crowd at the door does not fill people's screens: beyond so many at a time, only their number is told."""
 
@@ -17,7 +19,7 @@ class Attendance:
 
     def look(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """A sentence for each who came or left since the last look."""
-        before, self.here = self.here, frozenset(_printable(str(row["name"])) for row in rows if row["alive"])
+        before, self.here = self.here, frozenset(printable(str(row["name"])) for row in rows if row["alive"])
         yield from _told(self.here - before, "joined")
         yield from _told(before - self.here, "left")
 
@@ -27,7 +29,3 @@ def _told(names: frozenset[str], what: str) -> Iterator[str]:
         yield f"{len(names)} workers {what}"
         return
     yield from (f"{name} {what}" for name in sorted(names))
-
-
-def _printable(name: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in name)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.config.schema.updates import Privacy
+from shoal.errors import printable
 
 COLUMNS = ("worker", "state", "images/s", "idle", "taken", "late", "images", "share")
 
@@ -83,7 +84,7 @@ def _row(worker: Mapping[str, Any], whole: float) -> tuple[str, ...]:
 
 def _state(worker: Mapping[str, Any]) -> str:
     """What a worker does; whether it is there; and why it left, where it said so."""
-    state = "".join(character if character.isprintable() else "?" for character in str(worker["state"]))
+    state = printable(str(worker["state"]))
     if worker["alive"] or (worker["left_at"] and state.startswith("left: ")):
         return state
     return "left" if worker["left_at"] else "gone"
