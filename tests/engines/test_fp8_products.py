@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.config.load import resolve_data
 from shoal.config.schema.training import Fp8
 from shoal.engines import emulation, fp8
 from shoal.engines.fp8 import LARGEST, Rows, codes_of
 from shoal.errors import ShoalError
+from shoal.runs.coordinating import _warn_of_gaps, agree
+from shoal.runs.given import NOTHING
 
 CPU = torch.device("cpu")
 SIZES = [40, 12, 44]
@@ -95,3 +98,13 @@ def test_right_kernels_are_taken_and_those_that_mix_bytes_up_are_refused(kernels
     kernels.weight = lambda *given: (weight(*given)[0], weight(*given)[1].float().roll(1, -1), weight(*given)[2])
     with pytest.raises(ShoalError, match="products in fp8 are wrong on this machine"):
         fp8.check_kernels(CPU)
+
+
+@pytest.mark.parametrize(("emulated", "told"), [(False, 1), (True, 0)])
+def test_a_coordinator_that_evaluates_in_another_precision_than_its_workers_train_in_says_so(emulated: bool, told: int) -> None:
+    training = {"precision": {"kind": "fp8"}, "allow_emulation": emulated}
+    model = {"kind": "gpt", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_seq_len": 8}
+    tree = {"strategy": {"kind": "diloco"}, "training": training, "model": model, "data": {"max_samples": 100}}
+    run, said = resolve_data(tree, name="test", dialect="shoal", environ={}).run, list[str]()
+    _warn_of_gaps(run.transport, (), run, agree(run, 2, None, None, NOTHING), said.append)
+    assert len([one for one in said if "evaluations are done in bf16" in one]) == told

@@ -101,7 +101,7 @@ def _coordinating(
     tell_changes(directory.write_config(loaded), reporters)
     write_info(directory, agreed.parts.data)
     keep_start(run, agreed.parts.engine.task.players, directory.path)
-    _warn_of_gaps(place, hosts, warn)
+    _warn_of_gaps(place, hosts, run, agreed, warn)
     learner = agreed.policies.apply.learner(agreed.parts.single, agreed.spans, agreed.parts.feed)
     welcome = _welcome(run, directory, agreed, learner)
     opened = home.open(directory, welcome, _largest_frame(run, learner), agreed.expected)
@@ -266,10 +266,12 @@ def _judging(run: Run, warn: Callable[[str], None]) -> torch.device:
         return torch.device("cpu")
 
 
-def _warn_of_gaps(transport: Transport, hosts: tuple[str, ...], warn: Callable[[str], None]) -> None:
+def _warn_of_gaps(transport: Transport, hosts: tuple[str, ...], run: Run, agreed: Agreed, warn: Callable[[str], None]) -> None:
     """Warn of what users might rely on, and cannot."""
     if transport.kind == "xmlrpc" and needs_keys(transport, hosts):
         warn("XML-RPC is not encrypted, and the token travels in clear: use it for debugging, on a network you trust")
+    if run.training.precision.kind == "fp8" and agreed.parts.engine.scales is None and run.evaluation.batches != 0:
+        warn("the workers train in fp8, and evaluations are done in bf16: the coordinator multiplies on the CPU, which has no fp8")
 
 
 def _largest_frame(run: Run, learner: EngineLearner) -> int:
