@@ -10,13 +10,15 @@ import pytest
 import torch
 from test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, even_stops, finish, job, make, spread, wait_for
 
+from shoal.errors import ShoalError
 from shoal.serve import hops
 from shoal.serve.engine import Engine
-from shoal.serve.holding import Place, Reading
+from shoal.serve.holding import Held, Holder, Place, Reading
 from shoal.serve.hops import Handing, Seen, open_inbox
-from shoal.serve.orders import packed, unpacked
+from shoal.serve.orders import order_from, order_message, packed, unpacked
 from shoal.serve.routes import Door, Onward, Order
-from shoal.transports import new_keys
+from shoal.serve.rows import Rows
+from shoal.transports import Message, new_keys
 
 
 @contextmanager
@@ -137,7 +139,7 @@ def test_what_comes_late_or_twice_is_not_read_again() -> None:
 def test_a_door_opens_only_for_those_whom_the_server_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hops, "needs_keys", lambda settings, hosts: True)
     got: list[Order] = []
-    inbox = open_inbox("tcp://127.0.0.1:9", 1 << 20, got.append)
+    inbox = open_inbox("tcp://127.0.0.1:9", 1 << 20, got.append, print)
     handing = Handing(1 << 20)
     try:
         assert inbox.door.key, "what travels is encrypted"
@@ -151,10 +153,86 @@ def test_a_door_opens_only_for_those_whom_the_server_told_of_it(monkeypatch: pyt
         wait_for(lambda: bool(got))
         assert (got[0].place, got[0].trip, got[0].onward) == (Place(1, 2), 3, ())
         assert not handing.pass_on(order._replace(reading=Reading([7, 8], [0, 0], [[1], [1]])), False), "a row for each request"
-        assert open_inbox("https://example.org/", 1 << 20, got.append) is None
+        assert open_inbox("https://example.org/", 1 << 20, got.append, print) is None
     finally:
         handing.close()
         inbox.close()
+
+
+NONSENSE = [None, "7", "", [], [[]], {}, {"a": 1}, -2, 2.5, float("inf"), float("nan"), 2**63, True, [None], ["7"], [[1]], b"x"]
+
+
+def mutated(value) -> Iterator:
+    """A message with nonsense in one place, for every place of it."""
+    yield from NONSENSE
+    if isinstance(value, dict):
+        for key in value:
+            yield {other: one for other, one in value.items() if other != key}
+            yield from ({**value, key: one} for one in mutated(value[key]))
+    elif isinstance(value, list):
+        for i in range(len(value)):
+            yield value[:i] + value[i + 1 :]
+            yield from ([*value[:i], one, *value[i + 1 :]] for one in mutated(value[i]))
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_message_with_nonsense_in_it_is_refused_or_harmless(int8: bool) -> None:
+    holder, seen = Holder(lambda: None, lambda name: torch.zeros(1), torch.device("cpu")), Seen()
+    holder.held[Place(0, 1)] = Held(torch.nn.Identity(), Rows(lambda tokens: None, True, torch.device("cpu")))
+    order = Order("read", Place(0, 1), 3, Reading([7, 8], [0, 0], [[1], [2]]), torch.zeros(2, 1, 4), onward=(onward,))
+    right, frames = order_message(order, int8)
+    taken = Counter()
+    for header in mutated(right):
+        try:
+            found = order_from(header, frames)
+            seen.is_stale(found)
+            seen.can_read(found, holder)
+            taken["harmless"] += 1
+        except ShoalError:
+            taken["refused"] += 1
+    assert taken["refused"] > 500
+    assert taken["harmless"] < 150, "another number, a name or a door of text is an order, too"
+
+
+onward = Onward("pi2", Place(1, 2), Door("tcp://127.0.0.1:9", "token", None))
+
+
+def test_a_machine_goes_on_to_take_what_others_hand_to_it_after_something_went_wrong() -> None:
+    got, told = list[int](), list[str]()
+
+    def carry_out(order: Order) -> None:
+        got.append(order.trip)
+        if order.trip == 3:
+            raise TypeError("nobody thought of this")
+
+    inbox, handing = open_inbox("tcp://127.0.0.1:9", 1 << 20, carry_out, told.append), Handing(1 << 20)
+    try:
+        assert handing.probe(inbox.door)
+        for trip in (3, 4):
+            assert handing.pass_on(read(trip)._replace(onward=(onward._replace(door=inbox.door),)), False)
+        wait_for(lambda: got == [3, 4])
+        assert "nobody thought of this" in told[0]
+    finally:
+        handing.close()
+        inbox.close()
+
+
+def test_the_server_survives_whatever_a_machine_says_it_has_done() -> None:
+    model, described = make("gpt")
+    with spread(model, described, [], expected=1) as (engine, machines):
+        client = machines.reached.client()
+        enter = {"kind": "enter", "layer_s": 1.0, "memory_bytes": 1e9, "name": "pi1", "door": list(onward.door)}
+        about = {"trip": 1, "seconds": 1.0, "frame": 0, "handed_on": True, "shape": [1, 1, 24], "type": "float32", "int8": False}
+        done = [{"kind": "read", **about}, {"kind": "held", "place": [0, 1]}, {"kind": "unheld", "place": [0, 1], "problem": "none"}]
+        for said in ({}, *mutated(enter), *mutated(done)):
+            if isinstance(said, dict):
+                client.call(Message(said), 5.0)
+            else:
+                session = client.call(Message(enter), 5.0).header["session"]
+                client.call(Message({"kind": "done", "session": session, "done": said}, (bytes(96),)), 5.0)
+            engine.stages.hub.guests.clear()
+        assert client.call(Message({"kind": "node"}), 5.0).header["kind"] == "model"
+        client.close()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

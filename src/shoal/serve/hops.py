@@ -107,9 +107,9 @@ class Handing:
 class Inbox:
     """What other machines hand to this one. One thread takes it in, so that nobody waits while another one computes."""
 
-    def __init__(self, server: Server, door: Door, carry_out: Callable[[Order], None]) -> None:
+    def __init__(self, server: Server, door: Door, carry_out: Callable[[Order], None], tell: Callable[[str], None]) -> None:
         """`carry_out` is called in a thread of the inbox, for one order after the other."""
-        self.server, self.door, self._carry_out = server, door, carry_out
+        self.server, self.door, self._carry_out, self._tell = server, door, carry_out, tell
         self._orders: queue.Queue[Order | None] = queue.Queue()
         self._ending = False
         self._threads = [threading.Thread(target=one, name="shoal-hops", daemon=True) for one in (self._listen, self._work)]
@@ -135,7 +135,7 @@ class Inbox:
         try:
             header: Any = message.header["order"]
             order = order_from(header, message.frames)
-        except (ShoalError, KeyError, TypeError, ValueError, IndexError, AttributeError):
+        except (ShoalError, KeyError):
             return False
         if order.kind != "read" or order.trip < 0 or self._orders.qsize() >= _MOST_WAITING:
             return False
@@ -144,10 +144,13 @@ class Inbox:
 
     def _work(self) -> None:
         while (order := self._orders.get()) is not None and not self._ending:
-            self._carry_out(order)
+            try:
+                self._carry_out(order)
+            except Exception as error:  # what one machine sent must not keep this one from reading what the others send
+                self._tell(f"warning: what another machine handed on could not be read: {error!r}")
 
 
-def open_inbox(server_address: str, max_frame_bytes: int, carry_out: Callable[[Order], None]) -> Inbox | None:
+def open_inbox(server_address: str, max_frame_bytes: int, carry_out: Callable[[Order], None], tell: Callable[[str], None]) -> Inbox | None:
     """A door on the address by which this machine reaches the server, with secrets of its own that the server tells to those who may come.
     None where there is no such address: then everything goes through the server."""
     if server_address.partition("://")[0] not in Zmq.schemes:
@@ -157,4 +160,4 @@ def open_inbox(server_address: str, max_frame_bytes: int, carry_out: Callable[[O
         return None
     token, keys = new_token(), new_keys() if needs_keys(settings, (host,)) else None
     server = serve(settings, token=token, keys=keys, max_frame_bytes=max_frame_bytes, hosts=(host,))
-    return Inbox(server, Door(server.address, token, keys.public if keys else None), carry_out)
+    return Inbox(server, Door(server.address, token, keys.public if keys else None), carry_out, tell)

@@ -15,9 +15,9 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.serve.holding import Holder, Place
-from shoal.serve.orders import carry_out, order_message, unpacked
+from shoal.serve.orders import carry_out, door_from, order_message, unpacked
 from shoal.serve.pipeline import Pipeline
-from shoal.serve.routes import HERE, Door, Node, Order
+from shoal.serve.routes import HERE, Node, Order
 from shoal.serve.tensors import Tensors
 from shoal.transports import Message, Request, Server
 from shoal.updates.messages import Frame
@@ -99,7 +99,7 @@ class Hub:
             answer = _refused(str(problem))
             if (guest := self.guests.get(str(header.get("session")))) is not None:
                 self.lose(guest.node.name, str(problem))
-        except (KeyError, TypeError, ValueError, IndexError):
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError):
             answer = _refused("this is no message of a machine that holds layers")
         if answer is not None:
             self.server.reply(request, answer)
@@ -138,7 +138,7 @@ class Hub:
             raise ShoalError("a machine must say how long it takes for a layer, and how much memory it has")
         wanted = header.get("name")
         name = self._free_name(wanted[:_NAME_LENGTH] if isinstance(wanted, str) and wanted else "node")
-        node = Node(name, layer_s, memory, ring=self.server.wake, door=_door(header.get("door")))
+        node = Node(name, layer_s, memory, ring=self.server.wake, door=None if header.get("door") is None else door_from(header["door"]))
         session = secrets.token_hex(16)
         self.guests[session] = Guest(node, time.monotonic())
         self.tell(f"{name} joined: {1000 * layer_s:.2f} ms a layer, {memory / 2**30:.1f} GiB")
@@ -188,16 +188,6 @@ class Hub:
             header, frames = order_message(order, self.int8)
             headers.append(header)
         return Message({"kind": "orders", "orders": headers}, frames)
-
-
-def _door(told: Any) -> Door | None:
-    """The door that a machine says it has opened. Raises ShoalError."""
-    if told is None:
-        return None
-    address, token, key = told
-    if not all(isinstance(one, str) and len(one) <= 200 for one in (address, token, key or "")):
-        raise ShoalError("a machine's door is an address, a token and a key")
-    return Door(address, token, key)
 
 
 def _refused(why: str) -> Message:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -97,7 +98,7 @@ class NodeProcess:
         seen = self._seen = Seen()
         self.reporting, self.handing = self.reached.client(), Handing(FRAME_BYTES)
         try:
-            self._inbox = open_inbox(self.reached.address, FRAME_BYTES, lambda order: self._carry_out_handed(holder, seen, order))
+            self._inbox = open_inbox(self.reached.address, FRAME_BYTES, partial(self._carry_out_handed, holder, seen), self.tell)
         except ShoalError as problem:
             self.tell(f"warning: other machines cannot hand on to this one, and the server brings everything: {problem}")
         about = {"layer_s": layer_s, "memory_bytes": float(free_memory()), "name": self.name}

@@ -19,6 +19,9 @@ from shoal.serve.tensors import as_frame, claimed_bytes, from_frame, type_name
 from shoal.updates.messages import Frame
 
 _MOST_REQUESTS = 4096
+_MOST_LAYERS = 1 << 20
+_MOST_TOKENS = 1 << 40
+_DOOR_LENGTH = 200
 
 
 def packed(x_BLD: Tensor, int8: bool) -> tuple[dict[str, Any], Frame]:
@@ -56,22 +59,60 @@ def order_message(order: Order, int8: bool) -> tuple[dict[str, Any], tuple[Frame
 
 
 def order_from(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> Order:
-    """The order that a message is. Raises ShoalError, or what a dictionary raises that lacks something."""
-    place, requests = Place(*map(int, header["place"])), tuple(header["requests"])
-    onward = tuple(Onward(str(name), Place(*place), Door(*door)) for name, place, door in header["onward"])
+    """The order that a message is. Raises ShoalError where it is none."""
+    try:
+        return _order(header, frames)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        raise ShoalError("this is no order for a machine that holds layers") from None
+
+
+def _order(header: Mapping[str, Any], frames: tuple[Frame, ...]) -> Order:
+    place, onward = _place(header["place"]), tuple(_onward(*one) for one in header["onward"])
     if "reading" not in header:
-        return Order(str(header["kind"]), place, requests=requests, length=int(header["length"]), onward=onward)
-    reading, x_BLD = Reading(**header["reading"]), unpacked(frames[0], header)
+        requests, length = _wholes(header["requests"]), _whole(header["length"], most=_MOST_TOKENS)
+        return Order(str(header["kind"]), place, requests=requests, length=length, onward=onward)
+    trip, told, x_BLD = _whole(header["trip"], least=-1), header["reading"], unpacked(frames[0], header)
+    ids = tuple(_wholes(row, _MOST_TOKENS) for row in told["ids"])
+    reading = Reading(_wholes(told["requests"]), _wholes(told["positions"], _MOST_TOKENS), ids)
     if not _fits(reading, x_BLD):
         raise ShoalError(f"hidden states of the shape {tuple(x_BLD.shape)} are none of {len(reading.requests)} requests")
-    return Order("read", place, int(header["trip"]), reading, x_BLD, onward=onward)
+    return Order("read", place, trip, reading, x_BLD, onward=onward)
+
+
+def _whole(told: Any, least: int = 0, most: int = 2**53) -> int:
+    if type(told) is not int or not least <= told <= most:
+        raise ShoalError(f"a whole number from {least} to {most} must stand in an order where {str(told)[:40]!r} does")
+    return told
+
+
+def _wholes(told: Any, most: int = 2**53) -> tuple[int, ...]:
+    if not isinstance(told, list):
+        raise ShoalError(f"a list of whole numbers must stand in an order where {str(told)[:40]!r} does")
+    return tuple(_whole(one, most=most) for one in told)
+
+
+def _place(told: Any) -> Place:
+    first, last = _wholes(told, _MOST_LAYERS)
+    return Place(first, last)
+
+
+def _onward(name: Any, place: Any, door: Any) -> Onward:
+    return Onward(str(name), _place(place), door_from(door))
+
+
+def door_from(told: Any) -> Door:
+    """The door that a message tells of. Raises ShoalError, or what a list raises that is too short."""
+    address, token, key = told
+    if not all(isinstance(one, str) and len(one) <= _DOOR_LENGTH for one in (address, token, "" if key is None else key)):
+        raise ShoalError("a machine's door is an address, a token and a key")
+    return Door(address, token, key)
 
 
 def _fits(reading: Reading, x_BLD: Tensor) -> bool:
-    """Whether there is a row for each request, and a token for each of its ids."""
-    count = len(reading.requests)
-    same = x_BLD.dim() == 3 and len(x_BLD) == count == len(reading.positions) == len(reading.ids) <= _MOST_REQUESTS
-    return same and all(len(row) == x_BLD.shape[1] for row in reading.ids)
+    """Whether there is a row of numbers for each request, each is there once, and there is a token for each of its ids."""
+    count = len(set(reading.requests))
+    same = x_BLD.dim() == 3 and len(x_BLD) == count == len(reading.requests) == len(reading.positions) == len(reading.ids)
+    return same and count <= _MOST_REQUESTS and x_BLD.is_floating_point() and all(len(row) == x_BLD.shape[1] for row in reading.ids)
 
 
 def carry_out(holder: Holder, order: Order) -> tuple[Tensor, float] | None:

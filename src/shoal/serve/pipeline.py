@@ -419,8 +419,8 @@ class Pipeline:
             if trip is None or at < 0:
                 return
             reading, stops = trip.given[at], trip.route.stops
-            if y_BLD.shape != (len(reading.requests), len(reading.ids[0]), self.width):
-                raise ShoalError(f"{name} answered with numbers of the shape {tuple(y_BLD.shape)}")
+            if y_BLD.shape != (len(reading.requests), len(reading.ids[0]), self.width) or not y_BLD.is_floating_point():
+                raise ShoalError(f"{name} answered with {y_BLD.dtype} numbers of the shape {tuple(y_BLD.shape)}")
             self._count(stops[at], reading, seconds)
             trip.reported.add(at)
             trip.handed.pop(at, None)
