@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -24,7 +24,7 @@ from shoal.models.gpt import Gpt
 from shoal.serve.chat import ChatTemplate
 from shoal.serve.engine import Engine, Job
 from shoal.serve.opening import Served
-from shoal.serve.routes import Stop
+from shoal.serve.routes import Node, Planner, Stop
 from shoal.serve.skeletons import described_own
 from shoal.serve.spread import Spread
 from shoal.transports.connect import serve
@@ -35,12 +35,11 @@ SLOWDOWNS = (1, 2, 4)
 STREAMS, TOKENS = 8, 40
 
 
-class Equal(Spread):
+class Equal(Planner):
     """Each machine has as many layers as every other."""
 
-    def _planned(self) -> tuple[Stop, ...] | None:
-        nodes, count = self._alive(), len(self.sizes)
-        bounds = [count * i // len(nodes) for i in range(len(nodes) + 1)]
+    def quickest(self, nodes: Sequence[Node]) -> tuple[Stop, ...] | None:
+        bounds = [len(self.costs) * i // len(nodes) for i in range(len(nodes) + 1)]
         return tuple(node.stop(bounds[i], bounds[i + 1]) for i, node in enumerate(nodes))
 
 
@@ -49,19 +48,19 @@ def measure() -> list[Row]:
     torch.manual_seed(0)
     model = Gpt(SETTINGS, 257).eval()
     rates = {}
-    for kind in (Spread, Equal):
+    for kind in (Planner, Equal):
         with spread(model, kind) as stages:
             written(stages)
             start = time.perf_counter()
             rates[kind] = written(stages) / (time.perf_counter() - start)
-            assert stages.current is not None
-            print("   ", kind.__name__, [(stop.name, stop.last - stop.first) for stop in stages.current.stops], file=sys.stderr)
-    ratio = rates[Spread] / rates[Equal]
-    return [Row("min–max split, slowdowns 1, 2, 4", rates[Spread], rates[Equal], "tokens/s", ratio, "≥ 1.5", "equal split beside it")]
+            assert stages.fleet.current is not None
+            print("   ", kind.__name__, [(stop.name, stop.last - stop.first) for stop in stages.fleet.current.stops], file=sys.stderr)
+    ratio = rates[Planner] / rates[Equal]
+    return [Row("min–max split, slowdowns 1, 2, 4", rates[Planner], rates[Equal], "tokens/s", ratio, "≥ 1.5", "equal split beside it")]
 
 
 @contextmanager
-def spread(model: Gpt, kind: type[Spread]) -> Iterator[Spread]:
+def spread(model: Gpt, kind: type[Planner]) -> Iterator[Spread]:
     """This process, and one for each slowdown after the first."""
     token = new_token()
     server = serve(Zmq(port=0), token=token, keys=None, max_frame_bytes=1 << 26, hosts=("127.0.0.1",))
@@ -69,7 +68,8 @@ def spread(model: Gpt, kind: type[Spread]) -> Iterator[Spread]:
     served = Served(
         "bench", model, ByteTokenizer(), ChatTemplate(None, {}), Serving(), (), frozenset(), len(SLOWDOWNS), described=described
     )
-    stages = kind(served, server, lambda text: None)
+    stages = Spread(served, server, lambda text: None)
+    stages.fleet.planner = kind(stages.sizes, stages.weight_bytes, 0)
     with ExitStack() as ended:
         ended.callback(stages.close)
         for slowdown in SLOWDOWNS[1:]:
@@ -79,7 +79,7 @@ def spread(model: Gpt, kind: type[Spread]) -> Iterator[Spread]:
             )
             ended.callback(node.wait)
             ended.callback(node.terminate)
-        while stages.current is None:
+        while stages.fleet.current is None:
             time.sleep(0.05)
         yield stages
 

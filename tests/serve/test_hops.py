@@ -28,13 +28,13 @@ def three(*names: str) -> Iterator[tuple[Engine, Machines, torch.nn.Module, Coun
     with spread(model, described, list(names), keys=new_keys()) as (engine, machines):
         even_stops(engine, 3)
         brought: Counter[str] = Counter()
-        send = engine.stages._send
+        send = engine.stages.fleet.send
 
         def noted(name: str, order: Order) -> None:
             brought[name] += order.kind == "read"
             send(name, order)
 
-        engine.stages._send = noted
+        engine.stages.fleet.send = noted
         yield engine, machines, model, brought
 
 
@@ -51,11 +51,11 @@ def listeners() -> list[Heard]:
 
 def names(engine: Engine) -> list[str]:
     """The machines in the order of their layers; which of them joined first is chance."""
-    return [stop.name for stop in engine.stages.current.stops]
+    return [stop.name for stop in engine.stages.fleet.current.stops]
 
 
 def straight(engine: Engine) -> bool:
-    return any(engine.stages._direct.values())
+    return any(engine.stages.fleet.direct.values())
 
 
 def test_what_one_machine_has_read_goes_straight_to_the_next_and_the_server_keeps_it() -> None:

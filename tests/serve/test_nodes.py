@@ -194,10 +194,11 @@ def even_stops(engine: Engine, machines: int) -> None:
     """Machines of equal speed: a split that uses all of them, whatever was measured in this moment."""
     stages = engine.stages
     with stages._changed:
-        for node in stages.nodes.values():
+        for node in stages.fleet.nodes.values():
             node.layer_s, node.fixed_s = 1.0, 0.0
-        stages._take(stages._planned())
-        assert len(stages.current.stops) == machines
+        stages.fleet.take(stages.fleet.planned())
+        stages._move()
+        assert len(stages.fleet.current.stops) == machines
 
 
 def test_a_machine_without_a_stop_loads_as_many_layers_as_it_has_room_for():
@@ -215,9 +216,9 @@ def test_a_machine_that_is_unplugged_in_mid_sentence_changes_no_token(spare):
     with spread(model, described, ["pi1", "pi2", "pi3"] if spare else ["pi1", "pi2"]) as (engine, machines):
         even_stops(engine, 3)
         stages = engine.stages
-        lost = stages.current.stops[1].name
-        wanted = {stop.place for stop in stages.current.stops if stop.name != HERE}
-        reserves = [node.holds for node in spares(stages.current.stops, stages._alive())]
+        lost = stages.fleet.current.stops[1].name
+        wanted = {stop.place for stop in stages.fleet.current.stops if stop.name != HERE}
+        reserves = [node.holds for node in spares(stages.fleet.current.stops, stages.fleet.alive())]
         assert [wanted <= held for held in reserves] == [True] * spare, "a spare has loaded them beforehand"
         heard = [Heard() for _ in PROMPTS]
         for prompt, length, one in zip(PROMPTS, LENGTHS, heard, strict=True):
@@ -229,7 +230,7 @@ def test_a_machine_that_is_unplugged_in_mid_sentence_changes_no_token(spare):
 
         finish(engine, pull)
         assert lost not in machines.running
-        assert len(engine.stages.current.stops) == (3 if spare else 2)
+        assert len(engine.stages.fleet.current.stops) == (3 if spare else 2)
         assert [one.end for one in heard] == ["length"] * 4
         assert [one.tokens for one in heard] == alone(model, PROMPTS, LENGTHS)
         assert [one.alive for one in engine.stages.machines() if one.name == lost] == [False]
@@ -257,16 +258,16 @@ def test_a_spare_machine_that_could_not_load_takes_nobodys_place(nothing_fits):
         stages, heard = engine.stages, Heard()
         nothing_fits.add("pi3")
         machines.join("pi3")
-        wait_for(lambda: "pi3" in stages.nodes and stages.nodes["pi3"].memory_bytes < stages.planner.bytes_of(Place(0, 2)))
-        assert not stages.nodes["pi3"].holds
-        assert stages._coming is None
+        nodes, two_layers = stages.fleet.nodes, stages.fleet.planner.bytes_of(Place(0, 2))
+        wait_for(lambda: "pi3" in nodes and nodes["pi3"].memory_bytes < two_layers and not nodes["pi3"].holds)
+        assert stages.fleet.coming is None
         engine.submit(job([3, 1, 4], heard, 20))
         while len(heard.tokens) < 5:
             engine.step()
         machines.unplug("pi2", stages.hub)
         finish(engine)
         assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4]], [20]))
-        assert not stages.current.goes_through("pi3")
+        assert not stages.fleet.current.goes_through("pi3")
 
 
 @pytest.mark.parametrize("failing", ["pi1", HERE])
@@ -280,7 +281,7 @@ def test_layers_that_a_machine_cannot_load_go_to_others_and_a_request_waits_for_
         even_stops(engine, 2)
         finish(engine)
         assert (heard.end, [heard.tokens]) == ("length", alone(model, [[3, 1, 4]], [10]))
-        assert [stop.name for stop in engine.stages.current.stops] == [HERE if failing == "pi1" else "pi1"]
+        assert [stop.name for stop in engine.stages.fleet.current.stops] == [HERE if failing == "pi1" else "pi1"]
 
 
 def test_a_cache_that_cannot_forget_is_read_from_the_beginning_when_what_was_under_way_starts_again():
@@ -291,8 +292,8 @@ def test_a_cache_that_cannot_forget_is_read_from_the_beginning_when_what_was_und
         engine.submit(job([3, 1, 4, 1, 5, 9, 2, 6], heard, 20))
         while len(heard.tokens) < 8:
             engine.step()
-        last = stages.current.stops[-1].name
-        stages.nodes[last].orders = Deaf()  # the others have read the next token, and this machine has not heard of it
+        last = stages.fleet.current.stops[-1].name
+        stages.fleet.nodes[last].orders = Deaf()  # the others have read the next token, and this machine has not heard of it
         engine._start()
         wait_for(lambda: any(2 in trip.given for trip in stages._trips.values()))
         machines.unplug(last, stages.hub)
@@ -321,7 +322,7 @@ def test_all_machines_but_the_server_may_go_one_after_the_other():
 
         finish(engine, pull)
         assert [heard.tokens] == alone(model, [[3, 1]], [30])
-        assert [stop.name for stop in engine.stages.current.stops] == [HERE]
+        assert [stop.name for stop in engine.stages.fleet.current.stops] == [HERE]
 
 
 def test_a_machine_that_comes_back_under_its_name_has_none_of_its_caches():
@@ -329,13 +330,13 @@ def test_a_machine_that_comes_back_under_its_name_has_none_of_its_caches():
     with spread(model, described, ["pi1"]) as (engine, machines):
         even_stops(engine, 2)
         stages, heard = engine.stages, Heard()
-        stages.nodes[HERE].memory_bytes = 3.5 * max(stages.planner.layer_bytes)  # nobody has room for all layers
+        stages.fleet.nodes[HERE].memory_bytes = 3.5 * max(stages.fleet.planner.layer_bytes)  # nobody has room for all layers
         engine.submit(job([3, 1], heard, 20))
         while len(heard.tokens) < 5:
             engine.step()
         machines.unplug("pi1", stages.hub)
         engine.step()
-        assert stages.current is None
+        assert stages.fleet.current is None
         machines.join("pi1")
         finish(engine)
         assert [heard.tokens] == alone(model, [[3, 1]], [20])
@@ -344,13 +345,13 @@ def test_a_machine_that_comes_back_under_its_name_has_none_of_its_caches():
 def test_a_machine_that_joins_while_others_answer_is_used_by_new_requests():
     model, described = make("gpt")
     with spread(model, described, [], expected=1) as (engine, machines):
-        engine.stages.nodes[HERE].layer_s = 1.0  # so slow that any other machine helps
+        engine.stages.fleet.nodes[HERE].layer_s = 1.0  # so slow that any other machine helps
         first, second = Heard(), Heard()
         engine.submit(job([3, 1], first, 40))
         for _ in range(3):
             engine.step()
         machines.join("pi1")
-        wait_for(lambda: engine.stages.current.goes_through("pi1"))
+        wait_for(lambda: engine.stages.fleet.current.goes_through("pi1"))
         engine.submit(job([4, 4], second, 5))
         finish(engine)
         assert [first.tokens, second.tokens] == alone(model, [[3, 1], [4, 4]], [40, 5])

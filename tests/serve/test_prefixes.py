@@ -98,7 +98,7 @@ def test_several_machines_share_beginnings_also_after_one_was_lost(spare: bool, 
         engine.prefixes.most_tokens = 500
         first = asked(engine, BEGINNING)
         if lost is not None:
-            machines.unplug(engine.stages.current.stops[lost].name, engine.stages.hub)
+            machines.unplug(engine.stages.fleet.current.stops[lost].name, engine.stages.hub)
         longer, started, start = [*BEGINNING, *first, 7, 7], list[Work](), engine.stages.start
         engine.stages.start = lambda work: started.append(work) or start(work)
         assert [asked(engine, longer)] == alone_whole(model, [longer], [8])
@@ -113,7 +113,7 @@ def test_a_beginning_that_was_shared_survives_the_loss_of_a_machine_in_mid_sente
         even_stops(engine, 3)
         engine.prefixes.most_tokens = 500
         asked(engine, BEGINNING)
-        heard, longer, name = Heard(), [*BEGINNING, 7, 7], engine.stages.current.stops[1].name
+        heard, longer, name = Heard(), [*BEGINNING, 7, 7], engine.stages.fleet.current.stops[1].name
         engine.submit(job(longer, heard, 12))
         while engine.busy:
             engine.step()
@@ -130,8 +130,8 @@ def test_layers_that_are_dropped_take_the_kept_texts_with_them() -> None:
         asked(engine, BEGINNING)
         stages = engine.stages
         with stages._changed:
-            stages.nodes["pi1"].layer_s = 0.2
-            stages._take(stages._planned())
+            stages.fleet.nodes["pi1"].layer_s = 0.2
+            stages.fleet.take(stages.fleet.planned())
             stages._retire()
         assert not stages._resting
         longer = [*BEGINNING, 7, 7]

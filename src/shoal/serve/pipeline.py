@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,16 +23,13 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.models.cache import mask_of_rows
 from shoal.models.stages import Ends
+from shoal.serve.fleet import Fleet
 from shoal.serve.holding import Place, Reading
-from shoal.serve.routes import HERE, Node, Onward, Order, Planner, Route, Stop, spares
+from shoal.serve.routes import HERE, Node, Order, Planner, Route, Stop
 from shoal.serve.stages import LONGEST_UNBOUNDED, Machine, Work
 from shoal.serve.trips import Live, Started, Trip, only
 
 _WAIT_S = 0.1
-_WORTH = 0.95
-"""A new split is taken while the service runs if its slowest machine takes less than this share of the time."""
-_SHOWN_S = 60.0
-"""How long a machine that was lost is shown."""
 
 
 class Pipeline:
@@ -45,25 +40,21 @@ class Pipeline:
     ) -> None:
         """`sizes`: parameters of each layer; `expected`: machines to wait for before the first route, this one counted; `cache_tokens`: how
         many tokens the caches must have room for; `forgets`: whether a cache can forget its last tokens."""
-        self.ends, self.sizes, self.expected, self.forgets, self.tell = ends.eval(), list(sizes), expected, forgets, tell
+        self.ends, self.sizes, self.forgets = ends.eval(), list(sizes), forgets
         self.vocab_size = ends.vocab_size
         self.longest = ends.max_seq_len or LONGEST_UNBOUNDED
         self.device = next(ends.parameters()).device
         self.width = ends.embed(torch.zeros(1, 1, dtype=torch.long, device=self.device)).shape[-1]
         self.weight_bytes = next(ends.parameters()).element_size()
-        self.planner = Planner(sizes, self.weight_bytes, 2 * self.width * cache_tokens)
-        self.nodes: dict[str, Node] = {}
-        self.current: Route | None = None
-        self._coming: tuple[Route, set[tuple[str, Place]]] | None = None
-        """A route that new requests take as soon as its machines hold their layers."""
+        planner = Planner(sizes, self.weight_bytes, 2 * self.width * cache_tokens)
+        # What is handed on directly may come twice, so caches must be able to forget
+        self.fleet = Fleet(planner, expected=expected, probes=forgets, tell=tell)
         self._live: dict[int, Live] = {}
         self._resting: dict[int, Live] = {}
         """Requests that have ended, and whose caches others may share."""
         self._trips: dict[int, Trip] = {}
         self._trailing: dict[int, Trip] = {}
         """Trips that came back before all of their stops had reported."""
-        self._direct: dict[tuple[int, int], bool] = {}
-        """By the stays of two machines: whether the first reaches the second. False: it is not known yet, or it does not."""
         self._works: list[Started] = []
         self._arrived: deque[tuple[Trip, Tensor | None]] = deque()
         """Trips that came back, with the stream after the last layer; None: all their requests have ended."""
@@ -76,7 +67,7 @@ class Pipeline:
     @property
     def groups(self) -> int:
         """One for each stop. With more, machines would wait less for each other, but smaller products cost almost as much as large ones."""
-        return 1 if self.current is None else len(self.current.stops)
+        return 1 if self.fleet.current is None else len(self.fleet.current.stops)
 
     @torch.inference_mode()
     def start(self, work: Work) -> None:
@@ -85,7 +76,7 @@ class Pipeline:
             self._works.append(started)
             by_route: dict[int, list[tuple[int, tuple[int, ...], int]]] = {}
             for request, ids in zip(work.requests, work.ids, strict=True):
-                live = self._live.setdefault(request, Live(self.current))
+                live = self._live.setdefault(request, Live(self.fleet.current))
                 by_route.setdefault(live.route.number if live.route else 0, []).append((request, ids, len(live.ids)))
                 live.ids += ids
             for rows in by_route.values():
@@ -109,7 +100,7 @@ class Pipeline:
             if y_BLD is not None:
                 started.logits |= dict(zip(trip.reading.requests, self._logits(y_BLD), strict=True))
                 if not trip.route.goes_through(HERE):
-                    self.nodes[HERE].tokens += len(trip.reading.requests)
+                    self.fleet.nodes[HERE].tokens += len(trip.reading.requests)
             if len(started.logits) == len(started.work.requests) and self._forget(started):
                 yield started.work, torch.stack([started.logits[request] for request in started.work.requests])
 
@@ -131,9 +122,8 @@ class Pipeline:
     def release(self, request: int) -> None:
         with self._changed:
             live = self._live.pop(request, None) or self._resting.pop(request, None)
-            if live is not None and live.route is not None:
-                for stop in live.route.stops:
-                    self._send(stop.name, Order("release", requests=(request,)))
+            if live is not None:
+                self._release(live, request)
                 self._retire()
 
     def rest(self, request: int) -> bool:
@@ -148,14 +138,14 @@ class Pipeline:
         """Machines that hold the kept text's caches copy them. Where a machine was lost meanwhile, the one in its place reads what was
         kept for it, as for a request that runs."""
         with self._changed:
-            kept = self._resting.get(resting)
-            if kept is None or kept.route is None or self.current is None:
+            kept, current = self._resting.get(resting), self.fleet.current
+            if kept is None or kept.route is None or current is None:
                 return False
             live = self._live[request] = kept.beginning(length)
-            for stop in set(kept.route.stops) & set(self.current.stops):
-                self._send(stop.name, Order("share", stop.place, requests=(request, resting), length=length))
-            if kept.route != self.current:
-                self._restore(request, live, length)
+            for stop in set(kept.route.stops) & set(current.stops):
+                self.fleet.send(stop.name, Order("share", stop.place, requests=(request, resting), length=length))
+            if kept.route != current:
+                self._restore(request, live, current, length)
             return True
 
     def drop(self) -> None:
@@ -167,15 +157,13 @@ class Pipeline:
 
     def machines(self) -> list[Machine]:
         with self._changed:
-            route, now = self.current, time.monotonic()
-            shown = [node for node in self.nodes.values() if node.alive or now - node.lost_at < _SHOWN_S]
-            return [self._machine(node, route) for node in shown]
+            return [self._machine(node, self.fleet.current) for node in self.fleet.shown()]
 
     def _machine(self, node: Node, route: Route | None) -> Machine:
         stop = next((stop for stop in route.stops if stop.name == node.name), None) if route is not None and node.alive else None
         (first, last), here = stop.place if stop is not None else (0, 0), node.name == HERE
         count = sum(self.sizes[first:last]) + (sum(one.numel() for one in self.ends.parameters()) if here else 0)
-        token_s = self.planner.seconds(node, Place(first, last)) if last or here else 0.0
+        token_s = self.fleet.planner.seconds(node, Place(first, last)) if last or here else 0.0
         size, memory = count * self.weight_bytes, int(node.memory_bytes)
         return Machine(node.name, count, (first, last - 1), node.alive, size, memory, token_s, node.tokens, here)
 
@@ -185,165 +173,44 @@ class Pipeline:
     # --- machines come and go ------------------------------------------------------------------------
 
     def add(self, node: Node) -> None:
-        """A machine is here. The first route is made when all that are expected are."""
+        """A machine is here."""
         with self._changed:
-            node.stay = next(self._numbers)
-            self.nodes[node.name] = node
-            if self.current is None and len(self._alive()) >= self.expected:
-                self._take(self._planned())
-            elif self.current is not None:
-                self._consider()
-                self._hold_reserves()
+            self.fleet.add(node)
+            self._move()
 
     def lose(self, name: str) -> None:
         """A machine is gone: its requests take another route."""
         with self._changed:
-            node = self.nodes.get(name)
-            if node is None or not node.alive:
-                return
-            node.alive, node.lost_at, node.holds = False, time.monotonic(), set()
-            node.orders.clear()
-            self._trailing = {number: trip for number, trip in self._trailing.items() if not trip.route.goes_through(name)}
-            self._direct = {pair: reached for pair, reached in self._direct.items() if node.stay not in pair}
-            if self._coming is not None and self._coming[0].goes_through(name):
-                self._coming = None
-            if self.current is not None and self.current.goes_through(name):
-                self._take(self.planner.replaced(self.current.stops, name, self._alive()) or self._planned())
-            else:
-                self._move_from_lost()
-
-    def _alive(self) -> list[Node]:
-        return [node for node in self.nodes.values() if node.alive]
-
-    def _planned(self) -> tuple[Stop, ...] | None:
-        return self.planner.quickest(self._alive())
-
-    def _slowest_s(self, stops: Sequence[Stop]) -> float:
-        return max(self.planner.seconds(self.nodes[stop.name], stop.place) for stop in stops)
-
-    def _consider(self) -> None:
-        """Prepare a better route for requests to come, where there is one."""
-        assert self.current is not None
-        stops = self._planned()
-        if stops is None or not all(self.nodes[stop.name].alive for stop in self.current.stops):
-            return
-        if self._slowest_s(stops) < _WORTH * self._slowest_s(self.current.stops):
-            route = Route(next(self._numbers), stops)
-            wanted = {(stop.name, stop.place) for stop in stops}
-            missing = {(name, place) for name, place in wanted if place not in self.nodes[name].holds}
-            self._coming = (route, missing)
-            self._hold(route)
-            if not missing:
-                self._take_coming()
+            if self.fleet.lose(name):
+                self._trailing = {number: trip for number, trip in self._trailing.items() if not trip.route.goes_through(name)}
+                self._move()
 
     def held(self, name: str, place: Place) -> None:
         """A machine has loaded layers."""
         with self._changed:
-            if self._coming is not None:
-                self._coming[1].discard((name, place))
-                if not self._coming[1]:
-                    self._take_coming()
+            if self.fleet.held(name, place):
+                self._retire()
 
     def unheld(self, name: str, place: Place, problem: str) -> None:
-        """A machine could not load layers that it was told to hold: it is not believed to have room for so much any more, and whatever
-        counted on it goes another way."""
+        """A machine could not load layers that it was told to hold."""
         with self._changed:
-            node = self.nodes.get(name)
-            if node is None or place not in node.holds:
-                return
-            node.holds.discard(place)
-            node.memory_bytes = min(node.memory_bytes, self.planner.bytes_of(place) - 1)
-            self.tell(f"warning: {name} could not load the layers {place.first}–{place.last - 1}, and gets fewer from now on: {problem}")
-            self._do_without(node.stop(*place))
-
-    def _do_without(self, stop: Stop) -> None:
-        """Plan again where a stop that does not hold its layers was counted on."""
-        if self._coming is not None and stop in self._coming[0].stops:
-            self._coming = None
-        if self.current is not None and stop in self.current.stops:
-            self._take(self.planner.replaced(self.current.stops, stop.name, self._alive()) or self._planned())
-        elif self.current is not None:
-            self._move_from_lost()
-            self._consider()
-            self._hold_reserves()
-
-    def _take_coming(self) -> None:
-        assert self._coming is not None
-        self.current, self._coming = self._coming[0], None
-        self.tell(f"new requests go another way: {self._shown()}")
-        self._retire()
-        self._hold_reserves()
-
-    def _take(self, stops: tuple[Stop, ...] | None) -> None:
-        """Use a route from now on, for the requests of lost machines, too."""
-        self._coming = None
-        self.current = Route(next(self._numbers), stops) if stops is not None else None
-        if self.current is None:
-            self.tell("the machines that are here have no room for all layers: requests wait until more join")
-            return
-        self.expected = 1
-        self._hold(self.current)
-        self.tell(f"layers: {self._shown()}")
-        self._move_from_lost()
-        self._hold_reserves()
-
-    def _shown(self) -> str:
-        assert self.current is not None
-        return ", ".join(f"{stop.name} {stop.first}–{stop.last - 1}" for stop in self.current.stops)
-
-    def _hold(self, route: Route) -> None:
-        for stop in route.stops:
-            node, place = self.nodes[stop.name], stop.place
-            if place not in node.holds:
-                node.holds.add(place)
-                node.send(Order("hold", place))
-        for before, after in pairwise(route.stops):
-            self._probe(before, after)
-
-    def _reserves(self) -> list[tuple[Node, Place]]:
-        """Which layers machines without a stop hold beforehand, for the moment in which another one is lost."""
-        stops = self.current.stops if self.current is not None else ()
-        others = [stop for stop in stops if stop.name != HERE]
-        return [(node, place) for node in spares(stops, self._alive()) for place in self.planner.reserve(others, node)]
-
-    def _hold_reserves(self) -> None:
-        for node, place in self._reserves():
-            if place not in node.holds:
-                node.holds.add(place)
-                node.send(Order("hold", place))
-
-    def _probe(self, before: Stop, after: Stop) -> None:
-        """Let a machine try to reach the one after it. Caches must be able to forget, since what is handed on may come twice."""
-        pair, door = (before.stay, after.stay), self.nodes[after.name].door
-        if self.forgets and pair not in self._direct and door is not None and self.nodes[before.name].door is not None:
-            self._direct[pair] = False
-            self._send(before.name, Order("probe", onward=(Onward(after.name, after.place, door),)))
+            self.fleet.unheld(name, place, problem)
+            self._move()
 
     def probed(self, name: str, other: str, reached: bool) -> None:
         """A machine has tried to reach another one."""
         with self._changed:
-            node, after = self.nodes[name], self.nodes.get(other)
-            if after is not None and (node.stay, after.stay) in self._direct:
-                self._direct[node.stay, after.stay] = reached
-                self.tell(f"{name} hands on to {other} " + ("directly" if reached else "through the server: it cannot reach it"))
+            self.fleet.probed(name, other, reached)
 
     def _retire(self) -> None:
-        """Layers that no route needs any more are dropped."""
-        routes = [live.route for live in self._live.values()] + [self.current, self._coming[0] if self._coming else None]
-        used = {(stop.name, stop.place) for route in routes if route is not None for stop in route.stops}
-        used |= {(node.name, place) for node, place in self._reserves()}
-        for node in self.nodes.values():
-            for place in [place for place in node.holds if (node.name, place) not in used]:
-                node.holds.discard(place)
-                node.send(Order("drop", place))
-                self._forget_resting(node.stop(*place))
+        """Drop layers that no route needs any more, and forget kept texts whose caches go with them."""
+        for dropped in self.fleet.retire(live.route for live in self._live.values()):
+            for request in [number for number, live in self._resting.items() if live.route is not None and dropped in live.route.stops]:
+                self._release(self._resting.pop(request), request)
 
-    def _forget_resting(self, dropped: Stop) -> None:
-        """Kept texts whose caches went with some layers."""
-        for request in [number for number, live in self._resting.items() if live.route is not None and dropped in live.route.stops]:
-            route = self._resting.pop(request).route
-            for stop in route.stops if route is not None else ():
-                self._send(stop.name, Order("release", requests=(request,)))
+    def _release(self, live: Live, request: int) -> None:
+        for stop in live.route.stops if live.route is not None else ():
+            self.fleet.send(stop.name, Order("release", requests=(request,)))
 
     # --- on the way ----------------------------------------------------------------------------------
 
@@ -372,20 +239,10 @@ class Pipeline:
             self._give_up_rows(trip, reading)
         if not rows:
             return
-        trip.reading, onward = reading, self._onward(trip.route.stops[at:])
+        trip.reading, onward = reading, self.fleet.onward(trip.route.stops[at:])
         trip.given |= dict.fromkeys(range(at, at + 1 + len(onward)), reading)
         stop = trip.route.stops[at]
-        self._send(stop.name, Order("read", stop.place, trip.number, reading, x_BLD, onward=onward))
-
-    def _onward(self, stops: Sequence[Stop]) -> tuple[Onward, ...]:
-        """The stops after the first of these to which machines hand on directly."""
-        found = []
-        for before, after in pairwise(stops):
-            door = self.nodes[after.name].door
-            if door is None or not self._direct.get((before.stay, after.stay)):
-                break
-            found.append(Onward(after.name, after.place, door))
-        return tuple(found)
+        self.fleet.send(stop.name, Order("read", stop.place, trip.number, reading, x_BLD, onward=onward))
 
     def _keep(self, stop: Stop, reading: Reading, x_BLD: Tensor) -> None:
         """Keep what a stop is given, for whoever may have to take its place."""
@@ -404,10 +261,6 @@ class Pipeline:
             if trip.started is not None:
                 self._arrived.append((trip, None))
                 self._changed.notify_all()
-
-    def _send(self, name: str, order: Order) -> None:
-        if self.nodes[name].alive:
-            self.nodes[name].send(order)
 
     @torch.inference_mode()
     def done(self, name: str, number: int, y_BLD: Tensor, seconds: float, handed_on: bool = False) -> None:
@@ -437,7 +290,7 @@ class Pipeline:
         after, stops = at + 1, trip.route.stops
         if after in trip.given and not handed_on:
             # It was to be handed on, and the next machine did not take it: from now on the server brings it
-            self._direct.pop((stops[at].stay, stops[after].stay), None)
+            self.fleet.direct.pop((stops[at].stay, stops[after].stay), None)
         if any(later >= after for later in trip.reported) or trip.number not in self._trips:
             return
         if handed_on and after not in trip.declined:
@@ -469,7 +322,7 @@ class Pipeline:
 
     def _count(self, stop: Stop, reading: Reading, seconds: float) -> None:
         """What a machine takes for one token, while it serves, corrects what was measured when it joined."""
-        node = self.nodes[stop.name]
+        node = self.fleet.nodes[stop.name]
         node.tokens += len(reading.requests) * len(reading.ids[0])
         if len(reading.requests) == len(reading.ids[0]) == 1 and seconds > 0:
             node.layer_s = 0.95 * node.layer_s + 0.05 * seconds / (stop.last - stop.first)
@@ -484,13 +337,12 @@ class Pipeline:
     # --- another way ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _move_from_lost(self) -> None:
-        """Requests whose route has a lost machine, or none, take the current one; what was under way begins again."""
-        usable = {number for number, live in self._live.items() if live.route is not None and self._is_whole(live.route)}
-        moving = [number for number in self._live if number not in usable]
-        under_way = [trip for trip in self._trips.values() if not self._is_whole(trip.route)]
-        if self.current is None:
+    def _move(self) -> None:
+        """Requests whose route is broken, or that have none, take the current one; what was under way begins again."""
+        if (route := self.fleet.current) is None:
             return
+        moving = [number for number, live in self._live.items() if live.route is None or not self.fleet.is_whole(live.route)]
+        under_way = [trip for trip in self._trips.values() if not self.fleet.is_whole(trip.route)]
         for trip in under_way:
             del self._trips[trip.number]
             if trip.started is None and trip.reading.requests[0] in self._live:
@@ -500,31 +352,26 @@ class Pipeline:
         for number in moving:
             live = self._live[number]
             starts = [trip.reading.positions[trip.reading.requests.index(number)] for trip in again if number in trip.reading.requests]
-            self._restore(number, live, min(starts, default=len(live.ids)))
+            self._restore(number, live, route, min(starts, default=len(live.ids)))
         for trip in again:
-            self._depart(Trip(next(self._numbers), trip.started, self.current, trip.reading))
+            self._depart(Trip(next(self._numbers), trip.started, route, trip.reading))
 
-    def _is_whole(self, route: Route) -> bool:
-        nodes = [(stop, self.nodes[stop.name]) for stop in route.stops]
-        return bool(nodes) and all(node.alive and node.stay == stop.stay and stop.place in node.holds for stop, node in nodes)
-
-    def _restore(self, number: int, live: Live, length: int) -> None:
+    def _restore(self, number: int, live: Live, route: Route, length: int) -> None:
         """Let the stops of the new route hold the first tokens of a request in their caches. What was under way starts again; a stop
         that has read it already, and cannot forget it, reads the request from its beginning."""
-        assert self.current is not None
         known = set(live.route.stops) if live.route is not None and (self.forgets or length == len(live.ids)) else set()
-        live.route = self.current
-        fresh = [stop for stop in self.current.stops if stop not in known]
+        live.route = route
+        fresh = [stop for stop in route.stops if stop not in known]
         if length == 0 or not fresh:
             return
         past = tuple(live.ids[:length])
         reading = Reading((number,), (0,), (past,))
         inputs = {stop: self._kept_for(stop, live, reading, length) for stop in fresh}
         if any(x_BLD is None for x_BLD in inputs.values()):
-            self._depart(Trip(next(self._numbers), None, self.current, reading))
+            self._depart(Trip(next(self._numbers), None, route, reading))
             return
         for stop, x_BLD in inputs.items():
-            self._send(stop.name, Order("read", stop.place, -1, reading, x_BLD))
+            self.fleet.send(stop.name, Order("read", stop.place, -1, reading, x_BLD))
 
     def _kept_for(self, stop: Stop, live: Live, reading: Reading, length: int) -> Tensor | None:
         if stop.first == 0:

@@ -1,0 +1,212 @@
+"""The machines that hold layers of a served model: who is here, which layers each holds, and the route that new requests take.
+
+There is no thread, lock or request here: the pipeline calls it, one thread at a time, and then moves the requests whose route is broken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+from shoal.serve.holding import Place
+from shoal.serve.routes import HERE, Node, Onward, Order, Planner, Route, Stop, spares
+
+_WORTH = 0.95
+"""A new split is taken while the service runs if its slowest machine takes less than this share of the time."""
+_SHOWN_S = 60.0
+"""How long a machine that was lost is shown."""
+
+
+class Fleet:
+    """Machines come and go, and load and drop layers."""
+
+    def __init__(self, planner: Planner, *, expected: int, probes: bool, tell: Callable[[str], None]) -> None:
+        """`expected`: machines to wait for before the first route, this one counted; `probes`: whether machines may hand on directly."""
+        self.planner, self.expected, self.probes, self.tell = planner, expected, probes, tell
+        self.nodes: dict[str, Node] = {}
+        self.current: Route | None = None
+        self.coming: tuple[Route, set[tuple[str, Place]]] | None = None
+        """A route that new requests take as soon as its machines hold their layers, and who does not hold them yet."""
+        self.direct: dict[tuple[int, int], bool] = {}
+        """By the stays of two machines: whether the first reaches the second. False: it is not known yet, or it does not."""
+        self._numbers = itertools.count(1)
+
+    def add(self, node: Node) -> None:
+        """A machine is here. The first route is made when all that are expected are."""
+        node.stay = next(self._numbers)
+        self.nodes[node.name] = node
+        if self.current is None and len(self.alive()) >= self.expected:
+            self.take(self.planned())
+        elif self.current is not None:
+            self._consider()
+            self._hold_reserves()
+
+    def lose(self, name: str) -> bool:
+        """A machine is gone. False: it was not here."""
+        node = self.nodes.get(name)
+        if node is None or not node.alive:
+            return False
+        node.alive, node.lost_at, node.holds = False, time.monotonic(), set()
+        node.orders.clear()
+        self.direct = {pair: reached for pair, reached in self.direct.items() if node.stay not in pair}
+        if self.coming is not None and self.coming[0].goes_through(name):
+            self.coming = None
+        if self.current is not None and self.current.goes_through(name):
+            self._take_without(name)
+        return True
+
+    def held(self, name: str, place: Place) -> bool:
+        """A machine has loaded layers. True: it was the last for which a new route waited."""
+        if self.coming is None:
+            return False
+        self.coming[1].discard((name, place))
+        if self.coming[1]:
+            return False
+        self._take_coming()
+        return True
+
+    def unheld(self, name: str, place: Place, problem: str) -> None:
+        """A machine could not load layers that it was told to hold: it is not believed to have room for so much any more, and whatever
+        counted on it goes another way."""
+        node = self.nodes.get(name)
+        if node is None or place not in node.holds:
+            return
+        node.holds.discard(place)
+        node.memory_bytes = min(node.memory_bytes, self.planner.bytes_of(place) - 1)
+        self.tell(f"warning: {name} could not load the layers {place.first}–{place.last - 1}, and gets fewer from now on: {problem}")
+        stop = node.stop(*place)
+        if self.coming is not None and stop in self.coming[0].stops:
+            self.coming = None
+        if self.current is not None and stop in self.current.stops:
+            self._take_without(name)
+        elif self.current is not None:
+            self._consider()
+            self._hold_reserves()
+
+    def probed(self, name: str, other: str, reached: bool) -> None:
+        """A machine has tried to reach another one."""
+        node, after = self.nodes[name], self.nodes.get(other)
+        if after is not None and (node.stay, after.stay) in self.direct:
+            self.direct[node.stay, after.stay] = reached
+            self.tell(f"{name} hands on to {other} " + ("directly" if reached else "through the server: it cannot reach it"))
+
+    # --- what the pipeline asks ----------------------------------------------------------------------
+
+    def alive(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.alive]
+
+    def shown(self) -> list[Node]:
+        """The machines that are here, and those that were until a moment ago."""
+        now = time.monotonic()
+        return [node for node in self.nodes.values() if node.alive or now - node.lost_at < _SHOWN_S]
+
+    def send(self, name: str, order: Order) -> None:
+        if self.nodes[name].alive:
+            self.nodes[name].send(order)
+
+    def is_whole(self, route: Route) -> bool:
+        """Whether all machines of a route are here and hold its layers, as far as they were asked to and have not said otherwise."""
+        nodes = [(stop, self.nodes[stop.name]) for stop in route.stops]
+        return bool(nodes) and all(node.alive and node.stay == stop.stay and stop.place in node.holds for stop, node in nodes)
+
+    def onward(self, stops: Sequence[Stop]) -> tuple[Onward, ...]:
+        """The stops after the first of these to which machines hand on directly."""
+        found = []
+        for before, after in pairwise(stops):
+            door = self.nodes[after.name].door
+            if door is None or not self.direct.get((before.stay, after.stay)):
+                break
+            found.append(Onward(after.name, after.place, door))
+        return tuple(found)
+
+    def retire(self, routes: Iterable[Route | None]) -> list[Stop]:
+        """Layers that none of these routes needs, nor that of new requests, are dropped. Return them."""
+        needed = [*routes, self.current, self.coming[0] if self.coming else None]
+        used = {(stop.name, stop.place) for route in needed if route is not None for stop in route.stops}
+        used |= {(node.name, place) for node, place in self._reserves()}
+        dropped = []
+        for node in self.nodes.values():
+            for place in [place for place in node.holds if (node.name, place) not in used]:
+                node.holds.discard(place)
+                node.send(Order("drop", place))
+                dropped.append(node.stop(*place))
+        return dropped
+
+    # --- routes --------------------------------------------------------------------------------------
+
+    def planned(self) -> tuple[Stop, ...] | None:
+        return self.planner.quickest(self.alive())
+
+    def take(self, stops: tuple[Stop, ...] | None) -> None:
+        """Use a route from now on."""
+        self.coming = None
+        self.current = Route(next(self._numbers), stops) if stops is not None else None
+        if self.current is None:
+            self.tell("the machines that are here have no room for all layers: requests wait until more join")
+            return
+        self.expected = 1
+        self._hold(self.current)
+        self.tell(f"layers: {self._told()}")
+        self._hold_reserves()
+
+    def _take_without(self, name: str) -> None:
+        assert self.current is not None
+        self.take(self.planner.replaced(self.current.stops, name, self.alive()) or self.planned())
+
+    def _slowest_s(self, stops: Sequence[Stop]) -> float:
+        return max(self.planner.seconds(self.nodes[stop.name], stop.place) for stop in stops)
+
+    def _consider(self) -> None:
+        """Prepare a better route for requests to come, where there is one."""
+        assert self.current is not None
+        stops = self.planned()
+        if stops is None or not all(self.nodes[stop.name].alive for stop in self.current.stops):
+            return
+        if self._slowest_s(stops) < _WORTH * self._slowest_s(self.current.stops):
+            route = Route(next(self._numbers), stops)
+            wanted = {(stop.name, stop.place) for stop in stops}
+            missing = {(name, place) for name, place in wanted if place not in self.nodes[name].holds}
+            self.coming = (route, missing)
+            self._hold(route)
+            if not missing:
+                self._take_coming()
+
+    def _take_coming(self) -> None:
+        assert self.coming is not None
+        self.current, self.coming = self.coming[0], None
+        self.tell(f"new requests go another way: {self._told()}")
+        self._hold_reserves()
+
+    def _told(self) -> str:
+        assert self.current is not None
+        return ", ".join(f"{stop.name} {stop.first}–{stop.last - 1}" for stop in self.current.stops)
+
+    def _hold(self, route: Route) -> None:
+        for stop in route.stops:
+            self._load(self.nodes[stop.name], stop.place)
+        for before, after in pairwise(route.stops):
+            self._probe(before, after)
+
+    def _load(self, node: Node, place: Place) -> None:
+        if place not in node.holds:
+            node.holds.add(place)
+            node.send(Order("hold", place))
+
+    def _reserves(self) -> list[tuple[Node, Place]]:
+        """Which layers machines without a stop hold beforehand, for the moment in which another one is lost."""
+        stops = self.current.stops if self.current is not None else ()
+        others = [stop for stop in stops if stop.name != HERE]
+        return [(node, place) for node in spares(stops, self.alive()) for place in self.planner.reserve(others, node)]
+
+    def _hold_reserves(self) -> None:
+        for node, place in self._reserves():
+            self._load(node, place)
+
+    def _probe(self, before: Stop, after: Stop) -> None:
+        """Let a machine try to reach the one after it."""
+        pair, door = (before.stay, after.stay), self.nodes[after.name].door
+        if self.probes and pair not in self.direct and door is not None and self.nodes[before.name].door is not None:
+            self.direct[pair] = False
+            self.send(before.name, Order("probe", onward=(Onward(after.name, after.place, door),)))
