@@ -154,18 +154,21 @@ class Lender:
 
     def serve(self, longest_s: float) -> None:
         """Answer those who wait for a unit: with one, or with a word after the longest wait, or when the run is over."""
-        assert self.leases is not None
         none_left = self.host.finished or self.host.book.state.paused
         for session, claiming in list(self.claiming.items()):
             paused = self.host.is_paused(claiming.worker)
             lease = None if none_left or paused else self._lease(claiming.worker)
-            none_left = none_left or not (paused or self.leases.any_waits)
+            none_left = none_left or not (paused or self._any_waits)
             if lease is None and not self.host.finished and self.host.now - claiming.since < longest_s:
                 if none_left:
                     return  # those who came later have waited less
                 continue
             del self.claiming[session]
             self.host.answer(claiming.caller, lease or {"kind": "lease", "unit": NO_UNIT}, claiming.worker, claiming.have)
+
+    @property
+    def _any_waits(self) -> bool:
+        return self.leases is not None and self.leases.any_waits
 
     def _lease(self, worker: Worker) -> dict[str, Any] | None:
         """One unit at a time: a worker that holds one, and asks again, has lost the answer."""
