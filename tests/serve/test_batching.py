@@ -14,6 +14,7 @@ from shoal.config.schema import model as schema
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 from shoal.models import generate
+from shoal.models.cache import KeyValueCache
 from shoal.models.context import WithCrossAttention
 from shoal.models.decoding import Draws, Warp
 from shoal.models.generate import ReadBeside
@@ -170,6 +171,43 @@ def test_tokens_take_less_than_twice_as_long_while_a_long_prompt_is_read():
     assert 1.5 < beside / usual < 2
     assert longest / usual < 3
     assert len(came) - 20 < 600 / 4, "the prompt is not kept waiting either"
+
+
+class TwoGroups(OneNode):
+    """As many groups as two machines would want; one work after the other is finished."""
+
+    groups = 2
+
+    def finished(self):
+        self.sizes.append([len(work.requests) for work in self._started])
+        for found in super().finished():
+            yield found
+            return
+
+    sizes: list[list[int]]
+
+
+def test_requests_stay_in_their_groups_and_their_caches_are_joined_once(monkeypatch):
+    copies, joined = [], KeyValueCache.joined.__func__
+    monkeypatch.setattr(KeyValueCache, "joined", classmethod(lambda cls, rows: copies.append(len(rows)) or joined(cls, rows)))
+    model, heard = make_model("rotary"), [Heard() for _ in range(8)]
+    stages = TwoGroups(model)
+    stages.sizes = []
+    piped = Engine(stages, most_running=8, most_waiting=8, clock=itertools.count().__next__)
+    for i, one in enumerate(heard):
+        piped.submit(job([i + 1] * (i + 2), one, 40))
+        piped.step()
+    while not all(len(one.tokens) > 5 for one in heard):
+        piped.step()
+    copies.clear()
+    stages.sizes.clear()
+    while all(len(one.tokens) < 35 for one in heard):
+        piped.step()
+    assert [4, 4] in stages.sizes
+    assert all(size == 4 for sizes in stages.sizes for size in sizes)
+    assert not copies, "nobody came or went"
+    finish(piped)
+    assert [one.tokens for one in heard] == [alone(model, [i + 1] * (i + 2), 40) for i in range(8)]
 
 
 @pytest.mark.parametrize("kind", ["rotary", "lstm", "llama"])

@@ -81,6 +81,8 @@ class Job:
     """Works of this job that were started and are not finished."""
     reading: int = 0
     """Tokens of the prompt that the model is reading."""
+    group: int = -1
+    """The requests that it is decoded with; −1: none yet."""
     written: list[int] = field(default_factory=list)
 
 
@@ -155,14 +157,12 @@ class Engine:
             self.prefixes.forget(resting)
 
     def _start(self) -> None:
-        """Requests are spread over as many groups as keep all machines busy. Beside those that write, so much of prompts is read as they
-        can bear; where nobody writes, as much as keeps all machines busy."""
+        """Every group of requests whose last tokens are there gets the next ones. Beside those that write, so much of prompts is read as
+        they can bear; where nobody writes, as much as keeps all machines busy."""
         writing = [job for job in self.running if job.read == len(job.prompt_ids) and job.written]
-        idle = [job for job in writing if not job.under_way]
-        size = -(-len(writing) // self.stages.groups)
-        while idle:
-            group, idle = idle[:size], idle[size:]
-            self._begin(Work(tuple(job.number for job in group), tuple((job.written[-1],) for job in group)), group)
+        for group in _grouped(writing, self.stages.groups):
+            if not any(job.under_way for job in group):
+                self._begin(Work(tuple(job.number for job in group), tuple((job.written[-1],) for job in group)), group)
         room = self._pace.piece() if writing else _LARGEST_PIECE * self.stages.groups
         room -= sum(job.reading for job in self.running)
         for job in self.running:
@@ -257,6 +257,21 @@ class Engine:
             gone = self.prefixes.add(job.number, [*job.prompt_ids, *job.written][: job.cached])
         for number in gone:
             self.stages.release(number)
+
+
+def _grouped(writing: list[Job], count: int) -> list[list[Job]]:
+    """Requests in as many groups as keep all machines busy, of about the same size. A request stays in its group, so that the joined caches
+    of the groups stay as they are."""
+    sizes = [sum(job.group == group for job in writing) for group in range(count)]
+    for job in writing:
+        least, has_one = sizes.index(min(sizes)), 0 <= job.group < count
+        if not job.under_way and not (has_one and sizes[job.group] <= sizes[least] + 1):
+            if has_one:
+                sizes[job.group] -= 1
+            sizes[least] += 1
+            job.group = least
+    groups = [[job for job in writing if job.group == group] for group in range(count)]
+    return [group for group in groups if group]
 
 
 def _written(logits_V: Tensor, token: int, count: int | None) -> Written:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.models.cache import mask_of_rows
+
+
+class _Joint(NamedTuple):
+    """A cache of several requests, which has a row for each. Rows of requests that have left it stay until it is forgotten."""
+
+    members: tuple[int, ...]
+    cache: Any
 
 
 class Rows:
@@ -18,13 +25,13 @@ class Rows:
         """`joins`: whether requests are decoded together; some models of Hugging Face keep what cannot be joined."""
         self.joins, self.device, self._new_cache = joins, device, new_cache
         self._alone: dict[int, Any] = {}
-        self._members: list[int] = []
-        self._joined: Any = None
+        self._joints: dict[int, _Joint] = {}
+        """The joined cache in which a request has its row. There are several where several groups of requests go through a pipeline."""
         self._lengths: dict[int, int] = {}
 
     @property
     def empty(self) -> bool:
-        return not self._lengths and not self._alone and self._joined is None
+        return not self._lengths and not self._alone and not self._joints
 
     @property
     def requests(self) -> set[int]:
@@ -46,15 +53,11 @@ class Rows:
     def of_several(self, requests: Sequence[int], tokens: int) -> tuple[Any, Tensor | None]:
         """The joined cache of requests of which so many tokens are read next, and the mask with those tokens; null: no row is padded.
         Either nothing of them was read before, or one token of each is read."""
-        if not any(self.length(request) for request in requests):
-            self._leave_out(requests)
-            self._joined, self._members = self._new_cache(0), list(requests)
-        elif list(requests) != self._members:
-            self._join(requests)
+        cache = self._joined(tuple(requests))
         for request in requests:
             self._lengths[request] = self.length(request) + tokens
         lengths = [self._lengths[request] for request in requests]
-        return self._joined, mask_of_rows(lengths, self.device) if self._joined.padded and len(set(lengths)) > 1 else None
+        return cache, mask_of_rows(lengths, self.device) if cache.padded and len(set(lengths)) > 1 else None
 
     def rewind(self, request: int, length: int) -> None:
         """Forget all tokens of a request after so many."""
@@ -67,42 +70,42 @@ class Rows:
     def share(self, request: int, other: int, length: int) -> None:
         """A request begins with a copy of the first tokens of another one, whose cache stays as it is."""
         held = self._lengths[other]
-        view = self._own(other).row(0, held)
+        view = self._row(other).row(0, held)
         if length < held:
             view.crop(length)
         self._alone[request], self._lengths[request] = type(view).joined([view]), length
 
     def release(self, request: int) -> None:
         self._alone.pop(request, None)
+        self._joints.pop(request, None)
         self._lengths.pop(request, None)
-        if not any(member in self._lengths for member in self._members):
-            self._members, self._joined = [], None
 
     def _own(self, request: int) -> Any:
-        """The request's cache outside the joined one."""
+        """The request's cache outside the joined ones."""
         if request not in self._alone:
-            others = [member for member in self._members if member != request and member in self._lengths]
-            self._alone[request] = type(self._joined).joined([self._row(request)])
-            if others:
-                self._join(others)
-            else:
-                self._members, self._joined = [], None
+            row = self._row(request)
+            self._alone[request] = type(row).joined([row])
+            del self._joints[request]
         return self._alone[request]
 
-    def _join(self, requests: Sequence[int]) -> None:
-        """Copy the requests' caches into one. It happens when a request comes or goes, and costs about as much as one token."""
-        rows = [self._row(request) for request in requests]
-        self._leave_out(requests)
-        self._joined, self._members = type(rows[0]).joined(rows), list(requests)
+    def _joined(self, requests: tuple[int, ...]) -> Any:
+        """One cache of all these requests. Their rows are copied where others were decoded with them before: it happens when a request
+        comes or goes, and costs about as much as one token."""
+        joint = self._joints.get(requests[0])
+        if joint is not None and joint.members == requests and all(self._joints.get(request) is joint for request in requests):
+            return joint.cache
+        if any(self.length(request) for request in requests):
+            rows = [self._row(request) for request in requests]
+            joint = _Joint(requests, type(rows[0]).joined(rows))
+        else:
+            joint = _Joint(requests, self._new_cache(0))
         for request in requests:
             self._alone.pop(request, None)
-
-    def _leave_out(self, requests: Sequence[int]) -> None:
-        """Members that are not among these get caches of their own."""
-        for member in [member for member in self._members if member not in requests and member in self._lengths]:
-            self._alone[member] = type(self._joined).joined([self._row(member)])
+            self._joints[request] = joint
+        return joint.cache
 
     def _row(self, request: int) -> Any:
         if request in self._alone:
             return self._alone[request]
-        return self._joined.row(self._members.index(request), self._lengths[request])
+        joint = self._joints[request]
+        return joint.cache.row(joint.members.index(request), self._lengths[request])
