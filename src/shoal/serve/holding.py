@@ -129,7 +129,7 @@ class Holder:
         taken = []
         for position in range(_MEASURED):
             start = time.perf_counter()
-            self.read(place, Reading([request], [position], [[0]]), x_BLD)
+            self.read(place, Reading([request], [position], [[0]]), x_BLD).cpu()  # a GPU is waited for
             taken.append(time.perf_counter() - start)
         self.release([request])
         return min(taken)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from shoal.config.environment import state_folder
+from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.models.packing import pack
 from shoal.models.stages import ends_of, fill, layer_parameters, needed
@@ -43,6 +44,8 @@ class Spread(Pipeline):
         ends = ends_of(served.model)
         if any(parameter.is_meta for parameter in ends.parameters()):
             fill(ends, {name: get(name).to(like.dtype) for name, like in needed(ends).items()})
+        if served.run is not None:  # the server's own layers follow to the same device
+            ends.to(choose_device(served.run.training.device))
         pack(ends, free_memory())
         longest = min(ends.max_seq_len or LONGEST_UNBOUNDED, LONGEST_UNBOUNDED)
         sizes, tokens = layer_parameters(served.model), longest * served.settings.max_running + served.settings.prefix_cache_tokens

@@ -95,7 +95,8 @@ class Experts(Section):
     (hash), drawn by probability (stochastic), or by scores with biases that follow the loads (sigmoid-bias). expert-choice and soft look at
     later tokens, and are refused for causal models."""
     aux_loss_weight: NonNegativeFloat = 0.01
-    """Weight of the loss that balances the experts' load; a router that does not learn (hash) has none."""
+    """Weight of the loss that balances the experts' load, of which the mean over the layers counts: a deep model that drops many tokens
+    needs more, 0.01 for each layer. A router that does not learn (hash) has none."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the loss that keeps a router's logits small: the mean square of their logsumexp."""
     bias_step: PositiveFloat = 0.001
