@@ -65,7 +65,14 @@ class StoryTokenizer:
 
 
 def storyteller(
-    algorithm: str, seed: int, model_name: str = "stories260K", value: str = "network", rate: float = 0.0005, kl: float = 0.05, **more: int
+    algorithm: str,
+    seed: int,
+    model_name: str = "stories260K",
+    value: str = "network",
+    rate: float = 0.0005,
+    schedule: str = "constant",
+    kl: float = 0.05,
+    **more: int,
 ) -> RolloutFeed:
     """A feed of a story model's answers, with an `engine` that learns from them. `more`: settings of rlhf.ppo."""
     from story_models import load_story_model
@@ -80,6 +87,7 @@ def storyteller(
             "epochs": 1,
             "clipping": {"max_norm": 1.0},
             "optimizer": optimizer,
+            "schedule": {"kind": schedule},
         },
         "rlhf": {"algorithm": algorithm, "value": value, "reward": "sentiment", "ppo": ppo, "kl": {"coefficient": kl, "adaptive": False}},
     }
