@@ -1,11 +1,12 @@
 """Does feedback teach? Means over the last 5 updates, two seeds each. Needs ../shared/data for the stories.
 
 stories      stories260K is to tell happier stories: sentiment from about 0.3 to 0.7 in 30 updates of 64 answers (PPO, RLOO, GRPO)
-arithmetic   a small GPT that adds digits right four times in ten is to do so nine times in ten (the reward `exact`)
+arithmetic   a small GPT that adds digits right one time in three is to do so nine times in ten (the reward `exact`)
 
 How sentimental the first answers are depends on the prompts: half of them begin a tale ("Once upon a time, there was a boy": 0.45), half
-are in the middle of one ("One day, a boy": 0.12). The base of the sums has learned from a text in which three of five sums are wrong: it
-knows what is right, and does not say it more often than the text did.
+are in the middle of one ("One day, a boy": 0.12). The base of the sums has learned from a text in which two of three sums are wrong: it
+knows what is right, and does not say it more often than the text did. It must have read each sum often enough for that, in rows of their
+own and in no order: what it never says cannot be rewarded.
 
 `BENCH=rlhf:sums`, or `rlhf:ppo`, `rlhf:rloo`, `rlhf:grpo`, measures a part. `rlhf-15m` does the first with stories15M, and `rlhf-pairs`
 has the tasks that learn from pairs.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -144,9 +146,9 @@ BASE = """\
 dialect: shoal
 seed: SEED
 model: {kind: gpt, hidden_size: 64, num_layers: 2, num_heads: 4, max_seq_len: 16, positions: rotary}
-data: {source: {kind: preferences, path: sums.jsonl}, tokenizer: bytes}
+data: {source: {kind: preferences, path: sums.jsonl}, tokenizer: bytes, batching: dynamic}
 task: language-modelling
-training: {batch_size: 100, max_steps: 300, device: cpu, optimizer: {learning_rate: 0.003}}
+training: {batch_size: 100, max_steps: 1500, device: cpu, optimizer: {learning_rate: 0.003}, schedule: {kind: cosine}}
 evaluation: {strategy: never}
 """
 LEARNING = "training: {device: cpu, optimizer: {learning_rate: 0.0007}, schedule: {kind: cosine}, clipping: {max_norm: 1.0}}"
@@ -159,7 +161,7 @@ rlhf:
   algorithm: grpo
   group_size: 8
   kl: {coefficient: 0.0, adaptive: false}
-  ppo: {rollout_size: 400, mini_batch_size: 200, epochs: 2, steps: 80, prompt_length: 8, response_length: 4}
+  ppo: {rollout_size: 400, mini_batch_size: 200, epochs: 2, steps: 100, prompt_length: 8, response_length: 4}
 """
 
 
@@ -171,7 +173,8 @@ def wrong(right: int, number: int) -> int:
 def arithmetic(seed: int) -> tuple[float, float]:
     """The share of right sums before and after, in the answers of updates."""
     sums = [(f"{a}+{b}=", a + b) for a in range(10) for b in range(10)]
-    read = [(asked, right if copy < 4 else wrong(right, copy // 2 - 1)) for asked, right in sums for copy in range(10)]
+    read = [(asked, right if copy < 7 else wrong(right, 1 + copy % 3)) for asked, right in sums for copy in range(20)]
+    random.Random(seed).shuffle(read)
     Path("sums.jsonl").write_text("".join(json.dumps({"prompt": p, "chosen": f"{s}\n", "rejected": "?\n"}) + "\n" for p, s in read))
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": str(s)}) + "\n" for p, s in sums))
     base = BASE.replace("SEED", str(seed))

@@ -19,6 +19,7 @@ from shoal.data import load_tokenizer
 from shoal.errors import ShoalError
 from shoal.models.decoding import draws_of_group
 from shoal.models.gpt import Gpt
+from shoal.models.packing import packed_for
 from shoal.models.sampling import sample
 from shoal.models.scored import Scored, add_value
 from shoal.runs.alone import prepare
@@ -34,7 +35,7 @@ RUN = resolve_data({"model": {"kind": "gpt"}, "rlhf": {}}, name="test", dialect=
 
 def gpt(**more: Any) -> Gpt:
     torch.manual_seed(0)
-    return Gpt(schema.Gpt(**SIZES, **more), 257)
+    return Gpt(schema.Gpt(**SIZES | more), 257)
 
 
 def real(lengths: list[int], width: int) -> Tensor:
@@ -131,6 +132,30 @@ def test_generation_and_scoring_agree_with_and_without_padding(positions: Any, t
             assert torch.allclose(alone, drawn.log_probs_BT[row][drawn.real_BT[row]], atol=1e-4)
 
 
+def test_values_of_a_head_are_those_of_a_pass_over_the_answers() -> None:
+    model = gpt(dropout=0.3)
+    assert answers(model).values_BT is None, "nobody predicts anything"
+    task = PolicyGradient({"model": model} | add_value(model, "head"), Rlhf())
+    torch.nn.init.normal_(model.value_head.weight)
+    drawn = answers(model)
+    with as_used(model), torch.no_grad():
+        expected_BT = task.values(as_text(*drawn[:4]), 7)
+    assert expected_BT is not None
+    assert drawn.values_BT is not None
+    assert torch.allclose(drawn.values_BT, expected_BT * drawn.real_BT, atol=1e-4)
+
+
+def test_matrices_that_are_packed_while_answers_are_written_give_the_same_and_learn_afterwards() -> None:
+    model = gpt(hidden_size=320, num_heads=4)
+    ids_BL = torch.arange(12).view(3, 4)
+    with torch.no_grad():
+        plain = model(ids_BL)
+        with packed_for(model, 3):
+            assert torch.allclose(model(ids_BL), plain, atol=1e-5)
+    model(ids_BL).sum().backward()
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters())
+
+
 def test_an_answer_ends_with_the_token_that_ends_it() -> None:
     model, draws = Gpt(schema.Gpt(**SIZES), 5), draws_of_group(3, 0, [[1], [2], [3]], 2)
     drawn = sample(model, [[1], [1], [2], [2], [3], [3]], max_new_tokens=7, temperature=1.0, draws=draws, eos_id=4, pad_id=0)
@@ -218,15 +243,16 @@ def test_one_batch_and_four_pieces_have_the_same_gradient_and_padding_none() -> 
         assert torch.allclose(own, other, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("value", ["network", "head"])
-def test_gradients_that_are_formed_in_pieces_are_those_of_whole_logits(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, at another temperature and with a bonus for entropy, three tokens at a time; a task that is not shown the output matrix
-    makes all logits at once."""
-    feed, batch = task_and_batch(value=value, temperature=0.7, entropy_weight=0.3)
+@pytest.mark.parametrize(("value", "bonus"), [("network", 0.3), ("head", 0.3), ("head", 0.0)])
+def test_gradients_that_are_formed_in_pieces_are_those_of_whole_logits(value: str, bonus: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, at another temperature, with a bonus for entropy and without, three tokens at a time, two of them in a processor's cache;
+    a task that is not shown the output matrix makes all logits at once."""
+    feed, batch = task_and_batch(value=value, temperature=0.7, entropy_weight=bonus)
     task, model = feed.task, feed.task.players["model"].double()
     batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
     batch["log_probs"] = batch["log_probs"] + 0.3 * torch.sin(torch.arange(batch["log_probs"].numel())).view_as(batch["log_probs"])
     monkeypatch.setattr("shoal.tasks.pieces._LOGITS_AT_ONCE", 3 * 257)
+    monkeypatch.setattr("shoal.tasks.pieces._CACHED", 2 * 257)
     (loss, *_) = task.losses(batch)
     parameters = [one for name, one in model.named_parameters() if name != "value_head.weight"]
     policy_alone = loss.value - task.ppo.value_weight * loss.metrics.get("value_loss", 0.0)

@@ -96,6 +96,8 @@ class KeyValueCache:
         """What there is to read beside the tokens."""
         self.memory: Any = None
         """What was recalled so far."""
+        self.value_B: Any = None
+        """What the model's value head said where the last logits were made; None: it has none."""
 
     @property
     def length(self) -> int:

@@ -107,18 +107,23 @@ def penalised(logits_V: Tensor, penalties: Penalties, prompt_ids: Sequence[int],
 
 def choose(logits_BV: Tensor, warps: Sequence[Warp], draws_B: Sequence[float]) -> Tensor:
     """The next token ids [B], each row in its own way. Rows of one way are worked out together."""
-    chosen_B = logits_BV.argmax(-1)  # a number that is none counts as the largest
-    if not logits_BV.gather(1, chosen_B[:, None]).isfinite().all():
-        raise ShoalError("the model's logits are not finite: its weights are damaged, or its training diverged; use an earlier checkpoint")
+    chosen_B = torch.empty(len(warps), dtype=torch.long, device=logits_BV.device)
     for warp in set(warps):
         rows = [row for row, own in enumerate(warps) if own == warp]
-        if warp.temperature > 0:
-            some_BV = logits_BV if len(rows) == len(warps) else logits_BV[rows]
-            chosen_B[rows] = _drawn(some_BV, warp, [draws_B[row] for row in rows])
+        some_BV = logits_BV if len(rows) == len(warps) else logits_BV[rows]
+        _check_finite(some_BV)
+        chosen_B[rows] = some_BV.argmax(-1) if warp.temperature <= 0 else drawn(some_BV, warp, [draws_B[row] for row in rows])[0]
     return chosen_B
 
 
-def _drawn(logits_BV: Tensor, warp: Warp, draws_B: Sequence[float]) -> Tensor:
+def _check_finite(logits_BV: Tensor) -> None:
+    if not logits_BV.amax(-1).isfinite().all():  # a number that is none counts as the largest
+        raise ShoalError("the model's logits are not finite: its weights are damaged, or its training diverged; use an earlier checkpoint")
+
+
+def drawn(logits_BV: Tensor, warp: Warp, draws_B: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """The tokens that the draws decide for [B], and the log-probabilities that they were drawn with, in float32 at least."""
+    _check_finite(logits_BV)
     probabilities_BC, ids_BC = candidates(logits_BV, warp)
     if ids_BC is not None:
         # In the order of the ids: two tokens that change places because a sum was rounded otherwise change nothing else
@@ -127,7 +132,8 @@ def _drawn(logits_BV: Tensor, warp: Warp, draws_B: Sequence[float]) -> Tensor:
     reached_BC = probabilities_BC.double().cumsum(-1)
     target_B1 = torch.tensor(draws_B, dtype=torch.float64, device=reached_BC.device)[:, None] * reached_BC[:, -1:]
     drawn_B1 = torch.searchsorted(reached_BC, target_B1, right=True).clamp(max=reached_BC.shape[1] - 1)
-    return (drawn_B1 if ids_BC is None else ids_BC.gather(1, drawn_B1)).squeeze(1)
+    log_p_B = probabilities_BC.gather(1, drawn_B1).log().squeeze(1)
+    return (drawn_B1 if ids_BC is None else ids_BC.gather(1, drawn_B1)).squeeze(1), log_p_B
 
 
 def gap(logits_NV: Tensor, warp: Warp, tokens_N: Tensor, draws_N: Sequence[float]) -> Tensor:
@@ -147,13 +153,15 @@ def candidates(logits_BV: Tensor, warp: Warp) -> tuple[Tensor, Tensor | None]:
     """The probabilities of the tokens in question, and their ids; null: all tokens, in order."""
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     # Relative to the best, so that no temperature is too small to divide by
-    scores_BC, ids_BC = (logits_BV - logits_BV.amax(-1, keepdim=True)) / warp.temperature, None
+    scores_BC, ids_BC = (logits_BV - logits_BV.amax(-1, keepdim=True)).div_(warp.temperature), None
     share = 1.0 if warp.top_p is None else warp.top_p
     if warp.top_k is not None and warp.top_k < scores_BC.shape[-1]:
         scores_BC, ids_BC = scores_BC.topk(warp.top_k)
     elif share < 1:
         scores_BC, ids_BC = scores_BC.sort(descending=True)
     probabilities_BC = scores_BC.softmax(-1)
+    if share >= 1 and warp.min_p is None:
+        return probabilities_BC, ids_BC
     if share < 1:
         # A token is in while those before it have not reached p
         before_BC = probabilities_BC.cumsum(-1) - probabilities_BC

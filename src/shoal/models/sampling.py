@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.models.decoding import Draws, Warp, choose
+from shoal.models.decoding import Draws, Warp, drawn
 from shoal.models.generate import Context, evaluating
+from shoal.models.packing import packed_for
 
 
 class Sampled(NamedTuple):
@@ -32,6 +33,8 @@ class Sampled(NamedTuple):
     """What each token was drawn with; 0 after the end."""
     stopped_B: Tensor
     """Whether an answer ended by itself, before it was cut."""
+    values_BT: Tensor | None = None
+    """What the model's own value head expected before each token was drawn; 0 after the end. None: it has no such head."""
 
 
 @torch.no_grad()
@@ -54,24 +57,26 @@ def sample(
     _check_room(model, prompt_BP.shape[1], max_new_tokens)
     context = Context(model, prompt_BP, max_new_tokens, mask_BL=None if bool(mask_BP.all()) else mask_BP)
     answer_BT = prompt_BP.new_full((len(prompts), max_new_tokens), pad_id)
-    log_probs_BT = torch.zeros(answer_BT.shape, device=answer_BT.device)
+    log_probs_BT, values_BT = (torch.zeros(answer_BT.shape, device=answer_BT.device) for _ in range(2))
     real_BT = torch.zeros_like(answer_BT, dtype=torch.bool)
     going_B = torch.ones(len(prompts), dtype=torch.bool, device=answer_BT.device)
-    for step in range(max_new_tokens):
-        with evaluating(model):
-            logits_BV = context.next_logits().float()
-        log_p_BV = (logits_BV / temperature).log_softmax(-1)
-        next_B = choose(logits_BV, [Warp(temperature)] * len(prompts), [one.at(step) for one in draws])
-        answer_BT[:, step] = torch.where(going_B, next_B, pad_id)
-        log_probs_BT[:, step] = log_p_BV.gather(1, next_B[:, None]).squeeze(1) * going_B
-        real_BT[:, step] = going_B
-        if eos_id is not None:
-            going_B = going_B & (next_B != eos_id)
-        if not any_goes_on(bool(going_B.any())):
-            break
-        if step + 1 < max_new_tokens:
-            context.append(answer_BT[:, step])
-    return Sampled(prompt_BP, mask_BP, answer_BT, real_BT, log_probs_BT, ~going_B)
+    with packed_for(model, len(prompts)):
+        for step in range(max_new_tokens):
+            with evaluating(model):
+                logits_BV = context.next_logits()
+            next_B, log_p_B = drawn(logits_BV, Warp(temperature), [one.at(step) for one in draws])
+            answer_BT[:, step] = torch.where(going_B, next_B, pad_id)
+            log_probs_BT[:, step] = log_p_B * going_B
+            real_BT[:, step] = going_B
+            if valued := getattr(context.cache, "value_B", None) is not None:
+                values_BT[:, step] = context.cache.value_B * going_B
+            if eos_id is not None:
+                going_B = going_B & (next_B != eos_id)
+            if not any_goes_on(bool(going_B.any())):
+                break
+            if step + 1 < max_new_tokens:
+                context.append(answer_BT[:, step])
+    return Sampled(prompt_BP, mask_BP, answer_BT, real_BT, log_probs_BT, ~going_B, values_BT if valued else None)
 
 
 def padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor]:

@@ -291,7 +291,11 @@ class Trunk(nn.Module):
         self, input_ids_BL: Tensor, cache: KeyValueCache, attention_mask: Tensor | None = None, beside: Beside | None = None
     ) -> Tensor:
         """Logits [B, V] of the token after these, which the cache then holds too. `beside`: what there is to read from now on."""
-        return self.project(self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside)[:, -1])
+        last_BD = self.hidden(input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside)[:, -1]
+        value_head: Any = getattr(self, "value_head", None)
+        if value_head is not None:
+            cache.value_B = value_head(last_BD)
+        return self.project(last_BD)
 
     def _initialise(self, std: float) -> None:
         """As GPT-2: what is added to the stream starts smaller, the more layers add to it."""

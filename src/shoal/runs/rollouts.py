@@ -325,7 +325,7 @@ class RolloutFeed:
             sent = own.cpu().to(torch.uint8 if own.dtype == torch.bool else own.dtype)
             return torch.cat(self.world.each(sent))[: len(asked)].to(own.dtype)
 
-        drawn = Sampled(*map(whole, part.drawn))
+        drawn = Sampled(*map(whole, part.drawn[:6]))
         values_BT = None if part.values_BT is None else whole(part.values_BT)
         answers = self._answers(asked, drawn)
         return Rollout(drawn, as_text(*drawn[:4]), answers, whole(part.scores_B), whole(part.difference_BT), values_BT)
@@ -336,21 +336,22 @@ class RolloutFeed:
         ppo, text = self.settings.ppo, as_text(*drawn[:4])
         with self.precision():
             reference_BT = self.reference.log_probs(text, ppo.temperature)[:, -ppo.response_length :]
-            values_BT = self._expected(text, drawn.real_BT) if valued else None
+            values_BT = self._expected(text, drawn) if valued else None
         difference_BT = (drawn.log_probs_BT - reference_BT) * drawn.real_BT
         answers = self._answers(asked, drawn)
         scores_B = torch.tensor(self.reward(answers), dtype=torch.float32, device=text.input_ids_BL.device)
         return Rollout(drawn, text, answers, scores_B, difference_BT, values_BT)
 
     @torch.no_grad()
-    def _expected(self, text: Text, real_BT: Tensor) -> Tensor | None:
-        """What the rest of each answer is expected to bring; None: nobody predicts it."""
-        if self.settings.algorithm != "ppo":
-            return None
+    def _expected(self, text: Text, drawn: Sampled) -> Tensor | None:
+        """What the rest of each answer is expected to bring, as it was said when the answer was drawn, or in a pass over it. None: nobody
+        predicts it."""
+        if self.settings.algorithm != "ppo" or drawn.values_BT is not None:
+            return drawn.values_BT
         with as_used(*self.task.players.values()):
             values_BT = self.task.values(text, self.settings.ppo.response_length)
         assert values_BT is not None
-        return values_BT * real_BT
+        return values_BT * drawn.real_BT
 
     def _answers(self, asked: Sequence[Asked], drawn: Sampled) -> list[Answer]:
         found = []

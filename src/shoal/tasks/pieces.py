@@ -19,6 +19,9 @@ from torch.nn import functional as F
 _LOGITS_AT_ONCE = 1 << 22
 """16 MiB in float32: small beside a model, and large enough for a matrix product to be quick."""
 
+_CACHED = 1 << 19
+"""2 MiB in float32."""
+
 SlopeOf = Callable[[slice, Tensor, Tensor], tuple[Tensor, float]]
 """Of some tokens, by their places, log-probabilities and entropies: the loss's slope by each log-probability [n], and by any entropy."""
 
@@ -33,10 +36,11 @@ class Pieces(NamedTuple):
     """None: the output matrix does not learn."""
 
 
+@torch.no_grad()
 def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
     """How probable each label is [N]; nothing learns from it."""
     found = [
-        at_temperature(F.linear(hidden_ND[some], weight_VD), temperature).gather(1, labels_N[some, None]).squeeze(1)
+        at_temperature(_logits(hidden_ND[some], weight_VD), temperature).gather(1, labels_N[some, None]).squeeze(1)
         for some in _cut(len(labels_N), len(weight_VD))
     ]
     return torch.cat(found) if found else hidden_ND.new_zeros(0)
@@ -47,23 +51,74 @@ def in_pieces(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperatur
     """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix."""
     # A loss is not scaled up yet where its slopes are formed, and float16 would lose small ones
     kind = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
-    log_probs, entropies, slopes = [], [], []
     weight_slope_VD = torch.zeros_like(weight_VD) if weight_VD.requires_grad else None
+    found = []
     for some in _cut(len(labels_N), len(weight_VD)):
-        log_p_nV = at_temperature(F.linear(hidden_ND[some], weight_VD), temperature)
-        p_nV, labels_n1 = log_p_nV.exp(), labels_N[some, None]
-        chosen_n, entropy_n = log_p_nV.gather(1, labels_n1).squeeze(1), -(p_nV * log_p_nV).sum(-1)
-        slope_n, entropy_slope = slope_of(some, chosen_n, entropy_n)
-        logits_slope_nV = log_p_nV.add_(entropy_n[:, None]).mul_(-entropy_slope) if entropy_slope else log_p_nV.zero_()
-        logits_slope_nV = logits_slope_nV.sub_(slope_n[:, None]).mul_(p_nV).scatter_add_(1, labels_n1, slope_n[:, None])
-        logits_slope_nV = logits_slope_nV.div_(temperature).to(kind)
+        logits_nV = _logits(hidden_ND[some], weight_VD)
+        logits_slope_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+        del logits_nV
+        told = [
+            _to_slopes(rows_rV, labels_N[rows, None], temperature, rows, slope_of)
+            for rows, rows_rV in _rows_of(logits_slope_nV, some.start)
+        ]
+        log_probs_n, entropy_n = map(torch.cat, zip(*told, strict=True))
+        logits_slope_nV = logits_slope_nV.to(kind)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            slopes.append(logits_slope_nV @ weight_VD.to(kind))
-            if weight_slope_VD is not None:
-                weight_slope_VD += logits_slope_nV.T @ hidden_ND[some].to(kind)
-        log_probs.append(chosen_n)
-        entropies.append(entropy_n)
+            found.append((log_probs_n, entropy_n, logits_slope_nV @ weight_VD.to(kind)))
+            _add_product(weight_slope_VD, logits_slope_nV.T, hidden_ND[some].to(kind))
+        del logits_slope_nV  # before the next piece's logits take as much room
+    log_probs, entropies, slopes = zip(*found, strict=True)
     return Pieces(torch.cat(log_probs), torch.cat(entropies), torch.cat(slopes), weight_slope_VD)
+
+
+def _logits(hidden_nD: Tensor, weight_VD: Tensor) -> Tensor:
+    """In float32 on a CPU `F.linear` first makes a copy of the matrix in another order. Written so, the product needs none."""
+    if hidden_nD.device.type != "cpu" or torch.is_autocast_enabled("cpu") or hidden_nD.dtype != weight_VD.dtype:
+        return F.linear(hidden_nD, weight_VD)
+    logits_nV = hidden_nD.new_empty(len(hidden_nD), len(weight_VD))
+    torch.mm(weight_VD, hidden_nD.T, out=logits_nV.T)
+    return logits_nV
+
+
+def _rows_of(whole_nV: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows at a time, with their places among all tokens: few enough to stay in a processor's cache; a GPU takes all."""
+    most = len(whole_nV) if whole_nV.is_cuda else max(1, _CACHED // whole_nV.shape[1])
+    for rows_rV in torch.split(whole_nV, most):
+        yield slice(start, start + len(rows_rV)), rows_rV
+        start += len(rows_rV)
+
+
+def _to_slopes(logits_rV: Tensor, labels_r1: Tensor, temperature: float, rows: slice, slope_of: SlopeOf) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of some tokens. In the place of their logits the loss's slope by these is written.
+
+    Exponentials, which are what costs time here, are taken once.
+    """
+    scores_rV = logits_rV if temperature == 1 else logits_rV.div_(temperature)
+    scores_rV.sub_(scores_rV.amax(-1, keepdim=True))
+    p_rV = scores_rV.exp()
+    total_r1 = p_rV.sum(-1, keepdim=True)
+    p_rV.div_(total_r1)
+    log_p_rV = scores_rV.sub_(total_r1.log())
+    log_probs_r, entropy_r = log_p_rV.gather(1, labels_r1).squeeze(1), -torch.einsum("rv,rv->r", p_rV, log_p_rV)
+    slope_r, entropy_slope = slope_of(rows, log_probs_r, entropy_r)
+    if entropy_slope:
+        log_p_rV.add_(entropy_r[:, None]).mul_(-entropy_slope).sub_(slope_r[:, None]).mul_(p_rV)
+    else:
+        torch.mul(p_rV, -slope_r[:, None], out=log_p_rV)
+    log_p_rV.scatter_add_(1, labels_r1, slope_r[:, None])
+    if temperature != 1:
+        log_p_rV.div_(temperature)
+    return log_probs_r, entropy_r
+
+
+def _add_product(to_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor) -> None:
+    """Add a product to a matrix of the same or a finer kind; None: nobody wants it."""
+    if to_VD is None:
+        return
+    if to_VD.dtype == left_Vn.dtype:
+        to_VD.addmm_(left_Vn, right_nD)
+    else:
+        to_VD += left_Vn @ right_nD
 
 
 def _cut(count: int, vocabulary: int) -> Iterator[slice]:
@@ -74,7 +129,8 @@ def _cut(count: int, vocabulary: int) -> Iterator[slice]:
 
 def at_temperature(logits_NV: Tensor, temperature: float) -> Tensor:
     """Log-probabilities at a temperature, in float32 at least."""
-    return (logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature).log_softmax(-1)
+    scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return (scores_NV if temperature == 1 else scores_NV / temperature).log_softmax(-1)
 
 
 class WithSlopes(torch.autograd.Function):
