@@ -4,7 +4,9 @@ Both begin with the weights of stories15M and the same prompts, give answers of 
 mini-batches of the same size, in float32 on one thread, with a reward that costs nothing. Rounds of both follow each other in turn. Ours is
 a Gpt with the same weights, TRL's a Llama of transformers; a value has a network of its own, or shares the policy's.
 
-Seconds are the processor's, per update, the first one left out. Memory is the peak above what the loaded libraries take.
+Seconds are the processor's, per update, the first one left out. Memory is the peak above what the loaded libraries take. What is rewarded
+is the share of tokens with even numbers; `BENCH=ppo:reward` (ten minutes) lets both learn that from equally many answers, and compares the
+means of the last updates.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ peers.INSTALL.setdefault(NAME, [["torch==2.13.0"], ["transformers==5.22.2", "acc
 ASKED: dict[str, Any] = {"seed": 0, "answers": 16, "mini": 8, "epochs": 2, "updates": 3, "length": 32, "rate": 1e-5, "kl": 0.05}
 PROMPT, PROMPTS = 16, 64
 ROUNDS = 2
+LEARNING: dict[str, Any] = {"updates": 25, "rate": 1e-4}
+LAST = 5
 
 
 def asked(shared: bool, folder: str) -> dict[str, Any]:
@@ -52,7 +56,21 @@ def spent_by(command: list[str], given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def measure() -> Iterator[Row]:
+def learned() -> Row:
+    """The scores of both after the same number of answers."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = asked(False, folder) | LEARNING
+        theirs = spent_by([str(peers.python(NAME)), str(APPS / "trl_ppo.py")], given)["scores"]
+        ours = spent_by([sys.executable, __file__], given)["scores"]
+    last = [statistics.mean(scores[-LAST:]) for scores in (ours, theirs)]
+    note = f"from {ours[0]:.3f}, TRL from {theirs[0]:.3f}, in {LEARNING['updates']} updates of {ASKED['answers']} answers"
+    return Row("PPO, score of the last updates", last[0], last[1], "share", last[0] / last[1], ">= 1", note)
+
+
+def measure(part: str = "") -> Iterator[Row]:
+    if part == "reward":
+        yield learned()
+        return
     goals = {False: (">= 1.4", ""), True: (">= 2", "<= 0.6")}
     for shared, (speed, memory) in goals.items():
         found: dict[str, list[dict[str, Any]]] = {"ours": [], "theirs": []}

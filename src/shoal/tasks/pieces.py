@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_LOGITS_AT_ONCE = 1 << 22
-"""16 MiB in float32: small beside a model, and large enough for a matrix product to be quick."""
+_LOGITS_AT_ONCE = 1 << 23
+"""32 MiB in float32: small beside a model, and large enough for a matrix product to be quick."""
 
 _CACHED = 1 << 19
 """2 MiB in float32."""
@@ -51,7 +51,7 @@ def in_pieces(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperatur
     """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix."""
     # A loss is not scaled up yet where its slopes are formed, and float16 would lose small ones
     kind = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
-    weight_slope_VD = torch.zeros_like(weight_VD) if weight_VD.requires_grad else None
+    weight_slope_VD: Tensor | None = None
     found = []
     for some in _cut(len(labels_N), len(weight_VD)):
         logits_nV = _logits(hidden_ND[some], weight_VD)
@@ -65,7 +65,8 @@ def in_pieces(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperatur
         logits_slope_nV = logits_slope_nV.to(kind)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             found.append((log_probs_n, entropy_n, logits_slope_nV @ weight_VD.to(kind)))
-            _add_product(weight_slope_VD, logits_slope_nV.T, hidden_ND[some].to(kind))
+            if weight_VD.requires_grad:
+                weight_slope_VD = _sum_with(weight_slope_VD, logits_slope_nV.T, hidden_ND[some].to(kind), weight_VD.dtype)
         del logits_slope_nV  # before the next piece's logits take as much room
     log_probs, entropies, slopes = zip(*found, strict=True)
     return Pieces(torch.cat(log_probs), torch.cat(entropies), torch.cat(slopes), weight_slope_VD)
@@ -111,14 +112,11 @@ def _to_slopes(logits_rV: Tensor, labels_r1: Tensor, temperature: float, rows: s
     return log_probs_r, entropy_r
 
 
-def _add_product(to_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor) -> None:
-    """Add a product to a matrix of the same or a finer kind; None: nobody wants it."""
-    if to_VD is None:
-        return
-    if to_VD.dtype == left_Vn.dtype:
-        to_VD.addmm_(left_Vn, right_nD)
-    else:
-        to_VD += left_Vn @ right_nD
+def _sum_with(before_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor, kind: torch.dtype) -> Tensor:
+    """A sum of products with one more, in a kind as fine as theirs or finer; None: it is the first."""
+    if before_VD is None:
+        return (left_Vn @ right_nD).to(kind)
+    return before_VD.addmm_(left_Vn, right_nD) if before_VD.dtype == left_Vn.dtype else before_VD.add_(left_Vn @ right_nD)
 
 
 def _cut(count: int, vocabulary: int) -> Iterator[slice]:
