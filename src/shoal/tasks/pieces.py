@@ -40,8 +40,9 @@ class Pieces(NamedTuple):
 def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
     """How probable each label is [N]; nothing learns from it."""
     found = [
-        at_temperature(_logits(hidden_ND[some], weight_VD), temperature).gather(1, labels_N[some, None]).squeeze(1)
+        at_temperature(rows_rV, temperature).gather(1, labels_N[rows, None]).squeeze(1)
         for some in _cut(len(labels_N), len(weight_VD))
+        for rows, rows_rV in _rows_of(_logits(hidden_ND[some], weight_VD), some.start)
     ]
     return torch.cat(found) if found else hidden_ND.new_zeros(0)
 
