@@ -30,7 +30,7 @@ from shoal.tasks.answers import Text, at_the_end, given_to
 from shoal.tasks.reward import Reward
 
 KINDS = ("helpful", "harmless")
-FOLDS, PASSES, BATCH, RATE, DECAY = 5, 30, 64, 0.003, 0.1
+FOLDS, PASSES, BATCH, RATE, DECAY = 5, 10, 64, 0.001, 0.1
 LENGTH, AT_ONCE = 128, 16
 
 
@@ -114,7 +114,7 @@ def batch_of(numbers: Sequence[int]) -> dict[str, Tensor]:
 def judged(said_ND: Tensor, train: Sequence[int], held_out: Sequence[int], seed: int) -> np.ndarray:
     """For each pair that was held out whether the chosen answer has the higher score, after learning from the others."""
     optimizer = {"learning_rate": RATE, "weight_decay": DECAY}
-    tree = {"model": {"kind": "gpt"}, "seed": seed, "task": "reward", "training": {"device": "cpu", "optimizer": optimizer}}
+    tree = {"model": {"kind": "gpt"}, "seed": seed, "training": {"device": "cpu", "optimizer": optimizer}}
     run = resolve_data(tree, name="bench", dialect="shoal", environ={}).run
     task = Reward({"model": Scored(Kept(said_ND), head_only=True)})
     engine = SingleEngine(run, task, torch.device("cpu"), PASSES * -(-len(train) // BATCH))
