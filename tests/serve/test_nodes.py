@@ -352,6 +352,8 @@ def test_a_machine_that_joins_while_others_answer_is_used_by_new_requests():
             engine.step()
         machines.join("pi1")
         wait_for(lambda: engine.stages.fleet.current.goes_through("pi1"))
+        assert [stop.name for stop in engine.stages.fleet.current.stops] == ["pi1"]
+        assert engine.stages.groups == 2, "the server embeds and chooses tokens meanwhile"
         engine.submit(job([4, 4], second, 5))
         finish(engine)
         assert [first.tokens, second.tokens] == alone(model, [[3, 1], [4, 4]], [40, 5])

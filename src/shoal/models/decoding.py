@@ -112,7 +112,8 @@ def choose(logits_BV: Tensor, warps: Sequence[Warp], draws_B: Sequence[float]) -
         rows = [row for row, own in enumerate(warps) if own == warp]
         some_BV = logits_BV if len(rows) == len(warps) else logits_BV[rows]
         _check_finite(some_BV)
-        chosen_B[rows] = some_BV.argmax(-1) if warp.temperature <= 0 else drawn(some_BV, warp, [draws_B[row] for row in rows])[0]
+        # On a CPU `max` takes a third of the time of `argmax`
+        chosen_B[rows] = some_BV.max(-1).indices if warp.temperature <= 0 else drawn(some_BV, warp, [draws_B[row] for row in rows])[0]
     return chosen_B
 
 

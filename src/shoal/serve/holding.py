@@ -121,17 +121,17 @@ class Holder:
             rows.append(held.stage(x_BLD[i : i + 1], ids_BL[i : i + 1], cache=cache))
         return torch.cat(rows)
 
-    def measure(self, width: int) -> float:
-        """Seconds that this machine takes for one token in one layer."""
-        place, request = Place(0, 1), -1
+    def measure(self, width: int, rows: int = 1) -> float:
+        """Seconds that this machine takes for one token of so many requests in one layer."""
+        place, requests = Place(0, 1), [-1 - row for row in range(rows)]
         self.hold(place)
-        x_BLD = torch.zeros(1, 1, width, dtype=next(iter(needed(self.held[place].stage).values())).dtype)
+        x_BLD = torch.zeros(rows, 1, width, dtype=next(iter(needed(self.held[place].stage).values())).dtype)
         taken = []
         for position in range(_MEASURED):
             start = time.perf_counter()
-            self.read(place, Reading([request], [position], [[0]]), x_BLD).cpu()  # a GPU is waited for
+            self.read(place, Reading(requests, [position] * rows, [[0]] * rows), x_BLD).cpu()  # a GPU is waited for
             taken.append(time.perf_counter() - start)
-        self.release([request])
+        self.release(requests)
         return min(taken)
 
 

@@ -66,8 +66,10 @@ class Pipeline:
 
     @property
     def groups(self) -> int:
-        """One for each stop. With more, machines would wait less for each other, but smaller products cost almost as much as large ones."""
-        return 1 if self.fleet.current is None else len(self.fleet.current.stops)
+        """One for each machine that computes; the server does, at the ends, even where it has no stop. With more, machines would wait less
+        for each other, but smaller products cost almost as much as large ones."""
+        route = self.fleet.current
+        return 1 if route is None else len(route.stops) + (not route.goes_through(HERE))
 
     @torch.inference_mode()
     def start(self, work: Work) -> None:

@@ -14,6 +14,7 @@ import torch
 from shoal.config.environment import state_folder
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
+from shoal.models.decoding import Warp, choose
 from shoal.models.packing import pack
 from shoal.models.stages import ends_of, fill, layer_parameters, needed
 from shoal.runs.inviting import Invitation, listen
@@ -27,7 +28,10 @@ from shoal.serve.stages import LONGEST_UNBOUNDED, reads_beside, refuse_unserved
 from shoal.serve.tensors import Tensors
 from shoal.transports import Server
 
-_MEASURED = 3
+_MEASURED = 8
+_ROWS = 4
+"""Requests with which the ends are weighed against a layer: it is with several that an equal share of work matters, and then the output
+matrix takes longer than so many layers as with one."""
 
 
 class Spread(Pipeline):
@@ -52,10 +56,10 @@ class Spread(Pipeline):
         forgets = getattr(served.model, "joins_rows", True)
         super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, forgets=forgets, tell=tell)
         holder = Holder(lambda: served.model, get, self.device)
-        layer_s = holder.measure(self.width)
+        layer_s, layers = holder.measure(self.width), self._measured_ends() / holder.measure(self.width, _ROWS)
         holder.drop(Place(0, 1))
         self.hub = Hub(server, self, tensors, served.described, tell, int8=served.settings.hidden_states == "int8")
-        node = Node(HERE, layer_s, float(free_memory()), self._measured_ends())
+        node = Node(HERE, layer_s, float(free_memory()), layers * layer_s)
         self.layers = OwnLayers(self, holder, node)
         self.layers.start()
         self.add(node)
@@ -63,11 +67,11 @@ class Spread(Pipeline):
 
     @torch.inference_mode()
     def _measured_ends(self) -> float:
-        """Seconds for the embedding and the head of one token."""
-        taken = []
+        """Seconds for the embedding, the head and the choice of the next token of several requests."""
+        taken, ids_B1 = [], torch.zeros(_ROWS, 1, dtype=torch.long, device=self.device)
         for _ in range(_MEASURED):
             start = time.perf_counter()
-            self._logits(self.ends.embed(torch.zeros(1, 1, dtype=torch.long, device=self.device)))
+            choose(self._logits(self.ends.embed(ids_B1)), [Warp(0.0)] * _ROWS, [0.0] * _ROWS)
             taken.append(time.perf_counter() - start)
         return min(taken)
 
