@@ -18,6 +18,7 @@ INSTALL: dict[str, list[list[str]]] = {
     "flower": [["flwr==1.41.0"]],
     "hivemind": [["torch==2.13.0"], ["hivemind==1.1.12"]],
     "torchft": [["torch==2.13.0"], ["torchft==0.2.0"]],
+    "llama.cpp": [["--no-deps", "xllamacpp==2026.10.11549"]],
     "byzfl": [["torch==2.13.0", "numpy==2.4.6", "scipy==1.17.1"], ["--no-deps", "byzfl==0.0.11"]],
 }
 """What pip is told, call by call. byzfl asks for torchvision, seaborn and matplotlib, which its aggregators do not use."""

