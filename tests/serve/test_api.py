@@ -88,6 +88,15 @@ def test_the_asynchronous_openai_client_chats_and_streams_at_once(service):
     assert len(whole) > 0
 
 
+def test_several_completions_of_a_prompt_need_no_best_of(client):
+    openai = pytest.importorskip("openai")
+    asked = {"model": ASK["model"], "prompt": "Once", "max_tokens": 2}
+    assert len(client.completions.create(**asked, n=2).choices) == 2
+    assert len(client.completions.create(**asked, n=2, best_of=2).choices) == 2
+    with pytest.raises(openai.BadRequestError, match="best_of is not offered"):
+        client.completions.create(**asked, n=1, best_of=2)
+
+
 def test_langchain_chats_and_streams(service):
     langchain = pytest.importorskip("langchain_openai")
     chat_model = langchain.ChatOpenAI(base_url=f"{url(service)}/v1", api_key="none", model="tiny", max_tokens=12, seed=5, max_retries=0)

@@ -173,6 +173,19 @@ def test_tokens_take_less_than_twice_as_long_while_a_long_prompt_is_read():
     assert len(came) - 20 < 600 / 4, "the prompt is not kept waiting either"
 
 
+def test_where_many_prompts_wait_for_one_that_writes_each_counts_as_much_as_it():
+    came: list[float] = []
+    one = Engine(Priced(make_model("lstm")), most_running=8, most_waiting=8, clock=lambda: Priced.now)
+    one.submit(Job([1], 500, Draws(3, [1]), lambda heard: bool(came.append(Priced.now)), Warp(1.0)))
+    while len(came) < 20:
+        one.step()
+    many = [Heard() for _ in range(6)]
+    one.submit(*(job([2] * (90 + i), heard, 500) for i, heard in enumerate(many)))
+    while not all(heard.tokens for heard in many):
+        one.step()
+    assert came[-1] - came[19] < 220, "with the share of one prompt, all would wait for 271 s until the last of them is read"
+
+
 class TwoGroups(OneNode):
     """As many groups as two machines would want; one work after the other is finished."""
 

@@ -91,7 +91,8 @@ def read_chat(body: dict[str, Any]) -> Asked:
 def read_completion(body: dict[str, Any]) -> Asked:
     """`POST /v1/completions`. Raises RefusedError."""
     fields = _Fields(body)
-    if (fields.whole("best_of", 1, MOST_CHOICES) or 1) != (body.get("n") or 1):
+    best_of = fields.whole("best_of", 1, MOST_CHOICES)
+    if best_of is not None and best_of != (body.get("n") or 1):
         raise RefusedError(400, "best_of is not offered: it must equal n", param="best_of")
     return _asked(
         fields,

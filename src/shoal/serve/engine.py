@@ -22,7 +22,8 @@ from shoal.serve.stages import Stages, Work, smooth
 _SMALLEST_PIECE = 8
 """Fewer cost almost as much: SmolLM2-135M on one slow core reads 2 or 4 tokens in 0.21 s, and 8 in 0.26 s."""
 _SHARE = 0.75
-"""Time for reading beside writing, of the time for writing: a token then takes 1.75 times as long on the mean, and twice is the goal."""
+"""Time for reading beside writing, of the time for writing: a token then takes 1.75 times as long on the mean, and twice is the goal. Where
+more prompts wait than requests write, each prompt counts as much as a request: else many would wait long so that a few are never slower."""
 _MOST_OWED = 4.0
 """Tokens' time for which no prompt is read after a piece that took longer than expected."""
 _LARGEST_PIECE = 512
@@ -163,6 +164,7 @@ class Engine:
         for group in _grouped(writing, self.stages.groups):
             if not any(job.under_way for job in group):
                 self._begin(Work(tuple(job.number for job in group), tuple((job.written[-1],) for job in group)), group)
+        self._pace.weigh(sum(job.read < len(job.prompt_ids) for job in self.running), len(writing))
         room = self._pace.piece() if writing else _LARGEST_PIECE * self.stages.groups
         room -= sum(job.reading for job in self.running)
         for job in self.running:
@@ -284,7 +286,7 @@ def _written(logits_V: Tensor, token: int, count: int | None) -> Written:
 
 
 class _Pace:
-    """How much of a prompt is read beside those that write: on the mean, so much as takes `_SHARE` of the time for their tokens.
+    """How much of prompts is read beside those that write: on the mean, so much as takes `_SHARE` of the time for their tokens.
 
     Whatever its size, a piece costs the time to go through all weights: so it takes about as long as a token, and not every token has one.
     """
@@ -295,19 +297,24 @@ class _Pace:
         """For one token of a prompt."""
         self.credit_s = 0.0
         """How much longer prompts may be read. What was written adds to it, and what was read takes from it."""
+        self._crowd = 1.0
+        """How many prompts wait for each request that writes; at least 1."""
+
+    def weigh(self, unread: int, writing: int) -> None:
+        self._crowd = max(1.0, unread / max(1, writing))
 
     def piece(self) -> int:
         if self.credit_s < 0:
             return 0
         if not self.token_s or not self.reading_s:
             return _SMALLEST_PIECE
-        return int(min(_LARGEST_PIECE, max(_SMALLEST_PIECE, self.token_s / self.reading_s)))
+        return int(min(_LARGEST_PIECE, max(_SMALLEST_PIECE, self._crowd * self.token_s / self.reading_s)))
 
     def read(self, tokens: int, seconds: float) -> None:
-        self.credit_s = max(self.credit_s - seconds, -_MOST_OWED * self.token_s)
+        self.credit_s = max(self.credit_s - seconds, -_MOST_OWED * self._crowd * self.token_s)
         if tokens >= _SMALLEST_PIECE:
             self.reading_s = smooth(self.reading_s, seconds / tokens)
 
     def wrote(self, seconds: float) -> None:
-        self.credit_s = min(self.credit_s, 0.0) + _SHARE * seconds
+        self.credit_s = min(self.credit_s, 0.0) + _SHARE * self._crowd * seconds
         self.token_s = smooth(self.token_s, seconds)

@@ -99,12 +99,21 @@ class Pipeline:
                 if self._forget(started):
                     yield started.work, None
                 continue
-            if y_BLD is not None:
-                started.logits |= dict(zip(trip.reading.requests, self._logits(y_BLD), strict=True))
-                if not trip.route.goes_through(HERE):
-                    self.fleet.nodes[HERE].tokens += len(trip.reading.requests)
-            if len(started.logits) == len(started.work.requests) and self._forget(started):
-                yield started.work, torch.stack([started.logits[request] for request in started.work.requests])
+            logits_BV = self._completed(trip, started, y_BLD)
+            if logits_BV is not None and self._forget(started):
+                yield started.work, logits_BV
+
+    def _completed(self, trip: Trip, started: Started, y_BLD: Tensor | None) -> Tensor | None:
+        """The logits of a work, where this was the last trip that it waited for."""
+        requests = started.work.requests
+        if y_BLD is not None:
+            logits_BV = self._logits(y_BLD)
+            if not trip.route.goes_through(HERE):
+                self.fleet.nodes[HERE].tokens += len(trip.reading.requests)
+            if trip.reading.requests == requests:  # as mostly: all of them took one way
+                return logits_BV
+            started.logits |= dict(zip(trip.reading.requests, logits_BV, strict=True))
+        return torch.stack([started.logits[request] for request in requests]) if len(started.logits) == len(requests) else None
 
     def _next_arrival(self) -> tuple[Trip, Tensor | None] | None:
         with self._changed:
