@@ -236,6 +236,25 @@ def test_the_server_survives_whatever_a_machine_says_it_has_done() -> None:
         client.close()
 
 
+def test_the_words_of_a_machine_cannot_steer_the_servers_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, described = make("gpt")
+    words: list[str] = []
+    with spread(model, described, [], expected=1) as (engine, machines):
+        hub = engine.stages.hub
+        monkeypatch.setattr(hub, "tell", words.append)
+        monkeypatch.setattr(hub.pipeline, "fail", lambda trip, why: words.append(why))
+        monkeypatch.setattr(hub.pipeline, "unheld", lambda name, place, why: words.append(why))
+        client = machines.reached.client()
+        entered = client.call(Message({"kind": "enter", "layer_s": 1.0, "memory_bytes": 1e9, "name": "\x1b[2Jpi"}), 5.0).header
+        steering = "\x1b]0;owned\x07" * 100
+        done = [{"kind": "failed", "trip": 1, "problem": steering}, {"kind": "unheld", "place": [0, 1], "problem": steering}]
+        client.call(Message({"kind": "done", "session": entered["session"], "done": done}), 5.0)
+        client.close()
+    assert entered["name"] == "?[2Jpi"
+    assert len([word for word in words if "owned" in word]) == 2
+    assert all(word.isprintable() and len(word) < 400 for word in words)
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_hidden_states_travel_exactly_or_off_by_a_254th_of_a_tokens_largest_number(kind: torch.dtype) -> None:
     x_BLD = (torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1)) * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]).to(kind)

@@ -145,15 +145,30 @@ def test_values_of_a_head_are_those_of_a_pass_over_the_answers() -> None:
     assert torch.allclose(drawn.values_BT, expected_BT * drawn.real_BT, atol=1e-4)
 
 
-def test_matrices_that_are_packed_while_answers_are_written_give_the_same_and_learn_afterwards() -> None:
+def packed_in(model: Gpt) -> int:
+    return sum("forward" in vars(module) for module in model.modules())
+
+
+def test_matrices_that_are_packed_while_answers_are_written_give_the_same_and_learn_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.models.packing.platform.machine", lambda: "aarch64")
     model = gpt(hidden_size=320, num_heads=4)
     ids_BL = torch.arange(12).view(3, 4)
     with torch.no_grad():
         plain = model(ids_BL)
         with packed_for(model, 3):
+            assert packed_in(model) > 0
             assert torch.allclose(model(ids_BL), plain, atol=1e-5)
+    assert packed_in(model) == 0
     model(ids_BL).sum().backward()
     assert all(parameter.grad is not None for name, parameter in model.named_parameters())
+
+
+def test_no_second_copy_is_made_of_a_model_that_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.models.packing.platform.machine", lambda: "aarch64")
+    monkeypatch.setattr("shoal.models.packing._MOST_NUMBERS", 1_000_000)
+    model = gpt(hidden_size=320, num_heads=4)
+    with packed_for(model, 3):
+        assert packed_in(model) == 0
 
 
 def test_an_answer_ends_with_the_token_that_ends_it() -> None:

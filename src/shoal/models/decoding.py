@@ -111,10 +111,13 @@ def choose(logits_BV: Tensor, warps: Sequence[Warp], draws_B: Sequence[float]) -
     for warp in set(warps):
         rows = [row for row, own in enumerate(warps) if own == warp]
         some_BV = logits_BV if len(rows) == len(warps) else logits_BV[rows]
-        _check_finite(some_BV)
-        # On a CPU `max` takes a third of the time of `argmax`
-        chosen_B[rows] = some_BV.max(-1).indices if warp.temperature <= 0 else drawn(some_BV, warp, [draws_B[row] for row in rows])[0]
+        chosen_B[rows] = drawn(some_BV, warp, [draws_B[row] for row in rows])[0] if warp.temperature > 0 else _best(some_BV)
     return chosen_B
+
+
+def _best(logits_BV: Tensor) -> Tensor:
+    _check_finite(logits_BV)
+    return logits_BV.max(-1).indices  # on a CPU `max` takes a third of the time of `argmax`
 
 
 def _check_finite(logits_BV: Tensor) -> None:

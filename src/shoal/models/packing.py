@@ -23,6 +23,8 @@ _SMALLEST = 100_000
 _ROWS, _TIMES, _WORTH = 8, 8, 0.9
 _SHARE_OF_ROOM = 0.5
 _MOST_ROWS = 64
+_MOST_NUMBERS = 1 << 27
+"""No second copy is made of matrices that have more numbers together while answers are written: half a GiB in float32."""
 
 
 class Packed:
@@ -68,6 +70,9 @@ def packed_for(model: nn.Module, rows: int) -> Iterator[None]:
         yield
         return
     linear = [module for module in model.modules() if type(module) is nn.Linear and module.weight is not output and _can(module.weight)]
+    if sum(module.weight.numel() for module in linear) + (0 if output is None else output.numel()) > _MOST_NUMBERS:
+        yield
+        return
     try:
         for module in linear:
             module.forward = Packed(module.weight, module.bias)  # type: ignore[method-assign, assignment]

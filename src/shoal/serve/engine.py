@@ -24,6 +24,8 @@ _SMALLEST_PIECE = 8
 _SHARE = 0.75
 """Time for reading beside writing, of the time for writing: a token then takes 1.75 times as long on the mean, and twice is the goal. Where
 more prompts wait than requests write, each prompt counts as much as a request: else many would wait long so that a few are never slower."""
+_MOST_CROWD = 4.0
+"""So many prompts at most count for each request that writes: a crowd makes its tokens slower, and never stops it."""
 _MOST_OWED = 4.0
 """Tokens' time for which no prompt is read after a piece that took longer than expected."""
 _LARGEST_PIECE = 512
@@ -298,10 +300,10 @@ class _Pace:
         self.credit_s = 0.0
         """How much longer prompts may be read. What was written adds to it, and what was read takes from it."""
         self._crowd = 1.0
-        """How many prompts wait for each request that writes; at least 1."""
+        """How many prompts wait for each request that writes; from 1 to `_MOST_CROWD`."""
 
     def weigh(self, unread: int, writing: int) -> None:
-        self._crowd = max(1.0, unread / max(1, writing))
+        self._crowd = min(_MOST_CROWD, max(1.0, unread / max(1, writing)))
 
     def piece(self) -> int:
         if self.credit_s < 0:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, printable
 from shoal.serve.holding import Holder, Place
 from shoal.serve.orders import carry_out, door_from, order_message, unpacked
 from shoal.serve.pipeline import Pipeline
@@ -137,7 +137,7 @@ class Hub:
         if not (0 < layer_s < 1e6 and 0 < memory < 2**60):
             raise ShoalError("a machine must say how long it takes for a layer, and how much memory it has")
         wanted = header.get("name")
-        name = self._free_name(wanted[:_NAME_LENGTH] if isinstance(wanted, str) and wanted else "node")
+        name = self._free_name(printable(wanted[:_NAME_LENGTH]) if isinstance(wanted, str) and wanted else "node")
         node = Node(name, layer_s, memory, ring=self.server.wake, door=None if header.get("door") is None else door_from(header["door"]))
         session = secrets.token_hex(16)
         self.guests[session] = Guest(node, time.monotonic())
@@ -156,13 +156,13 @@ class Hub:
             if done["kind"] == "held":
                 self.pipeline.held(node.name, Place(*done["place"]))
             elif done["kind"] == "unheld":
-                self.pipeline.unheld(node.name, Place(*done["place"]), str(done["problem"])[:300])
+                self.pipeline.unheld(node.name, Place(*done["place"]), _problem(done))
             elif done["kind"] == "probed":
                 self.pipeline.probed(node.name, str(done["other"]), done["reached"] is True)
             elif done["kind"] == "declined":
                 self.pipeline.decline(node.name, int(done["trip"]))
             elif done["kind"] == "failed":
-                self.pipeline.fail(int(done["trip"]), f"{node.name}: {str(done['problem'])[:300]}")
+                self.pipeline.fail(int(done["trip"]), f"{node.name}: {_problem(done)}")
             elif done["trip"] >= 0:
                 y_BLD = unpacked(frames[done["frame"]], done)
                 self.pipeline.done(node.name, int(done["trip"]), y_BLD, float(done["seconds"]), done["handed_on"] is True)
@@ -188,6 +188,10 @@ class Hub:
             header, frames = order_message(order, self.int8)
             headers.append(header)
         return Message({"kind": "orders", "orders": headers}, frames)
+
+
+def _problem(done: Mapping[str, Any]) -> str:
+    return printable(str(done["problem"])[:300])
 
 
 def _refused(why: str) -> Message:
