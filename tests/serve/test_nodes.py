@@ -359,6 +359,44 @@ def test_a_machine_that_joins_while_others_answer_is_used_by_new_requests():
         assert [first.tokens, second.tokens] == alone(model, [[3, 1], [4, 4]], [40, 5])
 
 
+def test_a_machine_that_turns_out_to_be_slow_gets_fewer_layers_for_new_requests(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shoal.serve.pipeline._LOOK_EVERY", 30)
+    monkeypatch.setattr("shoal.serve.spread._WINDOW_S", 0.0)  # what the server itself takes is not looked at
+    model, described = make("gpt")
+    with spread(model, described, ["pi1"]) as (engine, _):
+        even_stops(engine, 2)
+        stages, first, second = engine.stages, Heard(), Heard()
+        before, done = stages.fleet.current, stages.done
+
+        def reported(name, number, y_BLD, seconds, handed_on=False):
+            done(name, number, y_BLD, 12.0 if name == "pi1" else 3.0, handed_on)
+
+        monkeypatch.setattr(stages, "done", reported)
+        (number,) = engine.submit(job([3, 1], first, 80))
+        while len(first.tokens) < 40:
+            engine.step()
+        assert stages._route_of(number) == before, "what is under way stays where its caches are"
+        wait_for(lambda: stages.fleet.current != before)
+        layers = {stop.name: stop.last - stop.first for stop in stages.fleet.current.stops}
+        assert layers["server"] == 5
+        engine.submit(job([4, 4], second, 20))
+        finish(engine)
+        assert [first.tokens, second.tokens] == alone(model, [[3, 1], [4, 4]], [80, 20])
+
+
+def test_what_the_server_does_beside_its_layers_counts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("shoal.serve.pipeline._LOOK_EVERY", 30)
+    model, described = make("gpt")
+    with spread(model, described, ["pi1"]) as (engine, _):
+        even_stops(engine, 2)
+        stages, heard = engine.stages, Heard()
+        monkeypatch.setattr(stages, "_now_spent", iter([(0.0, 0.0, 0.0), (10.0, 9.0 * torch.get_num_threads(), 3.0)] * 100).__next__)
+        stages._spent = stages._now_spent()
+        engine.submit(job([3, 1], heard, 40))
+        finish(engine)
+        assert stages.fleet.nodes[HERE].fixed_s == pytest.approx(6.0 / 30)
+
+
 def test_requests_that_end_early_are_forgotten_on_all_machines():
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, _):

@@ -13,8 +13,9 @@ from itertools import pairwise
 from shoal.serve.holding import Place
 from shoal.serve.routes import HERE, Node, Onward, Order, Planner, Route, Stop, spares
 
-_WORTH = 0.95
-"""A new split is taken while the service runs if its slowest machine takes less than this share of the time."""
+_WORTH, _WORTH_AGAIN = 0.95, 0.9
+"""A new split is taken while the service runs if its slowest machine takes less than this share of the time; where no machine came and only
+what is known of them has changed, it must gain more: figures waver, and requests on two routes are not computed together."""
 _SHOWN_S = 60.0
 """How long a machine that was lost is shown."""
 
@@ -92,6 +93,11 @@ class Fleet:
             self.direct[node.stay, after.stay] = reached
             self.tell(f"{name} hands on to {other} " + ("directly" if reached else "through the server: it cannot reach it"))
 
+    def look_again(self) -> None:
+        """What is known of the machines has changed."""
+        if self.current is not None and self.coming is None:
+            self._consider(_WORTH_AGAIN)
+
     # --- what the pipeline asks ----------------------------------------------------------------------
 
     def alive(self) -> list[Node]:
@@ -158,13 +164,13 @@ class Fleet:
     def _slowest_s(self, stops: Sequence[Stop]) -> float:
         return max(self.planner.seconds(self.nodes[stop.name], stop.place) for stop in stops)
 
-    def _consider(self) -> None:
+    def _consider(self, worth: float = _WORTH) -> None:
         """Prepare a better route for requests to come, where there is one."""
         assert self.current is not None
         stops = self.planned()
         if stops is None or not all(self.nodes[stop.name].alive for stop in self.current.stops):
             return
-        if self._slowest_s(stops) < _WORTH * self._slowest_s(self.current.stops):
+        if self._slowest_s(stops) < worth * self._slowest_s(self.current.stops):
             route = Route(next(self._numbers), stops)
             wanted = {(stop.name, stop.place) for stop in stops}
             missing = {(name, place) for name, place in wanted if place not in self.nodes[name].holds}

@@ -203,6 +203,8 @@ class OwnLayers:
 
     def __init__(self, pipeline: Pipeline, holder: Holder, node: Node) -> None:
         self.pipeline, self.holder, self.node = pipeline, holder, node
+        self.computed_s = 0.0
+        """Processor time of this thread for layers."""
         self._rung = threading.Event()
         self._ending = False
         node.ring = self._rung.set
@@ -226,7 +228,9 @@ class OwnLayers:
 
     def _carry_out(self, order: Order) -> None:
         try:
+            start = time.thread_time()
             found = carry_out(self.holder, order)
+            self.computed_s += time.thread_time() - start
             if found is not None:
                 self.pipeline.done(self.node.name, order.trip, *found)
             if order.kind == "hold":

@@ -30,6 +30,10 @@ from shoal.serve.stages import LONGEST_UNBOUNDED, Machine, Work
 from shoal.serve.trips import Live, Started, Trip, only
 
 _WAIT_S = 0.1
+_LOOK_EVERY = 256
+"""After so many groups of tokens the split is looked at again."""
+_MOST_S = 600.0
+"""A machine that says that it took longer for one token is not believed."""
 
 
 class Pipeline:
@@ -59,6 +63,10 @@ class Pipeline:
         self._arrived: deque[tuple[Trip, Tensor | None]] = deque()
         """Trips that came back, with the stream after the last layer; None: all their requests have ended."""
         self._failed: str | None = None
+        self.crowding = 0.0
+        """How much longer a layer takes for each further request of a group, as a share of the time for one."""
+        self._groups_through, self._weight_through = 0, 0.0
+        """Groups that came through since the split was looked at, and how many groups of one request would have taken as long."""
         self._numbers = itertools.count(1)
         self._changed = threading.Condition(threading.RLock())
 
@@ -330,13 +338,28 @@ class Pipeline:
         if trip.started is not None:
             self._arrived.append((trip, y_BLD))
             self._changed.notify_all()
+        if len(reading.ids[0]) == 1:
+            self._groups_through += 1
+            self._weight_through += self._weight_of(reading)
+        if self._groups_through >= _LOOK_EVERY:
+            self.look_again(self._weight_through)
+            self._groups_through, self._weight_through = 0, 0.0
+
+    def look_again(self, weight: float) -> None:
+        """Machines are known better now than when they joined: there may be a better split for requests to come."""
+        self.fleet.look_again()
+        self._retire()
+
+    def _weight_of(self, reading: Reading) -> float:
+        return 1 + self.crowding * (len(reading.requests) - 1)
 
     def _count(self, stop: Stop, reading: Reading, seconds: float) -> None:
         """What a machine takes for one token, while it serves, corrects what was measured when it joined."""
         node = self.fleet.nodes[stop.name]
         node.tokens += len(reading.requests) * len(reading.ids[0])
-        if len(reading.requests) == len(reading.ids[0]) == 1 and seconds > 0:
-            node.layer_s = 0.95 * node.layer_s + 0.05 * seconds / (stop.last - stop.first)
+        if len(reading.ids[0]) == 1 and 0 < seconds < _MOST_S:
+            taken = seconds / self._weight_of(reading) / self.fleet.planner.cost_of(stop.place)
+            node.layer_s = 0.95 * node.layer_s + 0.05 * taken
 
     def fail(self, number: int, problem: str) -> None:
         """A machine could not read: the requests that wait for it end."""

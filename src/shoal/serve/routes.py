@@ -122,7 +122,6 @@ class Planner:
     def __init__(self, sizes: Sequence[int], bytes_of_one: int, cache_numbers: int) -> None:
         """`sizes`: parameters of each layer; `bytes_of_one`: of a number; `cache_numbers`: how many numbers a layer's caches hold."""
         self.costs = [size * len(sizes) / sum(sizes) for size in sizes]
-        """Of each layer; a layer of mean size costs 1."""
         self.layer_bytes = [(size + cache_numbers) * bytes_of_one for size in sizes]
 
     def quickest(self, nodes: Sequence[Node]) -> tuple[Stop, ...] | None:
@@ -156,4 +155,8 @@ class Planner:
 
     def seconds(self, node: Node, place: Place) -> float:
         """What one token takes in some layers at a machine."""
-        return node.hands().seconds(sum(self.costs[place.first : place.last]))
+        return node.hands().seconds(self.cost_of(place))
+
+    def cost_of(self, place: Place) -> float:
+        """A layer of mean size costs 1."""
+        return sum(self.costs[place.first : place.last])

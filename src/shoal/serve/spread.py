@@ -24,11 +24,13 @@ from shoal.serve.node import FRAME_BYTES
 from shoal.serve.opening import Served
 from shoal.serve.pipeline import Pipeline
 from shoal.serve.routes import HERE, Node
-from shoal.serve.stages import LONGEST_UNBOUNDED, reads_beside, refuse_unserved
+from shoal.serve.stages import LONGEST_UNBOUNDED, reads_beside, refuse_unserved, smooth
 from shoal.serve.tensors import Tensors
 from shoal.transports import Server
 
 _MEASURED = 8
+_WINDOW_S = 60.0
+"""When it took longer until so many groups came through, the server did nothing for much of the time, and what it spent tells little."""
 _ROWS = 4
 """Requests with which the ends are weighed against a layer: it is with several that an equal share of work matters, and then the output
 matrix takes longer than so many layers as with one."""
@@ -56,11 +58,13 @@ class Spread(Pipeline):
         forgets = getattr(served.model, "joins_rows", True)
         super().__init__(ends, sizes, expected=served.nodes, cache_tokens=tokens, forgets=forgets, tell=tell)
         holder = Holder(lambda: served.model, get, self.device)
-        layer_s, layers = holder.measure(self.width), self._measured_ends() / holder.measure(self.width, _ROWS)
+        layer_s, crowded_s = holder.measure(self.width), holder.measure(self.width, _ROWS)
+        self.crowding = max(0.0, crowded_s / layer_s - 1) / (_ROWS - 1)
         holder.drop(Place(0, 1))
         self.hub = Hub(server, self, tensors, served.described, tell, int8=served.settings.hidden_states == "int8")
-        node = Node(HERE, layer_s, float(free_memory()), layers * layer_s)
+        node = Node(HERE, layer_s, float(free_memory()), self._measured_ends() / crowded_s * layer_s)
         self.layers = OwnLayers(self, holder, node)
+        self._spent = self._now_spent()
         self.layers.start()
         self.add(node)
         self.hub.start()
@@ -74,6 +78,18 @@ class Spread(Pipeline):
             choose(self._logits(self.ends.embed(ids_B1)), [Warp(0.0)] * _ROWS, [0.0] * _ROWS)
             taken.append(time.perf_counter() - start)
         return min(taken)
+
+    def look_again(self, weight: float) -> None:
+        """Messages, threads and answers cost the server time, too, which is known only while it serves."""
+        before, self._spent = self._spent, self._now_spent()
+        wall_s, all_s, layers_s = (now - then for now, then in zip(self._spent, before, strict=True))
+        if self.device.type == "cpu" and wall_s < _WINDOW_S:
+            self.layers.node.fixed_s = smooth(self.layers.node.fixed_s, max(0.0, all_s / torch.get_num_threads() - layers_s) / weight)
+        super().look_again(weight)
+
+    def _now_spent(self) -> tuple[float, float, float]:
+        """The time on the clock, what this process has computed, and how much of that its layers took."""
+        return time.monotonic(), time.process_time(), self.layers.computed_s
 
     def close(self) -> None:
         self.hub.close()
