@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import struct
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import psycopg
 import pytest
@@ -106,17 +108,82 @@ def test_a_huge_first_message_is_refused_unread(outside: Access) -> None:
             assert b"impossible length" in stranger.recv(1000)
 
 
-def test_strangers_who_say_nothing_leave_room_for_students(outside: Access) -> None:
-    silent = [raw(outside) for _ in range(100)]
-    deadline = time.monotonic() + 30.0
-    while True:  # beyond their number the front hangs up at once; the first of them give up their places after ten seconds
-        try:
+@contextlib.contextmanager
+def crowd(outside: Access, sources: Sequence[str], words: bytes) -> Iterator[Callable[[], int]]:
+    """Strangers without a token: as many from each address as have places there. A connection that is ended is opened again at once.
+    Gives how many connections there were."""
+    stop, opened, ready = threading.Event(), [0], threading.Semaphore(0)
+
+    def hold(source: str) -> None:
+        held: list[socket.socket] = []
+        while not stop.is_set():
+            while len(held) < tls_front.MOST_STRANGERS_AT_ONE:
+                held.append(socket.create_connection((outside.host, outside.port), 10.0, source_address=(source, 0)))
+                with contextlib.suppress(OSError):
+                    held[-1].sendall(words)
+                opened[0] += 1
+            ready.release()
+            for ended in select.select(held, [], [], 0.02)[0]:
+                with contextlib.suppress(OSError):
+                    if ended.recv(100):
+                        continue
+                held.remove(ended)
+                ended.close()
+        for one in held:
+            one.close()
+
+    holding = [threading.Thread(target=hold, args=(source,)) for source in sources]
+    for thread in holding:
+        thread.start()
+    for _ in holding:
+        assert ready.acquire(timeout=30.0)
+    yield lambda: opened[0]
+    stop.set()
+    for thread in holding:
+        thread.join()
+
+
+@pytest.mark.parametrize("words", [b"", SSL_REQUEST], ids=["silent", "one word each"])
+@pytest.mark.parametrize("sources", [["127.0.0.1"], ["127.0.0.2", "127.0.0.3"]], ids=["at the student's address", "at two others"])
+def test_a_student_is_let_in_at_once_beside_strangers_who_take_all_places(outside: Access, sources: list[str], words: bytes) -> None:
+    with crowd(outside, sources, words) as opened:
+        for _ in range(3):
             connect(outside).close()
-            break
-        except Exception:
-            assert time.monotonic() < deadline
-    for one in silent:
-        one.close()
+        assert opened() >= tls_front.MOST_STRANGERS_AT_ONE * len(sources)
+
+
+def test_who_speaks_keeps_its_place_and_who_was_silent_for_longest_gives_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(tls_front, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    strangers, put_out = tls_front.Strangers(), []
+
+    def come(name: str, address: str, *, full: bool = False) -> tls_front.Visit:
+        assert strangers.make_room(address, full=full)
+        visit = tls_front.Visit(strangers, address)
+        visit.task = SimpleNamespace(cancel=lambda: put_out.append(name))  # type: ignore[assignment]
+        return visit
+
+    student = come("student", "school")
+    student.heard()
+    for number in range(tls_front.MOST_STRANGERS_AT_ONE + 1):
+        come(f"silent {number}", "school")
+    assert put_out == ["silent 0", "silent 1"], "the places of one address are taken: who came first and said nothing leaves"
+    for number in range(tls_front.MOST_STRANGERS // 2):
+        come(f"other {number}", f"address {number}").heard()
+    come("new", "elsewhere")
+    assert put_out[2:] == ["silent 2"], "all places are taken"
+    for visit in strangers.visits:
+        visit.heard()
+    come("newer", "elsewhere")
+    assert put_out[3:] == ["student"], "all have spoken just now: one leaves from the address that has most of them"
+    now[0] += 2 * tls_front.PATIENCE_S
+    for visit in strangers.visits[:-1]:
+        visit.heard()
+    come("newest", "elsewhere")
+    assert put_out[4:] == ["newer"], "one of them was silent since"
+    for visit in list(strangers.visits):
+        visit.end()
+    assert not strangers.make_room("elsewhere", full=True), "clients that were let in are put out for nobody"
 
 
 def test_memory_of_a_students_connection_is_bounded(

@@ -2,7 +2,8 @@
 
 It answers libpq's SSLRequest with the class's certificate and passes on what it decrypts to the server, which listens on this machine only.
 Nobody is passed on unencrypted, nor as the run's own role, which may do anything. Until the server has let somebody in, there is a bound
-on everything they cost: connections in all and from one address, seconds, and bytes.
+on everything they cost: connections in all and from one address, seconds, and bytes. Where the places for such strangers are taken, the one
+who has been silent for longest gives its place up to a new one: a student, who speaks at once, is never that one for long.
 
 It is started by its path, and knows nothing of Shoal. The first line of its standard input says what to do; it ends when that is closed.
 """
@@ -12,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import socket
 import ssl
 import struct
 import sys
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -28,6 +31,10 @@ STARTUP_BYTES, LOGIN_BYTES = 10_000, 65_536
 """What the first message, and all up to the server's consent, may have at most. PostgreSQL takes no larger first message either."""
 MOST_STRANGERS, MOST_STRANGERS_AT_ONE = 64, 32
 """Connections that are not let in yet, in all and from one address. A school may be behind one address."""
+PATIENCE_S = 1.0
+"""Between two steps of a student's greeting less time passes. Who is silent for longer gives its place up before anybody else does."""
+GOODBYE_S = 1.0
+"""How long a client may take to end its side. It has no place any more, and a descriptor still."""
 _CHUNK = 1 << 18
 _NAME_BYTES = 63
 """PostgreSQL cuts longer names of roles off there."""
@@ -46,7 +53,7 @@ class Front:
         self._most: int = order["most"]
         self._context = context
         self._connections = 0
-        self._strangers: Counter[str] = Counter()
+        self._strangers = Strangers()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, listener: socket.socket) -> None:
@@ -57,28 +64,31 @@ class Front:
             except OSError:  # too many files are open: the next moment is better
                 await asyncio.sleep(0.1)
                 continue
-            if self._is_full(address[0]):
+            if not self._strangers.make_room(address[0], full=self._connections >= self._most):
                 client.close()
                 continue
-            task = loop.create_task(self._serve(client, address[0]))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._admit(client, address[0])
+            await asyncio.sleep(0)  # it may have spoken already, and is heard before the next one wants its place
 
-    def _is_full(self, address: str) -> bool:
-        strangers = self._strangers.total()
-        return self._connections >= self._most or strangers >= MOST_STRANGERS or self._strangers[address] >= MOST_STRANGERS_AT_ONE
-
-    async def _serve(self, client: socket.socket, address: str) -> None:
+    def _admit(self, client: socket.socket, address: str) -> None:
         self._connections += 1
-        visit, handed_over = Visit(self._strangers, address), False
+        visit = Visit(self._strangers, address)
+        task = visit.task = asyncio.get_running_loop().create_task(self._serve(client, visit))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, client: socket.socket, visit: Visit) -> None:
+        handed_over = False
         try:
             client.setblocking(False)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             async with asyncio.timeout(GREETING_S):
                 if not await _asks_for_tls(client):
                     return
+                visit.heard()
                 handed_over = True
                 reader, writer = await _encrypted(client, self._context)
+                visit.heard()
             await self._pass_on(reader, writer, visit)
         except (OSError, EOFError, TimeoutError, ssl.SSLError, asyncio.IncompleteReadError):
             pass  # clients come and go
@@ -93,6 +103,7 @@ class Front:
         try:
             async with asyncio.timeout(GREETING_S):
                 startup = await _startup(reader)
+                visit.heard()
                 if (problem := _problem(startup, self._forbidden)) is not None:
                     raise Refusal(problem)
                 answers, server = await asyncio.open_connection(*self._server, limit=_CHUNK)
@@ -101,27 +112,70 @@ class Front:
         except Refusal as refusal:
             writer.write(_error(str(refusal)))
             await writer.drain()
+        except asyncio.CancelledError:  # put out: a new client has its place already
+            writer.transport.abort()
+            raise
         finally:
             for end in (writer, server):
                 if end is not None:
                     end.close()
 
 
+class Strangers:
+    """The clients that are not let in yet. Their number is bounded, in all and at one address."""
+
+    def __init__(self) -> None:
+        self.visits: list[Visit] = []
+
+    def make_room(self, address: str, *, full: bool) -> bool:
+        """Put a stranger out where a new one from `address` needs its place. False: all places are taken by clients that were let in.
+
+        `full`: there is no place for any further connection."""
+        own = [visit for visit in self.visits if visit.address == address]
+        if len(own) >= MOST_STRANGERS_AT_ONE:
+            self._longest_silent(own).put_out()
+        elif full or len(self.visits) >= MOST_STRANGERS:
+            if not self.visits:
+                return False
+            self._longest_silent(self._silent() or self._of_the_most_crowded_address()).put_out()
+        return True
+
+    def _longest_silent(self, among: list[Visit]) -> Visit:
+        return min(among, key=lambda visit: visit.heard_at)  # of those who never spoke: who came first
+
+    def _silent(self) -> list[Visit]:
+        lately = time.monotonic() - PATIENCE_S
+        return [visit for visit in self.visits if visit.heard_at < lately]
+
+    def _of_the_most_crowded_address(self) -> list[Visit]:
+        counts = Counter(visit.address for visit in self.visits)
+        return [visit for visit in self.visits if counts[visit.address] == max(counts.values())]
+
+
 class Visit:
     """One client, who is a stranger until the server lets it in."""
 
-    def __init__(self, strangers: Counter[str], address: str) -> None:
-        self._strangers, self._address = strangers, address
+    task: asyncio.Task[None]
+
+    def __init__(self, strangers: Strangers, address: str) -> None:
+        self._strangers, self.address = strangers, address
         self.is_stranger = True
-        strangers[address] += 1
+        self.heard_at = -math.inf
+        strangers.visits.append(self)
+
+    def heard(self) -> None:
+        """A further step of its greeting is done. Single bytes are no step: a stranger has a few steps only, however slowly it speaks."""
+        self.heard_at = time.monotonic()
 
     def end(self) -> None:
         """It is no stranger any more, or gone."""
         if self.is_stranger:
             self.is_stranger = False
-            self._strangers[self._address] -= 1
-            if not self._strangers[self._address]:
-                del self._strangers[self._address]
+            self._strangers.visits.remove(self)
+
+    def put_out(self) -> None:
+        self.end()
+        self.task.cancel()
 
 
 async def _asks_for_tls(client: socket.socket) -> bool:
@@ -156,7 +210,9 @@ async def _encrypted(client: socket.socket, context: ssl.SSLContext) -> tuple[as
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=_CHUNK)
     protocol = asyncio.StreamReaderProtocol(reader)
-    transport, _ = await loop.connect_accepted_socket(lambda: protocol, client, ssl=context, ssl_handshake_timeout=GREETING_S)
+    transport, _ = await loop.connect_accepted_socket(
+        lambda: protocol, client, ssl=context, ssl_handshake_timeout=GREETING_S, ssl_shutdown_timeout=GOODBYE_S
+    )
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
@@ -213,6 +269,7 @@ async def _answers(answers: asyncio.StreamReader, writer: asyncio.StreamWriter, 
             head = await answers.readexactly(5)
             (length,) = struct.unpack("!i", head[1:])
             body = await answers.readexactly(length - 4)
+            visit.heard()  # the server asks for the next word: it has understood the last one
             if head[:1] == b"R" and body[:4] == bytes(4):
                 visit.end()
             writer.write(head + body)
