@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shoal.transports import Message, addresses
 from shoal.transports.keys import Keys
 from shoal.transports.rate import Rate
 from shoal.transports.zeromq.crowding import RESERVED_DESCRIPTORS, Crowd
+from shoal.transports.zeromq.sockets import PIECE_BYTES
 from shoal.updates.identities import Identity
 from shoal.updates.messages import PROTOCOL, Gone, Join
 
@@ -63,15 +65,41 @@ def test_a_frame_that_is_announced_before_the_handshake_fills_no_memory(living: 
         assert resident_bytes() - before < 30_000_000
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much a connection has brought")
+@pytest.mark.parametrize("mechanism", ["PLAIN", "CURVE"])
+def test_hundreds_of_strangers_together_fill_no_memory(living: Callable[..., Live], mechanism: str) -> None:
+    """Each brings a piece that a worker may send, which is far more than a handshake has."""
+    live = living(secret_key=KEYS.secret if mechanism == "CURVE" else None)
+    place = addresses.parse(live.server.address)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.encode().ljust(20, b"\0") + b"\0" + bytes(31)
+    before, piece = resident_bytes(), bytes(PIECE_BYTES - 100)
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(300):
+            line = open_ones.enter_context(socket.create_connection((place.host, place.port), timeout=10))
+            with contextlib.suppress(OSError):
+                line.sendall(greeting + b"\x06" + struct.pack(">Q", PIECE_BYTES) + piece)
+        eventually(lambda: live.server.traffic.refused.get("oversized", 0) == 300)
+        assert resident_bytes() - before < 100_000_000
+
+
 def test_idle_connections_leave_room_for_others_and_for_files(living: Callable[..., Live]) -> None:
     live = living(connections=40, connections_per_address=1000)
     place = addresses.parse(live.server.address)
+    ada = Honest(live, "ada", local="127.0.0.1")
     with contextlib.ExitStack() as open_ones:
-        for _ in range(60):
+        idle = [
             open_ones.enter_context(socket.create_connection((place.host, place.port), timeout=10, source_address=("127.0.0.1", 0)))
-        eventually(lambda: live.server.traffic.refused.get("crowded", 0) == 30)
-        assert Honest(live, "ada", local="127.0.0.2").step() == "accepted"
-    eventually(lambda: not live.server._gatekeeper._crowd._counts["127.0.0.1"])
+            for _ in range(60)
+        ]
+        eventually(lambda: live.server.traffic.refused.get("crowded", 0) == 31)
+        for line in idle[:31]:  # the first to come
+            while line.recv(100):
+                pass  # a greeting, until it is ended
+        assert ada.client.is_connected(), "who was let in is not"
+        assert Honest(live, "bob", local="127.0.0.1").step() == "accepted"
+        assert Honest(live, "eve", local="127.0.0.2").step() == "accepted"
+    assert ada.step() == "accepted"
+    eventually(lambda: live.server._gatekeeper._crowd._counts["127.0.0.1"] == 2)
 
 
 def test_connections_are_fewer_than_descriptors() -> None:

@@ -1,7 +1,8 @@
 """How many connections there may be: in all, and from one address.
 
 Every connection takes a descriptor of this process, and a file that cannot be opened ends a run. So there are fewer connections than
-descriptors, and nobody has all of them. ZeroMQ tells of a connection when it has accepted it; one too many is ended then.
+descriptors, and nobody has all of them. ZeroMQ tells of a connection when it has accepted it. Where it is one too many, the first to come
+of those that are not let in yet is ended in its place: silence keeps nobody out who has the token.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 RESERVED_DESCRIPTORS = 256
 """For files, processes and whatever else the run opens."""
 _SHARE_OF_AN_ADDRESS = 3 / 4
 """However few descriptors there are, one address leaves some to the others."""
 _LEAST = 16
+FirstStranger: TypeAlias = Callable[[Callable[[int], bool]], int | None]
+"""Of the descriptors that the question is about, the first to come that is not let in yet."""
 
 
 @contextlib.contextmanager
@@ -29,6 +33,11 @@ def borrowed(descriptor: int) -> Iterator[socket.socket]:
         yield line
     finally:
         line.detach()
+
+
+def hang_up(descriptor: int) -> None:
+    with contextlib.suppress(OSError), borrowed(descriptor) as line:  # it may have ended meanwhile
+        line.shutdown(socket.SHUT_RDWR)
 
 
 def room_for(wanted: int) -> int:
@@ -56,20 +65,30 @@ class Crowd:
         self._from: dict[int, str] = {}
         self._counts: Counter[str] = Counter()
 
-    def accepted(self, descriptor: int) -> bool:
-        """Count a connection. Return whether it was one too many, and is ended."""
+    def accepted(self, descriptor: int, first_stranger: FirstStranger) -> bool:
+        """Count a connection. Return whether there was one too many: then a stranger is ended, or this one where there is none."""
         self.ended(descriptor)
         try:
             with borrowed(descriptor) as line:
                 address = str(line.getpeername()[0])
-                if len(self._from) < self.most and self._counts[address] < self.most_of_an_address:
-                    self._from[descriptor] = address
-                    self._counts[address] += 1
-                    return False
-                line.shutdown(socket.SHUT_RDWR)
-                return True
         except OSError:  # it has ended meanwhile
             return False
+        if self._counts[address] >= self.most_of_an_address:
+            leaving = first_stranger(lambda other: self._from.get(other) == address)
+        elif len(self._from) >= self.most:
+            leaving = first_stranger(lambda other: other in self._from)
+        else:
+            self._count(descriptor, address)
+            return False
+        if leaving is not None:
+            self.ended(leaving)
+            self._count(descriptor, address)
+        hang_up(descriptor if leaving is None else leaving)
+        return True
+
+    def _count(self, descriptor: int, address: str) -> None:
+        self._from[descriptor] = address
+        self._counts[address] += 1
 
     def ended(self, descriptor: int) -> None:
         address = self._from.pop(descriptor, None)

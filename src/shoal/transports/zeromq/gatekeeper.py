@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from shoal.transports.bell import Bell
 from shoal.transports.interface import Traffic
 from shoal.transports.zeromq.crowding import Crowd
-from shoal.transports.zeromq.hoarding import LOOK_EVERY_S, Hoarding
+from shoal.transports.zeromq.hoarding import LOOK_AT_STRANGERS_EVERY_S, LOOK_EVERY_S, Hoarding
 from shoal.transports.zeromq.sockets import Socket
 
 DOMAIN = b"shoal"
@@ -26,6 +26,8 @@ FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "unauthorised",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake",  # broken off by the other side, which may be no ill will
 }
+_PAUSES = 5
+"""How many times as long as a look took nobody is looked at."""
 WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | sum(FAILED)
 
 Admits = Callable[[bytes, list[bytes]], str | None]
@@ -42,6 +44,7 @@ class Gatekeeper:
         self._crowd = crowd
         self._traffic = traffic
         self._hoarding = hoarding
+        self._look_at = self._look_at_strangers = 0.0
         self._bell = Bell()
         self._asked = context.socket(zmq.REP)
         self._asked.bind("inproc://zeromq.zap.01")
@@ -59,28 +62,36 @@ class Gatekeeper:
         self._bell.close()
 
     def _serve(self) -> None:
-        look_at = 0.0
         poller = zmq.Poller()
         for source in (self._asked, self._events, self._bell):
             poller.register(source, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(int(1000 * LOOK_EVERY_S) if len(self._hoarding) else None))
+            wait_s = LOOK_AT_STRANGERS_EVERY_S if self._hoarding.strangers else LOOK_EVERY_S
+            ready = dict(poller.poll(int(1000 * wait_s) if len(self._hoarding) else None))
             if self._asked in ready:
                 self._answer(self._asked.recv_multipart())
             while self._events in ready and self._events.poll(0):  # all there are: connections may come faster than they are looked at
                 self._note(recv_monitor_message(self._events))
             if self._bell.fileno() in ready:
                 return
-            if time.monotonic() >= look_at:
-                look_at = time.monotonic() + LOOK_EVERY_S
-                for _ in range(self._hoarding.end_them()):
-                    self._traffic.refuse("oversized")
+            self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        """End connections that brought too much. Strangers are looked at more often, but not most of the time however many there are."""
+        if now < self._look_at_strangers:
+            return
+        everybody = now >= self._look_at
+        for _ in range(self._hoarding.end_them(only_strangers=not everybody)):
+            self._traffic.refuse("oversized")
+        if everybody:
+            self._look_at = now + LOOK_EVERY_S
+        self._look_at_strangers = now + max(LOOK_AT_STRANGERS_EVERY_S, _PAUSES * (time.monotonic() - now))
 
     def _note(self, message: Mapping[str, Any]) -> None:
         if message["event"] == zmq.EVENT_ACCEPTED:
-            self._hoarding.accepted(message["value"])
-            if self._crowd.accepted(message["value"]):
+            if self._crowd.accepted(message["value"], self._hoarding.first_stranger):
                 self._traffic.refuse("crowded")
+            self._hoarding.accepted(message["value"])
         elif message["event"] == zmq.EVENT_DISCONNECTED:
             self._hoarding.ended(message["value"])
             self._crowd.ended(message["value"])

@@ -64,7 +64,7 @@ class ZmqServer:
         tune(self._socket, self._limits, hosts)
         self._socket.router_mandatory = True
         self._socket.linger = _LINGER_MS
-        self._hoarding = Hoarding(HOARDED_BYTES + self._limits.header_bytes + self._limits.frames * self._limits.frame_bytes)
+        self._hoarding = Hoarding(_most_under_way(self._limits), _mechanism(own))
         crowd = Crowd(connections, connections_per_address)
         admits = _guard(self._socket, token, own, guests)
         self._gatekeeper = Gatekeeper(self._context, self._socket, admits, self.traffic, self._hoarding, crowd)
@@ -158,6 +158,14 @@ def _property(part: zmq.Frame, name: str) -> str:
         return ""
 
 
+def _most_under_way(limits: wire.Limits) -> int:
+    return HOARDED_BYTES + limits.header_bytes + limits.frames * limits.frame_bytes
+
+
+def _mechanism(own: keys.Keys | None) -> bytes:
+    return b"PLAIN" if own is None else b"CURVE"
+
+
 def _guard(socket: Socket, token: str, own: keys.Keys | None, guests: Callable[[], Sequence[Guest]]) -> Admits:
     """Set up the server's side of the handshake; the answer says who is let in."""
     socket.zap_domain = DOMAIN
@@ -166,7 +174,6 @@ def _guard(socket: Socket, token: str, own: keys.Keys | None, guests: Callable[[
     else:
         socket.curve_server = True
         socket.curve_secretkey = own.secret.encode()
-    mechanism = b"PLAIN" if own is None else b"CURVE"
 
     @functools.cache
     def expected(known: str) -> list[bytes]:
@@ -176,7 +183,7 @@ def _guard(socket: Socket, token: str, own: keys.Keys | None, guests: Callable[[
         return len(credentials) == len(expected(known)) and all(map(keys.same, credentials, expected(known)))
 
     def admits(used: bytes, credentials: list[bytes]) -> str | None:
-        if used != mechanism:
+        if used != _mechanism(own):
             return None
         if fits(token, credentials):
             return ""
