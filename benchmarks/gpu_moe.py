@@ -212,8 +212,8 @@ def measure(part: str = "") -> Iterator[Row]:
     share = flops() / (middle["ours"] / 1000) / CEILING
     note = f"{share:.0%} of {CEILING / 1e12:.0f} TFLOP/s; {middle['ours']:.1f} ms a step; {dropped:.1%} dropped"
     yield Row("gpu-moe", tokens / middle["ours"], tokens / middle["peer"], "tokens/s", middle["peer"] / middle["ours"], "≥ 1.3", note)
-    for part, taken in profile(ours).items():
-        yield Row(f"gpu-moe, {part}", taken, middle["ours"], "ms", taken / middle["ours"], "–")
+    for name, taken in profile(ours).items():
+        yield Row(f"gpu-moe, {name}", taken, middle["ours"], "ms", taken / middle["ours"], "–")
     others: dict[str, dict[str, Any]] = {"with all penalties": {"penalties": PENALTIES}}
     others |= {f"moments in {kind}": {"optimizer": {"moments": kind}} for kind in ("bf16", "fp8") if not part}
     for name, training in others.items():

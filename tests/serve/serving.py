@@ -37,8 +37,6 @@ def small_served(model: Gpt | None = None, **settings) -> Served:
 def running(served: Served, ports: int = 1) -> Iterator[Service]:
     """The service on ports of this machine that the system chose; it ends with the block."""
     service = Service(served, "127.0.0.1", [0] * ports, lambda text: None)
-    for one in service.sockets:
-        one.listen()  # whoever connects before the server is up waits for it
     thread = threading.Thread(target=service.run)
     thread.start()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from shoal.launch.starting import address_of_first
 from shoal.runs.trained import generate_text, open_run
 from shoal.serve.chat import template_in
 from shoal.serve.opening import open_served
+from shoal.serve.server import Service
 from shoal.serve.spread import door, own_door
 from shoal.transports.addresses import free_port
 
@@ -52,6 +54,13 @@ def test_a_run_is_served_as_a_process_and_writes_what_generate_writes(folder):
         process = processes.start("serve", "run", "--port", "0")
         port = int(wait_for(process, r"run answers at http://127.0.0.1:(\d+)/v1"))
         assert complete(port, "run", "the ") == expected
+
+
+def test_whoever_comes_as_soon_as_the_address_is_known_is_let_in():
+    service = Service(small_served(), "127.0.0.1", [0, 0], lambda text: None)
+    for port, listening in zip(service.ports, service.sockets, strict=True):
+        with listening, socket.create_connection(("127.0.0.1", port), timeout=10):
+            pass
 
 
 def test_settings_of_the_run_can_be_changed_for_serving(folder):

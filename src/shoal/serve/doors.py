@@ -76,12 +76,14 @@ def is_loopback(host: str) -> bool:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises ShoalError where another program does."""
+    """A socket that listens there: whoever is told the address and comes at once waits until the server is up. Raises ShoalError where
+    another program listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((host, port))
+        made.listen()
     except OSError as error:
         made.close()
         raise ShoalError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --port") from None

@@ -35,7 +35,6 @@ class WatchServer:
         board = make_watch_app(Watch(folders), shows_invitation=not public, ending=self._is_ending, word=self.word)
         app: Any = Doors(board, token, GUARDED)
         self.socket = _first_bound(host, ports)
-        self.socket.listen()  # whoever is told the address and comes at once waits until the server is up
         config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536)
         self.server = uvicorn.Server(config)
 
