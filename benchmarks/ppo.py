@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -102,34 +102,39 @@ class Numbers:
 
 
 def ours(given: dict[str, Any]) -> dict[str, Any]:
-    """Updates of a feed and an engine, put together as a run does."""
     import torch
 
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT / "tests" / "models"))
     from story_models import load_story_model
 
+    torch.manual_seed(given["seed"])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = updates(given, load_story_model(DATA, MODEL)[0].requires_grad_(True), torch.device("cpu"), {}, time.process_time)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return found | {"megabytes": peak / 1024}
+
+
+def updates(given: dict[str, Any], model: Any, device: Any, training: dict[str, Any], clock: Callable[[], float]) -> dict[str, Any]:
+    """Updates of a feed and an engine, put together as a run does: what each took by the clock, and its score."""
     from shoal.config.load import resolve_data
     from shoal.engines import SingleEngine
     from shoal.models.scored import add_value
     from shoal.runs.rollouts import Asked, RolloutFeed
     from shoal.tasks.policy_gradient import PolicyGradient
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ppo = {"rollout_size": given["answers"], "mini_batch_size": given["mini"], "epochs": given["epochs"], "steps": given["updates"]}
-    ppo |= {"response_length": given["length"], "prompt_length": PROMPT}
+    ppo |= {"response_length": given["length"], "prompt_length": len(given["prompts"][0])}
     optimizer = {"learning_rate": given["rate"], "weight_decay": 0.0}
-    training = {"device": "cpu", "epochs": 1, "clipping": {"enabled": False}, "optimizer": optimizer}
+    training = {"device": device.type, "epochs": 1, "clipping": {"enabled": False}, "optimizer": optimizer} | training
     value = "head" if given["shared"] else "network"
     rlhf = {"value": value, "ppo": ppo, "kl": {"coefficient": given["kl"], "adaptive": False}}
     tree = {"model": {"kind": "gpt"}, "seed": given["seed"], "training": training, "rlhf": rlhf}
     run = resolve_data(tree, name="bench", dialect="shoal", environ={}).run
     assert run.rlhf is not None
-    torch.manual_seed(given["seed"])
-    model = load_story_model(DATA, MODEL)[0].requires_grad_(True)
     task = PolicyGradient({"model": model} | add_value(model, value), run.rlhf)
     each = given["epochs"] * given["answers"] // given["mini"]
-    engine = SingleEngine(run, task, torch.device("cpu"), given["updates"] * each)
+    engine = SingleEngine(run, task, device, given["updates"] * each, learns=True)
     prompts = [Asked(ids, "") for ids in given["prompts"]]
     tokenizer: Any = Numbers()
 
@@ -137,15 +142,13 @@ def ours(given: dict[str, Any]) -> dict[str, Any]:
         return [statistics.mean(int(word) % 2 == 0 for word in one.text.split()) for one in answers]
 
     feed = RolloutFeed(run, task, tokenizer, prompts, prompts, score, engine)
-    times, scores = [time.process_time()], []
+    times, scores = [clock()], []
     for _ in range(given["updates"]):
         for _ in range(each):
             engine.step([next(feed)])
-        times.append(time.process_time())
+        times.append(clock())
         scores.append(feed.figures["score"])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    spent = [later - earlier for earlier, later in pairwise(times)]
-    return {"spent": spent, "megabytes": peak / 1024, "scores": scores}
+    return {"spent": [later - earlier for earlier, later in pairwise(times)], "scores": scores}
 
 
 if __name__ == "__main__":

@@ -1,20 +1,38 @@
-"""TRL 1.12's PPOTrainer on a story model, as benchmarks/ppo.py asks for it. Prints one line of JSON."""
+"""TRL 1.12's PPOTrainer as benchmarks/ppo.py asks for it, on a story model on a CPU, or benchmarks/gpu_ppo.py, on GPT-2 on a GPU. Prints
+one line of JSON."""
 
 from __future__ import annotations
 
 import copy
+import importlib.machinery
 import json
 import resource
 import sys
 import time
+import types
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas  # noqa: F401  (before the stand-in, which it would ask for its version)
 import torch
-from datasets import Dataset
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, TrainerCallback
+
+try:
+    import datasets  # noqa: F401
+except ImportError:  # the trainer imports it, and takes a list just as well
+
+    class StandIn(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+    sys.modules["datasets"] = StandIn("datasets")
+    sys.modules["datasets"].__spec__ = importlib.machinery.ModuleSpec("datasets", None)
+
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 
@@ -72,7 +90,7 @@ class Counting(torch.nn.Module):
     def share(self, input_ids: torch.Tensor, **given: Any) -> Any:
         even = (input_ids % 2 == 0).float()
         even[:, : self.prompt] = 0
-        places = (torch.arange(input_ids.shape[1]) - self.prompt + 1).clamp(min=1)
+        places = (torch.arange(input_ids.shape[1], device=input_ids.device) - self.prompt + 1).clamp(min=1)
         return type("Out", (), {"hidden_states": [(even.cumsum(1) / places)[..., None]]})()
 
 
@@ -88,23 +106,27 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class Clock(TrainerCallback):
-    """The processor's time and the score of each update."""
+    """The time and the score of each update."""
 
     def __init__(self) -> None:
-        self.times, self.scores = [time.process_time()], []
+        self.times, self.scores = [now()], []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.times.append(time.process_time())
+        self.times.append(now())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         self.scores += [logs["objective/scores"]] if logs and "objective/scores" in logs else []
 
 
-def main() -> None:
-    asked = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    torch.manual_seed(asked["seed"])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def now() -> float:
+    """The processor's time; where a GPU computes, that of the clock when it is done."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def story_models(asked: dict[str, Any]) -> tuple[Any, Any]:
     with np.load(asked["weights"]) as there:
         arrays = {name: torch.from_numpy(value.astype(np.float32)) for name, value in there.items()}
     told = json.loads(Path(asked["config"]).read_text())
@@ -117,8 +139,30 @@ def main() -> None:
     torch.nn.init.zeros_(value.score.weight)
     if asked["shared"]:
         value.model = policy.model
-    del arrays, found
-    reference = copy.deepcopy(policy)
+    return policy, value
+
+
+def gpt2_models(asked: dict[str, Any]) -> tuple[Any, Any]:
+    """GPT-2 124M with weights at random, without dropout."""
+    config = transformers.GPT2Config(
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, num_labels=1, pad_token_id=asked["pad"], bos_token_id=None, eos_token_id=None
+    )
+    policy, value = transformers.GPT2LMHeadModel(config), transformers.GPT2ForSequenceClassification(config)
+    value.transformer.load_state_dict(policy.transformer.state_dict())
+    torch.nn.init.zeros_(value.score.weight)
+    if asked["shared"]:
+        value.transformer = policy.transformer
+    return policy, value
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        torch.set_num_threads(1)
+    torch.manual_seed(asked["seed"])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    policy, value = story_models(asked) if "weights" in asked else gpt2_models(asked)
     args = PPOConfig(
         output_dir=asked["folder"],
         per_device_train_batch_size=asked["answers"],
@@ -132,8 +176,8 @@ def main() -> None:
         lr_scheduler_type="constant",
         kl_coef=asked["kl"],
         num_sample_generations=0,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=not on_gpu,
+        bf16=on_gpu,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -141,12 +185,12 @@ def main() -> None:
         disable_tqdm=True,
     )
     clock = Clock()
-    data = Dataset.from_list([{"input_ids": ids} for ids in asked["prompts"]])
+    data: Any = [{"input_ids": ids} for ids in asked["prompts"]]
     trainer = PPOTrainer(
         args=args,
-        processing_class=Tokens(config.pad_token_id),
+        processing_class=Tokens(policy.config.pad_token_id),
         model=policy,
-        ref_model=reference,
+        ref_model=copy.deepcopy(policy),
         reward_model=Counting(len(asked["prompts"][0])),
         value_model=value,
         train_dataset=data,
@@ -154,11 +198,12 @@ def main() -> None:
         data_collator=collate,
         callbacks=[clock],
     )
-    clock.times = [time.process_time()]
+    clock.times = [now()]
     trainer.train()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     spent = [later - earlier for earlier, later in pairwise(clock.times)]
-    print(json.dumps({"spent": spent, "megabytes": peak / 1024, "scores": clock.scores}))
+    megabytes = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else peak / 1024
+    print(json.dumps({"spent": spent, "megabytes": megabytes, "scores": clock.scores}))
 
 
 if __name__ == "__main__":

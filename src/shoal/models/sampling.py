@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.models.decoding import Draws, Warp, drawn
+from shoal.models.decoding import Draws, Warp, check_all, finite
 from shoal.models.generate import Context, evaluating
 from shoal.models.packing import packed_for
+from shoal.models.recorded import Recorded, can_record
+from shoal.models.written import Written
 
 
 class Sampled(NamedTuple):
@@ -55,28 +57,30 @@ def sample(
     of the prompts, at least. `any_goes_on`: of several processes that must compute together, whether any has an answer that goes on."""
     prompt_BP, mask_BP = padded(prompts, pad_id, next(model.parameters()).device, width)
     _check_room(model, prompt_BP.shape[1], max_new_tokens)
-    context = Context(model, prompt_BP, max_new_tokens, mask_BL=None if bool(mask_BP.all()) else mask_BP)
-    answer_BT = prompt_BP.new_full((len(prompts), max_new_tokens), pad_id)
-    log_probs_BT, values_BT = (torch.zeros(answer_BT.shape, device=answer_BT.device) for _ in range(2))
-    real_BT = torch.zeros_like(answer_BT, dtype=torch.bool)
-    going_B = torch.ones(len(prompts), dtype=torch.bool, device=answer_BT.device)
-    with packed_for(model, len(prompts)):
-        for step in range(max_new_tokens):
-            with evaluating(model):
-                logits_BV = context.next_logits()
-            next_B, log_p_B = drawn(logits_BV, Warp(temperature), [one.at(step) for one in draws])
-            answer_BT[:, step] = torch.where(going_B, next_B, pad_id)
-            log_probs_BT[:, step] = log_p_B * going_B
-            real_BT[:, step] = going_B
-            if valued := getattr(context.cache, "value_B", None) is not None:
-                values_BT[:, step] = context.cache.value_B * going_B
-            if eos_id is not None:
-                going_B = going_B & (next_B != eos_id)
-            if not any_goes_on(bool(going_B.any())):
-                break
-            if step + 1 < max_new_tokens:
-                context.append(answer_BT[:, step])
-    return Sampled(prompt_BP, mask_BP, answer_BT, real_BT, log_probs_BT, ~going_B, values_BT if valued else None)
+    written = Written(len(prompts), max_new_tokens, Warp(temperature), eos_id, pad_id, prompt_BP.device)
+    if can_record(model, max_new_tokens):
+        Recorded(model, prompt_BP, mask_BP, written, draws).write(any_goes_on)
+    else:
+        context = Context(model, prompt_BP, max_new_tokens, mask_BL=None if bool(mask_BP.all()) else mask_BP)
+        with packed_for(model, len(prompts)):
+            _write(model, context, written, draws, any_goes_on)
+    values_BT = written.values_BT if written.valued else None
+    return Sampled(prompt_BP, mask_BP, written.answer_BT, written.real_BT, written.log_probs_BT, ~written.going_B, values_BT)
+
+
+def _write(model: nn.Module, context: Context, written: Written, draws: Sequence[Draws], any_goes_on: Callable[[bool], bool]) -> None:
+    """All answers to their ends, step by step."""
+    columns = written.answer_BT.shape[1]
+    for step in range(columns):
+        with evaluating(model):
+            logits_BV = context.next_logits()
+        check_all(finite(logits_BV))
+        draws_B = torch.tensor([one.at(step) for one in draws], dtype=torch.float64).to(logits_BV.device)
+        written.take(logits_BV, draws_B, getattr(context.cache, "value_B", None))
+        if not any_goes_on(bool(written.going_B.any())):
+            return
+        if step + 1 < columns:
+            context.append(written.last_B)
 
 
 def padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor]:

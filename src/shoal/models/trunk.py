@@ -352,6 +352,8 @@ def _sight(input_ids_BL: Tensor, turns: Tensor | None, past: int, attention_mask
     length = input_ids_BL.shape[1]
     if attention_mask is None and (past == 0 or length == 1):
         return Sight(turns, None, past == 0, input_ids_BL)
+    if attention_mask is not None and past and length == 1:  # a token that was just written is no padding, and sees all before it
+        return Sight(turns, attention_mask.bool()[:, None, None, :], False, input_ids_BL)
     seen_LS = torch.ones(length, past + length, dtype=torch.bool, device=input_ids_BL.device).tril(past)
     if attention_mask is None:
         return Sight(turns, seen_LS, False, input_ids_BL)

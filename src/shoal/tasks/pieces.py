@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 _LOGITS_AT_ONCE = 1 << 23
 """32 MiB in float32: small beside a model, and large enough for a matrix product to be quick."""
+_TIMES_ON_GPU = 8
+"""A GPU needs larger ones."""
 
 _CACHED = 1 << 19
 """2 MiB in float32."""
@@ -41,7 +43,7 @@ def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tempera
     """How probable each label is [N]; nothing learns from it."""
     found = [
         at_temperature(rows_rV, temperature).gather(1, labels_N[rows, None]).squeeze(1)
-        for some in _cut(len(labels_N), len(weight_VD))
+        for some in _cut(len(labels_N), weight_VD)
         for rows, rows_rV in _rows_of(_logits(hidden_ND[some], weight_VD), some.start)
     ]
     return torch.cat(found) if found else hidden_ND.new_zeros(0)
@@ -54,7 +56,7 @@ def in_pieces(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperatur
     kind = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
     weight_slope_VD: Tensor | None = None
     found = []
-    for some in _cut(len(labels_N), len(weight_VD)):
+    for some in _cut(len(labels_N), weight_VD):
         logits_nV = _logits(hidden_ND[some], weight_VD)
         logits_slope_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         del logits_nV
@@ -120,8 +122,8 @@ def _sum_with(before_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor, kind:
     return before_VD.addmm_(left_Vn, right_nD) if before_VD.dtype == left_Vn.dtype else before_VD.add_(left_Vn @ right_nD)
 
 
-def _cut(count: int, vocabulary: int) -> Iterator[slice]:
-    rows = max(1, _LOGITS_AT_ONCE // vocabulary)
+def _cut(count: int, weight_VD: Tensor) -> Iterator[slice]:
+    rows = max(1, _LOGITS_AT_ONCE * (_TIMES_ON_GPU if weight_VD.is_cuda else 1) // len(weight_VD))
     for start in range(0, count, rows):
         yield slice(start, start + rows)
 

@@ -1,0 +1,153 @@
+"""Answers on a GPU whose step is recorded once and replayed for every token (a CUDA graph).
+
+A step of a small model is some hundred short kernels, and this process takes longer to ask for them than the GPU to compute them. A
+recording asks for all of them at once. It reads and writes the same memory each time: so keys and values lie in memory of a fixed width,
+where the next ones go is a number on the GPU, and a mask says which of them are there.
+
+Shapes: B batch, P tokens of the longest prompt, T tokens of the longest answer, K key and value heads, S room for tokens, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.models.cache import KeyValueCache, LayerCache
+from shoal.models.decoding import Draws, check_all, finite
+from shoal.models.generate import evaluating
+from shoal.models.gpt import Gpt
+from shoal.models.written import Written
+
+_WORTH = 16
+"""Tokens of an answer from which on a recording is worth the time that it takes to make."""
+_WIDTH = 256
+"""Each recording attends to a multiple of so many tokens: the shorter the answers are, the fewer keys are read for nothing."""
+_LOOK_EVERY = 16
+"""Steps after which it is asked whether any answer goes on: to ask is to wait for the GPU."""
+
+Step = Callable[[], None]
+
+
+def can_record(model: nn.Module, tokens: int) -> bool:
+    """Whether the steps of so many tokens are recorded: those of a GPT that is whole on a CUDA GPU (sharded ones are of other types), and
+    whose products are not rounded by anybody."""
+    if tokens < _WORTH or type(model) is not Gpt or not next(model.parameters()).is_cuda:
+        return False
+    return all(type(one) is nn.Linear for one in model.blocks.modules() if isinstance(one, nn.Linear))
+
+
+class FixedLayer(LayerCache):
+    """Keys and values of a fixed width. The newest ones go to a place that the GPU knows, and all of the width counts as seen: a mask must
+    say what of it is there."""
+
+    def __init__(self, prompt: LayerCache, width: int, place_1: Tensor) -> None:
+        super().__init__(width)
+        assert prompt.keys_BKSE is not None
+        assert prompt.values_BKSE is not None
+        self.keys_BKSE, self.values_BKSE = prompt.keys_BKSE[:, :, :width], prompt.values_BKSE[:, :, :width]
+        self.length, self._place_1 = width - 1, place_1
+
+    def append(self, keys_BKLE: Tensor, values_BKLE: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.keys_BKSE is not None
+        assert self.values_BKSE is not None
+        self.keys_BKSE.index_copy_(2, self._place_1, keys_BKLE)
+        self.values_BKSE.index_copy_(2, self._place_1, values_BKLE)
+        return self.keys_BKSE, self.values_BKSE
+
+
+class Recorded:
+    """Writes answers after their prompts. Holds: the tokens are those of a model that sees a cache which grows, near-ties aside."""
+
+    def __init__(self, model: Any, prompt_BP: Tensor, mask_BP: Tensor, written: Written, draws: Sequence[Draws]) -> None:
+        self.model, self.written, self.draws = model, written, draws
+        (rows, self.prompt), columns = prompt_BP.shape, written.answer_BT.shape[1]
+        self.room = min(_up_to_multiple(self.prompt + columns), model.max_seq_len)
+        self.mask_BS = torch.zeros(rows, self.room, dtype=torch.bool, device=prompt_BP.device)
+        self.mask_BS[:, : self.prompt] = mask_BP
+        self.place_1 = torch.full((1,), self.prompt, device=prompt_BP.device)
+        self.draws_TB = torch.zeros(columns, rows, dtype=torch.float64, device=prompt_BP.device)
+        self.finite_B = torch.ones(rows, dtype=torch.bool, device=prompt_BP.device)
+        self.cache: KeyValueCache = model.new_cache(self.room)
+        self.prompt_BP, self.prompt_mask_BP = prompt_BP, mask_BP
+
+    def write(self, any_goes_on: Callable[[bool], bool]) -> None:
+        """Write all answers to their ends. `any_goes_on`: as `sampling.sample` has it."""
+        self._read_prompts()
+        step, columns = 1, self.written.answer_BT.shape[1]
+        while step < columns and self._any(any_goes_on):
+            width = min(_up_to_multiple(self.prompt + step), self.room)
+            last = min(columns, width - self.prompt + 1)
+            self._set_draws(step, last)
+            self._write_some(last - step, width, any_goes_on)
+            step = last
+        check_all(self.finite_B)
+
+    def _read_prompts(self) -> None:
+        self._set_draws(0, 1)
+        given = {} if bool(self.prompt_mask_BP.all()) else {"attention_mask": self.prompt_mask_BP}
+        with evaluating(self.model):
+            logits_BV = self.model.next_logits(self.prompt_BP, self.cache, **given)
+        self._take(logits_BV, self.cache.value_B)
+        for layer in self.cache.layers:  # what is masked counts nothing, unless it is no number
+            assert layer.keys_BKSE is not None
+            assert layer.values_BKSE is not None
+            layer.keys_BKSE[:, :, self.prompt :], layer.values_BKSE[:, :, self.prompt :] = 0, 0
+
+    def _set_draws(self, start: int, end: int) -> None:
+        rows = [[one.at(step) for one in self.draws] for step in range(start, end)]
+        self.draws_TB[start:end] = torch.tensor(rows, dtype=torch.float64).to(self.draws_TB.device)
+
+    def _any(self, any_goes_on: Callable[[bool], bool]) -> bool:
+        return self.written.eos_id is None or any_goes_on(bool(self.written.going_B.any()))
+
+    def _write_some(self, steps: int, width: int, any_goes_on: Callable[[bool], bool]) -> None:
+        """So many tokens, none of which comes to stand beyond the width."""
+        fixed = KeyValueCache(0, 0)
+        fixed.layers = [FixedLayer(layer, width, self.place_1) for layer in self.cache.layers]
+
+        def step() -> None:
+            self.mask_BS.index_fill_(1, self.place_1, True)
+            logits_BV = self.model.next_logits(self.written.last_B[:, None], fixed, attention_mask=self.mask_BS[:, :width])
+            self._take(logits_BV, fixed.value_B)
+            self.place_1 += 1
+
+        with evaluating(self.model):
+            step()  # whatever happens at the first time has happened then
+            again = recorded(step) if steps >= _WORTH and self.mask_BS.is_cuda else step
+            for number in range(1, steps):
+                again()
+                if number % _LOOK_EVERY == 0 and not self._any(any_goes_on):
+                    return
+
+    def _take(self, logits_BV: Tensor, value_B: Tensor | None) -> None:
+        self.finite_B &= finite(logits_BV)
+        self.written.take(logits_BV, self.draws_TB.index_select(0, self.written.step_1).squeeze(0), value_B)
+
+
+def recorded(step: Step) -> Step:
+    """What does on the GPU what `step` would do, without asking for each part of it. Nothing is done yet."""
+    graph, side = torch.cuda.CUDAGraph(), _side_stream(torch.cuda.current_device())
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        # Not torch.cuda.graph(…): that gives the memory back to the GPU which the next step of learning wants to have again
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(side)
+    return graph.replay
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One for all recordings: libraries keep memory for every stream that they have seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _up_to_multiple(tokens: int) -> int:
+    return -(-tokens // _WIDTH) * _WIDTH
