@@ -27,6 +27,7 @@ from shoal.runs.rewards.interface import Answer
 from shoal.runs.rollouts import Asked, RolloutFeed
 from shoal.tasks import credit
 from shoal.tasks.answers import Text, as_text, as_used, given_to, log_probs
+from shoal.tasks.pieces import Pieces, in_pieces
 from shoal.tasks.policy_gradient import OnlineDpo, PolicyGradient
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 24}
@@ -258,16 +259,19 @@ def test_one_batch_and_four_pieces_have_the_same_gradient_and_padding_none() -> 
         assert torch.allclose(own, other, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("value", "bonus"), [("network", 0.3), ("head", 0.3), ("head", 0.0)])
-def test_gradients_that_are_formed_in_pieces_are_those_of_whole_logits(value: str, bonus: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, at another temperature, with a bonus for entropy and without, three tokens at a time, two of them in a processor's cache;
-    a task that is not shown the output matrix makes all logits at once."""
+@pytest.mark.parametrize(("value", "bonus", "more"), [("network", 0.3, 0), ("head", 0.3, 7), ("head", 0.0, 7)])
+def test_gradients_that_are_formed_in_pieces_are_those_of_whole_logits(
+    value: str, bonus: float, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, at another temperature, with a bonus for entropy and without, three tokens at a time, two of them in a processor's cache,
+    with so many `more` rows in the output matrix, as a GPU wants them; a task that is not shown the matrix makes all logits at once."""
     feed, batch = task_and_batch(value=value, temperature=0.7, entropy_weight=bonus)
     task, model = feed.task, feed.task.players["model"].double()
     batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
     batch["log_probs"] = batch["log_probs"] + 0.3 * torch.sin(torch.arange(batch["log_probs"].numel())).view_as(batch["log_probs"])
     monkeypatch.setattr("shoal.tasks.pieces._LOGITS_AT_ONCE", 3 * 257)
-    monkeypatch.setattr("shoal.tasks.pieces._CACHED", 2 * 257)
+    monkeypatch.setattr("shoal.tasks.pieces._CACHED", 2 * 264)
+    monkeypatch.setattr("shoal.tasks.pieces._rows_missing", lambda weight_VD: more)
     (loss, *_) = task.losses(batch)
     parameters = [one for name, one in model.named_parameters() if name != "value_head.weight"]
     policy_alone = loss.value - task.ppo.value_weight * loss.metrics.get("value_loss", 0.0)
@@ -285,6 +289,25 @@ def test_gradients_that_are_formed_in_pieces_are_those_of_whole_logits(value: st
         assert float(loss.metrics[name].detach()) == pytest.approx(float(metrics[name].detach()), abs=1e-12)
     for one, there in zip(found, torch.autograd.grad(plain, parameters), strict=True):
         assert torch.allclose(one, there, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("precision", "kind"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
+def test_slopes_are_multiplied_in_the_precision_of_the_run_but_not_in_float16(precision: torch.dtype, kind: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden_ND, weight_VD = (torch.randn(rows, 16, generator=generator) for rows in (5, 257))
+    labels_N = torch.arange(5)
+
+    def slopes() -> Pieces:
+        return in_pieces(hidden_ND, weight_VD.requires_grad_(), labels_N, 1.0, lambda some, log_probs_n, _: (log_probs_n.exp(), 0.1))
+
+    exact = slopes()
+    with torch.autocast("cpu", dtype=precision):
+        found = slopes()
+    assert found.hidden_slope_ND.dtype == kind
+    assert found.weight_slope_VD is not None
+    assert exact.weight_slope_VD is not None
+    for one, other in ((found.hidden_slope_ND, exact.hidden_slope_ND), (found.weight_slope_VD, exact.weight_slope_VD)):
+        assert float((one - other).norm() / other.norm()) < 0.05
 
 
 def test_prompts_get_no_gradient_of_the_logits() -> None:

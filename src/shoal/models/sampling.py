@@ -58,11 +58,11 @@ def sample(
     prompt_BP, mask_BP = padded(prompts, pad_id, next(model.parameters()).device, width)
     _check_room(model, prompt_BP.shape[1], max_new_tokens)
     written = Written(len(prompts), max_new_tokens, Warp(temperature), eos_id, pad_id, prompt_BP.device)
-    if can_record(model, max_new_tokens):
-        Recorded(model, prompt_BP, mask_BP, written, draws).write(any_goes_on)
-    else:
-        context = Context(model, prompt_BP, max_new_tokens, mask_BL=None if bool(mask_BP.all()) else mask_BP)
-        with packed_for(model, len(prompts)):
+    with packed_for(model, len(prompts)):
+        if can_record(model, max_new_tokens):
+            Recorded(model, prompt_BP, mask_BP, written, draws).write(any_goes_on)
+        else:
+            context = Context(model, prompt_BP, max_new_tokens, mask_BL=None if bool(mask_BP.all()) else mask_BP)
             _write(model, context, written, draws, any_goes_on)
     values_BT = written.values_BT if written.valued else None
     return Sampled(prompt_BP, mask_BP, written.answer_BT, written.real_BT, written.log_probs_BT, ~written.going_B, values_BT)

@@ -4,7 +4,7 @@ A vocabulary is large: the logits of a mini-batch take more memory than the mode
 made at a time. A loss that is a sum over tokens tells its slope as soon as a token's log-probability is known, so the output matrix's
 part of the gradient is formed right then, and the logits are made once.
 
-Shapes: N tokens, n tokens of a piece, D width, V vocabulary.
+Shapes: N tokens, n tokens of a piece, D width, V vocabulary, W rows of a matrix that may be wider than that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ _LOGITS_AT_ONCE = 1 << 23
 """32 MiB in float32: small beside a model, and large enough for a matrix product to be quick."""
 _TIMES_ON_GPU = 8
 """A GPU needs larger ones."""
+_NEVER = -3e4
+"""The logit of a token that there is not: nothing is left of its exponential, and float16 has it."""
 
 _CACHED = 1 << 19
 """2 MiB in float32."""
@@ -41,10 +43,11 @@ class Pieces(NamedTuple):
 @torch.no_grad()
 def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
     """How probable each label is [N]; nothing learns from it."""
+    wide_WD = _widened(weight_VD)
     found = [
         at_temperature(rows_rV, temperature).gather(1, labels_N[rows, None]).squeeze(1)
         for some in _cut(len(labels_N), weight_VD)
-        for rows, rows_rV in _rows_of(_logits(hidden_ND[some], weight_VD), some.start)
+        for rows, rows_rV in _rows_of(_logits(hidden_ND[some], wide_WD, len(weight_VD)), some.start)
     ]
     return torch.cat(found) if found else hidden_ND.new_zeros(0)
 
@@ -52,36 +55,59 @@ def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tempera
 @torch.no_grad()
 def in_pieces(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float, slope_of: SlopeOf) -> Pieces:
     """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix."""
-    # A loss is not scaled up yet where its slopes are formed, and float16 would lose small ones
-    kind = torch.float32 if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
-    weight_slope_VD: Tensor | None = None
+    kind, wide_WD = _kind_of_slopes(hidden_ND), _widened(weight_VD)
+    weight_slope_WD: Tensor | None = None
     found = []
     for some in _cut(len(labels_N), weight_VD):
-        logits_nV = _logits(hidden_ND[some], weight_VD)
-        logits_slope_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
-        del logits_nV
+        logits_nW = _logits(hidden_ND[some], wide_WD, len(weight_VD))
+        logits_slope_nW = logits_nW.to(torch.promote_types(logits_nW.dtype, torch.float32))
+        del logits_nW
         told = [
-            _to_slopes(rows_rV, labels_N[rows, None], temperature, rows, slope_of)
-            for rows, rows_rV in _rows_of(logits_slope_nV, some.start)
+            _to_slopes(rows_rW, labels_N[rows, None], temperature, rows, slope_of)
+            for rows, rows_rW in _rows_of(logits_slope_nW, some.start)
         ]
         log_probs_n, entropy_n = map(torch.cat, zip(*told, strict=True))
-        logits_slope_nV = logits_slope_nV.to(kind)
+        logits_slope_nW = logits_slope_nW.to(kind)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            found.append((log_probs_n, entropy_n, logits_slope_nV @ weight_VD.to(kind)))
+            found.append((log_probs_n, entropy_n, logits_slope_nW @ wide_WD.to(kind)))
             if weight_VD.requires_grad:
-                weight_slope_VD = _sum_with(weight_slope_VD, logits_slope_nV.T, hidden_ND[some].to(kind), weight_VD.dtype)
-        del logits_slope_nV  # before the next piece's logits take as much room
+                weight_slope_WD = _sum_with(weight_slope_WD, logits_slope_nW.T, hidden_ND[some].to(kind), weight_VD.dtype)
+        del logits_slope_nW  # before the next piece's logits take as much room
     log_probs, entropies, slopes = zip(*found, strict=True)
-    return Pieces(torch.cat(log_probs), torch.cat(entropies), torch.cat(slopes), weight_slope_VD)
+    return Pieces(
+        torch.cat(log_probs),
+        torch.cat(entropies),
+        torch.cat(slopes),
+        None if weight_slope_WD is None else weight_slope_WD[: len(weight_VD)],
+    )
 
 
-def _logits(hidden_nD: Tensor, weight_VD: Tensor) -> Tensor:
+def _kind_of_slopes(hidden_ND: Tensor) -> torch.dtype:
+    """As autograd multiplies them, but not in float16: the loss is not scaled up yet where they are formed, and it loses small ones."""
+    device = hidden_ND.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
+    return torch.float32 if kind == torch.float16 else kind
+
+
+def _widened(weight_VD: Tensor) -> Tensor:
+    """The output matrix with more rows, where those are no multiple of 8 on a GPU: products with GPT-2's 50,257 take five times as long."""
+    more = _rows_missing(weight_VD)
+    return F.pad(weight_VD, (0, 0, 0, more)) if more else weight_VD
+
+
+def _rows_missing(weight_VD: Tensor) -> int:
+    return -len(weight_VD) % 8 if weight_VD.is_cuda else 0
+
+
+def _logits(hidden_nD: Tensor, wide_WD: Tensor, vocabulary: int) -> Tensor:
     """In float32 on a CPU `F.linear` first makes a copy of the matrix in another order. Written so, the product needs none."""
-    if hidden_nD.device.type != "cpu" or torch.is_autocast_enabled("cpu") or hidden_nD.dtype != weight_VD.dtype:
-        return F.linear(hidden_nD, weight_VD)
-    logits_nV = hidden_nD.new_empty(len(hidden_nD), len(weight_VD))
-    torch.mm(weight_VD, hidden_nD.T, out=logits_nV.T)
-    return logits_nV
+    if hidden_nD.device.type != "cpu" or torch.is_autocast_enabled("cpu") or hidden_nD.dtype != wide_WD.dtype:
+        logits_nW = F.linear(hidden_nD, wide_WD)
+    else:
+        logits_nW = hidden_nD.new_empty(len(hidden_nD), len(wide_WD))
+        torch.mm(wide_WD, hidden_nD.T, out=logits_nW.T)
+    logits_nW[:, vocabulary:] = _NEVER
+    return logits_nW
 
 
 def _rows_of(whole_nV: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
