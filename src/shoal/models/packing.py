@@ -66,7 +66,7 @@ def packed_for(model: nn.Module, rows: int) -> Iterator[None]:
     """Keep a model's matrices in both orders while so many answers are written. Nothing may learn meanwhile. Which matrices these are is
     not measured: the same answers must come out when a run is resumed. So this is for the processors where it is known to be quicker."""
     output: Any = model.output_weight if hasattr(model, "packed_output") else None
-    if output is not None and output.is_cuda and type(output.data) is Tensor:
+    if output is not None and output.is_cuda and len(output) % 8 and type(output.data) is Tensor:
         with _widened(model, output):
             yield
         return
