@@ -30,8 +30,8 @@ from shoal.tasks.language import LanguageModelling
 BATCH, LENGTH, VOCABULARY = 16, 1024, 65536
 WIDTH, LAYERS, HEADS, EXPERTS, PER_TOKEN, INNER = 768, 16, 12, 16, 2, 3072
 STEPS, ROUNDS, CEILING = 10, 4, 780e12
-LEARNING, JUDGED = 600, 8
-"""Steps that ours learns before it is measured, and those whose choices are counted."""
+LEARNING, LOOK_EVERY, JUDGED = 1200, 300, 8
+"""Steps that ours learns before it is measured, after how many the choices are counted that find no room, and in how many steps."""
 BALANCED = {"experts": {"aux_loss_weight": 0.01 * LAYERS}}
 """0.01 for each layer's loss. Ours weighs their mean, and 0.01 of that spreads this text too slowly: docs/mixtures.md has both."""
 PENALTIES = {"repetition_weight": 0.5, "immediate_repetition_weight": 1.0, "eos_weight": 5.0, "min_sequence_length": 20}
@@ -200,8 +200,9 @@ def measure(part: str = "") -> Iterator[Row]:
     torch.set_float32_matmul_precision("high")
     batches = endless(sequences(LEARNING + 200))
     made = engine(model=BALANCED)
-    ours = warmed(made, batches, LEARNING)
-    print(f"  {dropped_share(made, batches):.2%} of the choices find no room", file=sys.stderr, flush=True)
+    for done in range(LOOK_EVERY, LEARNING + 1, LOOK_EVERY):
+        ours = warmed(made, batches, LOOK_EVERY)
+        print(f"  after {done} steps {dropped_share(made, batches):.2%} of the choices find no room", file=sys.stderr, flush=True)
     their = peer(next(batches))
     for _ in range(5):
         their()

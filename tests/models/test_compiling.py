@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoal.models.compiling import left_alone, tell_the_compiler
+from shoal.models.routers.base import best_of
 
 
 def test_what_is_left_alone_runs_as_it_is_written_within_what_is_compiled() -> None:
@@ -25,3 +26,10 @@ def test_what_is_left_alone_runs_as_it_is_written_within_what_is_compiled() -> N
     x = torch.linspace(0, 1, 5)
     assert torch.equal(torch.compile(whole, backend=keep)(x), x.cos().sin().exp())
     assert [name in "".join(graphs) for name in ("cos", "sin()", "exp")] == [True, False, True]
+
+
+def test_the_best_experts_are_the_same_where_the_compiler_finds_them() -> None:
+    scores_TE = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
+    for count in (1, 2, 3, 5):
+        found = torch.compile(best_of, backend="eager", dynamic=False)(scores_TE, count)
+        assert torch.equal(found, scores_TE.topk(count, dim=1).indices)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.models.cache import LayerCache
-from shoal.models.rotary import rotate
+from shoal.models.rotary import rotate, turns_in_one_pass
 from shoal.models.shapes import Shapes, vocab_size_for
 from shoal.models.trunk import BlockPart, Sight, Told, Trunk
 
@@ -57,9 +57,13 @@ class Attention(BlockPart):
         return [self.output.weight]
 
     def _heads(self, x_BLD: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, heads before tokens; views, not copies."""
+        """Queries, keys and values, heads before tokens; where nothing turns, views and no copies."""
         all_BLNE = self.query_key_value(x_BLD).view(*x_BLD.shape[:2], -1, self.head_size)
-        if turns is None:
+        if turns is not None and turns_in_one_pass(all_BLNE, turns):
+            from shoal.models.rotary_kernels import turned_heads
+
+            query, key, value = turned_heads(all_BLNE, turns, self.query_heads, self.kv_heads)
+        elif turns is None:
             query, key, value = torch.split(all_BLNE, [self.query_heads, self.kv_heads, self.kv_heads], dim=2)
         else:
             turning, value = torch.split(all_BLNE, [self.query_heads + self.kv_heads, self.kv_heads], dim=2)

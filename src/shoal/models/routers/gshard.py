@@ -6,14 +6,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.models.routers.base import LearnedRouter, Routes, gates_of
+from shoal.models.routers.base import LearnedRouter, Routes, best_of, gates_of
 
 
 class GshardRouter(LearnedRouter):
     def forward(self, x_TD: Tensor, input_ids_T: Tensor) -> Routes:
         logits_TE = self.logits(x_TD)
         probabilities_TE = logits_TE.softmax(1)
-        experts_TK = probabilities_TE.topk(2, dim=1).indices
+        experts_TK = best_of(probabilities_TE, 2)
         gates_TK = gates_of(probabilities_TE, experts_TK)
         taken_TK = None
         if self.training:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema import model as schema
-from shoal.models.routers.base import Held, LearnedRouter, Routes, gates_of
+from shoal.models.routers.base import Held, LearnedRouter, Routes, best_of, gates_of
 
 BOUND = 1.0
 """Scores lie between 0 and 1: biases further apart than this on either side of 0 would change nothing."""
@@ -31,7 +31,7 @@ class SigmoidBiasRouter(LearnedRouter):
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.sigmoid()
         bias_E = self.bias_E if self.held is None else self.bias_E[self.held]
-        experts_TK = (scores_TE.detach() + bias_E).topk(self.per_token, dim=1).indices
+        experts_TK = best_of(scores_TE.detach() + bias_E, self.per_token)
         shares_TE = scores_TE / scores_TE.sum(1, keepdim=True)
         return Routes(experts_TK, gates_of(scores_TE, experts_TK), None, shares_TE, logits_TE)
 
