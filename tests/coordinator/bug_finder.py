@@ -30,6 +30,7 @@ TOLD = {
     "full": "the disk is full: it does not take the records of the next {few} events that have any, and the coordinator dies of each",
     "half": "the disk takes a new journal and half of a snapshot, and the coordinator dies",
     "spoil": "the newest snapshot cannot be read, and the coordinator comes back from the one before it",
+    "rest": "for a minute {who} gives signs of life, and nothing else, while the others work",
     "time": "time passes: {seconds:g} s",
 }
 SECONDS = (0.1, 1.0, 4.0, 6.0, 11.0, 40.0, -30.0)
@@ -46,7 +47,7 @@ class Case(NamedTuple):
     def broken(self) -> str:
         """The promise that this breaks; empty: none."""
         try:
-            live_through(STRATEGIES[self.strategy], list(self.schedule), self.workers, self.steps)
+            live_through(self.strategy, list(self.schedule), self.workers, self.steps)
         except Exception as problem:  # whatever goes wrong is a find
             return f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else _line_of(problem)}"
         return ""

@@ -189,13 +189,19 @@ class World:
         self.send(worker)
 
     def compute(self, worker: Traveller) -> None:
+        if self.plan.tasks is not None:
+            worker.epoch, worker.position = worker.protocol.place
         worker.position += 1
         if worker.position > LONGEST:
             worker.epoch, worker.position = worker.epoch + 1, 1
         worker.steps += 1
-        value = value_of(worker.seat, worker.epoch, worker.position)
+        value = self.value(worker.seat, worker.epoch, worker.position)
         made = contribution(worker.epoch, worker.position, worker.protocol.have, value)
         worker.protocol.contribute(made, self.encoded(value), pulls=worker.steps % self.strategy.pull.every == 0)
+
+    def value(self, seat: int, epoch: int, position: int) -> float:
+        """Tasks are cut from the same batches for all, whichever seat they are."""
+        return value_of(seat if self.plan.tasks is None else 0, epoch, position)
 
     def learn(self, worker: Traveller, unit: Unit) -> None:
         """A unit counts as its last batch does."""
@@ -232,7 +238,9 @@ class World:
                 worker.unit = event
             elif isinstance(event, Receipt):
                 # "ahead": the round waits for others, and holds as many of this worker as it takes
-                fair = ("accepted", "late", "cancelled", "stale", "finished", "ahead")
+                # "moved", "overtaken": nobody heard of it for long, and its task was given to another, which may have done its work
+                others = ("moved", "overtaken") if self.plan.tasks is not None else ()
+                fair = ("accepted", "late", "cancelled", "stale", "finished", "ahead", *others)
                 assert event.status in fair, f"an honest worker is told {event.status}"
                 if event.status == "accepted":
                     self.confirmed.append((worker.name, event.seq))
@@ -281,6 +289,15 @@ class World:
             self.open_since[version] = (self.crashes, since if life == self.crashes else now)
             assert now - self.open_since[version][1] < rounds.deadline_s
 
+    def rest(self, worker: Traveller) -> None:
+        """For a minute a worker gives signs of life, and nothing else, while the others work."""
+        for _ in range(15):
+            self.pass_time(4.0)
+            self.beat()
+            for number, other in enumerate(self.workers):
+                if other is not worker and not self.coordinator.finished:  # then it would be told so, and stop
+                    self.happen("go", number)
+
     def happen(self, kind: str, number: int) -> None:
         """One thing, right or wrong."""
         worker = self.workers[number % len(self.workers)]
@@ -315,6 +332,8 @@ class World:
             self.half_a_snapshot()
         elif kind == "spoil":
             self.spoil()
+        elif kind == "rest":
+            self.rest(worker)
         elif kind == "time":
             self.pass_time((0.1, 1.0, 4.0, 6.0, 11.0, 40.0, -30.0)[number % 7])
 
@@ -371,7 +390,7 @@ class World:
             if "version" in line:
                 version += 1
                 assert line["version"] == version, "versions count up by one"
-                weights -= RATE * sum(one[3] * value_of(*one[5:8]) for one in line["from"]) / len(line["from"])
+                weights -= RATE * sum(one[3] * self.value(*one[5:8]) for one in line["from"]) / len(line["from"])
                 applied += line["from"]
             elif "failed" not in line:
                 others += line["unused"]
@@ -380,6 +399,6 @@ class World:
         known = [(one[0], one[1]) for one in applied + others] + waiting
         assert len(known) == len(set(known)), "nothing is counted twice"
         assert set(self.confirmed) <= set(known), "what was confirmed is in the weights, or it is said why not"
-        batches = [tuple(one[5:8]) for one in applied + others]
+        batches = [tuple(one[6 if self.plan.tasks else 5 : 8]) for one in applied + others]
         assert len(batches) == len(set(batches)), "nobody learns twice from the same batch of a seat"
         assert torch.allclose(self.coordinator.learner.vector.double(), weights, rtol=1e-4, atol=1e-3)

@@ -13,8 +13,9 @@ from tiny_cluster import strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import Updates
-from shoal.coordinator.state import Plan
+from shoal.coordinator.state import Plan, Task, Tasks
 from shoal.coordinator.units import Cut
+from shoal.scheduling import KINDS
 from shoal.strategies import Policies
 
 STRATEGIES: dict[str, Policies] = {
@@ -31,18 +32,25 @@ STRATEGIES: dict[str, Policies] = {
     "workunits": strategy_of(WorkUnits(batches_per_unit=2, units_per_update=2)),
     "workunits, one at a time": strategy_of(WorkUnits(batches_per_unit=5, units_per_update=1)),
     "diloco, asynchronous": strategy_of(DiLoCo(inner_steps=1, round_timeout_s=10.0, quorum=1, late="weigh"), 4),
+    "async, tasks": strategy_of(Async(max_staleness=50)),
+    "edp, tasks": strategy_of(Edp(pull_every_steps=3)),
+    "syncps, tasks": strategy_of(SyncPs(round_timeout_s=10.0)),
 }
+TASKS = Tasks((Task("long", 0, 3), Task("short", 3, 4)), 20, 1, KINDS["gale-shapley"], {})
 LIKELY = ["go"] * 8 + ["act"] * 5 + ["deliver"] * 5 + ["time"] * 3
-WRONG = ["double", "lose", "again", "again", "die", "leave", "crash", "crash", "snapshot"]
+WRONG = ["double", "lose", "again", "again", "die", "leave", "crash", "crash", "snapshot", "rest"]
 DISK = ["full", "half", "snapshot", "spoil"]
 """What a disk does: it is full, it takes half a snapshot, or the newest snapshot cannot be read."""
 SCHEDULE = st.lists(st.tuples(st.sampled_from(LIKELY + WRONG + DISK), st.integers(0, 11)), min_size=20, max_size=120)
 
 
-def live_through(strategy: Policies, schedule: list[tuple[str, int]], workers: int, steps: int) -> World:
+def live_through(name: str, schedule: list[tuple[str, int]], workers: int, steps: int) -> World:
+    strategy = STRATEGIES[name]
     plan = Plan(Updates(), 0, workers, 1, steps, None, 8 * workers, 5.0, 0.5)
     if strategy.feed.leased:
         plan = plan._replace(cut=Cut(LONGEST, strategy.feed.batches, 30), lease_s=20.0, attempts=50)
+    if "tasks" in name:
+        plan = plan._replace(tasks=TASKS)
     world = World(strategy, plan, workers)
     for kind, number in schedule:
         world.happen(kind, number)
@@ -66,7 +74,7 @@ def examples(count: int) -> Any:
 def test_whatever_happens_nothing_confirmed_is_lost_or_doubled(
     name: str, schedule: list[tuple[str, int]], workers: int, steps: int
 ) -> None:
-    live_through(STRATEGIES[name], schedule, workers, steps)
+    live_through(name, schedule, workers, steps)
 
 
 def test_the_schedules_are_as_hard_as_they_claim() -> None:
@@ -75,7 +83,7 @@ def test_the_schedules_are_as_hard_as_they_claim() -> None:
     for seed in range(60):
         chance = random.Random(seed)
         schedule = [(chance.choice(LIKELY + WRONG + DISK * (seed % 2)), chance.randrange(12)) for _ in range(100)]
-        world = live_through(chance.choice(list(STRATEGIES.values())), schedule, 3, 10**6)
+        world = live_through(chance.choice(list(STRATEGIES)), schedule, 3, 10**6)
         crashes, confirmed = crashes + world.crashes, confirmed + len(world.confirmed)
         outcomes |= world.coordinator.state.contributions.keys()
         rows = [[one[0] for one in line["from"]] for line in world.disk.ledger if "version" in line]

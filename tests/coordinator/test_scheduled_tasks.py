@@ -130,6 +130,25 @@ def test_what_was_computed_for_a_task_that_another_has_by_now_is_turned_away_and
     assert cluster.learned[0, 2] == 0
 
 
+def test_a_worker_whose_task_others_have_finished_long_ago_is_given_another() -> None:
+    cluster = Tasked(cut(3, 1, epochs=3))
+    slow, fast = cluster.join("slow"), cluster.join("fast")
+    cluster.work(slow)
+    slow.epoch, slow.position = slow.protocol.place
+    for _ in range(30):  # it gives signs of life, and nothing else
+        cluster.pass_time(4.0)
+        cluster.beat(slow)
+        cluster.beat(fast)
+    had = cluster.coordinator.members.by_name["slow"].seat
+    for _ in range(6):
+        assert cluster.work(fast) == "accepted"
+    assert had not in cluster.coordinator.state.pieces, "it was finished, and the next epoch has begun"
+    assert cluster.step(slow) == "moved"
+    assert cluster.holder(slow) != ""
+    assert cluster.work(slow) == "accepted"
+    assert max(cluster.learned.values()) == 1
+
+
 def test_near_the_end_an_idle_worker_takes_over_a_part_and_no_batch_is_learned_from_twice() -> None:
     cluster = Tasked(cut(20, 2), total=22)
     slow, fast = cluster.join("slow"), cluster.join("fast")

@@ -97,17 +97,19 @@ class Taskmaster:
         self._deal([worker])
 
     def is_at(self, worker: Worker, asked: Contribute) -> bool:
-        """Whether a contribution was made of what this worker has to do."""
-        piece, begin = self._state.pieces[worker.seat], asked.position - asked.batches
+        """Whether a contribution was made of what this worker has to do. A piece that others have finished is forgotten."""
+        piece, begin = self._state.pieces.get(worker.seat), asked.position - asked.batches
+        if piece is None:
+            return False
         own = piece.holder == worker.name and asked.epoch == piece.epoch
         return own and piece.first <= begin and asked.position <= piece.end
 
     def move_on(self, worker: Worker, asked: Contribute) -> None:
         """A worker has sent something, whatever became of it: where its piece ends with that, it is given another one."""
-        piece = self._state.pieces.get(worker.seat)
-        if piece is None or self.coordinator.finished:
+        if self.coordinator.finished:
             return None
-        if piece.holder != worker.name:
+        piece = self._state.pieces.get(worker.seat)
+        if piece is None or piece.holder != worker.name:
             return self._deal([worker])
         begin, ends = asked.position - asked.batches, (asked.epoch, asked.position) >= (piece.epoch, piece.end)
         if ends and (asked.epoch, begin) >= (piece.epoch, piece.end):
