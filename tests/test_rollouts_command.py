@@ -13,6 +13,7 @@ import pytest
 
 from commands import HANG_S, Processes, processes_in
 from shoal.cli.main import main
+from shoal.runs.regenerating import regenerate
 
 CONFIG = """\
 model: {kind: gpt, hidden_size: 16, num_layers: 1, num_heads: 2, max_seq_len: 24}
@@ -76,3 +77,9 @@ def test_a_run_survives_its_workers_and_its_learner_and_its_answers_can_be_made_
     told = capsys.readouterr().out
     assert "20 units were made again: 20 are the same, token for token" in told
     assert "nothing is missing, nothing is counted twice" in told
+    told_of = [json.loads(line) for line in ledger.read_text().splitlines()]
+    forged = [line | {"answers": [[unit, base, "0" * 64] for unit, base, _ in line.get("answers", ())]} for line in told_of]
+    made = regenerate(Path("run/policy"), forged, 20)
+    assert (made.same, len(made.others)) == (0, 20)
+    assert made.most < 10, "hardly any of these draws lies so near to another token"
+    assert made.violations()

@@ -151,8 +151,9 @@ class AnswerLearner(EngineLearner):
             self._judge(worker, gaps_N, base)
         return Given(tokens_BT, log_probs_BT)
 
-    def answer(self, first: int, prompts: int) -> tuple[Tensor, float]:
-        """A unit's answers, made here as a worker makes them, and how near the nearest of their draws is to another token."""
+    def answer(self, first: int, prompts: int) -> tuple[Tensor, Tensor]:
+        """A unit's answers, made here as a worker makes them, and how far each of their draws is from another token, as a share of all
+        probability [N]."""
         ids = [self.feed.ids_of(first + place) for place in range(prompts)]
         drawn = sample(
             self.model,
@@ -164,7 +165,7 @@ class AnswerLearner(EngineLearner):
             pad_id=0,
         )
         tokens_BT = as_drawn(drawn).cpu()
-        return tokens_BT, -float(self._retraced(ids, first, tokens_BT, None)[1].max())
+        return tokens_BT, self._retraced(ids, first, tokens_BT, None)[1].neg().clamp(min=0.0)
 
     @torch.no_grad()
     def _retraced(self, ids: list[list[int]], first: int, tokens_BT: Tensor, base: int | None) -> tuple[Tensor, Tensor]:
