@@ -105,7 +105,10 @@ def test_the_scene_of_a_reward_has_good_settings(tmp_path: Path) -> None:
     words = ["config", "check", "gpu/tiny", "--rlhf_config", "rlhf/test_cpu", *settings, "--plugin", "vowels.py"]
     with processes_in(tmp_path) as processes:  # a plugin stays with the process that has loaded it
         code, said = processes.run(*words)
-    assert code == 0, said
+        assert code == 0, said
+        together = ("--set", "rlhf.reward.kind=sum", "--set", "rlhf.reward.parts=[{reward: vowels}, {reward: sentiment}]")
+        code, said = processes.run(*words, *together)
+        assert code == 0, said
 
 
 def test_whoever_cannot_type_shoal_yet_is_told_how() -> None:

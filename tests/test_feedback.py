@@ -9,6 +9,7 @@ import pytest
 
 from commands import processes_in
 from shoal.cli.main import main
+from shoal.config.schema.rlhf import SentimentReward, TrainedReward
 from shoal.runs.rewards.interface import Answer
 from shoal.runs.trained import open_run
 
@@ -72,6 +73,23 @@ def test_a_reward_model_is_trained_first_where_pairs_are_given(tmp_path: Path, m
     assert run.rlhf is not None
     good, bad = run.rlhf.reward.builder()(run.rlhf.reward, run)([Answer("Q7: ", "yes"), Answer("Q7: ", "no, never")])
     assert good > bad
+
+
+def test_a_reward_model_within_a_sum_is_trained_first_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Q{i}: ", "chosen": "yes", "rejected": "no, never"} for i in range(60)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trained = {"kind": "trained", "preferences": "pairs.jsonl", "epochs": 8, "learning_rate": 0.01}
+    parts = [{"reward": "sentiment", "weight": 0.5}, {"reward": {"kind": "sum", "parts": [{"reward": trained, "weight": 2.0}]}}]
+    settings = ("--set", "rlhf.reward.kind=sum", "--set", f"rlhf.reward.parts={json.dumps(parts)}")
+    assert train("--run-dir", "run", *settings, "--set", "rlhf.ppo.steps=1") == 0
+    run = open_run("run/policy", print).run
+    assert run.rlhf is not None
+    answers = [Answer("Q7: ", "yes"), Answer("Q7: ", "no, never")]
+    scores = run.rlhf.reward.builder()(run.rlhf.reward, run)(answers)
+    alone = [one.builder()(one, run)(answers) for one in (SentimentReward(), TrainedReward(run="run/reward"))]
+    assert alone[1][0] > alone[1][1]
+    assert scores == pytest.approx([0.5 * feeling + 2 * learned for feeling, learned in zip(*alone, strict=True)])
 
 
 def test_chosen_answers_are_learned_first_where_the_settings_say_so(

@@ -219,6 +219,13 @@ BROKEN = [
     ),
     ("task", "task: ppo\nmodel: {kind: gpt}\n", ["task"]),
     ("reward", "task: ppo\nmodel: {kind: gpt}\nrlhf: {reward: {kind: exact}}\n", ["rlhf.reward.kind"]),
+    ("reward", "task: ppo\nmodel: {kind: gpt}\nrlhf: {reward: {kind: sum, parts: [{reward: exact}]}}\n", ["rlhf.reward.kind"]),
+    ("reward", "task: ppo\nmodel: {kind: gpt}\nrlhf: {reward: {kind: sum, parts: [{reward: trained}]}}\n", ["rlhf.reward.kind"]),
+    (
+        "reward",
+        "task: ppo\nmodel: {kind: gpt}\nrlhf: {reward: {kind: sum, parts: [{reward: sentiment}], runs: [one]}}\n",
+        ["rlhf.reward.runs"],
+    ),
     ("task", PAIRS.replace("kind: dpo", "kind: dpo, label_smoothing: 0.6"), ["task.label_smoothing"]),
     (
         "router",

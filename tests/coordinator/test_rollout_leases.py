@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,21 @@ def test_the_same_answers_lead_to_the_numbers_of_one_machine(tmp_path: Path) -> 
     assert room.published[-1].metrics["score"] == pytest.approx(alone_feed.figures["score"], abs=1e-6)
     for name, value in alone.engine.weights().items():
         assert torch.allclose(value, room.learner.engine.weights()[name], atol=2e-5), name
+
+
+def test_what_has_become_much_more_probable_since_an_answer_was_given_counts_as_twice_as_probable(tmp_path: Path) -> None:
+    room = Room(settings(tmp_path))
+    unit = room.claim(room.join("slow"))
+    assert unit is not None
+    learner, frames = room.learner, pack(answers_to(room, unit))
+    asked = (unit.given["first"], len(unit.given["prompts"]))
+    _, fresh_BT = learner.read(frames, *asked, 0, 0)
+    learner.versions[0] = learner.network.vector.clone()
+    learner.network.load(3.0 * learner.network.vector)
+    _, now_BT = learner.read(frames, *asked, 1, 1)
+    _, late_BT = learner.read(frames, *asked, 0, 1)
+    assert (now_BT - fresh_BT).max() > math.log(2.0) + 0.1, "some tokens are more than twice as probable"
+    torch.testing.assert_close(late_BT, torch.maximum(fresh_BT, now_BT - math.log(2.0)))
 
 
 def test_answers_of_an_older_version_count_until_they_are_too_old(tmp_path: Path) -> None:

@@ -60,3 +60,15 @@ def test_of_several_labels_one_must_be_named(tmp_path: Path) -> None:
     nowhere = ClassifierReward(model=str(tmp_path / "nowhere"))
     with pytest.raises(ShoalError, match="cannot be loaded as a classifier"):
         nowhere.builder()(nowhere, RUN)
+
+
+def test_a_text_that_is_too_long_is_cut_where_positions_begin_at_the_padding(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "max_position_embeddings": 10}
+    config = transformers.RobertaConfig(vocab_size=len(WORDS), **sizes, num_labels=1, pad_token_id=1)
+    model = transformers.RobertaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    reward = ClassifierReward(model=str(tmp_path))
+    (found,) = reward.builder()(reward, RUN)([Answer("is it very very very very ", "very very very good bad")])
+    ids = torch.tensor([[WORDS.index(word) for word in (*["very"] * 6, "good", "bad")]])
+    assert found == pytest.approx(float(model(ids).logits[0, 0].detach()), abs=1e-5), "the last 8 words: positions 0 and 1 are not used"

@@ -82,7 +82,8 @@ def settings_page() -> str:
     return "\n".join(rows).rstrip() + "\n"
 
 
-def _page(section: type[Section], path: str, rows: list[str]) -> None:
+def _page(section: type[Section], path: str, rows: list[str], within: tuple[type[Section], ...] = ()) -> None:
+    """`within`: the sections around this one. What holds its own kind, as a sum of rewards may, is told of once."""
     title = path.rstrip(".") or "At the top"
     kind = section.fields().get("kind")
     tagged = kind.default if kind and isinstance(kind.checker, f.ChoiceType) and len(kind.checker.choices) == 1 else None
@@ -105,7 +106,8 @@ def _page(section: type[Section], path: str, rows: list[str]) -> None:
     if table:
         rows += ["| setting | takes | default | meaning |", "|---|---|---|---|", *table, ""]
     for item, where in below:
-        _page(item, where, rows)
+        if item not in within:
+            _page(item, where, rows, (*within, section))
 
 
 def dialects_page() -> str:

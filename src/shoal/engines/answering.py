@@ -41,6 +41,8 @@ _DEVIATIONS = 3.0
 """How far beyond what is allowed a share must be before it is taken for more than chance."""
 _FAR = 0.25
 """A draw that lies so far from its token was not rounded otherwise: the token is of other weights, or of another draw."""
+_MOST_WEIGHT = 2.0
+"""A token of an older version that is more probable by now counts as if it were so many times more probable at most."""
 _NEAR = 1e-9
 
 
@@ -137,7 +139,7 @@ class AnswerLearner(EngineLearner):
         return {"first": first, "prompts": [self.feed.ids_of(first + place) for place in range(prompts)], "end": self.feed.eos_id}
 
     def read(self, frames: Sequence[Frame], first: int, prompts: int, base: int, version: int, worker: str = "") -> tuple[Tensor, Tensor]:
-        """The tokens of a unit's answers, and how probable each was [B, T]. Raises UpdateError.
+        """The tokens of a unit's answers, and how probable each was [B, T]; of an older version, truncated. Raises UpdateError.
 
         `worker`: who gave them now; empty: they were taken before, and are read again.
         """
@@ -149,6 +151,9 @@ class AnswerLearner(EngineLearner):
         log_probs_BT, gaps_N = self._retraced(ids, first, tokens_BT, base if base != version else None)
         if worker:
             self._judge(worker, gaps_N, base)
+        if base != version:
+            now_BT, _ = self._retraced(ids, first, tokens_BT, None)
+            log_probs_BT = torch.maximum(log_probs_BT, now_BT - math.log(_MOST_WEIGHT))
         return Given(tokens_BT, log_probs_BT)
 
     def answer(self, first: int, prompts: int) -> tuple[Tensor, Tensor]:

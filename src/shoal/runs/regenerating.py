@@ -1,8 +1,8 @@
 """Units of answers made again, for an audit: with the weights of a checkpoint and the same draws they come out as the ledger has them.
 
 The ledger knows the answers of a unit by a hash. Whoever rounds numbers as the worker did gets the same hash. On another kind of machine a
-draw that lies at the very edge between two tokens may give the other one, so a few units may come out otherwise: as many as their draws lead
-one to expect, and no more.
+draw that lies at the very edge between two tokens may give the other one, so a few units may come out otherwise: as many as their draws
+lead one to expect, and no more.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from shoal.config.layers import Settings
 from shoal.config.rules.rule import rule
 from shoal.config.schema.data import DataSource
 from shoal.config.schema.model import Model
-from shoal.config.schema.rlhf import Rlhf, TrainedReward
+from shoal.config.schema.rlhf import Rlhf, SumReward, TrainedReward
 from shoal.config.schema.strategy import Strategy
 from shoal.config.schema.task import TEXT, Task
 from shoal.config.schema.updates import Updates
@@ -122,12 +122,17 @@ def policies_have_settings(settings: Settings, task: Task | None, rlhf: Rlhf | N
 def rewards_can_be_given(settings: Settings, rlhf: Rlhf | None) -> None:
     if rlhf is None:
         return
-    if rlhf.reward.kind == "exact" and rlhf.prompts is None:
+    rewards = rlhf.reward.each
+    if any(reward.kind == "exact" for reward in rewards) and rlhf.prompts is None:
         message = "the reward exact needs prompts with their right answers, and there is no file of them"
         settings.report("reward", message, "rlhf.reward.kind", help="set rlhf.prompts")
-    if isinstance(rlhf.reward, TrainedReward) and rlhf.reward.run is None and rlhf.reward.preferences is None:
+    if any(isinstance(reward, TrainedReward) and reward.run is None and reward.preferences is None for reward in rewards):
         message = "a trained reward needs the run that trained it, or preferences to train it from"
-        settings.report("reward", message, "rlhf.reward.kind", help="set rlhf.reward.run or rlhf.reward.preferences")
+        settings.report("reward", message, "rlhf.reward.kind", help="give it `run` or `preferences`")
+    to_train = sum(isinstance(reward, TrainedReward) and reward.run is None for reward in rewards)
+    if isinstance(rlhf.reward, SumReward) and rlhf.reward.runs and len(rlhf.reward.runs) != to_train:
+        message = f"{len(rlhf.reward.runs)} runs are given for the {to_train} trained rewards of the sum that name none themselves"
+        settings.report("reward", message, "rlhf.reward.runs")
 
 
 @rule("task.label_smoothing")

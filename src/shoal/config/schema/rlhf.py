@@ -1,6 +1,6 @@
 """Learning from human preferences: rewards, and what learns from them."""
 
-from typing import Annotated, Literal, Union
+from typing import Annotated, Literal
 
 from shoal.config.fields import Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Secret, Section, Share
 from shoal.config.parts import Part
@@ -8,6 +8,11 @@ from shoal.config.parts import Part
 
 class Reward(Part, noun="reward", word=True):
     """How good an answer is, as one number. Built by a function of its settings and the run: it gives a function from answers to scores."""
+
+    @property
+    def each(self) -> "tuple[Reward, ...]":
+        """The rewards that it is made of."""
+        return (self,)
 
 
 class TrainedReward(Reward, built_by="shoal.runs.rewards.trained:build"):
@@ -67,7 +72,8 @@ class ExactReward(Reward, built_by="shoal.runs.rewards.exact:build"):
 class WeightedReward(Section):
     """One reward of a sum."""
 
-    reward: Union[TrainedReward, JudgeReward, ClassifierReward, SentimentReward, ExactReward]
+    reward: Reward
+    """Any reward; a plugin's, too."""
     weight: float = 1.0
     """What its score is multiplied by."""
 
@@ -77,6 +83,12 @@ class SumReward(Reward, built_by="shoal.runs.rewards.total:build"):
 
     kind: Literal["sum"] = "sum"
     parts: tuple[WeightedReward, ...]
+    runs: tuple[str, ...] = ()
+    """Folders of the runs that trained those parts which have `preferences` and no `run`, in their order; empty: they are trained first."""
+
+    @property
+    def each(self) -> tuple[Reward, ...]:
+        return tuple(one for part in self.parts for one in part.reward.each)
 
 
 class Kl(Section):

@@ -26,7 +26,7 @@ def build(settings: ClassifierReward, run: Run) -> Score:
     labels = int(model.config.num_labels)
     if (settings.label is None and labels != 1) or (settings.label or 0) >= labels:
         raise ShoalError(f"rlhf.reward.label: {settings.model} has {labels} labels: say which of them is to be probable, from 0 on")
-    room = min(int(getattr(model.config, "max_position_embeddings", None) or _LONGEST), _LONGEST)
+    room = _room(model, tokenizer)
 
     @torch.no_grad()
     def score(answers: Sequence[Answer]) -> list[float]:
@@ -39,6 +39,17 @@ def build(settings: ClassifierReward, run: Run) -> Score:
         return found
 
     return score
+
+
+def _room(model: Any, tokenizer: Any) -> int:
+    """How many tokens it reads. Some count positions from their padding token on, and have so many fewer."""
+    positions = int(getattr(model.config, "max_position_embeddings", None) or _LONGEST)
+    begun = [
+        module.padding_idx + 1
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+    ]
+    return min(positions - max(begun, default=0), int(tokenizer.model_max_length), _LONGEST)
 
 
 def _loaded(name: str, token: str | None) -> tuple[Any, Any]:
