@@ -37,7 +37,9 @@ class AnySchedule(RuleBasedStateMachine):
         self._issue()
 
     def _issue(self) -> None:
-        assert self.leases.issue(self.version, [unit for unit in range(self.units) if unit not in self.settled], self.quorum) == []
+        assert (
+            self.leases.issue(self.version, [unit for unit in range(self.units) if unit not in self.settled], self.quorum, self.now) == []
+        )
 
     def _tried_in_vain(self, unit: int, worker: str, given_up: bool) -> None:
         self.in_vain[unit] += 1
@@ -56,7 +58,7 @@ class AnySchedule(RuleBasedStateMachine):
         if lease is None:
             assert self.leases.enough or self.leases.counts()["pending"] == 0
             return
-        assert lease == (lease.unit, self.version, worker, self.in_vain[lease.unit] + 1, self.now + LEASE_S)
+        assert lease == (lease.unit, self.version, worker, self.in_vain[lease.unit] + 1, self.now + LEASE_S, self.now)
         assert lease.attempt <= self.attempts
         assert lease.unit not in self.settled
         holders = [who for who in "ab" if self.leases.holds(who, lease.unit, self.now)]
@@ -109,7 +111,7 @@ class AnySchedule(RuleBasedStateMachine):
         if gives_back:
             self.leases.give_back(worker, unit)
         else:
-            given_up = self.leases.fail(worker, unit, "broken")
+            given_up = self.leases.fail(worker, unit, "broken", self.now)
             assert holds or given_up is None
             if holds:
                 self._tried_in_vain(unit, worker, given_up == GivenUp(unit, "broken"))
@@ -120,7 +122,7 @@ class AnySchedule(RuleBasedStateMachine):
     @rule(worker=WORKERS, in_order=st.booleans())
     def go(self, worker: str, in_order: bool) -> None:
         held = self.leases.held(worker)
-        given_up = set() if in_order else {unit for unit, _ in self.leases.lose(worker)}
+        given_up = set() if in_order else {unit for unit, _ in self.leases.lose(worker, self.now)}
         if in_order:
             self.leases.leave(worker)
         for lease in held:
@@ -165,7 +167,7 @@ class AnySchedule(RuleBasedStateMachine):
         self.accepted.remove(unit)
         self.settled.remove(unit)
         self.in_vain[unit] += 1
-        given_up = {unit for unit, _ in self.leases.issue(self.version, [unit], self.quorum)}
+        given_up = {unit for unit, _ in self.leases.issue(self.version, [unit], self.quorum, self.now)}
         assert given_up == ({unit} if self.in_vain[unit] == self.attempts else set())
         self.given_up |= given_up
         self.settled |= given_up
@@ -207,7 +209,7 @@ class AnySchedule(RuleBasedStateMachine):
         self.settled |= set(self.leases.given_up)
         for _ in range(2 * self.units + 2):
             self.version += 1
-            self.leases.issue(self.version, [unit for unit in range(self.units) if unit not in self.settled], 1)
+            self.leases.issue(self.version, [unit for unit in range(self.units) if unit not in self.settled], 1, self.now)
             lease = self.leases.claim("a", self.now)
             if lease is None:
                 break
@@ -222,7 +224,7 @@ TestAnySchedule.settings = settings(max_examples=100, stateful_step_count=40, de
 
 def test_an_update_of_weights_that_do_not_exist_yet_is_not_accepted() -> None:
     leases = Leases(LEASE_S, 3)
-    leases.issue(1, [1], None)
+    leases.issue(1, [1], None, 0.0)
     leases.claim("a", 0.0)
     assert leases.submit("a", 1, 2, 1.0) == "late"
     assert leases.submit("a", 1, 1, 1.0) == "accepted"
@@ -230,7 +232,7 @@ def test_an_update_of_weights_that_do_not_exist_yet_is_not_accepted() -> None:
 
 def test_the_next_deadline_is_that_of_the_lease_which_ends_first() -> None:
     leases = Leases(LEASE_S, 3)
-    leases.issue(1, [1, 2], None)
+    leases.issue(1, [1, 2], None, 0.0)
     assert leases.next_deadline() is None
     leases.claim("a", 0.0)
     leases.claim("b", 4.0)
@@ -247,7 +249,7 @@ def test_the_next_deadline_is_that_of_the_lease_which_ends_first() -> None:
 def test_a_call_costs_the_same_however_many_workers_and_units_there_are() -> None:
     """A second on a slow core. Calls that walked through all units or all workers would take minutes."""
     leases, workers = Leases(LEASE_S, 3), [f"w{n}" for n in range(10_000)]
-    leases.issue(1, range(100_000), None)
+    leases.issue(1, range(100_000), None, 0.0)
     for turn in range(3):
         now = 1.0 * turn
         claimed = {worker: leases.claim(worker, now) for worker in workers}
@@ -263,32 +265,134 @@ def test_a_call_costs_the_same_however_many_workers_and_units_there_are() -> Non
     assert leases.counts()["completed"] == 30_000
 
 
-def test_a_unit_that_a_worker_tried_in_vain_is_for_the_others_who_are_present() -> None:
-    leases = Leases(LEASE_S, 5)
-    leases.issue(1, [1], None)
+class Room:
+    """A unit that everybody fails, others that everybody manages, and who is there."""
 
-    def fails(worker: str, now: float, *present: str) -> bool:
-        if leases.claim(worker, now, lambda: present) is None:
+    def __init__(self, attempts: int, *present: str) -> None:
+        self.present = list(present)
+        self.leases = Leases(LEASE_S, attempts, present=lambda: self.present)
+        self.now, self.version = 0.0, 1
+        self.leases.issue(1, [1], None, 0.0)
+
+    def fails(self, worker: str) -> bool:
+        """Whether there was the unit for the worker, which failed it."""
+        if self.leases.claim(worker, self.now) is None:
             return False
-        leases.fail(worker, 1, "broken")
+        self.leases.fail(worker, 1, "broken", self.now)
         return True
 
-    assert fails("a", 0.0, "a", "b")
-    assert not fails("a", 1.0, "a", "b"), "b has not tried it"
-    assert leases.any_waits
-    assert fails("b", 1.0, "a", "b")
-    assert fails("a", 2.0, "a", "b"), "everybody has tried it"
-    assert not fails("a", 3.0, "a", "b", "idle")
-    assert fails("a", 2.0 + LEASE_S, "a", "b", "idle"), "one who never asks for a unit keeps nobody from trying"
-    assert leases.given_up == {}
-    assert fails("c", 20.0)
-    assert leases.given_up == {1: "broken"}
+    def manages(self, worker: str) -> None:
+        """A unit whose result is used: the next version is made of it."""
+        easy = 100 + self.version
+        self.leases.issue(self.version + 1, [easy], None, self.now)
+        assert self.leases.claim(worker, self.now) is not None
+        assert self.leases.submit(worker, easy, self.version + 1, self.now) == "accepted"
+        self.version += 2
+        self.leases.issue(self.version, [1], None, self.now)
+
+
+def test_a_unit_that_a_worker_tried_in_vain_is_for_the_others_who_are_present() -> None:
+    room = Room(4, "a", "b")
+    assert room.fails("a")
+    assert not room.fails("a"), "b has not tried it"
+    assert room.leases.any_waits
+    assert room.fails("b")
+    assert room.fails("a"), "everybody has tried it"
+    room.present.append("idle")
+    assert not room.fails("a")
+    room.now = LEASE_S
+    assert room.fails("a"), "one who never asks for a unit keeps nobody from trying"
+    assert room.leases.given_up == {1: "broken"}
+
+
+def test_while_somebody_is_there_who_manages_units_only_such_workers_use_up_attempts() -> None:
+    room = Room(2, "a", "b")
+    for worker in "aabb":
+        room.manages(worker)
+    for number in range(20):
+        room.present.append(f"new {number}")
+        assert room.fails(f"new {number}")
+        room.now += LEASE_S
+    assert room.leases.given_up == {}
+    assert [room.fails("a"), room.fails("b")] == [True, True]
+    assert room.leases.given_up == {1: "broken"}, "who manages others is believed that this one cannot be done"
+
+
+def test_who_fails_as_much_as_it_manages_is_not_believed() -> None:
+    room = Room(2, "a", "b")
+    room.manages("a")
+    room.manages("b")
+    for _ in range(5):
+        assert room.fails("b")
+        room.now += LEASE_S
+    assert room.leases.given_up == {}
+
+
+def test_when_nobody_is_left_who_manages_units_every_attempt_counts() -> None:
+    room = Room(2, "a", "b", "c")
+    room.manages("a")
+    assert [room.fails("b"), room.fails("c")] == [True, True]
+    assert room.leases.given_up == {}
+    room.present.remove("a")
+    assert room.fails("b")
+    assert room.leases.given_up == {1: "broken"}
+
+
+def test_before_anybody_has_managed_a_unit_it_waits_for_those_who_have_not_failed_it_for_a_lease() -> None:
+    room = Room(2, "a", "b", "c", "late")
+    assert [room.fails(worker) for worker in "abc"] == [True] * 3
+    assert room.leases.given_up == {}
+    room.now = LEASE_S
+    assert room.fails("a")
+    assert room.leases.given_up == {1: "broken"}, "a run that cannot work ends all the same"
+
+
+def test_a_run_in_which_everybody_fails_gives_its_units_up_at_once() -> None:
+    room = Room(2, "a", "b")
+    assert [room.fails("a"), room.fails("b")] == [True, True]
+    assert room.leases.given_up == {1: "broken"}
+    alone = Room(2, "a")
+    assert [alone.fails("a"), alone.fails("a")] == [True, True]
+    assert alone.leases.given_up == {1: "broken"}
+
+
+def test_a_unit_that_is_held_for_ever_goes_to_who_has_nothing_to_do() -> None:
+    leases = Leases(LEASE_S, 3)
+    leases.issue(1, [1], None, 0.0)
+    assert leases.claim("eve", 0.0) is not None
+    for now in (5.0, 10.0):
+        leases.renew("eve", now)
+        assert leases.free_hostage("ada", now) is None, "a lease's time is everybody's"
+    leases.renew("eve", 11.0)
+    assert leases.free_hostage("eve", 11.0) is None
+    freed = leases.free_hostage("ada", 11.0)
+    assert freed is not None
+    assert (freed[0].worker, freed[0].since, freed[1]) == ("eve", 0.0, None)
+    lease = leases.claim("ada", 11.0)
+    assert lease is not None
+    assert [leases.submit("eve", 1, 1, 12.0), leases.submit("ada", 1, 1, 12.0)] == ["late", "accepted"]
+    assert leases.workers["eve"] == {"failed": 1, "late": 1}
+
+
+def test_where_units_take_long_a_worker_may_take_four_times_as_long() -> None:
+    leases = Leases(LEASE_S, 3)
+    leases.issue(1, [1, 2], None, 0.0)
+    leases.claim("ada", 0.0)
+    leases.claim("slow", 0.0)
+    for now in range(1, 31):
+        for worker in ("ada", "slow"):
+            leases.renew(worker, float(now))
+    assert leases.submit("ada", 1, 1, 30.0) == "accepted"
+    for now in range(31, 121):
+        leases.renew("slow", float(now))
+    assert leases.free_hostage("ada", 120.0) is None
+    assert leases.free_hostage("ada", 120.1) is not None
 
 
 def test_a_unit_that_its_worker_disappeared_with_does_not_wait_for_that_one() -> None:
-    leases = Leases(LEASE_S, 3)
-    leases.issue(1, [1, 2], None)
+    leases = Leases(LEASE_S, 3, present=lambda: ("a", "b"))
+    leases.issue(1, [1, 2], None, 0.0)
     leases.claim("a", 0.0)
-    leases.lose("a")
-    found = [leases.claim(worker, 1.0, lambda: ("a", "b")) for worker in "aba"]
+    leases.lose("a", 0.0)
+    found = [leases.claim(worker, 1.0) for worker in "aba"]
     assert [lease and lease.unit for lease in found] == [2, 1, None]

@@ -1,24 +1,39 @@
-"""A student that fails every unit cannot use up the attempts of a class."""
+"""A student that fails every unit cannot use up the attempts of a class, under one name or many; and none keeps units for ever."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from tiny_cluster import Cluster, FakeWorker, contribution, strategy_of
 
 from shoal.config.schema.strategy import WorkUnits
 from shoal.config.schema.updates import NoCodec
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import Opened
+from shoal.coordinator.state import Bounds, Called, Opened
 from shoal.coordinator.units import Cut
 from shoal.updates import codecs
-from shoal.worker.protocol import Unit
+from shoal.updates.messages import Asked, header_of, parse
+from shoal.worker.protocol import Left, Unit
 
 
-def class_of(*names: str) -> tuple[Cluster, list[FakeWorker]]:
+class Invited(Cluster):
+    """A cluster whose newcomers come on the invitation of a guest, where one is named."""
+
+    guest = ""
+
+    def ask(self, asked: Asked, frames: Sequence[bytes | memoryview] = ()) -> int:
+        self.calls += 1
+        event = Called(self.calls, parse(header_of(asked)), frames, f"session-{self.calls}", guest=self.guest)
+        self.carry_out(self.coordinator.handle(event, self.now))
+        return self.calls
+
+
+def class_of(*names: str, guests: dict[str, int] | None = None) -> tuple[Invited, list[FakeWorker]]:
     """Ten epochs of twenty units, each tried twice at most; a batch has four samples."""
-    cluster = Cluster(strategy_of(WorkUnits(batches_per_unit=1, units_per_update=2)))
+    cluster = Invited(strategy_of(WorkUnits(batches_per_unit=1, units_per_update=2)))
     cluster.plan = cluster.plan._replace(
         cut=Cut(20, 1, 10),
         total_batches=200,
@@ -27,6 +42,7 @@ def class_of(*names: str) -> tuple[Cluster, list[FakeWorker]]:
         samples_per_batch=4,
         samples_per_epoch=78,
         heartbeat_interval_s=1e6,
+        bounds=Bounds(guests=guests or {}),
     )
     believed = cluster.coordinator.door.is_proved
     cluster.coordinator = Coordinator(cluster.plan, cluster.strategy, cluster.learner)
@@ -97,3 +113,80 @@ def test_samples_of_a_unit_are_those_that_it_has() -> None:
         deliver(cluster, ada, samples=4_000_000_000, weight=1e12)
     assert cluster.coordinator.state.samples == 78, "the last batch of the epoch is smaller"
     assert cluster.published[0].weight == 8
+
+
+def test_sixty_new_names_that_fail_everything_cost_a_class_no_unit() -> None:
+    cluster, (ada,) = class_of("ada")
+    for number in range(20):
+        eves = [cluster.join(f"eve{number}-{n}") for n in range(3)]
+        for _ in range(5):
+            for eve in eves:
+                assert eve.name not in cluster.coordinator.members.by_name or fail(cluster, eve)
+        deliver(cluster, ada)
+        deliver(cluster, ada)
+    assert cluster.coordinator.book.settled.failed == 0
+    assert cluster.coordinator.state.version == 20
+
+
+def test_one_result_does_not_buy_the_right_to_end_units() -> None:
+    cluster, (ada,) = class_of("ada")
+    eves = [cluster.join(f"eve{n}") for n in range(40)]
+    for eve in eves:
+        deliver(cluster, eve)
+    for _ in range(4):
+        deliver(cluster, ada)
+    for _ in range(4):
+        for eve in eves:
+            fail(cluster, eve)
+    assert cluster.coordinator.book.settled.failed == 0
+
+
+def test_the_quarantine_of_a_worker_holds_for_newcomers_on_the_same_invitation_and_is_said() -> None:
+    cluster, (ada,) = class_of("ada", guests={"eve": 2})
+    cluster.guest = "eve"
+    honest, hostile = cluster.join("laptop"), cluster.join("eve1")
+    deliver(cluster, honest)
+    cluster.guest = ""
+    deliver(cluster, ada)
+    while "eve1" in cluster.coordinator.members.by_name:
+        assert fail(cluster, hostile)
+    assert any("is kept out, with newcomers on the invitation of eve, for 600 s" in note for note in cluster.notes)
+    cluster.guest = "eve"
+    with pytest.raises(Left, match="a worker of eve failed what others manage: newcomers on that invitation may come in 600 s"):
+        cluster.join("eve2")
+    deliver(cluster, honest)
+    cluster.leave(honest)
+    assert cluster.join("laptop").name == "laptop", "whose results were used is no newcomer"
+    cluster.pass_time(601.0)
+    assert cluster.join("eve2").name == "eve2"
+
+
+def test_units_that_a_crowd_keeps_for_itself_go_to_who_has_nothing_to_do_and_everybody_is_told() -> None:
+    cluster, (ada,) = class_of("ada")
+    eves = [cluster.join(f"eve{n}") for n in range(64)]
+    for eve in eves:
+        assert lease(cluster, eve) is not None
+    assert lease(cluster, ada) is None
+    for _ in range(9):
+        cluster.pass_time(99.0)
+        for eve in eves:
+            cluster.beat(eve)
+    assert lease(cluster, ada) is None, "a lease's time is everybody's"
+    cluster.pass_time(120.0)
+    for _ in range(64):
+        deliver(cluster, ada)
+    assert cluster.coordinator.state.version == 32
+    assert any("eve0 has held unit 0 for" in note and "ada has nothing to do" in note for note in cluster.notes)
+    assert cluster.coordinator.members.by_name["eve0"].failed == 1, "it counts with whoever held the unit"
+
+
+def test_a_class_in_which_everybody_fails_ends_with_its_reason() -> None:
+    cluster, workers = class_of("ada", "bob", "cid")
+    for _ in range(2000):
+        if cluster.coordinator.finished:
+            break
+        for worker in workers:
+            fail(cluster, worker)
+    assert cluster.coordinator.finished
+    assert cluster.coordinator.book.settled.failed == 200
+    assert any("is given up: I do not feel like it" in note for note in cluster.notes)

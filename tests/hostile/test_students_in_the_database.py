@@ -216,6 +216,32 @@ def test_one_student_who_takes_all_and_fails_all_costs_the_class_no_unit(server:
         desk.close()
 
 
+def test_one_student_who_enrols_again_and_again_costs_the_class_no_unit_and_every_role_is_put_in_quarantine(
+    database: Database, server: PostgresServer, mia: Access, tmp_path: Path
+) -> None:
+    issue(server, 40)
+    honest = desk_of(mia, "mia")
+    roles = [enrolled(database, f"eve{n}", tmp_path / f"eve{n}") for n in range(24)]
+    hostile = [desk_of(role, f"eve{n}") for n, role in enumerate(roles)]
+    for desk in hostile:
+        for unit in desk.claim(1000, 0.0):
+            desk.fail(unit, "no")
+    assert server.table()["failed"] == 0, "mia has not tried them"
+    done = 0
+    while units := honest.claim(8, 0.0):
+        done += [honest.submit(unit, {}, [b"x"]) for unit in units].count("accepted")
+    assert done == 40
+    for request in server.poll(0):
+        server.consume(request)
+    server.issue(2, [(1, 0, 1)], 100.0, 3)
+    said = [note for note in server.notes() if "is in quarantine: 8 units failed there that others managed" in note]
+    assert len(said) == 24
+    for desk in (honest, *hostile):
+        desk.close()
+    for role in roles:
+        dismiss(database, role)
+
+
 def test_who_fails_what_others_manage_is_put_in_quarantine_and_both_sides_hear_why(
     database: Database, server: PostgresServer, mia: Access, eve: Access
 ) -> None:
@@ -296,6 +322,8 @@ def test_a_unit_that_is_held_for_ever_is_given_to_who_has_nothing_to_do(
     (unit,) = honest.claim(1, 0.0)
     assert honest.submit(unit, {}, [b"x"]) == "accepted"
     assert hostile.submit(kept, {}, [b"x"]) == "late"
+    (told,) = [note for note in server.notes() if "has held a unit" in note]
+    assert "eve has held a unit for 11 s, longer than others need, and somebody else has nothing to do" in told
     for desk in (honest, hostile):
         desk.close()
 

@@ -7,12 +7,15 @@ are long enough that the seconds which a test itself takes do not count.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from postgres_harness import Database
 
 from shoal.coordinator.leases import GivenUp, Leases
+from shoal.transports.databases import parse
 from shoal.transports.postgres import PostgresServer, Unit, UnitDesk
+from shoal.transports.postgres.enrolment import own_access
 
 LEASE_S = 1000.0
 ATTEMPTS = 3
@@ -54,19 +57,23 @@ class Keeper(Protocol):
 class PureKeeper:
     """The module itself."""
 
-    def __init__(self) -> None:
-        self.leases = Leases(LEASE_S, ATTEMPTS)
+    def __init__(self, *present: str) -> None:
+        """`present`: who is there from the beginning, where each worker is somebody else. Without them all are one, which tries again."""
+        self.present, self._apart = set(present), bool(present)
+        self.leases = Leases(LEASE_S, ATTEMPTS, present=lambda: self.present)
         self.now = 0.0
         self._given_up: list[GivenUp] = []
 
     def issue(self, version: int, units: Sequence[int], quorum: int | None = None) -> None:
-        self._given_up += self.leases.issue(version, units, quorum)
+        self._given_up += self.leases.issue(version, units, quorum, self.now)
 
     def claim(self, worker: str) -> Claimed | None:
         lease = self.leases.claim(worker, self.now)
         return Claimed(lease.unit, lease.version, lease.attempt) if lease is not None else None
 
     def renew(self, worker: str) -> None:
+        if self._apart:
+            self.present.add(worker)
         self.leases.renew(worker, self.now)
 
     def holds(self, worker: str, unit: int) -> bool:
@@ -79,14 +86,15 @@ class PureKeeper:
         self.leases.give_back(worker, unit)
 
     def fail(self, worker: str, unit: int) -> None:
-        given_up = self.leases.fail(worker, unit, "broken")
+        given_up = self.leases.fail(worker, unit, "broken", self.now)
         self._given_up += [given_up] if given_up is not None else []
 
     def leave(self, worker: str) -> None:
+        self.present.discard(worker)
         self.leases.leave(worker)
 
     def lose(self, worker: str) -> None:
-        self._given_up += self.leases.lose(worker)
+        self._given_up += self.leases.lose(worker, self.now)
 
     def wait(self, seconds: float) -> None:
         self.wait_unnoticed(seconds)
@@ -203,7 +211,8 @@ class PostgresKeeper:
     def forget(self) -> None:
         """Begin again, as if nobody had been here; the workers' connections stay."""
         self._consume()
-        self.owner.execute("TRUNCATE shoal.units, shoal.iterations, shoal.workers, shoal.tallies, shoal.contributions")
+        tables = ("units", "iterations", "workers", "tallies", "contributions", "failures", "standings")
+        self.owner.execute(f"TRUNCATE {', '.join(f'shoal.{table}' for table in tables)}".encode())
         for worker, desk in self.desks.items():
             assert desk.enter(worker, {}) == worker
         self.units, self._given_up = {}, {}
@@ -213,3 +222,35 @@ class PostgresKeeper:
             desk.close()
         self.server.close()
         self.owner.close()
+
+
+class StudentsKeeper(PostgresKeeper):
+    """As before, where each worker is a student with a role of its own. Nobody is made to wait for failing much: that is not a matter of
+    leases, and tested elsewhere."""
+
+    def __init__(self, database: Database, folder: Path, *students: str) -> None:
+        super().__init__(database)
+        self.accesses = {name: own_access(parse(database.conninfo("class")), name, folder / name, 5.0) for name in students}
+        self._enter()
+
+    def _enter(self) -> None:
+        for name, access in self.accesses.items():
+            if name not in self.desks:
+                self.desks[name] = UnitDesk(access.address, poll_interval_s=1.0)
+            assert self.desks[name].enter(name, {}) == name
+
+    def claim(self, worker: str) -> Claimed | None:
+        self.owner.execute("UPDATE shoal.standings SET failed_in_row = 0, paused_until = NULL, quarantined = NULL")
+        return super().claim(worker)
+
+    def wait_unnoticed(self, seconds: float) -> None:
+        super().wait_unnoticed(seconds)
+        passed = "make_interval(secs => %(s)s)"
+        self.owner.execute(f"UPDATE shoal.failures SET at = at - {passed}, first_at = first_at - {passed}".encode(), {"s": seconds})
+
+    def close(self) -> None:
+        super().close()
+        with self.database.connect() as owner:
+            for access in self.accesses.values():
+                owner.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = %s", (access.user,))
+                owner.execute("SELECT shoal.dismiss(%s)", (access.user,))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lease_keepers import ATTEMPTS, LEASE_S, Claimed, Keeper, PostgresKeeper, PureKeeper
+from lease_keepers import ATTEMPTS, LEASE_S, Claimed, Keeper, PostgresKeeper, PureKeeper, StudentsKeeper
 from postgres_harness import Database, PostgresProcess
 
 from shoal.coordinator.leases import NO_RESULT_IN_TIME, RESULT_WAS_UNUSABLE, WORKER_IS_GONE
@@ -27,6 +27,28 @@ def board(whole_board: PostgresKeeper) -> Iterator[PostgresKeeper]:
     whole_board.forget()
     yield whole_board
     assert whole_board.database.rows("SELECT * FROM shoal.orphans()") == []
+
+
+@pytest.fixture(scope="module")
+def whole_class(postgres: PostgresProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StudentsKeeper]:
+    database = Database(postgres)
+    made = StudentsKeeper(database, tmp_path_factory.mktemp("students"), *"abc")
+    yield made
+    made.close()
+    database.drop()
+
+
+@pytest.fixture
+def students(whole_class: StudentsKeeper) -> StudentsKeeper:
+    whole_class.forget()
+    return whole_class
+
+
+@pytest.fixture(params=["pure", "postgres"])
+def crowd(request: pytest.FixtureRequest) -> Keeper:
+    """Three who are there, and each is somebody else."""
+    found: Keeper = request.getfixturevalue("students") if request.param == "postgres" else PureKeeper(*"abc")
+    return found
 
 
 @pytest.fixture(params=["pure", "postgres"])
@@ -190,6 +212,70 @@ def test_a_unit_that_was_given_up_does_not_keep_others_from_being_done(keeper: K
     assert keeper.submit("a", 2, 1) == "accepted"
 
 
+# --- whose attempts count ---------------------------------------------------------------------------------
+
+
+def managed(keeper: Keeper, worker: str, version: int) -> None:
+    """The worker does a unit whose result is used; unit 1 is on offer again."""
+    keeper.issue(version, [100 + version])
+    assert keeper.claim(worker) is not None
+    assert keeper.submit(worker, 100 + version, version) == "accepted"
+    keeper.issue(version + 1, [1])
+
+
+def test_while_somebody_manages_units_those_who_manage_none_give_nothing_up(crowd: Keeper) -> None:
+    managed(crowd, "a", 1)
+    for attempt in range(1, 2 * ATTEMPTS, 2):
+        for number, worker in enumerate("bc"):
+            assert crowd.claim(worker) == Claimed(1, 2, attempt + number)
+            crowd.fail(worker, 1)
+        crowd.wait(LEASE_S)
+    assert crowd.given_up() == {}
+    assert crowd.claim("a") is not None
+    assert crowd.submit("a", 1, 2) == "accepted"
+
+
+def test_when_they_are_gone_every_attempt_counts(crowd: Keeper) -> None:
+    managed(crowd, "a", 1)
+    for _ in range(ATTEMPTS):
+        crowd.claim("b")
+        crowd.fail("b", 1)
+        crowd.wait(LEASE_S)
+    assert crowd.given_up() == {}
+    crowd.leave("a")
+    assert crowd.claim("b") is not None
+    crowd.fail("b", 1)
+    assert crowd.given_up() == {1: "broken"}
+
+
+def test_a_unit_that_reliable_workers_fail_is_given_up(crowd: Keeper) -> None:
+    for version, worker in enumerate("aaabbbccc"):
+        managed(crowd, worker, 2 * version + 1)
+    for worker in "abc":
+        assert crowd.given_up() == {}
+        crowd.claim(worker)
+        crowd.fail(worker, 1)
+    assert crowd.given_up() == {1: "broken"}
+
+
+def test_where_all_fail_a_unit_is_given_up_when_all_have_tried_it_or_a_lease_has_gone_by(crowd: Keeper) -> None:
+    crowd.issue(1, [1])
+    for worker in "ab":
+        crowd.claim(worker)
+        crowd.fail(worker, 1)
+    assert [crowd.claim("a"), crowd.claim("b")] == [None, None], "c has not tried it"
+    crowd.claim("c")
+    crowd.fail("c", 1)
+    assert crowd.given_up() == {1: "broken"}
+    crowd.issue(1, [2])
+    for _ in range(ATTEMPTS):
+        assert crowd.given_up() == {1: "broken"}
+        crowd.claim("a")
+        crowd.fail("a", 2)
+        crowd.wait(LEASE_S)
+    assert crowd.given_up() == {1: "broken", 2: "broken"}, "c is there, and never asks"
+
+
 # --- submit ---------------------------------------------------------------------------------------------
 
 
@@ -335,6 +421,12 @@ STEPS = st.one_of(
     st.tuples(st.just("next version"), st.sampled_from([None, 1, 2, 3])),
     st.tuples(st.just("spoil"), PLACES),
 )
+CROWDS_STEPS = st.one_of(
+    st.tuples(st.just("claim and fail"), WORKERS),
+    st.tuples(st.just("claim and fail"), WORKERS),
+    st.tuples(st.just("manage another"), WORKERS),
+    STEPS,
+)
 
 
 class Schedule:
@@ -361,6 +453,11 @@ class Schedule:
                 self._end(what, *self.claimed[-1 - argument % len(self.claimed)])
         elif what == "claim":
             self._claim(str(argument))
+        elif what == "claim and fail":
+            if (unit := self._claim(str(argument))) is not None:
+                self._end("fail", str(argument), unit, self.version)
+        elif what == "manage another":
+            self._manage(str(argument))
         elif what == "wait":
             assert isinstance(argument, float)
             for keeper in self.keepers:
@@ -375,12 +472,25 @@ class Schedule:
             for keeper in self.keepers:
                 getattr(keeper, what)(argument)
 
-    def _claim(self, worker: str) -> None:
+    def _claim(self, worker: str) -> int | None:
         pure, board = (keeper.claim(worker) for keeper in self.keepers)
         assert pure == board
-        if pure is not None:
-            self.claimed = [key for key in self.claimed if key != (worker, pure.unit, pure.version)]
-            self.claimed.append((worker, pure.unit, pure.version))
+        if pure is None:
+            return None
+        self.claimed = [key for key in self.claimed if key != (worker, pure.unit, pure.version)]
+        self.claimed.append((worker, pure.unit, pure.version))
+        return pure.unit
+
+    def _manage(self, worker: str) -> None:
+        """The worker does a unit that is the first on offer, and its result is used."""
+        another = 100 + self.version
+        self.open -= self.done | set(self.keepers[0].given_up())
+        self.version, self.done = self.version + 1, set()
+        for keeper in self.keepers:
+            keeper.issue(self.version, [another, *sorted(self.open)])
+        assert self._claim(worker) == another
+        self._end("submit", worker, another, self.version)
+        self.take(("next version", self.quorum))
 
     def _end(self, what: str, worker: str, unit: int, version: int) -> None:
         if what == "submit":
@@ -416,6 +526,18 @@ def test_the_module_and_the_database_do_the_same_under_any_schedule(
 ) -> None:
     board.forget()
     schedule = Schedule((PureKeeper(), board), units, quorum)
+    for step in steps:
+        schedule.take(step)
+    schedule.compare()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(units=st.integers(1, 4), quorum=st.sampled_from([None, 1, 2]), steps=st.lists(CROWDS_STEPS, min_size=10, max_size=40))
+def test_they_do_the_same_where_each_worker_is_somebody_else(
+    students: StudentsKeeper, units: int, quorum: int | None, steps: list[tuple[str, object]]
+) -> None:
+    students.forget()
+    schedule = Schedule((PureKeeper(*"abc"), students), units, quorum)
     for step in steps:
         schedule.take(step)
     schedule.compare()

@@ -110,6 +110,9 @@ class Doorkeeper:
             return Refusal()
         if (until := self.members.quarantined.get(name, now)) > now:
             return Refusal("quarantined", f"{name} failed what others manage, and may come back in {until - now:.0f} s")
+        if name not in state.sequences and (until := self.members.quarantined_guests.get(guest, now)) > now:
+            detail = f"a worker of {guest} failed what others manage: newcomers on that invitation may come in {until - now:.0f} s"
+            return Refusal("quarantined", detail)
         if not self.members.has_room_for(name):
             return Refusal("full", "the coordinator has as many workers as it can take")
         most = self.bounds.guests.get(guest) if guest else None

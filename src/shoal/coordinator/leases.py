@@ -4,19 +4,27 @@ A unit is pending, claimed, completed, failed (given up) or cancelled. This modu
 the same inside a database, and one suite of tests holds both. It reads no clock: time is passed in, in seconds, and never goes back.
 
 Holds: one worker at most has a unit; nothing is accepted after its lease ended, for a version that is too old, or beyond the quorum; a unit
-is tried in vain `attempts` times at most, and then given up, so it never keeps an epoch from ending; as long as somebody else is there to
-try it, a unit does not come back to a worker that tried it in vain, so no worker uses up the attempts of all. No call walks through all
-units or workers, except that a new version looks at the units that workers have.
+is tried in vain `attempts` times, and then given up, so it never keeps an epoch from ending; as long as somebody else is there to try it, a
+unit does not come back to a worker that tried it in vain, so no worker uses up the attempts of all. As long as somebody is there who manages
+more units than it fails, only what such workers try in vain counts: names are free, and a crowd of new ones that fail everything ends
+nothing. Where nobody has managed any yet, a unit also waits, for a lease's time, for those who have not failed it. No call walks through all
+units or workers, except that a new version looks at the units that workers have, and a failure that may be the last one at its workers.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import NamedTuple
 
 ACCEPTED, LATE, CANCELLED = "accepted", "late", "cancelled"
 NO_RESULT_IN_TIME, WORKER_IS_GONE, RESULT_WAS_UNUSABLE = "no result in time", "its worker is gone", "its result could not be used"
+HELD_TOO_LONG = "it was held for longer than others need, while they had nothing to do"
+_TIMES_AS_LONG = 4
+"""A unit that is held so many times as long as usual, and longer than a lease, goes to somebody who has nothing to do."""
+_LAST_TIMES = 101
+"""The latest results whose times say what is usual."""
 
 
 class Lease(NamedTuple):
@@ -27,6 +35,8 @@ class Lease(NamedTuple):
     worker: str
     attempt: int
     deadline: float
+    since: float
+    """When it was claimed."""
 
 
 class GivenUp(NamedTuple):
@@ -36,12 +46,20 @@ class GivenUp(NamedTuple):
     reason: str
 
 
+class Try(NamedTuple):
+    """Somebody tried a unit in vain."""
+
+    worker: str
+    at: float
+
+
 class Leases:
     """The units of one version: which wait, who holds which until when, and which have a result."""
 
-    def __init__(self, lease_s: float, attempts: int, most_lag: int = 0) -> None:
-        """`most_lag`: versions that may be made while a worker has a unit, before that is cancelled."""
-        self.lease_s, self.attempts, self.most_lag = lease_s, attempts, most_lag
+    def __init__(self, lease_s: float, attempts: int, most_lag: int = 0, present: Callable[[], Iterable[str]] = tuple) -> None:
+        """`most_lag`: versions that may be made while a worker has a unit, before that is cancelled. `present`: the workers that are here,
+        without those that failed too many units in a row."""
+        self.lease_s, self.attempts, self.most_lag, self.present = lease_s, attempts, most_lag, present
         self.version = -1
         self.quorum: int | None = None
         self.workers: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -53,8 +71,15 @@ class Leases:
         """The lease that ends next comes first: all are equally long, and one that is renewed moves to the end."""
         self._completed: dict[int, Lease] = {}
         self._held_by: defaultdict[str, dict[int, None]] = defaultdict(dict)
-        self._tried: defaultdict[int, list[Lease]] = defaultdict(list)
-        """The leases under which units were tried in vain. They outlive their version."""
+        self._tried: defaultdict[int, list[Try]] = defaultdict(list)
+        """Who tried units in vain. That outlives their version."""
+        self._ages: OrderedDict[int, None] = OrderedDict()
+        """The units that are claimed; the one that was claimed first comes first, however often it was renewed."""
+        self._times: deque[float] = deque(maxlen=_LAST_TIMES)
+        self._managed: Counter[str] = Counter()
+        """Units of older versions with a result, by worker."""
+        self._failed: Counter[str] = Counter()
+        """Units that each worker tried in vain."""
         self._last: dict[str, tuple[tuple[int, int], str]] = {}
         """The unit and version that each worker handed in last, and the outcome: to recognise a result that comes again."""
         self._totals = {"issued": 0, "completed": 0, "cancelled": 0}
@@ -62,7 +87,7 @@ class Leases:
 
     # --- the coordinator's side ----------------------------------------------------------------------
 
-    def issue(self, version: int, units: Sequence[int], quorum: int | None) -> list[GivenUp]:
+    def issue(self, version: int, units: Sequence[int], quorum: int | None, now: float) -> list[GivenUp]:
         """Offer units, in this order. A new version cancels what is open for those that are too old; the same version again adds units.
 
         A unit that is open stays as it is, and one that was given up stays so. One that has a result of this version is listed again
@@ -73,14 +98,15 @@ class Leases:
         self.version, self.quorum = version, quorum
         spoiled = [unit for unit in units if unit in self._completed]
         new = [unit for unit in units if not any(unit in known for known in (self._completed, self._pending, self._claimed, self.given_up))]
-        given_up = _only([self._count_attempt(self._completed.pop(unit), RESULT_WAS_UNUSABLE) for unit in spoiled])
+        given_up = _only([self._count_attempt(self._completed.pop(unit), RESULT_WAS_UNUSABLE, now) for unit in spoiled])
         self._pending.update(dict.fromkeys(new))
         self._totals["issued"] += len(new)
         return given_up
 
     def _cancel(self, version: int) -> None:
-        for unit in self._completed:
+        for unit, lease in self._completed.items():
             self._tried.pop(unit, None)
+            self._managed[lease.worker] += 1
         late = [lease for lease in self._claimed.values() if lease.version < version - self.most_lag]
         self._totals["completed"] += len(self._completed)
         self._totals["cancelled"] += len(self._pending) + len(late)
@@ -93,16 +119,26 @@ class Leases:
         """End the leases whose deadline has come: their units wait again, at the end, or are given up."""
         ended = []
         while (deadline := self.next_deadline()) is not None and deadline <= now:
-            ended.append(self._fail(next(iter(self._claimed.values())), NO_RESULT_IN_TIME))
+            ended.append(self._fail(next(iter(self._claimed.values())), NO_RESULT_IN_TIME, now))
         return _only(ended)
 
     def next_deadline(self) -> float | None:
         """When `expire` has something to do, if no lease is renewed before."""
         return next(iter(self._claimed.values())).deadline if self._claimed else None
 
-    def lose(self, worker: str) -> list[GivenUp]:
+    def lose(self, worker: str, now: float) -> list[GivenUp]:
         """The worker disappeared without a word. What it held was tried in vain, since a unit may be what kills workers."""
-        return _only([self._fail(lease, WORKER_IS_GONE) for lease in self.held(worker)])
+        return _only([self._fail(lease, WORKER_IS_GONE, now) for lease in self.held(worker)])
+
+    def free_hostage(self, worker: str, now: float) -> tuple[Lease, GivenUp | None] | None:
+        """Take away the unit that another one has held for longest, where that is too long, since this worker has nothing to do. Signs of
+        life renew a lease without end, and come from whoever likes to send them. None: there is no such unit."""
+        lease = next((self._claimed[unit] for unit in self._ages if self._claimed[unit].worker != worker), None)
+        if lease is None or self.enough or now - lease.since <= self.lease_s:
+            return None
+        if self._times and now - lease.since <= _TIMES_AS_LONG * median(self._times):
+            return None
+        return lease, self._fail(lease, HELD_TOO_LONG, now)
 
     @property
     def enough(self) -> bool:
@@ -122,26 +158,27 @@ class Leases:
         """Whether there is a unit to claim, though not for each worker."""
         return bool(self._pending) and not self.enough
 
-    def claim(self, worker: str, now: float, present: Callable[[], Iterable[str]] = tuple) -> Lease | None:
+    def claim(self, worker: str, now: float) -> Lease | None:
         """Lease the unit that has waited longest. None: there is none for this worker, or the round has enough results.
 
-        What it tried in vain itself is for the others who are `present`, until all have tried it or its lease of then would have ended.
+        What it tried in vain itself is for the others who are present, until all have tried it or a lease's time has gone by.
         """
         waiting = self._pending if self.any_waits else ()
-        unit = next((unit for unit in waiting if self._may_try(unit, worker, now, present)), None)
+        unit = next((unit for unit in waiting if self._may_try(unit, worker, now)), None)
         if unit is None:
             return None
         del self._pending[unit]
-        lease = Lease(unit, self.version, worker, len(self._tried.get(unit, ())) + 1, now + self.lease_s)
+        lease = Lease(unit, self.version, worker, len(self._tried.get(unit, ())) + 1, now + self.lease_s, now)
         self._claimed[unit] = lease
+        self._ages[unit] = None
         self._held_by[worker][unit] = None
         if worker in self._last and self._last[worker][0] == (unit, self.version):
             del self._last[worker]  # the next result of this unit is another one
         return lease
 
-    def _may_try(self, unit: int, worker: str, now: float, present: Callable[[], Iterable[str]]) -> bool:
-        tried = {lease.worker: lease.deadline for lease in self._tried.get(unit, ())}
-        return tried.get(worker, now) <= now or all(name in tried for name in present())
+    def _may_try(self, unit: int, worker: str, now: float) -> bool:
+        tried = dict(self._tried.get(unit, ()))
+        return worker not in tried or tried[worker] + self.lease_s <= now or all(name in tried for name in self.present())
 
     def held(self, worker: str) -> list[Lease]:
         """What the worker has claimed, oldest first: the answer to one who asks again because the first answer was lost."""
@@ -178,6 +215,7 @@ class Leases:
             self._pending[unit] = None
             return LATE
         self._completed[unit] = lease
+        self._times.append(now - lease.since)
         return ACCEPTED
 
     def give_back(self, worker: str, unit: int) -> None:
@@ -191,10 +229,10 @@ class Leases:
         for lease in self.held(worker):
             self.give_back(worker, lease.unit)
 
-    def fail(self, worker: str, unit: int, reason: str) -> GivenUp | None:
+    def fail(self, worker: str, unit: int, reason: str, now: float) -> GivenUp | None:
         """The unit did not work there: another one tries, unless that was the last attempt."""
         lease = self._lease(worker, unit)
-        return self._fail(lease, reason) if lease is not None else None
+        return self._fail(lease, reason, now) if lease is not None else None
 
     # --- how a lease ends ----------------------------------------------------------------------------
 
@@ -203,23 +241,38 @@ class Leases:
         return lease if lease is not None and lease.worker == worker else None
 
     def _end(self, lease: Lease) -> None:
-        del self._claimed[lease.unit], self._held_by[lease.worker][lease.unit]
+        del self._claimed[lease.unit], self._ages[lease.unit], self._held_by[lease.worker][lease.unit]
 
-    def _fail(self, lease: Lease, reason: str) -> GivenUp | None:
+    def _fail(self, lease: Lease, reason: str, now: float) -> GivenUp | None:
         self._end(lease)
         self.workers[lease.worker]["failed"] += 1
-        return self._count_attempt(lease, reason)
+        return self._count_attempt(lease, reason, now)
 
-    def _count_attempt(self, lease: Lease, reason: str) -> GivenUp | None:
+    def _count_attempt(self, lease: Lease, reason: str, now: float) -> GivenUp | None:
         """Let others try the unit, or give it up."""
         unit = lease.unit
-        self._tried[unit].append(lease)
-        if len(self._tried[unit]) < self.attempts:
+        self._tried[unit].append(Try(lease.worker, now))
+        self._failed[lease.worker] += 1
+        if not self._is_hopeless(self._tried[unit], now):
             self._pending[unit] = None
             return None
         del self._tried[unit]
         self.given_up[unit] = reason
         return GivenUp(unit, reason)
+
+    def _is_hopeless(self, tried: Sequence[Try], now: float) -> bool:
+        """Whether a unit was tried in vain as often as it may be. Whose attempts count depends on who is there to show that it can be done."""
+        if len(tried) < self.attempts:
+            return False
+        if any(self._is_reliable(name) for name in self.present()):
+            return sum(self._is_reliable(one.worker) for one in tried) >= self.attempts
+        if tried[0].at + self.lease_s <= now:
+            return True
+        names = {one.worker for one in tried}
+        return all(name in names for name in self.present())
+
+    def _is_reliable(self, worker: str) -> bool:
+        return self._managed[worker] > self._failed[worker]
 
 
 def _only(found: Iterable[GivenUp | None]) -> list[GivenUp]:

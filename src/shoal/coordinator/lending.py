@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.coordinator.book import Book
 from shoal.coordinator.claims import Claims
 from shoal.coordinator.effects import Effect, Frames, Issue, Note, Stop
-from shoal.coordinator.leases import GivenUp, Leases
+from shoal.coordinator.leases import HELD_TOO_LONG, GivenUp, Leases
 from shoal.coordinator.membership import Worker
 from shoal.coordinator.state import LeaseResult, Plan, delivered
 from shoal.coordinator.units import ISSUED_PER_QUORUM, LEAST_ISSUED, Cut
@@ -45,7 +45,11 @@ class Host(Protocol):
         ...
 
     def at_work(self) -> Iterator[str]:
-        """The names of those who are here and may be given units."""
+        """The names of those who are here and have not failed too many units in a row."""
+        ...
+
+    def blame(self, name: str, reason: str) -> None:
+        """A worker of this name had a unit in vain, and has not said so itself."""
         ...
 
 
@@ -64,12 +68,14 @@ class Lender:
     def __init__(self, host: Host, cut: Cut, quorum: int) -> None:
         self.host, self.cut, self.quorum = host, cut, quorum
         plan = host.plan
-        self.leases = None if plan.leased_elsewhere else Leases(plan.lease_s, plan.attempts, plan.most_lag)
+        self.leases = None if plan.leased_elsewhere else Leases(plan.lease_s, plan.attempts, plan.most_lag, host.at_work)
         self.claiming: OrderedDict[str, Claiming] = OrderedDict()
         """By session, longest waiting first."""
         self._offered: list[int] = []
         self._settled_offers = 0
         """How many of them, from the first on, are known to be settled."""
+        self._blamed: list[tuple[str, str]] = []
+        """Workers whose units were taken away, and why."""
 
     # --- what is offered ---------------------------------------------------------------------------
 
@@ -85,7 +91,7 @@ class Lender:
         if self.leases is None:
             self.host.emit(Issue(version, units))
         else:
-            for given_up in self.leases.issue(version, units, None):
+            for given_up in self.leases.issue(version, units, None, self.host.now):
                 self._failed(given_up)
 
     def offer_more(self) -> None:
@@ -166,6 +172,12 @@ class Lender:
             del self.claiming[session]
             self.host.answer(claiming.caller, lease or {"kind": "lease", "unit": NO_UNIT}, claiming.worker, claiming.have)
 
+    def blame(self) -> None:
+        """Count it with those whose units were taken away. That may keep them out, so it is done when everybody else was served."""
+        blamed, self._blamed = self._blamed, []
+        for name, reason in blamed:
+            self.host.blame(name, reason)
+
     @property
     def _any_waits(self) -> bool:
         return self.leases is not None and self.leases.any_waits
@@ -177,12 +189,29 @@ class Lender:
             if lease.version != self.leases.version:  # the answer brings newer weights than it was leased with
                 self.leases.give_back(worker.name, lease.unit)
         held = self.leases.held(worker.name)
-        found = held[0] if held else self.leases.claim(worker.name, self.host.now, self.host.at_work)
+        found = held[0] if held else self.leases.claim(worker.name, self.host.now)
+        if found is None and self._free_hostage(worker):
+            found = self.leases.claim(worker.name, self.host.now)
         if found is None:
             return None
         epoch, start, batches = self.cut.unit(found.unit)
         unit = {"kind": "lease", "unit": found.unit, "epoch": epoch, "start": start, "batches": batches}
         return unit | self.host.book.lease(found.unit)
+
+    def _free_hostage(self, worker: Worker) -> bool:
+        assert self.leases is not None
+        freed = self.leases.free_hostage(worker.name, self.host.now)
+        if freed is None:
+            return False
+        lease, given_up = freed
+        held_s = self.host.now - lease.since
+        text = f"{lease.worker} has held unit {lease.unit} for {held_s:.0f} s, longer than others need, and {worker.name} has nothing to do"
+        self.host.emit(
+            Note(f"warning: {text}: the unit is taken away from {lease.worker}. Smaller units (batches_per_unit) suit slow workers")
+        )
+        self._failed(given_up)
+        self._blamed.append((lease.worker, HELD_TOO_LONG))
+        return True
 
     def submit(self, worker: Worker, asked: Contribute, frames: Frames) -> str:
         """Take a unit's result where its lease is held. Return what became of it. Raises UpdateError."""
@@ -193,7 +222,7 @@ class Lender:
         try:
             decoded = host.book.decode_unit(frames, asked.unit, asked.base, worker.name, worker.experts)
         except codecs.UpdateError as error:
-            self._failed(self.leases.fail(worker.name, asked.unit, f"what {worker.name} sent cannot be used: {error}"))
+            self._failed(self.leases.fail(worker.name, asked.unit, f"what {worker.name} sent cannot be used: {error}", host.now))
             raise
         outcome = self.leases.submit(worker.name, asked.unit, asked.base, host.now)
         if outcome == "accepted":
@@ -210,7 +239,7 @@ class Lender:
         """The worker could not do a unit. Return whether it had it."""
         assert self.leases is not None
         held = any(lease.unit == unit for lease in self.leases.held(worker.name))
-        self._failed(self.leases.fail(worker.name, unit, reason))
+        self._failed(self.leases.fail(worker.name, unit, reason, self.host.now))
         return held
 
     def renew(self, worker: Worker) -> None:
@@ -223,7 +252,7 @@ class Lender:
         if self.leases is not None and left:
             self.leases.leave(worker.name)
         elif self.leases is not None:
-            for given_up in self.leases.lose(worker.name):
+            for given_up in self.leases.lose(worker.name, self.host.now):
                 self._failed(given_up)
         claiming = self.claiming.pop(worker.session, None)
         return None if claiming is None else claiming.caller

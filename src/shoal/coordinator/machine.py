@@ -370,11 +370,15 @@ class Coordinator:
 
     def is_paused(self, worker: Worker) -> bool:
         """Until one of the others has shown whether the units can be done at all."""
-        most = self.plan.bounds.failures
-        return worker.failed >= most and any(one.failed < most for one in self.members.by_name.values())
+        return worker.failed >= self.plan.bounds.failures and any(True for _ in self.at_work())
 
     def at_work(self) -> Iterator[str]:
-        return (name for name, worker in self.members.by_name.items() if not self.is_paused(worker))
+        most = self.plan.bounds.failures
+        return (name for name, worker in self.members.by_name.items() if worker.failed < most)
+
+    def blame(self, name: str, reason: str) -> None:
+        if (worker := self.members.by_name.get(name)) is not None:
+            self._count_failure(worker, reason)
 
     def _count_failure(self, worker: Worker, reason: str) -> None:
         """A worker that fails unit after unit, while others manage theirs, would use up everybody's attempts."""
@@ -383,10 +387,11 @@ class Coordinator:
         others = [one for one in self.members.by_name.values() if one is not worker and one.accepted and not one.failed]
         if worker.failed < self.plan.bounds.failures or not others:
             return
-        self.members.quarantine(worker.name, self.now + self.plan.bounds.quarantine_s)
+        self.members.quarantine(worker, self.now + self.plan.bounds.quarantine_s)
+        whom = f", with newcomers on the invitation of {worker.guest}," if worker.guest else ""
         self.emit(
             Note(
-                f"warning: {worker.name} failed {worker.failed} units in a row that others manage, and is kept out for "
+                f"warning: {worker.name} failed {worker.failed} units in a row that others manage, and is kept out{whom} for "
                 f"{self.plan.bounds.quarantine_s:.0f} s: {reason}"
             )
         )
@@ -613,6 +618,7 @@ class Coordinator:
         if not more:
             lender.offer_more()
         lender.serve(LONGEST_WAIT_S)
+        lender.blame()
 
     def _watch_quorum(self) -> None:
         if self.plan.cut is not None or self.finished:

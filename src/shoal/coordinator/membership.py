@@ -149,6 +149,8 @@ class Membership:
         """By name: the last processes whose place another one took."""
         self.quarantined: OrderedDict[str, float] = OrderedDict()
         """Names that failed what others manage, and until when they are kept out."""
+        self.quarantined_guests: dict[str, float] = {}
+        """People on whose invitation such a worker came, and until when no newcomer is let in on it."""
         self._named = 0
 
     def add(
@@ -182,9 +184,11 @@ class Membership:
         """Another process has taken a worker's name. If both came back whenever the other did, neither would get anything done."""
         self.replaced.setdefault(worker.name, deque(maxlen=_MOST_REPLACED)).append(worker.instance)
 
-    def quarantine(self, name: str, until: float) -> None:
-        self.quarantined.pop(name, None)
-        self.quarantined[name] = until
+    def quarantine(self, worker: Worker, until: float) -> None:
+        self.quarantined.pop(worker.name, None)
+        self.quarantined[worker.name] = until
+        if worker.guest:
+            self.quarantined_guests[worker.guest] = until
         if len(self.quarantined) > self.most_sessions:
             self.quarantined.popitem(last=False)
 
