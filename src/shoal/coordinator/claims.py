@@ -7,6 +7,7 @@ is taken up to what they can hold. Figures are for people: one that is not finit
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from shoal.coordinator.state import Plan
@@ -15,8 +16,9 @@ from shoal.updates.holding import why_not_held
 from shoal.updates.messages import Contribute, Delivered
 
 LARGEST_FIGURE = 1e12
-_MOST_FIGURES = 1024
-"""Names of figures in a run: whoever makes up ever new ones fills no memory."""
+_MOST_FIGURES, _MOST_OF_ONE = 4096, 256
+"""Names of figures in a run, and those that one worker may bring: whoever makes up ever new ones fills no memory, and takes away only what
+others come with later. What the run's own task tells (`Plan.figures`) always has its place."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.,:/ -]{1,128}")
 _MOST_SKIPPED = 64
 """Contributions that a worker may have made without sending them: they were not finite, or a crash forgot that they were turned away."""
@@ -28,14 +30,16 @@ class Claims:
     def __init__(self, plan: Plan, most_batches: int, refused: dict[str, int]) -> None:
         """`refused`: where figures that are left out are counted."""
         self.plan, self.most_batches, self.refused = plan, most_batches, refused
-        self._names: set[str] = set()
+        self._names: set[str] = set(plan.figures)
+        self._brought: Counter[str] = Counter()
+        """How many of the names each worker was the first to tell."""
 
     # --- what a contribution was made of ---------------------------------------------------------------
 
-    def believed(self, asked: Contribute) -> Contribute:
+    def believed(self, asked: Contribute, worker: str) -> Contribute:
         """A contribution from a worker's own seat, with what can be true of it."""
         samples = asked.samples if self.plan.samples_per_batch is None else min(asked.samples, asked.batches * self.plan.samples_per_batch)
-        weight, metrics = self._weight(asked.weight, samples), self.figures(asked.metrics)
+        weight, metrics = self._weight(asked.weight, samples), self.metrics(asked.metrics, worker)
         if (samples, weight) == (asked.samples, asked.weight) and len(metrics) == len(asked.metrics):
             return asked
         return asked._replace(samples=samples, weight=weight, metrics=metrics)
@@ -44,7 +48,8 @@ class Claims:
         """What was learned from a unit: the unit says of how many samples."""
         samples = self.samples_of(Unit(asked.epoch, asked.start, asked.batches))
         samples = asked.samples if samples is None else samples
-        return asked._replace(samples=samples, weight=self._weight(asked.weight, samples), metrics=self.figures(asked.metrics))
+        metrics = self.metrics(asked.metrics, asked.worker)
+        return asked._replace(samples=samples, weight=self._weight(asked.weight, samples), metrics=metrics)
 
     def samples_of(self, unit: Unit) -> int | None:
         """Samples in a unit; None: nobody said how large batches are."""
@@ -91,20 +96,27 @@ class Claims:
     # --- figures ----------------------------------------------------------------------------------------
 
     def figures(self, told: Mapping[str, float]) -> dict[str, float]:
-        """Those that people can be shown."""
-        if not told:
-            return {}
-        kept = {name: value for name, value in told.items() if self._is_sane(name, value)}
+        """Those of a sign of life that people can be shown. The next one takes their place, so nobody keeps their names."""
+        return self._kept(told, {name: value for name, value in told.items() if _is_sane(value) and _PLAIN_NAME.fullmatch(name)})
+
+    def metrics(self, told: Mapping[str, float], worker: str) -> dict[str, float]:
+        """Those of a contribution that go into the run's records."""
+        return self._kept(told, {name: value for name, value in told.items() if _is_sane(value) and self._is_known(name, worker)})
+
+    def _kept(self, told: Mapping[str, float], kept: dict[str, float]) -> dict[str, float]:
         if len(kept) < len(told):
             self.refused["figures"] = self.refused.get("figures", 0) + len(told) - len(kept)
         return kept
 
-    def _is_sane(self, name: str, value: float) -> bool:
-        if not abs(value) <= LARGEST_FIGURE:  # neither is what is not a number
-            return False
+    def _is_known(self, name: str, worker: str) -> bool:
         if name in self._names:
             return True
-        if len(self._names) >= _MOST_FIGURES or not _PLAIN_NAME.fullmatch(name):
+        if len(self._names) >= _MOST_FIGURES or self._brought[worker] >= _MOST_OF_ONE or not _PLAIN_NAME.fullmatch(name):
             return False
         self._names.add(name)
+        self._brought[worker] += 1
         return True
+
+
+def _is_sane(value: float) -> bool:
+    return abs(value) <= LARGEST_FIGURE  # what is not a number is not

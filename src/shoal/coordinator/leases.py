@@ -5,10 +5,11 @@ the same inside a database, and one suite of tests holds both. It reads no clock
 
 Holds: one worker at most has a unit; nothing is accepted after its lease ended, for a version that is too old, or beyond the quorum; a unit
 is tried in vain `attempts` times, and then given up, so it never keeps an epoch from ending; as long as somebody else is there to try it, a
-unit does not come back to a worker that tried it in vain, so no worker uses up the attempts of all. As long as somebody is there who manages
-more units than it fails, only what such workers try in vain counts: names are free, and a crowd of new ones that fail everything ends
-nothing. Where nobody has managed any yet, a unit also waits, for a lease's time, for those who have not failed it. No call walks through all
-units or workers, except that a new version looks at the units that workers have, and a failure that may be the last one at its workers.
+unit does not come back to a worker that tried it in vain, so no worker uses up the attempts of all. As long as somebody is there who
+manages more units than it fails, only what such workers try in vain counts: names are free, and a crowd of new ones that fail everything
+ends nothing. Where nobody has managed any yet, a unit also waits, for a lease's time, for those who have not failed it. No call walks
+through all units or workers, except that a new version looks at the units that workers have, and a failure that may be the last one at who
+is there.
 """
 
 from __future__ import annotations
@@ -261,7 +262,8 @@ class Leases:
         return GivenUp(unit, reason)
 
     def _is_hopeless(self, tried: Sequence[Try], now: float) -> bool:
-        """Whether a unit was tried in vain as often as it may be. Whose attempts count depends on who is there to show that it can be done."""
+        """Whether a unit was tried in vain as often as it may be. Whose attempts count depends on who is there to show that it can be
+        done."""
         if len(tried) < self.attempts:
             return False
         if any(self._is_reliable(name) for name in self.present()):

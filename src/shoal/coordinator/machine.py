@@ -467,7 +467,7 @@ class Coordinator:
             worker.reject("malformed")
             return self.refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
-        made = accepted(worker.name, worker.seat, self.claims.believed(asked), share, number, late, worker.experts)
+        made = accepted(worker.name, worker.seat, self.claims.believed(asked, worker.name), share, number, late, worker.experts)
         self.record(made, event.frames, decoded)
         self._move_on(worker, asked)
         self._close_what_is_due()  # the answer then brings the weights that this contribution moved

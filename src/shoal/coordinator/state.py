@@ -167,6 +167,8 @@ class Plan(NamedTuple):
     """What receipts are sealed with (`seals.py`); empty: they are not."""
     owner_key: str = ""
     """The public half of the owner's key: orders that it proves are obeyed. Empty: nobody gives orders here."""
+    figures: tuple[str, ...] = ("loss",)
+    """Names of figures that the run's own task tells: these are recorded whatever else workers tell."""
     samples_per_batch: int | None = None
     """None: what workers say of their samples is not checked."""
     samples_per_epoch: int | None = None

@@ -181,7 +181,7 @@ def devices_of(run: Run) -> int:
 
 
 def _plan_of(run: Run, agreed: Agreed) -> Plan:
-    feed, length, samples = agreed.policies.feed, agreed.length, agreed.parts.data.train
+    feed, length, samples, task = agreed.policies.feed, agreed.length, agreed.parts.data.train, agreed.parts.engine.task
     return Plan(
         updates=run.updates,
         seed=run.seed,
@@ -200,6 +200,7 @@ def _plan_of(run: Run, agreed: Agreed) -> Plan:
         spans=agreed.spans,
         experts=expert_blocks(agreed.parts.single, agreed.policies.expert_cap, run.updates.experts_apart),
         episodes=episode_rows(agreed.parts.single),
+        figures=("loss", task.headline, *(f"{player}_loss" for player in task.players)),
         samples_per_batch=length.samples_per_batch or run.training.batch_size,
         samples_per_epoch=_samples_per_epoch(length, samples),
         weight_per_sample=weight_per_sample(run, samples),
