@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.config import Run
 from shoal.config.load import resolve_data
+from shoal.errors import ShoalError
 from shoal.runs.going_on import changes, forbidden
+from shoal.runs.homes import InFolder
+from shoal.runs.inviting import Secrets
+from shoal.transports.keys import new_keys
 
 
 def run_of(settings: Mapping[str, Any]) -> Run:
@@ -25,6 +30,9 @@ def run_of(settings: Mapping[str, Any]) -> Run:
         {"training": {"early_stopping": {"patience": 3}}},
         {"strategy": {"kind": "diloco", "round_timeout_s": 5.0, "grace_s": 1.0, "rounds": 7}},
         {"coordinator": {"heartbeat_interval_s": 1.0}},
+        {"coordinator": {"joins_per_minute": 6, "failures_per_worker": 2, "workers_at_once": 9, "devices_per_worker": 1}},
+        {"coordinator": {"state_path": "elsewhere", "checkpoint_path": "weights.safetensors"}},
+        {"updates": {"below_quorum": "stop"}},
         {"logging": {"every_steps": 3, "sinks": ["wandb"]}},
         {"checkpoint": {"every_steps": 3, "keep_last": 9}},
         {"evaluation": {"every_steps": 3, "batches": 2}},
@@ -61,3 +69,13 @@ def test_settings_of_another_kind_are_not_set_before() -> None:
 def test_secrets_are_never_told() -> None:
     told = changes(run_of({}), run_of({"transport": {"kind": "postgres", "password": "hunter2"}}))
     assert not any("hunter2" in str(change) for change in told)
+
+
+def test_a_run_whose_state_is_elsewhere_by_now_finds_it_there_and_never_begins_again(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"strategy:\n  kind: diloco\ncoordinator:\n  state_path: {tmp_path / 'old'}\n")
+    now = run_of({"strategy": {"kind": "diloco"}, "coordinator": {"state_path": str(tmp_path / "new")}})
+    with pytest.raises(ShoalError, match="new holds no state of this run, which was kept in .*old"):
+        InFolder(now, str(tmp_path), True, now.transport, ())
+    (tmp_path / "new").mkdir()
+    Secrets("token", new_keys(), expected=3).save(tmp_path / "new")
+    assert InFolder(now, str(tmp_path), True, now.transport, ()).expected == 3

@@ -24,18 +24,12 @@ _OPERATIONAL = (
         "cluster.hosts",
     ),
     *("training.epochs", "training.max_steps", "strategy.rounds", "training.early_stopping"),
-    *(
-        "strategy.round_timeout_s",
-        "strategy.lease_timeout_s",
-        "strategy.grace_s",
-        "strategy.max_retries",
-        "coordinator.heartbeat_interval_s",
-        "coordinator.metrics_port",
-        "coordinator.metrics_host",
-    ),
+    *("strategy.round_timeout_s", "strategy.lease_timeout_s", "strategy.grace_s", "strategy.max_retries"),
+    *("coordinator", "strategy.inexact_share", "updates.below_quorum", "data.source.serve", "data.source.download", "simulation"),
     *("data.loader.num_workers", "data.loader.pin_memory", "data.loader.prefetch_factor", "data.loader.persistent_workers"),
 )
-"""How long the run is, how long anybody waits, what is recorded, judged and kept, and where workers come in."""
+"""How long the run is, how long anybody waits, what is recorded, judged and kept and where, where workers come in, and what they may do:
+whoever finds a run under attack ends it, sets narrower bounds, and lets it go on."""
 _ENGINE = ("engine", "launch")
 """Another engine gives the same numbers, unless its processes step by themselves."""
 _CUT_OF_A_STEP = ("training.batch_size", "training.gradient_accumulation_steps", "training.global_batch_size")

@@ -59,7 +59,18 @@ class InFolder:
     def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> None:
         self.run, self.resume, self.transport, self.hosts = run, resume, transport, hosts
         self.directory = continued(run, run_dir, lambda text: None)[0] if resume else None
+        if self.directory is not None:
+            self._refuse_lost_state(self.directory)
         self.expected = Secrets.of(self._state(self.directory)).expected if self.directory else 0
+
+    def _refuse_lost_state(self, directory: RunDirectory) -> None:
+        """A run may find its state in another place than before, and does not begin again because it is not there."""
+        folder, before = self._state(directory), directory.config().coordinator.state_path
+        if before != self.run.coordinator.state_path and not (folder / "secrets.json").exists():
+            raise ShoalError(
+                f"{folder} holds no state of this run, which was kept in {before or directory.path / 'coordinator'}: move it there, or leave "
+                "coordinator.state_path as it was"
+            )
 
     def _state(self, directory: RunDirectory) -> Path:
         return Path(self.run.coordinator.state_path) if self.run.coordinator.state_path else directory.path / "coordinator"
