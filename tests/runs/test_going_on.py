@@ -14,6 +14,7 @@ from shoal.errors import ShoalError
 from shoal.runs.going_on import changes, forbidden
 from shoal.runs.homes import InFolder
 from shoal.runs.inviting import Secrets
+from shoal.runs.run_directory import settings_text
 from shoal.transports.keys import new_keys
 
 
@@ -72,9 +73,9 @@ def test_secrets_are_never_told() -> None:
 
 
 def test_a_run_whose_state_is_elsewhere_by_now_finds_it_there_and_never_begins_again(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(f"strategy:\n  kind: diloco\ncoordinator:\n  state_path: {tmp_path / 'old'}\n")
-    now = run_of({"strategy": {"kind": "diloco"}, "coordinator": {"state_path": str(tmp_path / "new")}})
-    with pytest.raises(ShoalError, match="new holds no state of this run, which was kept in .*old"):
+    before, now = (run_of({"strategy": {"kind": "diloco"}, "coordinator": {"state_path": str(tmp_path / name)}}) for name in ("old", "new"))
+    (tmp_path / "config.yaml").write_text(settings_text(before))
+    with pytest.raises(ShoalError, match=r"new holds no state of this run, which was kept in .*old"):
         InFolder(now, str(tmp_path), True, now.transport, ())
     (tmp_path / "new").mkdir()
     Secrets("token", new_keys(), expected=3).save(tmp_path / "new")

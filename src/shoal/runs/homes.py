@@ -67,9 +67,9 @@ class InFolder:
         """A run may find its state in another place than before, and does not begin again because it is not there."""
         folder, before = self._state(directory), directory.config().coordinator.state_path
         if before != self.run.coordinator.state_path and not (folder / "secrets.json").exists():
+            kept = before or directory.path / "coordinator"
             raise ShoalError(
-                f"{folder} holds no state of this run, which was kept in {before or directory.path / 'coordinator'}: move it there, or leave "
-                "coordinator.state_path as it was"
+                f"{folder} holds no state of this run, which was kept in {kept}: move it there, or leave coordinator.state_path as it was"
             )
 
     def _state(self, directory: RunDirectory) -> Path:
