@@ -106,3 +106,29 @@ def test_bytes_and_time_are_counted_over_restarts(tmp_path: Path) -> None:
     assert after["wall_s"] > before["wall_s"]
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["received_bytes"] for record in records] == sorted(record["received_bytes"] for record in records)
+
+
+def test_a_run_that_is_to_end_does_not_finish_its_evaluation(tmp_path: Path) -> None:
+    seen: list[Recorder] = []
+    judged = 0
+
+    class Watches(StopsAt):
+        def step(self, recorder: Recorder) -> None:
+            seen.append(recorder)
+
+    def ends_the_run(model: Any, batch: Any) -> float:
+        nonlocal judged
+        judged += 1
+        seen[-1].stopping = "interrupted"
+        return 0.0
+
+    settings = {
+        "model": {"kind": "mlp", "hidden_sizes": [4]},
+        "training": {"batch_size": 16, "max_steps": 20, "device": "cpu"},
+        "evaluation": {"every_steps": 2, "batch_size": 4},
+    }
+    summary = shoal.train(
+        settings, run_dir=tmp_path / "run", reporters=[Watches(0)], metrics={"mine": ends_the_run}, progress=False
+    ).summary
+    assert (summary["status"], summary["steps"], judged) == ("interrupted", 2, 1)
+    assert not [record for record in RunDirectory(tmp_path / "run").metrics() if record.get("split") == "eval"]

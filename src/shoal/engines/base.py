@@ -376,10 +376,12 @@ class Engine(ABC):
         sharded weights need them all; what the first one finds counts."""
         for player in self.task.players.values():
             player.eval()
-        with self.precision():
-            metrics = self.task.evaluate(self.on_device(batch) for batch in batches)
-        for player in self.task.players.values():
-            player.train()
+        try:
+            with self.precision():
+                metrics = self.task.evaluate(self.on_device(batch) for batch in batches)
+        finally:
+            for player in self.task.players.values():
+                player.train()
         return dict(zip(metrics, self.world.broadcast_numbers(list(metrics.values())), strict=True))
 
     @abstractmethod

@@ -295,15 +295,18 @@ class ClusterLoop:
                 for reporter in self.recorder.reporters:
                     reporter.drawn()
 
+    def _is_interrupted(self) -> bool:
+        return self.recorder.stopping == INTERRUPTED
+
     def _finish_evaluation(self) -> None:
-        """The final weights are always judged."""
-        if self.judge is None or self.recorder.stopping == INTERRUPTED:
+        """The final weights are always judged, unless somebody wants the run to end before that is done."""
+        if self.judge is None or self._is_interrupted():
             return
-        self.judge.wait()
+        self.judge.wait(self._is_interrupted)
         self._hear_verdicts()
         if self.recorder.latest["eval"].get("step") != self.step:
             self.evaluate()
-            self.judge.wait()
+            self.judge.wait(self._is_interrupted)
             self._hear_verdicts()
 
     def more_figures(self) -> dict[str, float]:

@@ -21,6 +21,9 @@ from shoal.tasks.policy_gradient import PolicyGradient
 
 _NO_ROOM = "warning: the GPU has no room for an evaluation beside what workers have on it: from now on it is done on the CPU"
 
+_LOOK_EVERY_S = 0.2
+"""How often who waits for an evaluation looks whether the run is to end."""
+
 
 class Judge:
     """Evaluates copies of the weights beside everything else, so that no worker waits for it, where workers would compute here."""
@@ -97,8 +100,8 @@ class Judge:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
 
-    def wait(self) -> None:
-        """Until all are done."""
+    def wait(self, ends: Callable[[], bool]) -> None:
+        """Until all are done, or nobody wants them any more."""
         thread = self._thread
-        if thread is not None:
-            thread.join()
+        while thread is not None and thread.is_alive() and not ends():
+            thread.join(_LOOK_EVERY_S)

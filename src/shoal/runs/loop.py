@@ -13,6 +13,10 @@ from shoal.tasks import Batch
 from shoal.worker.interfaces import Feed
 
 
+class _Interrupted(Exception):
+    """The run is to end, and an evaluation with it."""
+
+
 class Loop:
     """One worker's training, without others."""
 
@@ -86,13 +90,24 @@ class Loop:
         """Judge the model on held-out data, and stop early if it no longer gets better."""
         if self.held_out is None or self.run.evaluation.batches == 0:
             return {}
-        metrics = self.engine.evaluate(self.held_out())
+        try:
+            metrics = self.engine.evaluate(self._until_interrupted(self.held_out()))
+        except _Interrupted:
+            self.message(f"the evaluation at step {self.step} was not finished: the run is to end")
+            return {}
         try:
             self.draw_samples(self.step)
         except (ShoalError, OSError) as error:
             self.message(f"warning: no sample at step {self.step}: {error}")
         self.recorder.judged(metrics, self.step)
         return metrics
+
+    def _until_interrupted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Batches to judge by, until somebody wants the run to end. Several processes judge together: none leaves the others waiting."""
+        for batch in batches:
+            if self.recorder.stopping == INTERRUPTED and self.engine.world.size == 1:
+                raise _Interrupted
+            yield batch
 
     def save(self) -> None:
         self.recorder.save()
