@@ -74,7 +74,7 @@ def test_units_that_were_given_up_are_named_with_the_reason(tmp_path: Path) -> N
     while given_up is None:
         lease = lender.leases.claim("mallory", world.now)
         assert lease is not None
-        given_up = lender.leases.fail("mallory", lease.unit, "no \x1b[31mwish")
+        given_up = lender.leases.fail("mallory", lease.unit, "no \x1b[31mwish", world.now)
     lender._failed(given_up)
     world.driver._carry_out(world.driver.coordinator._effects)
     world.live()

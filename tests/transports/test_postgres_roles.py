@@ -19,7 +19,7 @@ TABLES = (
     *("units", "tallies", "contributions", "weights", "journals", "records", "ledger", "snapshots", "metrics", "picture", "migrations"),
     *("student_functions", "standings", "failures", "notes", "uploads", "pieces"),
 )
-VIEWS = ("worker_list", "unit_counts", "progress")
+VIEWS = ("worker_list", "unit_counts", "progress", "at_work")
 
 
 @pytest.fixture
