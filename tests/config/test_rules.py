@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from shoal.config.rules import RULES
 from shoal.config.rules import rule as rules
 from shoal.config.rules.effects import NO_EFFECT
 from shoal.config.rules.rule import Rule
+from shoal.config.schema.training import KEYWORDS
 
 HOSTS = "cluster: {server: s, workers: [a, b], hosts: {s: {}, a: {}, b: {}}}\n"
 
@@ -45,6 +47,59 @@ BROKEN = [
     ("model", "model: {kind: huggingface, pretrained: x, from_scratch: true, weights: y}\n", ["model.from_scratch", "model.weights"]),
     ("heads", "model: {kind: gpt, positions: rotary, hidden_size: 12, num_heads: 4}\n", ["model.num_heads", "model.hidden_size"]),
     ("optimizer", "training: {optimizer: {kwargs: {lr: 0.1}}}\n", ["training.optimizer.kwargs.lr"]),
+    ("optimizer", "training: {optimizer: {kwargs: {bogus: 1}}}\n", ["training.optimizer.kwargs.bogus"]),
+    ("optimizer", "training: {optimizer: {name: SGD, beta1: 0.8}}\n", ["training.optimizer.beta1", "training.optimizer.name"]),
+    ("optimizer", "training: {optimizer: {name: SGD, eps: 1e-3}}\n", ["training.optimizer.eps", "training.optimizer.name"]),
+    ("optimizer", "training: {optimizer: {momentum: 0.9}}\n", ["training.optimizer.momentum"]),
+    (
+        "optimizer",
+        "training: {optimizer: {beta1: 0.9, kwargs: {betas: [0.8, 0.9]}}}\n",
+        ["training.optimizer.kwargs.betas", "training.optimizer.beta1"],
+    ),
+    ("optimizer", "training: {optimizer: {name: SGD, kwargs: {nesterov: true}}}\n", ["training.optimizer.kwargs.nesterov"]),
+    (
+        "optimizer",
+        "training: {optimizer: {name: SGD, momentum: 0.9, kwargs: {nesterov: true, dampening: 0.1}}}\n",
+        ["training.optimizer.kwargs.nesterov", "training.optimizer.momentum"],
+    ),
+    (
+        "optimizer",
+        "task: gan\nmodel: {kind: dcgan}\ntraining: {players: {generator: {name: SGD, beta2: 0.9}}}\n",
+        ["training.players.generator.beta2", "training.players.generator.name"],
+    ),
+    (
+        "optimizer",
+        "training: {optimizer: {moments: bf16, kwargs: {amsgrad: true}}}\n",
+        ["training.optimizer.kwargs.amsgrad", "training.optimizer.moments"],
+    ),
+    ("optimizer", "strategy: {kind: diloco, outer: {kwargs: {bogus: 1}}}\n", ["strategy.outer.kwargs.bogus"]),
+    (
+        "optimizer",
+        "strategy: {kind: diloco, outer: {momentum: 0.0, kwargs: {nesterov: true}}}\n",
+        ["strategy.outer.kwargs.nesterov", "strategy.outer.momentum"],
+    ),
+    (
+        "heads",
+        "model: {kind: moe, num_heads: 4, hidden_size: 16, mixture_of_heads: {enabled: true, shared_heads: 4}}\n",
+        ["model.mixture_of_heads.shared_heads", "model.mixture_of_heads.enabled", "model.num_heads"],
+    ),
+    (
+        "heads",
+        "model: {kind: moe, mixture_of_heads: {enabled: true, active_share: 0.01}}\n",
+        ["model.mixture_of_heads.active_share", "model.mixture_of_heads.enabled"],
+    ),
+    (
+        "memory",
+        "model: {kind: moe, max_seq_len: 64, episodic_memory: {enabled: true, chunk_size: 64}}\n",
+        ["model.episodic_memory.chunk_size", "model.max_seq_len", "model.episodic_memory.enabled"],
+    ),
+    (
+        "retrieval",
+        "model: {kind: moe, retrieval: {enabled: true}}\ndata: {sequence_length: 64}\n",
+        ["data.sequence_length", "model.retrieval.enabled"],
+    ),
+    ("device", "training: {cuda_graph: true, device: cpu}\n", ["training.cuda_graph", "training.device"]),
+    ("model", "task: gan\nmodel: {kind: dcgan}\ntraining: {cuda_graph: true}\n", ["training.cuda_graph", "task"]),
     ("stream", "strategy: {kind: workunits}\ndata: {streaming: true}\n", ["data.streaming", "strategy.kind"]),
     ("heads", "model: {kind: gpt, hidden_size: 100, num_heads: 3}\n", ["model.num_heads", "model.hidden_size"]),
     ("heads", "model: {kind: gpt, num_heads: 4, num_kv_heads: 3}\n", ["model.num_kv_heads", "model.num_heads"]),
@@ -288,10 +343,28 @@ def test_the_same_files_mended_load(tmp_path: Path) -> None:
         "training: {batch_size: 4, gradient_accumulation_steps: 2, global_batch_size: 16}\n",
         "training: {batch_size: 4, global_batch_size: 16}\nlaunch: {devices_per_node: 4}\n",
         "engine: {kind: deepspeed, zero_stage: 3, nvme_offload: true}\n",
+        "training: {optimizer: {name: SGD, momentum: 0.9, kwargs: {nesterov: true}}}\n",
+        "task: gan\nmodel: {kind: dcgan}\n"
+        "training: {optimizer: {momentum: 0.9}, players: {generator: {name: SGD}, discriminator: {name: SGD}}}\n",
+        "model: {kind: moe, retrieval: {enabled: true, chunk_size: 32}}\ndata: {sequence_length: 64}\n",
+        "model: {kind: moe, mixture_of_heads: {enabled: true}}\n",
+        "training: {cuda_graph: true}\n",
         "serving: {num_nodes: 3}\n" + HOSTS,
         "scheduler: {tasks: [{id: a}, {id: b}]}\nstrategy: {kind: async}\n",
     ):
         assert load(tmp_path, text).ok, text
+
+
+def test_the_keywords_of_optimizers_are_those_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    for name, keywords in KEYWORDS.items():
+        assert {"params", "lr", *keywords} == set(inspect.signature(getattr(torch.optim, name)).parameters), name
+
+
+def test_keywords_of_the_inner_optimizer_are_refused_in_the_users_own_words(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model_name: x\ndataset_name: y\ninner_opt_kwargs: {bogus: 1}\n")
+    (problem,) = resolve([File(str(tmp_path / "run.yaml"))], dialect="diloco", environ={}).problems
+    assert (problem.code, problem.message, problem.labels[0].text) == ("optimizer", "AdamW takes no `bogus`", "`inner_opt_kwargs.bogus`")
 
 
 def test_rules_run_though_other_settings_are_wrong(tmp_path: Path) -> None:

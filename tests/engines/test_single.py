@@ -247,16 +247,8 @@ def test_a_run_of_bad_steps_gives_up() -> None:
 # --- refusals ----------------------------------------------------------------------------------
 
 
-def test_settings_the_optimizer_does_not_take_are_refused() -> None:
-    with pytest.raises(ShoalError, match="SGD takes no `betas`"):
-        arguments(Optimizer(name="SGD", beta1=0.5))
-    with pytest.raises(ShoalError, match="AdamW takes no `momentum`"):
-        arguments(Optimizer(name="AdamW", momentum=0.9))
-    with pytest.raises(ShoalError, match="takes no `colour`"):
-        arguments(Optimizer(name="AdamW", kwargs={"colour": 1}))
+def test_settings_of_an_optimizer_become_its_keywords() -> None:
     assert arguments(Optimizer(name="AdamW", kwargs={"betas": [0.9, 0.95]})) == {"lr": 1e-3, "betas": (0.9, 0.95)}
-    with pytest.raises(ShoalError, match="`betas` is given twice, here and as training"):
-        arguments(Optimizer(name="AdamW", beta1=0.5, kwargs={"betas": [0.9, 0.95]}))
     assert arguments(Optimizer(name="Adam", beta1=0.5, kwargs={"amsgrad": True})) == {"lr": 1e-3, "betas": (0.5, 0.999), "amsgrad": True}
 
 

@@ -96,10 +96,10 @@ def test_a_worker_calls_only_functions_that_it_was_told_to() -> None:
 def test_what_goes_wrong_at_the_start_is_told_in_the_words_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("a few words to learn from. " * 60)
-    config = TrainerConfig("start", "text.txt", max_steps=2, diloco_loops=1, seq_len=16, inner_opt_kwargs={"colour": 1})
+    config = TrainerConfig("start", "text.txt", max_steps=2, diloco_loops=1, seq_len=16, inner_opt_kwargs={"foreach": True, "fused": True})
     here = ["model.kind=gpt", "data.source.kind=text", "data.source.path=text.txt", "data.streaming=false", "data.tokenizer=bytes"]
     small = ["model.hidden_size=16", "model.num_layers=1", "model.num_heads=2", "engine.kind=single", "training.device=cpu"]
-    with pytest.raises(ShoalError, match=r"^inner_opt_kwargs: AdamW takes no `colour`") as raised:
+    with pytest.raises(ShoalError, match=r"^inner_opt: AdamW refuses its settings") as raised:
         train(config, workers=1, overrides=[*here, *small, "transport.kind=in-process"], progress=False)
     assert "training.optimizer" not in str(raised.value)
 

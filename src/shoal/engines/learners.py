@@ -3,7 +3,6 @@ workers moved."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config.schema.strategy import OuterOptimizer
-from shoal.config.schema.training import Optimizer, Schedule
+from shoal.config.schema.training import KEYWORDS, Optimizer, Schedule
 from shoal.engines import optimizers
 from shoal.engines.schedule import learning_rate
 from shoal.engines.single import SingleEngine
@@ -198,15 +197,11 @@ class OuterLearner(EngineLearner):
 def outer_keywords(outer: OuterOptimizer) -> dict[str, Any]:
     """The outer optimizer's arguments besides its learning rate: momentum where it takes one. What it refuses is told."""
     kind: Any = getattr(torch.optim, outer.name)
-    taken = inspect.signature(kind).parameters
+    taken = KEYWORDS[outer.name]
     keywords = {"momentum": outer.momentum} if "momentum" in taken else {}
     if "nesterov" in taken and outer.momentum > 0:
         keywords["nesterov"] = outer.nesterov
     keywords |= outer.kwargs
-    unknown = [name for name in keywords if name not in taken or name in ("params", "lr")]
-    if unknown:
-        takes = ", ".join(name for name in taken if name not in ("params", "lr"))
-        raise ShoalError(f"strategy.outer.kwargs: {outer.name} takes no `{unknown[0]}`; it takes {takes}")
     try:
         kind([nn.Parameter(torch.zeros(2, 2))], lr=outer.learning_rate, **keywords)
     except (TypeError, ValueError, RuntimeError) as error:

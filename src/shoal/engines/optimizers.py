@@ -67,21 +67,13 @@ def _make(name: str, keywords: dict[str, Any], parameters: list[torch.Tensor]) -
 
 
 def arguments(settings: Optimizer) -> dict[str, Any]:
-    """The keywords for the optimizer; a setting it does not take is refused."""
+    """The keywords for the optimizer. The configuration's rules have refused those that it does not take."""
     accepted = inspect.signature(getattr(torch.optim, settings.name)).parameters
     keywords: dict[str, Any] = {"lr": settings.learning_rate}
     given = {name: getattr(settings, name) for name in ("weight_decay", "eps", "momentum") if getattr(settings, name) is not None}
     if settings.beta1 is not None or settings.beta2 is not None:
         first, second = accepted["betas"].default if "betas" in accepted else (0.9, 0.999)
         given["betas"] = (first if settings.beta1 is None else settings.beta1, second if settings.beta2 is None else settings.beta2)
-    if twice := sorted(given.keys() & settings.kwargs.keys()):
-        own = "training.optimizer.beta1 and beta2" if twice[0] == "betas" else f"training.optimizer.{twice[0]}"
-        raise ShoalError(f"training.optimizer.kwargs: `{twice[0]}` is given twice, here and as {own}")
-    unknown = [name for name in (*given, *settings.kwargs) if name not in accepted]
-    if unknown:
-        takes = ", ".join(name for name in accepted if name not in ("params", "lr"))
-        setting = "kwargs" if unknown[0] in settings.kwargs else "beta1" if unknown[0] == "betas" else unknown[0]
-        raise ShoalError(f"training.optimizer.{setting}: {settings.name} takes no `{unknown[0]}`; it takes {takes}")
     return keywords | given | {name: tuple(value) if name == "betas" else value for name, value in settings.kwargs.items()}
 
 

@@ -93,6 +93,31 @@ def a_memory_keeps_no_secrets(settings: Settings, remembers: bool, private: bool
         settings.report("memory", message, "model.episodic_memory.enabled", "updates.privacy.enabled")
 
 
+@rule("model.mixture_of_heads.enabled", "model.mixture_of_heads.active_share", "model.mixture_of_heads.shared_heads", "model.num_heads")
+def some_heads_are_chosen(settings: Settings, mixes: bool, share: float, shared: int | None, heads: int) -> None:
+    always = max(1, heads // 4) if shared is None else shared
+    if mixes and (always >= heads or round(share * heads) <= always):
+        message = f"{share:.0%} of {heads} heads, of which {always} are active for every token, leave none to choose"
+        paths = tuple(f"model.mixture_of_heads.{name}" for name in ("active_share", "shared_heads", "enabled"))
+        settings.report("heads", message, *paths, "model.num_heads", help="raise active_share, or lower shared_heads")
+
+
+@rule("model.episodic_memory.enabled", "model.episodic_memory.chunk_size", "model.max_seq_len")
+def what_is_recalled_is_read(settings: Settings, remembers: bool, chunk: int, longest: int) -> None:
+    if remembers and chunk >= longest:
+        message = f"what a chunk of {chunk} tokens recalls is read by the tokens after it, and a sequence has {longest} at most"
+        paths = ("model.episodic_memory.chunk_size", "model.max_seq_len", "model.episodic_memory.enabled")
+        settings.report("memory", message, *paths, help=f"set `{settings.spelling(paths[0])}` lower")
+
+
+@rule("model.retrieval.enabled", "model.retrieval.chunk_size", "data.sequence_length")
+def what_is_found_is_read(settings: Settings, retrieves: bool, chunk: int, length: int | None) -> None:
+    if retrieves and length is not None and chunk >= length:
+        message = f"what is found for a chunk is read by those after it, and a sequence of {length} tokens has one chunk of {chunk}"
+        paths = ("model.retrieval.chunk_size", "data.sequence_length", "model.retrieval.enabled")
+        settings.report("retrieval", message, *paths, help=f"set `{settings.spelling(paths[0])}` lower")
+
+
 @rule("data.source.parts", "data.mixing.enabled")
 def mixture_can_be_drawn_from(settings: Settings, parts: tuple[Any, ...], mixing: bool) -> None:
     weighted = [part for part in parts if part.weight is not None]

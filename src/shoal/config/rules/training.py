@@ -157,11 +157,14 @@ def sharding_leaves_matrices_whole(settings: Settings, engine: str, optimizer: s
         settings.report("engine", message, "training.optimizer.name", "engine.kind", help="take AdamW, or the engine ddp")
 
 
-@rule("engine.kind", "training.optimizer.name", "training.optimizer.moments")
-def narrow_moments_are_adams(settings: Settings, engine: str, optimizer: str, moments: str) -> None:
+@rule("engine.kind", "training.optimizer.name", "training.optimizer.moments", "training.optimizer.kwargs")
+def narrow_moments_are_adams(settings: Settings, engine: str, optimizer: str, moments: str, keywords: dict[str, Any]) -> None:
     path = "training.optimizer.moments"
     if moments != "fp32" and optimizer not in ("Adam", "AdamW"):
         settings.report("optimizer", f"{optimizer} keeps its means in fp32", path, "training.optimizer.name", help="take Adam or AdamW")
+    elif moments != "fp32" and (more := [name for name in keywords if name not in ("betas", "eps", "weight_decay", "lr")]):
+        message = f"{optimizer} that keeps its means in {moments} takes no `{more[0]}`"
+        settings.report("optimizer", message, f"training.optimizer.kwargs.{more[0]}", path)
     if moments != "fp32" and engine in SHARDING:
         message = f"the engine {engine} keeps the optimizer's means in fp32, a part in each process"
         settings.report("engine", message, path, "engine.kind", help="leave it out, or take the engine single or ddp")
@@ -177,6 +180,16 @@ def recordings_are_of_plain_passes(settings: Settings, records: bool, engine: st
         settings.report("precision", f"passes in {precision} are not recorded", path, "training.precision.kind", help="set it to false")
     if records and recomputes:
         settings.report("precision", "passes that compute activations again are not recorded", path, "training.gradient_checkpointing")
+
+
+@rule("training.cuda_graph", "training.device", "task")
+def recordings_are_of_one_network_on_a_gpu(settings: Settings, records: bool, device: str, task: Task | None) -> None:
+    if records and device in ("cpu", "mps"):
+        message = f"what a CUDA GPU does is recorded, and this run computes on {device}"
+        settings.report("device", message, "training.cuda_graph", "training.device", help="set `training.cuda_graph` to false")
+    if records and task is not None and task.kind == "gan":
+        message = "the passes of one network are recorded, and the task gan has two"
+        settings.report("model", message, "training.cuda_graph", "task", help="set `training.cuda_graph` to false")
 
 
 @rule("training.cuda_graph", "model.episodic_memory.enabled")

@@ -32,6 +32,29 @@ OptimizerName = Literal[
 ]
 
 
+KEYWORDS: Mapping[str, tuple[str, ...]] = {
+    "AdamW": ("betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+    "Adam": (
+        *("betas", "eps", "weight_decay", "amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused"),
+        "decoupled_weight_decay",
+    ),
+    "SGD": ("momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused"),
+    "RMSprop": ("alpha", "eps", "weight_decay", "momentum", "centered", "capturable", "foreach", "maximize", "differentiable"),
+    "Adagrad": ("lr_decay", "weight_decay", "initial_accumulator_value", "eps", "foreach", "maximize", "differentiable", "fused"),
+    "Adadelta": ("rho", "eps", "weight_decay", "foreach", "capturable", "maximize", "differentiable"),
+    "Adafactor": ("beta2_decay", "eps", "d", "weight_decay", "foreach", "maximize"),
+    "Adamax": ("betas", "eps", "weight_decay", "foreach", "maximize", "differentiable", "capturable"),
+    "NAdam": (
+        *("betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay"),
+        *("foreach", "maximize", "capturable", "differentiable"),
+    ),
+    "RAdam": ("betas", "eps", "weight_decay", "decoupled_weight_decay", "foreach", "maximize", "capturable", "differentiable"),
+    "ASGD": ("lambd", "alpha", "t0", "weight_decay", "foreach", "maximize", "differentiable", "capturable"),
+    "Rprop": ("etas", "step_sizes", "capturable", "foreach", "maximize", "differentiable"),
+    "Muon": ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+}
+"""What each takes beside its parameters and `lr`. torch knows it, too, but takes seconds to be asked."""
+
 WHOLE_MATRICES = ("Muon", "Adafactor")
 """Optimizers that look at the shape of a parameter, and so cannot step parts of one."""
 

@@ -1,0 +1,75 @@
+"""What must hold between an optimizer of torch.optim and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shoal.config.layers import Settings
+from shoal.config.rules.rule import rule
+from shoal.config.schema.strategy import OuterOptimizer
+from shoal.config.schema.training import KEYWORDS, Optimizer, PlayerOptimizer
+
+_KEYWORDS_OF = {"weight_decay": "weight_decay", "eps": "eps", "momentum": "momentum", "beta1": "betas", "beta2": "betas"}
+"""Settings of their own, and the keyword that each becomes."""
+
+
+@rule("training.optimizer", "training.players")
+def optimizers_take_their_settings(settings: Settings, optimizer: Optimizer, players: Mapping[str, PlayerOptimizer]) -> None:
+    reported: set[str] = set()
+    for prefix, name in _chosen(optimizer, players).items():
+        own = players.get(prefix.rpartition(".")[2])
+        for path, keyword in (*_given(optimizer, "training.optimizer"), *(_given(own, prefix) if own else ())):
+            if keyword not in KEYWORDS[name] and path not in reported:
+                reported.add(path)
+                _refuse(settings, name, path, f"{prefix if own and own.name else 'training.optimizer'}.name")
+
+
+def _chosen(optimizer: Optimizer, players: Mapping[str, PlayerOptimizer]) -> dict[str, str]:
+    """The optimizers that step something, by the sections that say so. Two networks with optimizers of their own leave none to the rest."""
+    own = {f"training.players.{name}": player.name or optimizer.name for name, player in players.items()}
+    all_chose = len(players) == 2 and all(player.name for player in players.values())
+    return own if all_chose else {"training.optimizer": optimizer.name} | own
+
+
+def _given(section: Optimizer | PlayerOptimizer, prefix: str) -> Iterator[tuple[str, str]]:
+    """The settings of a section that become keywords, with them."""
+    for name, keyword in _KEYWORDS_OF.items():
+        if getattr(section, name, None) is not None:
+            yield f"{prefix}.{name}", keyword
+    if isinstance(section, Optimizer):
+        yield from ((f"{prefix}.kwargs.{name}", name) for name in section.kwargs if name != "lr")
+
+
+def _refuse(settings: Settings, chosen: str, path: str, name: str) -> None:
+    message = f"{chosen} takes no `{settings.spelling(path).rpartition('.')[2]}`"
+    settings.report("optimizer", message, path, name, help=f"it takes {', '.join(KEYWORDS[chosen])}")
+
+
+@rule("training.optimizer")
+def keywords_stand_once(settings: Settings, optimizer: Optimizer) -> None:
+    own = {keyword: path for path, keyword in _given(optimizer.replace(kwargs={}), "training.optimizer")}
+    for name in sorted(own.keys() & optimizer.kwargs.keys()):
+        message = f"`{name}` is given twice, here and as `{settings.spelling(own[name])}`"
+        settings.report("optimizer", message, f"training.optimizer.kwargs.{name}", own[name])
+
+
+@rule("training.optimizer", "training.players")
+def nesterov_needs_momentum(settings: Settings, optimizer: Optimizer, players: Mapping[str, PlayerOptimizer]) -> None:
+    if "SGD" in _chosen(optimizer, players).values():
+        _check_nesterov(settings, {"momentum": optimizer.momentum} | dict(optimizer.kwargs), "training.optimizer")
+
+
+@rule("strategy.outer")
+def outer_optimizer_takes_its_keywords(settings: Settings, outer: OuterOptimizer) -> None:
+    for name in outer.kwargs:
+        if name not in KEYWORDS[outer.name]:
+            _refuse(settings, outer.name, f"strategy.outer.kwargs.{name}", "strategy.outer.name")
+    if outer.name == "SGD":
+        _check_nesterov(settings, {"momentum": outer.momentum} | dict(outer.kwargs), "strategy.outer")
+
+
+def _check_nesterov(settings: Settings, keywords: dict[str, Any], prefix: str) -> None:
+    if keywords.get("nesterov") and (not keywords["momentum"] or keywords.get("dampening")):
+        message = "SGD looks ahead (nesterov) along its momentum: that must be above 0, without dampening"
+        settings.report("optimizer", message, f"{prefix}.kwargs.nesterov", f"{prefix}.momentum")
