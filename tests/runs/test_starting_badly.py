@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoal.cli.main import main
 from shoal.cli.running import _speaks_for_all
@@ -16,6 +17,7 @@ from shoal.config.ranks import Place
 from shoal.config.schema.model import HuggingFace
 from shoal.data.hub.dataset import Request, load_splits
 from shoal.data.text.tokenizers.load import load_tokenizer
+from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models.pretrained import load as load_model
 from shoal.runs.run_directory import RunDirectory
@@ -42,6 +44,51 @@ def test_a_folder_that_somebody_has_used_is_never_removed(tmp_path: Path) -> Non
         with pytest.raises(ShoalError), directory.kept_if_begun():
             raise ShoalError("it fails")
         assert (tmp_path / wanted / file).exists()
+
+
+@pytest.mark.parametrize("workers", [[], ["--workers", "1"]], ids=["alone", "with a worker"])
+def test_a_first_step_that_fails_leaves_nothing_in_the_way_of_the_next_run(
+    tmp_path: Path, workers: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ShoalError("no step can be made")
+
+    again = ["train", "starter", "--run-dir", str(tmp_path / "run"), "--set", "training.max_steps=2", "--set", "evaluation.strategy=never"]
+    again += [*workers, "--set", "transport.kind=in-process"] if workers else []
+    with monkeypatch.context() as patch:
+        patch.setattr(SingleEngine, "_in_turn", fail)
+        assert main(again) == 2
+    assert "no step can be made" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(again) == 0, capsys.readouterr().err
+    assert main(again) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_logs_of_workers_are_kept_and_files_of_others_too(tmp_path: Path) -> None:
+    run = resolve_data({}, name="test", dialect="shoal", environ={}).run
+    for name in ("used", "fresh"):
+        if name == "used":
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "notes.txt").touch()
+        directory = RunDirectory.create(run, str(tmp_path / name))
+        (directory.path / "workers" / "w1").mkdir(parents=True)
+        for file in ("config.yaml", "workers/w1.log", "workers/w1/key"):
+            (directory.path / file).touch()
+        directory.forget()
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"fresh/workers/w1.log", *(f"used/{name}" for name in ("notes.txt", "config.yaml", "workers/w1.log", "workers/w1/key"))}
+
+
+def test_a_recording_without_a_gpu_is_refused_before_there_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["train", "starter", "--run-dir", str(tmp_path / "run"), "--set", "training.cuda_graph=true"]) == 2
+    told = capsys.readouterr()
+    assert "training.cuda_graph records what a CUDA GPU does" in told.err
+    assert str(tmp_path) not in told.out, "it was not said to be there"
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

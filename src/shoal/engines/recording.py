@@ -13,11 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal.config.schema.training import Training
 from shoal.errors import ShoalError
 from shoal.tasks import Batch, Loss
 
 _MOST = 4
 """Shapes of batches that are recorded: the usual one, and those at the end of an epoch."""
+
+
+def check(training: Training, device: torch.device) -> None:
+    """Refuse to record where there is no CUDA GPU."""
+    if training.cuda_graph and device.type != "cuda":
+        raise ShoalError(f"training.cuda_graph records what a CUDA GPU does, and this run computes on {device.type}: set it to false")
 
 
 class Recording(NamedTuple):

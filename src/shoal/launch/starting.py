@@ -290,11 +290,14 @@ def started(
     """
     from shoal.runs.given import NOTHING
 
-    given = given or NOTHING
+    given, loop = given or NOTHING, None
     try:
         with _put_together(plan, reporters, progress, arguments, given) as made:
+            loop = made.loop
             yield made
-    except ShoalError as error:
+    except Exception as error:
+        if loop is not None and not loop.step:
+            loop.directory.forget()
         if type(error) is not ShoalError:
             raise
         raise ShoalError(in_words_of((parsed.layer.dialect for parsed in plan.loaded.files), str(error))) from error

@@ -78,6 +78,18 @@ class RunDirectory:
                 shutil.rmtree(self.path, ignore_errors=True)
             raise
 
+    def forget(self) -> None:
+        """Of a run that failed before its first step, leave nothing behind that would be in the way of the next: only the workers' logs,
+        which say why. A folder that had something in it before is left as it is."""
+        for path in list(self.path.iterdir()) if self.fresh else ():
+            if path.name == "workers":
+                _remove([one for one in path.iterdir() if one.suffix != ".log"])
+            else:
+                _remove([path])
+        for path in (self.path / "workers", self.path) if self.fresh else ():
+            with suppress(OSError):  # there are logs, or it is gone
+                path.rmdir()
+
     def config(self) -> Run:
         """The settings that the run has. Raises ShoalError for those of a version that cannot be read any more."""
         return resolve([File(str(self.path / "config.yaml"))], dialect="shoal", resolved=True).run
@@ -185,6 +197,14 @@ def settings_text(run: Run) -> str:
     """All settings of a run, as a file that can be read again. Secrets are not in it: they come from the environment again."""
     text = to_yaml(as_data(run, mask=None))
     return "dialect: shoal\n" + text.replace("${", "$${")  # variables were expanded; what looks like one now is plain text
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _step_of(line: str) -> int:
