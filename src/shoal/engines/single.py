@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.config import Run
-from shoal.engines import fp8, moments, optimizers, recording
+from shoal.engines import fp8, moments, optimizers
 from shoal.engines.adam_parts import Clip
 from shoal.engines.base import Engine, StepResult, tensors_of
 from shoal.engines.flat_adam import FlatAdam
+from shoal.engines.recording import Recorder
 from shoal.engines.weighing import Weighing, length
 from shoal.engines.world import World
 from shoal.errors import ShoalError
@@ -48,7 +49,7 @@ class SingleEngine(Engine):
         self.scaler = torch.amp.GradScaler(device.type, enabled=run.training.precision.kind == "fp16")
         self._moves: dict[str, Tensor] = {}
         self._records = run.training.cuda_graph and learns
-        self._recorder: recording.Recorder | None = None
+        self._recorder: Recorder | None = None
         """Made with the first step: a coordinator takes none."""
 
     @property
@@ -135,9 +136,8 @@ class SingleEngine(Engine):
         self._gather(player)
         yield player
 
-    def _record(self) -> recording.Recorder:
+    def _record(self) -> Recorder:
         """Let batches be recorded. Figures and gradients are those of the passes as they are taken otherwise."""
-        recording.check(self.run.training, self.device)
         if len(self.networks) > 1:
             raise ShoalError("training.cuda_graph records the passes of one network, and this task has several: set it to false")
         ((player, network),) = self.networks.items()
@@ -146,7 +146,7 @@ class SingleEngine(Engine):
             with self.precision():
                 return next(iter(self.task.losses(batch)))
 
-        return recording.Recorder(
+        return Recorder(
             network.parameters,
             passes,
             lambda value: self._backward(self.scaler.scale(value), player, last=True),

@@ -27,7 +27,7 @@ def optimizers_take_their_settings(settings: Settings, optimizer: Optimizer, pla
 
 def _chosen(optimizer: Optimizer, players: Mapping[str, PlayerOptimizer]) -> dict[str, str]:
     """The optimizers that step something, by the sections that say so. Two networks with optimizers of their own leave none to the rest."""
-    own = {f"training.players.{name}": player.name or optimizer.name for name, player in players.items()}
+    own: dict[str, str] = {f"training.players.{name}": player.name or optimizer.name for name, player in players.items()}
     all_chose = len(players) == 2 and all(player.name for player in players.values())
     return own if all_chose else {"training.optimizer": optimizer.name} | own
 
