@@ -210,7 +210,7 @@ LEAVES = {
     "training.batch_size": st.integers(1, 9) | st.none(),
     "training.clipping.max_norm": st.floats(0.5, 9) | st.none(),
     "model.hidden_sizes": st.lists(st.integers(1, 9), max_size=3),
-    "training.optimizer.kwargs.a": st.integers(),
+    "training.optimizer.kwargs.foreach": st.integers(),
     "cluster.hosts.h.memory_gb": st.integers(1, 9),
     "logging.project": st.text(alphabet="ab ", min_size=1),
 }

@@ -100,6 +100,11 @@ BROKEN = [
     ),
     ("device", "training: {cuda_graph: true, device: cpu}\n", ["training.cuda_graph", "training.device"]),
     ("model", "task: gan\nmodel: {kind: dcgan}\ntraining: {cuda_graph: true}\n", ["training.cuda_graph", "task"]),
+    (
+        "model",
+        "model: {kind: moe}\ndata: {source: {kind: text, path: x, context_field: about}}\n",
+        ["data.source.context_field", "model.kind"],
+    ),
     ("stream", "strategy: {kind: workunits}\ndata: {streaming: true}\n", ["data.streaming", "strategy.kind"]),
     ("heads", "model: {kind: gpt, hidden_size: 100, num_heads: 3}\n", ["model.num_heads", "model.hidden_size"]),
     ("heads", "model: {kind: gpt, num_heads: 4, num_kv_heads: 3}\n", ["model.num_kv_heads", "model.num_heads"]),
@@ -390,6 +395,18 @@ WARNED = [
     "strategy: {kind: syncps}\ncluster: {num_workers: 2}\nupdates: {aggregation: {kind: trimmed-mean}}\n",
     "strategy: {kind: async, contributions_per_update: 2}\nupdates: {aggregation: {kind: median}}\n",
     "strategy: {kind: syncps}\nmodel: {kind: moe}\nupdates: {experts_apart: true}\n",
+    "model: {kind: moe, cross_attention: {every_layers: 1}}\n",
+    "engine: {kind: pipeline}\nmodel: {kind: gpt}\nstrategy: {kind: async}\nscheduler: {tasks: [{id: a, model_share: 0.5}, {id: b}]}\n",
+    "model: {kind: moe, experts: {router: hash, aux_loss_weight: 0.5}}\n",
+    "model: {kind: moe, experts: {router: hash, z_loss_weight: 0.1}}\n",
+    "model: {kind: moe, experts: {bias_step: 0.01}}\n",
+    "model: {kind: moe, retrieval: {top_k: 2}}\n",
+    "model: {kind: moe, retrieval: {passages: texts}}\n",
+    "model: {kind: moe, episodic_memory: {capacity: 5}}\n",
+    "model: {kind: moe, episodic_memory: {replay_weight: 2.0}}\n",
+    "model: {kind: moe, episodic_memory: {enabled: true, replay_rate: 0.0, replay_weight: 2.0}}\n",
+    "model: {kind: moe, mixture_of_heads: {active_share: 0.5}}\n",
+    "model: {kind: gpt}\ntraining: {penalties: {repetition_window: 9}}\n",
 ]
 
 
@@ -398,6 +415,19 @@ def test_what_is_probably_not_meant_is_told(tmp_path: Path, text: str) -> None:
     loaded = load(tmp_path, text)
     assert loaded.ok
     assert [problem.severity for problem in loaded.problems] == ["warning"]
+
+
+def test_settings_of_parts_that_are_on_say_nothing(tmp_path: Path) -> None:
+    for text in (
+        "model: {kind: moe, experts: {router: sigmoid-bias, bias_step: 0.01, aux_loss_weight: 0.5, z_loss_weight: 0.1}}\n",
+        "model: {kind: moe, retrieval: {enabled: true, top_k: 2}, cross_attention: {every_layers: 1}}\n",
+        "model: {kind: moe, episodic_memory: {enabled: true, capacity: 5, replay_weight: 2.0}, cross_attention: {encoder_layers: 2}}\n",
+        "model: {kind: moe, mixture_of_heads: {enabled: true, active_share: 0.5}}\n",
+        "model: {kind: moe, mixture_of_heads: {enabled: false, active_share: 0.75}}\n",
+        "model: {kind: gpt}\ntraining: {penalties: {repetition_weight: 0.1, repetition_window: 9}}\n",
+        "engine: {kind: pipeline}\nmodel: {kind: gpt}\nstrategy: {kind: async}\nscheduler: {tasks: [{id: a}, {id: b}]}\n",
+    ):
+        assert load(tmp_path, text).problems == [], text
 
 
 def test_rounds_and_steps_follow_from_each_other(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.config.layers import Settings, UnavailableError
 from shoal.config.rules.rule import changed, rule
+from shoal.config.schema.model import EpisodicMemory, MixtureOfHeads, Retrieval
 from shoal.config.schema.training import EMULATED, PlayerOptimizer
 
 _NEVER, _NOT_STEPS = ("never",), ("never", "epoch")
@@ -19,6 +20,17 @@ _OF_LAUNCHERS = tuple(
         "kubernetes": ("image", "namespace", "storage_gb", "storage_class"),
     }.items()
     for name in names
+)
+
+_OF_PARTS_THAT_ARE_OFF = tuple(
+    (f"model.{part}.{name}", f"model.{part}.enabled", lambda on: not on, why)
+    for part, section, why in (
+        ("mixture_of_heads", MixtureOfHeads, "all heads are active for every token"),
+        ("retrieval", Retrieval, "no passages are looked for"),
+        ("episodic_memory", EpisodicMemory, "nothing is remembered"),
+    )
+    for name in section.fields()
+    if name != "enabled"
 )
 
 
@@ -52,6 +64,12 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     ("training.gradient_health.warmup_steps", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
     ("training.gradient_health.explosion_threshold", "training.gradient_health.enabled", lambda on: not on, "nobody watches the gradients"),
     ("training.gradient_health.lr_reduction_factor", "training.gradient_health.auto_reduce_lr", lambda on: not on, "it is never reduced"),
+    ("training.penalties.repetition_window", "training.penalties.repetition_weight", lambda weight: not weight, "repetitions cost nothing"),
+    *_OF_PARTS_THAT_ARE_OFF,
+    ("model.experts.aux_loss_weight", "model.experts.router", lambda router: router == "hash", "a fixed table does not learn to balance"),
+    ("model.experts.z_loss_weight", "model.experts.router", lambda router: router == "hash", "a fixed table has no logits"),
+    ("model.experts.bias_step", "model.experts.router", lambda router: router != "sigmoid-bias", "the router has no biases"),
+    ("model.episodic_memory.replay_weight", "model.episodic_memory.replay_rate", lambda rate: not rate, "nothing is replayed"),
     ("logging.directory", "logging.sinks", lambda sinks: "tensorboard" not in [sink.kind for sink in sinks], "TensorBoard is not used"),
     ("hub.repo_id", "hub.enabled", lambda on: not on, "nothing is uploaded"),
     ("hub.push_interval", "hub.enabled", lambda on: not on, "nothing is uploaded"),
@@ -80,10 +98,33 @@ NO_EFFECT: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
 
 @rule()
 def what_does_nothing_here(settings: Settings) -> None:
+    told: set[str] = set()
     for path, other, is_so, why in NO_EFFECT:
         try:
-            if changed(settings, path) and is_so(settings.get(other)):
+            if path not in told and changed(settings, path) and is_so(settings.get(other)):
+                told.add(path)
                 message = f"`{settings.spelling(path)}` has no effect: {why}"
                 settings.report("no-effect", message, path, other, severity="warning", help=f"`{settings.spelling(other)}` decides that")
         except UnavailableError:
             continue
+
+
+_READERS = ("cross_attention", "retrieval", "episodic_memory")
+
+
+@rule(*(f"model.{part}.enabled" for part in _READERS))
+def something_is_read_beside_the_input(settings: Settings, *switched_on: bool) -> None:
+    for name in ("every_layers", "encoder_layers") if not any(switched_on) else ():
+        path = f"model.cross_attention.{name}"
+        if changed(settings, path):
+            message = f"`{settings.spelling(path)}` has no effect: nothing is read beside the input"
+            help = "cross-attention, retrieval and an episodic memory read such things, and all three are off"
+            settings.report("no-effect", message, path, severity="warning", help=help)
+
+
+@rule("engine.kind", "scheduler.tasks")
+def shares_place_no_stages(settings: Settings, engine: str, tasks: tuple[Any, ...]) -> None:
+    if engine == "pipeline" and any(task.model_share < 1 for task in tasks):
+        message = "the tasks' shares of the model have no effect on a pipeline's stages: those are cut by how fast its machines are"
+        help = "a share says only how much memory a worker needs for a task"
+        settings.report("no-effect", message, "scheduler.tasks", "engine.kind", severity="warning", help=help)

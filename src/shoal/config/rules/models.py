@@ -130,6 +130,14 @@ def mixture_can_be_drawn_from(settings: Settings, parts: tuple[Any, ...], mixing
         settings.report("mixture", "some parts have a weight and some have none", "data.source.parts", help="give all of them one, or none")
 
 
+@rule("data.source.context_field", "model.kind")
+def contexts_are_attended_to(settings: Settings, field: str | None, model: str) -> None:
+    if field is not None and not (model == "moe" and settings.get("model.cross_attention.enabled")):
+        paths = ("data.source.context_field", "model.cross_attention.enabled", "model.kind")
+        help = "set model.cross_attention.enabled, or leave it out"
+        settings.report("model", "a text beside the input is read by cross-attention, and there is none", *paths, help=help)
+
+
 @rule("model.from_scratch", "model.weights")
 def weights_are_fresh_or_given(settings: Settings, from_scratch: bool, weights: str | None) -> None:
     if from_scratch and weights is not None:
