@@ -399,6 +399,11 @@ class World:
         known = [(one[0], one[1]) for one in applied + others] + waiting
         assert len(known) == len(set(known)), "nothing is counted twice"
         assert set(self.confirmed) <= set(known), "what was confirmed is in the weights, or it is said why not"
+        if not self.strategy.feed.leased:
+            newest: dict[str, int] = {}
+            for worker, seq, *_ in applied:
+                assert seq > newest.get(worker, -1), "a worker's contributions are in the weights in the order in which it made them"
+                newest[worker] = seq
         batches = [tuple(one[6 if self.plan.tasks else 5 : 8]) for one in applied + others]
         assert len(batches) == len(set(batches)), "nobody learns twice from the same batch of a seat"
         assert torch.allclose(self.coordinator.learner.vector.double(), weights, rtol=1e-4, atol=1e-3)

@@ -459,7 +459,7 @@ class Coordinator:
         self._receipt(caller, worker, asked, problem)
 
     def _accept(self, event: Called, asked: Contribute, worker: Worker, share: float) -> None:
-        number = self.policies.rounds.round_for(asked.round, self._open_round)
+        number = self._round_for(worker, asked)
         late = self.policies.rounds.window > 0 and asked.round < number
         try:
             decoded = self.book.decode(event.frames, number, worker.experts)
@@ -516,13 +516,18 @@ class Coordinator:
         if asked.seq < self.state.sequences.get(worker.name, -1) or self._is_learned(worker.seat, asked):
             return "overtaken"
         rounds, version = self.policies.rounds, self._open_round
-        has_room = self._has_room_for(worker, rounds.round_for(asked.round, version))
+        has_room = self._has_room_for(worker, self._round_for(worker, asked))
         return rounds.problem(asked.round, version) or ("" if has_room else "ahead")
 
     @property
     def _open_round(self) -> int:
         """The round that takes contributions. While that of a relay is on its way up, it is the next one."""
         return self.state.version + (self.book.upward is not None)
+
+    def _round_for(self, worker: Worker, asked: Contribute) -> int:
+        """The round that a contribution goes into: never one before that of the worker's last one, which an earlier life of it may have
+        sent ahead. So what a worker makes is in the weights in the order in which it was made."""
+        return max(self.policies.rounds.round_for(asked.round, self._open_round), self.rounds.newest_of(worker.name))
 
     def _has_room_for(self, worker: Worker, number: int) -> bool:
         """Whether a round takes one more contribution of this worker."""

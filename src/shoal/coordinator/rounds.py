@@ -92,6 +92,10 @@ class Rounds:
         there = self.open.get(number)
         return there.sent.get(worker, 0) if there else 0
 
+    def newest_of(self, worker: str) -> int:
+        """The last open round that holds a contribution of a worker; -1: none does."""
+        return max((number for number, there in self.open.items() if worker in there.sent), default=-1)
+
     def workers(self, number: int) -> int:
         """How many different workers have sent."""
         there = self.open.get(number)
