@@ -18,6 +18,7 @@ from shoal.config.schema.rlhf import SentimentReward as Sentiment
 from shoal.data import load_tokenizer
 from shoal.errors import ShoalError
 from shoal.models.decoding import draws_of_group
+from shoal.models.embedding import TokenEmbedding
 from shoal.models.gpt import Gpt
 from shoal.models.packing import packed_for
 from shoal.models.sampling import sample
@@ -308,6 +309,33 @@ def test_slopes_are_multiplied_in_the_precision_of_the_run_but_not_in_float16(pr
     assert exact.weight_slope_VD is not None
     for one, other in ((found.hidden_slope_ND, exact.hidden_slope_ND), (found.weight_slope_VD, exact.weight_slope_VD)):
         assert float((one - other).norm() / other.norm()) < 0.05
+@pytest.mark.parametrize("value", ["network", "head"])
+def test_a_matrix_with_two_uses_has_the_gradient_of_both_to_the_bit(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed, batch = task_and_batch(value=value)
+    model, text = feed.task.players["model"], Text.of(batch)
+    assert len(text.input_ids_BL.unique()) < text.input_ids_BL.numel(), "some token is there twice"
+    given = given_to(model, text)
+    model.hidden(text.input_ids_BL, **given)  # type: ignore[operator]
+    assert given["beside"].output_weight is not None
+    found = slopes(feed.task, batch)
+    monkeypatch.setattr(TokenEmbedding, "can_lend", False)
+    for one, plain in zip(found, slopes(feed.task, batch), strict=True):
+        assert torch.equal(one, plain)
+
+
+def test_rows_that_were_looked_up_are_added_to_the_gradient_of_the_matrix_that_was_lent() -> None:
+    embedding, ids = TokenEmbedding(5, 2), torch.tensor([[1, 3, 1]])
+    rows_slope, lent_slope = torch.ones(1, 3, 2), torch.full((5, 2), 10.0)
+    rows, lent = embedding(ids, lends=True)
+    (both,) = torch.autograd.grad([rows, lent], embedding.weight, [rows_slope, lent_slope])
+    assert both.data_ptr() == lent_slope.data_ptr(), "no other matrix was made"
+    assert both[:, 0].tolist() == [10, 12, 10, 11, 10]
+    rows, lent = embedding(ids, lends=True)
+    (of_rows,) = torch.autograd.grad(rows, embedding.weight, rows_slope)
+    assert of_rows[:, 1].tolist() == [0, 2, 0, 1, 0]
+    rows, lent = embedding(ids, lends=True)
+    (of_lent,) = torch.autograd.grad(lent.sum(), embedding.weight)
+    assert torch.equal(of_lent, torch.ones(5, 2))
 
 
 def test_prompts_get_no_gradient_of_the_logits() -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.cache import KeyValueCache, LayerCache
+from shoal.models.embedding import TokenEmbedding
 from shoal.models.rotary import Rotary
 
 INITIAL_STD = 0.02
@@ -51,6 +52,8 @@ class Beside:
         """True where a token counts in the loss."""
         self.columns = columns
         self.losses: list[Auxiliary] = []
+        self.output_weight: Tensor | None = None
+        """The output matrix as it was lent for this pass: see `embedding.py`. Null: take the model's own."""
         self.figures: dict[str, Tensor] = {}
         """Single numbers, means over the tokens that count; those of a layer are named `layers/3/dropped`."""
 
@@ -134,7 +137,7 @@ class Trunk(nn.Module):
         """The number of the first layer that is here, and the share of the layers that are: see `only`."""
         self.loss_weights: dict[str, float] = {}
         """What the parts tell that is a loss, and how much it weighs; everything else is a figure."""
-        self.token_embedding = nn.Embedding(vocab_size, width)
+        self.token_embedding = TokenEmbedding(vocab_size, width)
         learned = settings.positions == "learned"
         self.position_embedding = nn.Embedding(settings.max_seq_len, width) if learned else None
         self.rotary = None if learned else Rotary(settings.max_seq_len, _rotary_head_size(settings))
@@ -163,7 +166,7 @@ class Trunk(nn.Module):
         beside: Beside | None = None,
     ) -> Tensor:
         """What the output matrix reads: logits = hidden @ output_weight.T."""
-        x_BLD = self.embed(input_ids_BL, cache.length if cache else 0, attention_mask)
+        x_BLD = self.embed(input_ids_BL, cache.length if cache else 0, attention_mask, beside)
         hidden_BLD: Tensor = self.norm(self.through(x_BLD, input_ids_BL, cache=cache, attention_mask=attention_mask, beside=beside))
         return hidden_BLD
 
@@ -245,12 +248,16 @@ class Trunk(nn.Module):
         for layer, own in enumerate(told, self.first_layer):
             beside.figures |= {f"layers/{layer}/{name}": value.detach() for name, value in own.items() if not value.dim()}
 
-    def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None) -> Tensor:
+    def embed(self, input_ids_BL: Tensor, past: int = 0, attention_mask: Tensor | None = None, beside: Beside | None = None) -> Tensor:
         """The stream before the first layer."""
         length = past + input_ids_BL.shape[1]
         if length > self.max_seq_len:
             raise ShoalError(f"a sequence of {length} tokens does not fit the model (model.max_seq_len: {self.max_seq_len})")
-        x_BLD: Tensor = self.token_embedding(input_ids_BL)
+        x_BLD: Tensor
+        if beside is not None and self.output is None and self.token_embedding.can_lend:
+            x_BLD, beside.output_weight = self.token_embedding(input_ids_BL, lends=True)
+        else:
+            x_BLD = self.token_embedding(input_ids_BL)
         if self.position_embedding is not None:
             # With padding on the left they count from the first real token. Either way the module is called: of processes that share its
             # weights some may have such rows and others none, and they must gather the same in the same order

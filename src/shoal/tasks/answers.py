@@ -59,6 +59,13 @@ def given_to(model: Any, text: Text) -> dict[str, Any]:
     return given
 
 
+def output_of(model: Any, given: dict[str, Any]) -> Tensor:
+    """A model's output matrix, after a pass that it was given this for."""
+    lent: Tensor | None = given["beside"].output_weight if "beside" in given else None
+    own: Tensor = model.output_weight
+    return own if lent is None else lent
+
+
 def log_softmax(model: Any, text: Text, temperature: float = 1.0, given: dict[str, Any] | None = None) -> Tensor:
     """The log-probabilities of all tokens where an answer's token was chosen [N, V]: logits are made there, and nowhere else.
 
@@ -66,7 +73,8 @@ def log_softmax(model: Any, text: Text, temperature: float = 1.0, given: dict[st
     """
     given = given_to(model, text) if given is None else given
     if hasattr(model, "output_weight"):
-        logits_NV = F.linear(model.hidden(text.input_ids_BL, **given)[text.counted_BL], model.output_weight)
+        hidden_BLD = model.hidden(text.input_ids_BL, **given)
+        logits_NV = F.linear(hidden_BLD[text.counted_BL], output_of(model, given))
     else:
         logits_NV = model(text.input_ids_BL, **given)[text.counted_BL]
     return at_temperature(logits_NV, temperature)

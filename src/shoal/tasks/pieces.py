@@ -44,11 +44,14 @@ class Pieces(NamedTuple):
 def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float) -> Tensor:
     """How probable each label is [N]; nothing learns from it."""
     wide_WD = _widened(weight_VD)
-    found = [
-        at_temperature(rows_rV, temperature).gather(1, labels_N[rows, None]).squeeze(1)
-        for some in _cut(len(labels_N), weight_VD)
-        for rows, rows_rV in _rows_of(_logits(hidden_ND[some], wide_WD, len(weight_VD)), some.start)
-    ]
+    found = []
+    for some in _cut(len(labels_N), weight_VD):
+        logits_nW = _logits(hidden_ND[some], wide_WD, len(weight_VD))
+        found += [
+            at_temperature(rows_rW, temperature).gather(1, labels_N[rows, None]).squeeze(1)
+            for rows, rows_rW in _rows_of(logits_nW, some.start)
+        ]
+        del logits_nW  # before the next piece's take as much room
     return torch.cat(found) if found else hidden_ND.new_zeros(0)
 
 
@@ -72,7 +75,7 @@ def in_pieces(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperatur
             found.append((log_probs_n, entropy_n, logits_slope_nW @ wide_WD.to(kind)))
             if weight_VD.requires_grad:
                 weight_slope_WD = _sum_with(weight_slope_WD, logits_slope_nW.T, hidden_ND[some].to(kind), weight_VD.dtype)
-        del logits_slope_nW  # before the next piece's logits take as much room
+        del logits_slope_nW  # as above
     log_probs, entropies, slopes = zip(*found, strict=True)
     return Pieces(
         torch.cat(log_probs),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema import task as schema
 from shoal.config.schema.rlhf import Rlhf
-from shoal.tasks.answers import Text, as_used, chosen, given_to, log_softmax, spread, with_auxiliary
+from shoal.tasks.answers import Text, as_used, chosen, given_to, log_softmax, output_of, spread, with_auxiliary
 from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
 from shoal.tasks.dpo import SIDES, preference_loss
 from shoal.tasks.pieces import SlopeOf, in_pieces, with_slopes
@@ -80,7 +80,7 @@ class PolicyGradient:
             scored = Scored(chosen(log_p_NV, text)[:, -width:], entropy_BL[:, -width:])
             return *self.policy_loss(scored, batch, real_BT), None
         hidden_BLD, labels_N = model.hidden(text.input_ids_BL, **given), text.labels_BL[text.counted_BL]
-        hidden_ND, weight_VD = hidden_BLD[text.counted_BL], model.output_weight
+        hidden_ND, weight_VD = hidden_BLD[text.counted_BL], output_of(model, given)
         pieces = in_pieces(hidden_ND, weight_VD, labels_N, self.ppo.temperature, self._slope_of(batch, real_BT))
         scored = Scored(*(spread(one_N, text)[:, -width:] for one_N in (pieces.log_probs_N, pieces.entropy_N)))
         loss, metrics = self.policy_loss(scored, batch, real_BT)
