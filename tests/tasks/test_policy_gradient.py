@@ -16,6 +16,7 @@ from shoal.config.schema.rlhf import ExactReward as Exact
 from shoal.config.schema.rlhf import JudgeReward, Kl, Ppo, Rlhf, SumReward, WeightedReward
 from shoal.config.schema.rlhf import SentimentReward as Sentiment
 from shoal.data import load_tokenizer
+from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models.decoding import draws_of_group
 from shoal.models.embedding import TokenEmbedding
@@ -321,6 +322,30 @@ def test_a_matrix_with_two_uses_has_the_gradient_of_both_to_the_bit(value: str, 
     monkeypatch.setattr(TokenEmbedding, "can_lend", False)
     for one, plain in zip(found, slopes(feed.task, batch), strict=True):
         assert torch.equal(one, plain)
+
+
+def test_the_output_matrix_has_its_gradient_where_the_engine_gathers_it_whatever_the_number_of_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for taken in (True, False):
+        if not taken:
+            monkeypatch.setattr("shoal.tasks.policy_gradient.room_of", lambda parameter: None)
+        feed, batch = task_and_batch(value="head")
+        engine = SingleEngine(RUN, feed.task, torch.device("cpu"), 10)
+        network, matrix = engine.networks["model"], feed.task.players["model"].output_weight
+        assert isinstance(matrix, Tensor)
+        engine._begin_step()
+        next(feed.task.losses(batch)).value.backward()  # type: ignore[no-untyped-call]
+        assert matrix.grad is not None
+        assert (matrix.grad.data_ptr() == network.gradient.data_ptr()) == taken, "the matrix is the first parameter"
+        parts = [{name: value[i : i + 4] for name, value in batch.items()} for i in (0, 4)]
+        for batches in ([batch], parts, [batch], parts):
+            engine.step(batches)
+            found.append((taken, engine.gradient.clone(), engine.vector.clone()))
+    for (_, *with_room), (_, *without) in zip(found[:4], found[4:], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(with_room, without, strict=True))
+    assert found[0][1].any()
 
 
 def test_rows_that_were_looked_up_are_added_to_the_gradient_of_the_matrix_that_was_lent() -> None:

@@ -48,6 +48,7 @@ class Piece(NamedTuple):
 class PipelineEngine(SingleEngine):
     """This process is one stage: its rank says which."""
 
+    in_sequence = False
     model: StagedModel
 
     def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:

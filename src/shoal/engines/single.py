@@ -30,6 +30,9 @@ __all__ = ["SingleEngine", "StepResult", "choose_device"]
 class SingleEngine(Engine):
     """Whole networks in this process: their weights are one vector, their gradients another."""
 
+    in_sequence = True
+    """Whether a batch's backward pass comes before the next batch's forward pass."""
+
     def __init__(
         self, run: Run, task: Task, device: torch.device, total_steps: int, world: World | None = None, *, learns: bool = False
     ) -> None:
@@ -41,6 +44,9 @@ class SingleEngine(Engine):
         self.layouts = {name: network.layout for name, network in self.networks.items()}
         if learns and reads_rounded(run, device):
             self._round_networks()
+        if device.type == "cpu" and self.in_sequence:
+            for network in self.networks.values():
+                network.offer_room()
         self.statistics = [buffer for player in task.players.values() for buffer in statistics(player)]
         if run.training.compile:
             tell_the_compiler()

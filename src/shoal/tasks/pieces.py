@@ -56,8 +56,11 @@ def log_probs_of(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tempera
 
 
 @torch.no_grad()
-def in_pieces(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float, slope_of: SlopeOf) -> Pieces:
-    """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix."""
+def in_pieces(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperature: float, slope_of: SlopeOf, room_VD: Tensor | None = None
+) -> Pieces:
+    """Log-probabilities and entropies of the labels' tokens, and the slopes of a loss by hidden states and output matrix. `room_VD`: where
+    the latter is formed; null: somewhere."""
     kind, wide_WD = _kind_of_slopes(hidden_ND), _widened(weight_VD)
     weight_slope_WD: Tensor | None = None
     found = []
@@ -74,7 +77,7 @@ def in_pieces(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, temperatur
         with torch.autocast(hidden_ND.device.type, enabled=False):
             found.append((log_probs_n, entropy_n, logits_slope_nW @ wide_WD.to(kind)))
             if weight_VD.requires_grad:
-                weight_slope_WD = _sum_with(weight_slope_WD, logits_slope_nW.T, hidden_ND[some].to(kind), weight_VD.dtype)
+                weight_slope_WD = _sum_with(weight_slope_WD, logits_slope_nW.T, hidden_ND[some].to(kind), weight_VD.dtype, room_VD)
         del logits_slope_nW  # as above
     log_probs, entropies, slopes = zip(*found, strict=True)
     return Pieces(
@@ -144,11 +147,13 @@ def _to_slopes(logits_rV: Tensor, labels_r1: Tensor, temperature: float, rows: s
     return log_probs_r, entropy_r
 
 
-def _sum_with(before_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor, kind: torch.dtype) -> Tensor:
-    """A sum of products with one more, in a kind as fine as theirs or finer; None: it is the first."""
-    if before_VD is None:
+def _sum_with(before_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor, kind: torch.dtype, room_VD: Tensor | None) -> Tensor:
+    """A sum of products with one more, in a kind as fine as theirs or finer; None: it is the first, which is put into the room that fits."""
+    if before_VD is not None:
+        return before_VD.addmm_(left_Vn, right_nD) if before_VD.dtype == left_Vn.dtype else before_VD.add_(left_Vn @ right_nD)
+    if room_VD is None or len(room_VD) != len(left_Vn) or not room_VD.dtype == kind == left_Vn.dtype:
         return (left_Vn @ right_nD).to(kind)
-    return before_VD.addmm_(left_Vn, right_nD) if before_VD.dtype == left_Vn.dtype else before_VD.add_(left_Vn @ right_nD)
+    return torch.mm(left_Vn, right_nD, out=room_VD.detach())
 
 
 def _cut(count: int, weight_VD: Tensor) -> Iterator[slice]:
@@ -176,6 +181,12 @@ class WithSlopes(torch.autograd.Function):
         pieces, ctx.pieces = ctx.pieces, None
         weight = pieces.weight_slope_VD
         return None, (pieces.hidden_slope_ND * slope).to(ctx.kind), None if weight is None else weight.mul_(slope), None
+
+
+def room_of(parameter: Tensor) -> Tensor | None:
+    """Where the gradient of a parameter is going to be, if it may be formed there: an engine said so, and nothing is there of this step."""
+    room: Tensor | None = getattr(parameter, "gradient_room", None)
+    return room if parameter.grad is None else None
 
 
 def with_slopes(loss: Tensor, hidden_ND: Tensor, weight_VD: Tensor, pieces: Pieces) -> Tensor:

@@ -19,7 +19,7 @@ from shoal.config.schema.rlhf import Rlhf
 from shoal.tasks.answers import Text, as_used, chosen, given_to, log_softmax, output_of, spread, with_auxiliary
 from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
 from shoal.tasks.dpo import SIDES, preference_loss
-from shoal.tasks.pieces import SlopeOf, in_pieces, with_slopes
+from shoal.tasks.pieces import SlopeOf, in_pieces, room_of, with_slopes
 
 
 def build(task: schema.PpoTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> PolicyGradient:
@@ -81,7 +81,8 @@ class PolicyGradient:
             return *self.policy_loss(scored, batch, real_BT), None
         hidden_BLD, labels_N = model.hidden(text.input_ids_BL, **given), text.labels_BL[text.counted_BL]
         hidden_ND, weight_VD = hidden_BLD[text.counted_BL], output_of(model, given)
-        pieces = in_pieces(hidden_ND, weight_VD, labels_N, self.ppo.temperature, self._slope_of(batch, real_BT))
+        slope_of, room_VD = self._slope_of(batch, real_BT), room_of(model.output_weight)
+        pieces = in_pieces(hidden_ND, weight_VD, labels_N, self.ppo.temperature, slope_of, room_VD)
         scored = Scored(*(spread(one_N, text)[:, -width:] for one_N in (pieces.log_probs_N, pieces.entropy_N)))
         loss, metrics = self.policy_loss(scored, batch, real_BT)
         values_BT = model.value_head(hidden_BLD[:, -width:]) if hasattr(model, "value_head") else None

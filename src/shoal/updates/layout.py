@@ -111,6 +111,12 @@ class FlatNetwork:
 
     # --- gradients ---------------------------------------------------------------------------------
 
+    def offer_room(self) -> None:
+        """Tell of each parameter where its gradient will be gathered: who forms it by hand, in a step's first pass, may do so there. For
+        passes that follow each other, each backward pass before the next forward one."""
+        for slope, parameter in zip(self.slopes, self.parameters, strict=True):
+            parameter.gradient_room = slope  # type: ignore[attr-defined]
+
     def forget_gradients(self) -> None:
         """Before a backward pass: the first gradient is then stored instead of added to zeros."""
         self.gathered = self.summed = False
@@ -151,6 +157,7 @@ class FlatNetwork:
     def _take(self, indices: Sequence[int]) -> None:
         """Move gradients into the vector, or add them to what is there of the passes before."""
         there = [(self.slopes[i], gradient) for i in indices if (gradient := self.parameters[i].grad) is not None]
+        there = [(slope, gradient) for slope, gradient in there if slope.data_ptr() != gradient.data_ptr()]
         if self.summed:
             for slope, gradient in there:
                 slope.add_(gradient)
