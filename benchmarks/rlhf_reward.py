@@ -1,8 +1,13 @@
 """Does a reward model tell which of two answers people preferred? Five folds of the pairs in ../shared/data, helpful and harmless.
 
-The trunk is stories15M, which stays as it is, so what it says of each text is computed once; a head learns on four folds at a time, with
-the task, the engine and the loss of a run, and is judged on the fifth. Beside it stands the better of two rules that read nothing: the
-longer answer wins, or the shorter one. The difference is paired: pair by pair, on those that were held out.
+The trunk is stories15M, which stays as it is, so what it says of each text (256 tokens of it, as many as it can read) is computed once. A
+head learns on four folds at a time, with the task, the engine and the loss of a run, and is judged on the fifth. How much its weights
+decay is chosen before that on a quarter of the four folds, which the head does not learn from meanwhile. Beside it stands the better of
+two rules that read nothing: the longer answer wins, or the shorter one. The difference is paired: pair by pair, on those that were held
+out.
+
+Pairs are few and hidden states wide: with AdamW at a decay of 0.1 the head learned its pairs by heart, and knew less of others than their
+lengths tell (helpful, 64 tokens: 58.1 %, the longer wins in 59.8).
 """
 
 from __future__ import annotations
@@ -30,8 +35,9 @@ from shoal.tasks.answers import Text, at_the_end, given_to
 from shoal.tasks.reward import Reward
 
 KINDS = ("helpful", "harmless")
-FOLDS, PASSES, BATCH, RATE, DECAY = 5, 10, 64, 0.001, 0.1
-LENGTH, AT_ONCE = 128, 16
+FOLDS, PASSES, BATCH, RATE = 5, 15, 64, 0.01
+DECAYS = (0.3, 1.0, 3.0, 10.0, 30.0)
+LENGTH, AT_ONCE = 256, 16
 
 
 class Words(StoryTokenizer):
@@ -111,10 +117,18 @@ def batch_of(numbers: Sequence[int]) -> dict[str, Tensor]:
     return batch
 
 
-def judged(said_ND: Tensor, train: Sequence[int], held_out: Sequence[int], seed: int) -> np.ndarray:
+def chosen_decay(said_ND: Tensor, train: Sequence[int], seed: int) -> float:
+    """The decay with which a head that learns from three quarters of the pairs is right most often in the rest."""
+    order = np.random.default_rng([seed, PASSES]).permutation(train).tolist()
+    rest, others = order[: len(order) // 4], order[len(order) // 4 :]
+    return max(DECAYS, key=lambda decay: float(judged(said_ND, others, rest, seed, decay).mean()))
+
+
+def judged(said_ND: Tensor, train: Sequence[int], held_out: Sequence[int], seed: int, decay: float) -> np.ndarray:
     """For each pair that was held out whether the chosen answer has the higher score, after learning from the others."""
-    optimizer = {"learning_rate": RATE, "weight_decay": DECAY}
-    tree = {"model": {"kind": "gpt"}, "seed": seed, "training": {"device": "cpu", "optimizer": optimizer}}
+    optimizer = {"name": "SGD", "learning_rate": RATE, "weight_decay": decay}
+    training = {"device": "cpu", "optimizer": optimizer, "schedule": {"kind": "cosine"}}
+    tree = {"model": {"kind": "gpt"}, "seed": seed, "training": training}
     run = resolve_data(tree, name="bench", dialect="shoal", environ={}).run
     task = Reward({"model": Scored(Kept(said_ND), head_only=True)})
     engine = SingleEngine(run, task, torch.device("cpu"), PASSES * -(-len(train) // BATCH))
@@ -140,7 +154,8 @@ def folds(kind: str) -> Row:
     won = np.zeros(len(pairs))
     shares = []
     for number, held_out in enumerate(np.array_split(order, FOLDS)):
-        won[held_out] = judged(said_ND, np.setdiff1d(order, held_out).tolist(), held_out.tolist(), number)
+        train = np.setdiff1d(order, held_out).tolist()
+        won[held_out] = judged(said_ND, train, held_out.tolist(), number, chosen_decay(said_ND, train, number))
         shares.append(float(won[held_out].mean()))
     rule = max((by_length(pairs, longer) for longer in (True, False)), key=lambda right: float(right.mean()))
     gained = won - rule
