@@ -310,6 +310,8 @@ def test_slopes_are_multiplied_in_the_precision_of_the_run_but_not_in_float16(pr
     assert exact.weight_slope_VD is not None
     for one, other in ((found.hidden_slope_ND, exact.hidden_slope_ND), (found.weight_slope_VD, exact.weight_slope_VD)):
         assert float((one - other).norm() / other.norm()) < 0.05
+
+
 @pytest.mark.parametrize("value", ["network", "head"])
 def test_a_matrix_with_two_uses_has_the_gradient_of_both_to_the_bit(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     feed, batch = task_and_batch(value=value)

@@ -148,7 +148,7 @@ def _to_slopes(logits_rV: Tensor, labels_r1: Tensor, temperature: float, rows: s
 
 
 def _sum_with(before_VD: Tensor | None, left_Vn: Tensor, right_nD: Tensor, kind: torch.dtype, room_VD: Tensor | None) -> Tensor:
-    """A sum of products with one more, in a kind as fine as theirs or finer; None: it is the first, which is put into the room that fits."""
+    """A sum of products with one more, in a kind as fine as theirs or finer; None: it is the first, put into the room that fits."""
     if before_VD is not None:
         return before_VD.addmm_(left_Vn, right_nD) if before_VD.dtype == left_Vn.dtype else before_VD.add_(left_Vn @ right_nD)
     if room_VD is None or len(room_VD) != len(left_Vn) or not room_VD.dtype == kind == left_Vn.dtype:
