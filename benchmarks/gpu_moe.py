@@ -8,6 +8,7 @@ Then ours with all penalties, with narrower running means, and a table of where 
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import sys
@@ -32,8 +33,8 @@ WIDTH, LAYERS, HEADS, EXPERTS, PER_TOKEN, INNER = 768, 16, 12, 16, 2, 3072
 STEPS, ROUNDS, CEILING = 10, 4, 780e12
 LEARNING, LOOK_EVERY, JUDGED = 1200, 300, 8
 """Steps that ours learns before it is measured, after how many the choices are counted that find no room, and in how many steps."""
-BALANCED = {"experts": {"aux_loss_weight": 0.01 * LAYERS}}
-"""0.01 for each layer's loss. Ours weighs their mean, and 0.01 of that spreads this text too slowly: docs/mixtures.md has both."""
+BALANCED = {"experts": {"aux_loss_weight": 0.02 * LAYERS}}
+"""0.02 for each layer's loss. Ours weighs their mean, and 0.01 of that spreads this text too slowly: docs/mixtures.md has several."""
 PENALTIES = {"repetition_weight": 0.5, "immediate_repetition_weight": 1.0, "eos_weight": 5.0, "min_sequence_length": 20}
 SCHEDULE = {"kind": "cosine", "warmup_steps": 2000, "end_learning_rate": 0.0001}
 HEALTH = {"enabled": True, "initial_clip_value": 2.0, "final_clip_value": 0.5, "warmup_steps": 2000}
@@ -151,6 +152,7 @@ def endless(rows: Tensor) -> Iterator[dict[str, Tensor]]:
 PARTS = {
     "experts' products": ("enable_3x_kernel_for_sm9x", "grouped"),
     "pointwise, compiled": ("triton_",),
+    "rotary positions": ("_cut", "_join"),
     "experts' SwiGLU": ("_forward", "_backward"),
     "attention": ("flash", "fmha", "sdpa", "cudnn"),
     "other products": ("nvjet", "gemm", "cutlass", "cublas"),
@@ -189,10 +191,11 @@ def compared(ours: Step, their: Step) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def dropped_share(made: SingleEngine, batches: Iterator[dict[str, Tensor]]) -> float:
-    """Of the choices of some steps, over all layers."""
+def dropped_and_loss(made: SingleEngine, batches: Iterator[dict[str, Tensor]]) -> tuple[float, float]:
+    """Of the choices of some steps, over all layers; and the mean loss of these steps."""
     figures = [made.step([next(batches)]).metrics for _ in range(JUDGED)]
-    return statistics.mean(float(value) for one in figures for name, value in one.items() if name.endswith("dropped"))
+    dropped = statistics.mean(float(value) for one in figures for name, value in one.items() if name.endswith("dropped"))
+    return dropped, statistics.mean(float(one["loss"]) for one in figures)
 
 
 def measure(part: str = "") -> Iterator[Row]:
@@ -202,14 +205,15 @@ def measure(part: str = "") -> Iterator[Row]:
     made = engine(model=BALANCED)
     for done in range(LOOK_EVERY, LEARNING + 1, LOOK_EVERY):
         ours = warmed(made, batches, LOOK_EVERY)
-        print(f"  after {done} steps {dropped_share(made, batches):.2%} of the choices find no room", file=sys.stderr, flush=True)
+        dropped, loss = dropped_and_loss(made, batches)
+        print(f"  after {done} steps {dropped:.2%} of the choices find no room; loss {loss:.3f}", file=sys.stderr, flush=True)
     their = peer(next(batches))
     for _ in range(5):
         their()
     middle, tokens = compared(ours, their), BATCH * LENGTH * 1000
     del their
     torch.cuda.empty_cache()
-    dropped = dropped_share(made, batches)
+    dropped, _ = dropped_and_loss(made, batches)
     share = flops() / (middle["ours"] / 1000) / CEILING
     note = f"{share:.0%} of {CEILING / 1e12:.0f} TFLOP/s; {middle['ours']:.1f} ms a step; {dropped:.1%} dropped"
     yield Row("gpu-moe", tokens / middle["ours"], tokens / middle["peer"], "tokens/s", middle["peer"] / middle["ours"], "≥ 1.3", note)
@@ -221,6 +225,7 @@ def measure(part: str = "") -> Iterator[Row]:
         task = made.task
         made.finish()
         del ours, made
+        gc.collect()
         torch.cuda.empty_cache()
         made = engine(task, BALANCED, compile=False, **training)
         ours = warmed(made, batches)

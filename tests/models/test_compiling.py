@@ -31,5 +31,5 @@ def test_what_is_left_alone_runs_as_it_is_written_within_what_is_compiled() -> N
 def test_the_best_experts_are_the_same_where_the_compiler_finds_them() -> None:
     scores_TE = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
     for count in (1, 2, 3, 5):
-        found = torch.compile(best_of, backend="eager", dynamic=False)(scores_TE, count)
+        found = torch.compile(best_of, backend="eager", dynamic=False, fullgraph=True)(scores_TE, count)
         assert torch.equal(found, scores_TE.topk(count, dim=1).indices)

@@ -75,8 +75,8 @@ def best_of(scores_TE: Tensor, count: int) -> Tensor:
     2 µs for two of 16 experts and 16,384 tokens on an H200; `topk` and its sort take 40."""
     if not torch.compiler.is_compiling() or count > _MOST_BY_TURNS:
         return scores_TE.topk(count, dim=1).indices
-    scores_TE, found = scores_TE.detach(), list[Tensor]()
-    places_E = torch.arange(scores_TE.shape[1], device=scores_TE.device)
+    found: list[Tensor] = []
+    scores_TE, places_E = scores_TE.detach(), torch.arange(scores_TE.shape[1], device=scores_TE.device)
     for _ in range(count):
         found.append(scores_TE.argmax(1, keepdim=True))
         scores_TE = scores_TE.masked_fill(places_E == found[-1], -torch.inf)
