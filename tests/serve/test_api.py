@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import time
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -121,6 +122,9 @@ def test_the_openai_client_completes_and_lists_models(client):
     answer = client.completions.create(model="tiny", prompt=["ab", [97, 98, 99]], max_tokens=5, temperature=0, logprobs=2, echo=True)
     assert [choice.text[:2] for choice in answer.choices] == ["ab", "ab"]
     assert len(answer.choices[0].logprobs.token_logprobs) == 5
+    told = answer.choices[0].logprobs
+    assert told.text_offset[0] == len("ab")
+    assert [after - before for before, after in pairwise(told.text_offset)] == [len(word) for word in told.tokens[:-1]]
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 

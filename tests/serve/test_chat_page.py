@@ -99,9 +99,8 @@ def test_an_error_in_the_middle_of_an_answer_is_shown_and_what_came_is_kept(page
     sync_api.expect(page.locator(".turn.assistant div")).to_have_text("half")
 
 
-def test_what_a_model_writes_never_becomes_html(page):
-    text = "# T\n\n<img src=x onerror=alert(1)> **b** `c` [l](javascript:x) [m](https://a.example/)\n\n- one\n- two\n\n```py\n<b>\n"
-    shown = page.evaluate(
+def rendered(page, text):
+    return page.evaluate(
         """async (text) => {
           const { render } = await import("./markdown.js");
           const box = document.createElement("div");
@@ -110,6 +109,17 @@ def test_what_a_model_writes_never_becomes_html(page):
         }""",
         text,
     )
+
+
+def test_headings_lists_and_paragraphs_follow_each_other_line_by_line(page):
+    assert rendered(page, "## T\nSo:\n- a\n  more\n- b\nThen:\n\n3. c\n4. d") == (
+        '<h4>T</h4><p>So:</p><ul><li>a<br>more</li><li>b</li></ul><p>Then:</p><ol start="3"><li>c</li><li>d</li></ol>'
+    )
+
+
+def test_what_a_model_writes_never_becomes_html(page):
+    text = "# T\n\n<img src=x onerror=alert(1)> **b** `c` [l](javascript:x) [m](https://a.example/)\n\n- one\n- two\n\n```py\n<b>\n"
+    shown = rendered(page, text)
     assert "<img" not in shown
     assert "<h3>T</h3>" in shown
     assert '<strong>b</strong> <code>c</code> [l](javascript:x) <a href="https://a.example/"' in shown

@@ -41,8 +41,8 @@ def make(kind: str) -> tuple[torch.nn.Module, dict]:
     if kind == "gpt":
         settings = schema.Gpt(**SIZES, positions="rotary", norm="rms", num_kv_heads=2)
         model: torch.nn.Module = Gpt(settings, VOCABULARY)
-    elif kind == "hash":
-        settings = schema.Moe(**SIZES, experts=schema.Experts(count=4, per_token=2, router="hash"))
+    elif kind in ("hash", "switch"):
+        settings = schema.Moe(**SIZES, experts=schema.Experts(count=4, per_token=2, router=kind))
         model = Moe(settings, VOCABULARY)
     else:
         transformers = pytest.importorskip("transformers")
@@ -153,7 +153,9 @@ def alone(model, prompts: list[list[int]], lengths: list[int]) -> list[list[int]
 PROMPTS, LENGTHS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [8], list(range(30))], [12, 20, 25, 9]
 
 
-@pytest.mark.parametrize(("kind", "machines"), [("gpt", 1), ("gpt", 3), ("hash", 2), ("llama", 2), ("gpt2", 2)])
+@pytest.mark.parametrize(
+    ("kind", "machines"), [("gpt", 1), ("gpt", 3), ("hash", 2), ("switch", 3), ("llama", 2), ("gpt2", 2), ("qwen2", 2)]
+)
 def test_several_machines_write_the_tokens_of_one(kind, machines):
     model, described = make(kind)
     with spread(model, described, [f"pi{i}" for i in range(machines)]) as (engine, _):

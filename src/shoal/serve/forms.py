@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from shoal.data import Tokenizer
@@ -22,6 +24,8 @@ class Form:
         self.prefix = "chat.completion" if self.chat else "text_completion"
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
+        self._told: dict[int, int] = {}
+        """Of each choice, how many characters the words have that were told with their probabilities, the echoed prompt before them."""
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The answer to a request that does not stream."""
@@ -37,7 +41,7 @@ class Form:
         else:
             body = {"text": self._echo(piece.choice) + piece.text if first else piece.text}
         written = [piece.written] if piece.written is not None else []
-        choice = {"index": piece.choice, **body, "logprobs": self._logprobs(written), "finish_reason": piece.reason}
+        choice = {"index": piece.choice, **body, "logprobs": self._logprobs(piece.choice, written), "finish_reason": piece.reason}
         usage = {"usage": None} if self.answer.asked.include_usage else {}
         return event({**self._chunk_head(), "choices": [choice], **usage})
 
@@ -60,25 +64,36 @@ class Form:
         message = {"role": "assistant", "content": text, "refusal": None}
         said: dict[str, Any] = {"message": message} if self.chat else {"text": self._echo(index) + text}
         written = [piece.written for piece in pieces if piece.written is not None]
-        return {"index": index, **said, "logprobs": self._logprobs(written), "finish_reason": pieces[-1].reason}
+        return {"index": index, **said, "logprobs": self._logprobs(index, written), "finish_reason": pieces[-1].reason}
 
     def _echo(self, index: int) -> str:
         if not self.answer.asked.echo:
             return ""
         return self.tokenizer.decode(self.answer.prompts[index // self.answer.asked.n])
 
-    def _logprobs(self, written: Sequence[Written]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, written: Sequence[Written]) -> dict[str, Any] | None:
         if self.answer.asked.top_logprobs is None:
             return None
         if self.chat:
             content = [self._named(one.token, one.logprob) | {"top_logprobs": self._others(one)} for one in written]
             return {"content": content, "refusal": None}
+        words, begun = [self._word(one.token) for one in written], self._told.get(index)
+        offsets = [*accumulate(map(len, words), initial=len(self._echo(index)) if begun is None else begun)]
+        self._told[index] = offsets[-1]
         return {
-            "tokens": [self._word(one.token) for one in written],
+            "tokens": words,
             "token_logprobs": [one.logprob for one in written],
-            "top_logprobs": [{self._word(other.token): other.logprob for other in one.others} for one in written],
-            "text_offset": [],
+            "top_logprobs": [self._by_word(one) for one in written],
+            "text_offset": offsets[:-1],
         }
+
+    def _by_word(self, written: Written) -> dict[str, float]:
+        """Tokens that show as the same word, such as parts of a character, are one entry, with the probability of the likelier one."""
+        found: dict[str, float] = {}
+        for other in written.others:
+            word = self._word(other.token)
+            found[word] = max(other.logprob, found.get(word, -math.inf))
+        return found
 
     def _others(self, written: Written) -> list[dict[str, Any]]:
         return [self._named(other.token, other.logprob) for other in written.others]

@@ -42,21 +42,41 @@ function withInline(tag, text) {
   return node;
 }
 
-function list(lines, pattern, tag) {
-  const node = make(tag);
-  for (const line of lines) node.append(withInline("li", line.replace(pattern, "")));
+const DASH = /^\s*[-*+]\s+/, NUMBER = /^\s*(\d+)[.)]\s+/, HEADING = /^(#{1,6})\s+(.*)$/, INDENTED = /^\s{2,}\S/;
+
+function kindOf(line, before) {
+  if (HEADING.test(line)) return "heading";
+  if (DASH.test(line)) return "ul";
+  if (NUMBER.test(line)) return "ol";
+  return INDENTED.test(line) && (before === "ul" || before === "ol") ? before : "p";
+}
+
+function list(lines, tag) {
+  const node = make(tag), pattern = tag === "ul" ? DASH : NUMBER, items = [];
+  for (const line of lines) {
+    if (pattern.test(line)) items.push(line.replace(pattern, ""));
+    else items[items.length - 1] += `\n${line.trim()}`;
+  }
+  if (tag === "ol") node.start = Number(lines[0].match(NUMBER)[1]);
+  node.append(...items.map((item) => withInline("li", item)));
   return node;
 }
 
-/** The nodes of a block that has no blank line in it. */
+/** The nodes of a block that has no blank line in it: headings, lists and paragraphs may follow each other line by line. */
 function block(text) {
-  const heading = text.match(/^(#{1,6})\s+(.*)$/);
-  if (heading) return withInline(`h${Math.min(6, heading[1].length + 2)}`, heading[2]);
-  const lines = text.split("\n");
-  const dash = /^\s*[-*+]\s+/, number = /^\s*\d+[.)]\s+/;
-  if (lines.every((line) => dash.test(line))) return list(lines, dash, "ul");
-  if (lines.every((line) => number.test(line))) return list(lines, number, "ol");
-  return withInline("p", text);
+  const runs = [];
+  for (const line of text.split("\n")) {
+    const last = runs[runs.length - 1], kind = kindOf(line, last?.kind);
+    if (last && kind === last.kind && kind !== "heading") last.lines.push(line);
+    else runs.push({ kind, lines: [line] });
+  }
+  return runs.map(({ kind, lines }) => {
+    if (kind === "heading") {
+      const [, marks, title] = lines[0].match(HEADING);
+      return withInline(`h${Math.min(6, marks.length + 2)}`, title);
+    }
+    return kind === "p" ? withInline("p", lines.join("\n")) : list(lines, kind);
+  });
 }
 
 /** The nodes of a text. A fence that is still open, as while it streams, runs to the end. */
@@ -69,7 +89,7 @@ export function render(text) {
       pre.append(make("code", part.replace(/\n$/, "")));
       nodes.push(pre);
     } else {
-      nodes.push(...part.split(/\n\s*\n/).filter((one) => one.trim()).map((one) => block(one.trim())));
+      nodes.push(...part.split(/\n\s*\n/).filter((one) => one.trim()).flatMap((one) => block(one.trim())));
     }
   });
   return nodes;
