@@ -50,7 +50,8 @@ def make(kind: str) -> tuple[torch.nn.Module, dict]:
 
         sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": VOCABULARY}
         none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        window = {"sliding_window": 6, "num_key_value_heads": 2} if kind == "mistral" else {}
+        window = {"sliding_window": 6} if kind == "mistral" else {}
+        window |= {"num_key_value_heads": 2} if kind in ("mistral", "qwen2") else {}
         config = transformers.AutoConfig.for_model(kind, **sizes, **none, **window, max_position_embeddings=96)
         model = HuggingFace(transformers.AutoModelForCausalLM.from_config(config))
     with torch.no_grad():
