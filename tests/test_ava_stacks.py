@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from shoal.cli.main import main
 from shoal.config.load import File, resolve
+from shoal.config.schema.engine import DeepSpeed
+from shoal.runs.run_directory import RunDirectory
 
 PRESETS = (
     "gpu/tiny",
@@ -59,9 +63,9 @@ MACHINE = {
     "data.tokenizer": "bytes",
     "data.loader.num_workers": "0",
     "training.device": "cpu",
-    "engine.kind": "single",
 }
 """What this machine has, in the place of a rack with its texts."""
+ONE_PROCESS = {"engine.kind": "single"}
 PACE = {
     "training.optimizer.learning_rate": "0.01",
     "training.schedule.kind": "constant",
@@ -86,10 +90,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def smaller(files: list[str]) -> list[str]:
+def smaller(files: list[str], engine: Mapping[str, str] = ONE_PROCESS) -> list[str]:
     """Options that make a stack fit this machine. They leave alone what makes it a stack: routers, features, penalties, precision."""
     run = resolve([File(name) for name in files], environ={}).run
-    own = SIZES | MACHINE | PACE
+    own = SIZES | MACHINE | PACE | dict(engine)
     if run.training.precision.kind == "fp8":
         own |= {"training.allow_emulation": "true"}
     if run.model.retrieval.enabled:  # type: ignore[attr-defined]
@@ -105,7 +109,25 @@ def test_a_stack_starts_and_learns(stack: str, folder: Path, capsys: pytest.Capt
     files = stack.split()
     code = main(["train", *files, "--run-dir", "run", *smaller(files)])
     assert code == 0, capsys.readouterr().err
-    records = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    expect_learning(folder / "run")
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed (shoal[deepspeed])")
+def test_a_stack_starts_with_the_engine_that_it_names(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    files = ["gpu/base", "hardware/h100_80gb", "distributed/deepspeed_zero3"]
+    code = main(["train", *files, "--run-dir", "run", *smaller(files, {"launch.devices_per_node": "1"})])
+    told = capfd.readouterr()
+    assert code == 0, told.err
+    assert "on 1 × cpu (deepspeed)" in told.err + told.out
+    engine = RunDirectory(folder / "run").config().engine
+    assert isinstance(engine, DeepSpeed)
+    assert engine.zero_stage == 3
+    expect_learning(folder / "run")
+
+
+def expect_learning(run: Path) -> None:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 5
     assert all(map(math.isfinite, losses))

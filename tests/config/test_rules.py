@@ -98,6 +98,7 @@ BROKEN = [
         "model: {kind: moe, retrieval: {enabled: true}}\ndata: {sequence_length: 64}\n",
         ["data.sequence_length", "model.retrieval.enabled"],
     ),
+    ("needs-gpu", "training: {precision: {kind: fp8}, device: cpu}\n", ["training.precision.kind", "training.device"]),
     ("device", "training: {cuda_graph: true, device: cpu}\n", ["training.cuda_graph", "training.device"]),
     ("model", "task: gan\nmodel: {kind: dcgan}\ntraining: {cuda_graph: true}\n", ["training.cuda_graph", "task"]),
     (

@@ -20,6 +20,7 @@ from shoal.data.text.tokenizers.load import load_tokenizer
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models.pretrained import load as load_model
+from shoal.runs.cluster_loop import ClusterLoop
 from shoal.runs.run_directory import RunDirectory
 
 
@@ -63,6 +64,32 @@ def test_a_first_step_that_fails_leaves_nothing_in_the_way_of_the_next_run(
     assert main(again) == 0, capsys.readouterr().err
     assert main(again) == 2
     assert "holds a run already" in capsys.readouterr().err
+
+
+def test_a_run_that_people_were_invited_to_is_kept_though_it_failed_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ShoalError("the disk is full")
+
+    monkeypatch.setattr(ClusterLoop, "_coordinate", fail)
+    settings = ["--set", "strategy.kind=async", "--set", "transport.port=0", "--host", "127.0.0.1"]
+    assert main(["coordinate", "starter", "--run-dir", str(tmp_path / "run"), *settings]) == 2
+    assert "the disk is full" in capsys.readouterr().err
+    assert (tmp_path / "run" / "coordinator").is_dir(), "its line to join is good for the run that goes on"
+
+
+def test_a_database_of_the_runs_own_goes_with_a_run_that_failed_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ShoalError("no step can be made")
+
+    monkeypatch.setattr(ClusterLoop, "_coordinate", fail)
+    settings = ["--set", "strategy.kind=workunits", "--set", "transport.kind=postgres", "--set", "transport.host=embedded"]
+    assert main(["train", "starter", "--run-dir", str(tmp_path / "run"), "--workers", "1", *settings]) == 2
+    assert "no step can be made" in capsys.readouterr().err
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.suffix != ".log"]
 
 
 def test_logs_of_workers_are_kept_and_files_of_others_too(tmp_path: Path) -> None:

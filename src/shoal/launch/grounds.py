@@ -39,6 +39,8 @@ class Ground(NamedTuple):
     """How workers of other machines join, where that is another way."""
     role: str = ""
     """In a database that others look after: the role that workers connect as."""
+    fresh: bool = False
+    """The run's folder was made for it, and holds nothing of anybody else."""
 
 
 @contextmanager
@@ -70,7 +72,7 @@ def _embedded(run: Run, settings: Postgres, run_dir: str | None, resume: bool, h
     """A PostgreSQL of the run's own, in its folder, with a role for those who join."""
     directory = continued(run, run_dir, lambda text: None)[0] if resume else RunDirectory.create(run, run_dir)
     with directory.kept_if_begun(), _served(settings, directory.path, host) as ground:
-        yield ground
+        yield ground._replace(fresh=directory.fresh)
 
 
 @contextmanager

@@ -296,7 +296,7 @@ def started(
             loop = made.loop
             yield made
     except Exception as error:
-        if loop is not None and not loop.step:
+        if loop is not None and not loop.step and not plan.asked.invite:  # people may have been told already how to join
             loop.directory.forget()
         if type(error) is not ShoalError:
             raise
@@ -331,6 +331,7 @@ def _put_together(
             given=given,
             above=asked.above,
         )
+        made.loop.directory.fresh |= ground.fresh
         if ground.invitation is not None:
             made = made._replace(invitation=ground.invitation)
         workers = arguments(_names(plan, made))

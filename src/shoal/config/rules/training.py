@@ -74,13 +74,17 @@ def clip_value_tightens(settings: Settings, enabled: bool, initial: float, final
         )
 
 
-@rule("training.precision.kind", "training.allow_emulation")
-def emulation_is_labelled(settings: Settings, kind: str, allowed: bool) -> None:
+@rule("training.precision.kind", "training.allow_emulation", "training.device")
+def emulation_is_labelled(settings: Settings, kind: str, allowed: bool, device: str) -> None:
     if kind == "nvfp4" or (kind == "fp8" and allowed):
         where = ", unless a GPU has it (H100, H200)" if kind == "fp8" else ""
         message = f"{kind} is emulated{where}: what is learned is as with real {kind}, how long it takes is not"
         settings.report("emulated", message, "training.precision.kind", severity="warning")
-    if kind == "fp8" and not allowed:
+    if kind == "fp8" and not allowed and device in ("cpu", "mps"):
+        message = f"fp8 needs a GPU of the Hopper generation (H100, H200), and this run would train on {device}"
+        help = "--allow-emulation (training.allow_emulation: true) rounds as fp8 does and computes in fp32, slower than bf16"
+        settings.report("needs-gpu", message, "training.precision.kind", "training.device", help=help)
+    elif kind == "fp8" and not allowed:
         message = "fp8 needs a GPU of the Hopper generation (H100, H200) wherever this run trains"
         help = "--allow-emulation (training.allow_emulation: true) computes it anywhere, slower than bf16"
         settings.report("needs-gpu", message, "training.precision.kind", severity="warning", help=help)
