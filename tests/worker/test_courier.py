@@ -99,6 +99,18 @@ def test_a_sign_of_life_goes_its_own_way() -> None:
     courier.close()
 
 
+def test_what_the_coordinator_says_with_an_answer_to_a_sign_of_life_is_told_once_and_steers_no_terminal() -> None:
+    told: list[str] = []
+    courier = courier_of(Line(scripted(iter([Answer(WELCOME, ())]))), told.append)
+    courier.converse()
+    answers = [{"kind": "pulse", "word": "your unit\x1b[2J was given to another one"}, {"kind": "pulse"}]
+    pulse = Line(scripted(iter([Answer(answer, ()) for answer in answers])))
+    for _ in answers:
+        courier.beat(pulse, "computing", {})
+    assert told == ["warning: your unit?[2J was given to another one"]
+    courier.close()
+
+
 def test_a_link_is_known_by_its_quickest_small_answer_and_its_most_bytes_a_second() -> None:
     link = LinkTimes()
     assert link.figures == {}

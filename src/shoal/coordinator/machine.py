@@ -234,7 +234,10 @@ class Coordinator:
         if self.lender is not None and asked.state != _STUCK:
             self.lender.renew(worker)
         # What a worker reads of the answer, and no more: there are many more signs of life than anything else.
-        self._effects.append(Reply(caller, {"kind": "pulse", "version": self.book.state.version, "done": self.finished}))
+        header: dict[str, Any] = {"kind": "pulse", "version": self.book.state.version, "done": self.finished}
+        if worker.word:
+            header["word"], worker.word = worker.word, ""
+        self._effects.append(Reply(caller, header))
 
     def _answer_about_unit(self, caller: Any, asked: Claim | GiveBack | Fail, worker: Worker) -> None:
         lender = self.lender
@@ -378,6 +381,7 @@ class Coordinator:
 
     def blame(self, name: str, reason: str) -> None:
         if (worker := self.members.by_name.get(name)) is not None:
+            worker.word = f"the coordinator has given this worker's unit to another one: {reason}"
             self._count_failure(worker, reason)
 
     def _count_failure(self, worker: Worker, reason: str) -> None:

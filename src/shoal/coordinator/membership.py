@@ -41,6 +41,8 @@ class Worker:
     """The last number, and epoch and batch, that it was seen to send, whatever became of it."""
     failed: int = 0
     """Units in a row that it could not do."""
+    word: str = ""
+    """What it is told with the answer to its next sign of life."""
     state: str = "joining"
     numbers: dict[bool, int] = field(default_factory=lambda: {False: -1, True: -1})
     """The last message number, of heartbeats and of all else: a message that was seen before is not taken again."""

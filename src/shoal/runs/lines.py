@@ -184,6 +184,8 @@ class BoardLine:
         assert self._unit is not None
         sent = {name: header[name] for name in ("base", "weight", "samples", "metrics")}
         status = self.desk.submit(self._unit, sent, frames)
+        if status == "late" and self._told_slow:
+            self.tell("warning: the result of this unit came too late: somebody else was given the unit meanwhile, or the round was over")
         self.sent_bytes += sum(len(frame) for frame in frames)
         receipt = {"kind": "receipt", "status": status, "seq": self._unit.id, "round": header["round"], "repeated": False}
         return Answer(receipt | self._known, ())
@@ -212,8 +214,8 @@ class BoardLine:
             self._told_slow = True
             self.tell(
                 f"warning: this unit has taken {took_s:.0f} s so far, longer than the class's timeout of {self._lease_s:g} s. It is still "
-                "yours while this computer is seen at work; the teacher can choose smaller units (batches_per_unit) or a longer "
-                "lease_timeout_s"
+                "yours while this computer is seen at work, unless others have nothing to do; the teacher can choose smaller units "
+                "(batches_per_unit) or a longer lease_timeout_s"
             )
 
     def _beat(self, header: dict[str, Any], frames: Frames) -> Answer:

@@ -119,6 +119,8 @@ class Courier:
             heartbeat, began = self.protocol.heartbeat(state, figures), self.clock()
             self.protocol.hear_pulse(line.call(header_of(heartbeat), (), ANSWER_S).header)
             self.link.answered(self.clock() - began)
+            if self.protocol.word:
+                self.tell(f"warning: {self.protocol.word}")
 
     def close(self) -> None:
         """Stop. Whatever is still under way is given up."""

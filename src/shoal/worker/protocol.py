@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, printable
 from shoal.updates.identities import Identity
 from shoal.updates.messages import LONGEST_REASON, Asked, Claim, Contribute, Fail, GiveBack, Heartbeat, Hold, Join, Leave, Pull
 
@@ -122,6 +122,9 @@ class Protocol:
     """Numbers in the vector of a worker with these experts, as the coordinator says."""
     _holds: bool = False
     """Whether the coordinator has taken note of the experts in this session."""
+
+    word = ""
+    """What the coordinator said with its last answer to a sign of life."""
 
     def __init__(
         self,
@@ -257,6 +260,7 @@ class Protocol:
         """The answer to a sign of life."""
         self.newest = max(self.newest, header.get("version", -1))
         self.done = self.done or bool(header.get("done"))
+        self.word = printable(str(header.get("word", "")))
 
     # --- answers -----------------------------------------------------------------------------------
 
