@@ -103,8 +103,7 @@ def _draw(report: Report, folder: Path) -> None:
     from shoal.watch.plot import save_curves
 
     folder.mkdir(parents=True, exist_ok=True)
-    curves = {"samples a second": report.rates, "workers": report.present, "loss": report.losses}
-    for name, curve in curves.items():
+    for name, curve in (report.curves | {"loss": report.losses}).items():
         scaled = [(60 * hours, value) for hours, value in curve]
         save_curves({name: scaled}, folder / f"{name.replace(' ', '-')}.png", x_title="virtual minutes", y_title=name)
     lags = [(float(lag), float(often)) for lag, often in sorted(report.lags.items())]

@@ -143,6 +143,7 @@ def _show_status(status: dict[str, Any], as_json: bool) -> int:
     if status["tasks"]:
         print()
         _print_rows(task_table(status["tasks"]))
+        print(f"{status.get('tasks_done', 0)} are finished")
     if status["events"]:
         print("\nevents")
         print("\n".join(f"  {line}" for line in event_lines(status["events"], _SHOWN_EVENTS)))

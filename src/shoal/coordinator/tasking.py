@@ -149,6 +149,11 @@ class Taskmaster:
             for place in self._undone()
         ]
 
+    @property
+    def finished(self) -> int:
+        """Pieces that are done."""
+        return self._state.next_piece - sum(1 for _ in self._undone())
+
     def task_of(self, worker: Worker) -> str:
         piece = self._state.pieces.get(worker.seat)
         return self.tasks.tasks[piece.task].id if piece is not None else ""

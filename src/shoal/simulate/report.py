@@ -60,10 +60,8 @@ class Report:
     wall_s: float = 0.0
     losses: Curve = field(default_factory=list)
     """Hours, and the mean loss that workers told of."""
-    present: Curve = field(default_factory=list)
-    """Hours, and the workers that were there."""
-    rates: Curve = field(default_factory=list)
-    """Hours, and samples a second."""
+    curves: dict[str, Curve] = field(default_factory=dict)
+    """By name: hours, and what a figure was in the time before."""
     first: Moment | None = None
     last: Moment | None = None
     """When the first and the last version were made: what lies between them holds neither a beginning nor half a round."""
@@ -85,9 +83,12 @@ class Report:
 
     @property
     def rejected_share(self) -> float:
-        """Of the contributions that have an outcome; what came after the end of the run is none."""
-        whole = sum(count for outcome, count in self.outcomes.items() if outcome != "finished")
-        return 1 - self.accepted / whole if whole else 0.0
+        return 1 - self.accepted / self.judged if self.judged else 0.0
+
+    @property
+    def judged(self) -> int:
+        """Contributions that have an outcome; what came after the end of the run is none."""
+        return sum(count for outcome, count in self.outcomes.items() if outcome != "finished")
 
     @property
     def utilisation(self) -> float:

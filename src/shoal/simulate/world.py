@@ -83,7 +83,9 @@ class World:
         self._ended = False
         """Whether the run is over, and its workers are about to hear it."""
         self._losses: tuple[float, float] = (0.0, 0.0)
-        self._samples_before = self._handled_before = 0
+        self._handled_before = 0
+        self._before: tuple[float, ...] = (0.0,) * 5
+        """At the last point of the curves: samples, contributions taken and judged, bytes, useful seconds."""
         self.coordinator = Coordinator(scenario.plan, policies, scenario.learner)
         self.coordinator.door.is_proved = lambda *claimed: True  # a proof takes time, and who a worker is was never in doubt here
         self.driver = self._driver()
@@ -189,10 +191,18 @@ class World:
     def _look(self) -> None:
         """A point of each curve."""
         hours, report, every_s = self.timeline.now / 3600, self.report, self.until_s / POINTS
-        samples = self.coordinator.state.samples
-        report.rates.append((hours, (samples - self._samples_before) / every_s))
-        report.present.append((hours, float(len(self.coordinator.members.by_name))))
-        self._samples_before = samples
+        bytes_, workers = report.received_bytes + report.sent_bytes, len(self.coordinator.members.by_name)
+        now = (self.coordinator.state.samples, report.accepted, report.judged, bytes_, report.work_s["useful"])
+        samples, taken, judged, travelled, useful_s = (value - before for value, before in zip(now, self._before, strict=True))
+        self._before = now
+        for name, value in (
+            ("samples a second", samples / every_s),
+            ("workers", float(workers)),
+            ("useful share of the time", useful_s / (workers * every_s) if workers else 0.0),
+            ("turned away", 1 - taken / judged if judged else 0.0),
+            ("megabytes a second", travelled / 1e6 / every_s),
+        ):
+            report.curves.setdefault(name, []).append((hours, value))
         if self._losses[1]:
             report.losses.append((hours, self._losses[0] / self._losses[1]))
             self._losses = (0.0, 0.0)
