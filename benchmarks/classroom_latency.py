@@ -8,6 +8,11 @@ coordinator's time goes, too.
 
 All records of a round are written when it closes, so their checksums are on this way: with zlib's the journal took 36 ms of processor
 time a round, with those of `updates/checksums.py` it takes 7 (Neoverse-N1, 25 MB a gradient, three of them).
+
+100 ms are the goal, and on two cores, where database, coordinator and three workers take turns, they are out of reach without a codec.
+The way of one round on a Xeon of 2.5 GHz, in ms after the last `submit`: 2 to 28 the gradient is read, to 31 decoded, to 47 averaged, to 61
+stepped, to 68 copied, to 82 printing begins in threads of its own, to 106 journal, ledger and units, to 120 printing and the commit, to 165
+the first worker has read and decoded 25 MB, while two others do the same. Each of these is one or two passes over 25 MB.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -81,8 +82,12 @@ def test_a_server_starts_with_no_set_up_and_takes_a_password_only(server: Embedd
 
 def test_the_password_is_in_no_command_line(server: EmbeddedPostgres) -> None:
     process = psutil.Process(server.pid)
+    seen = 0
     for each in (process, *process.parents()[:1], *process.children()):
-        assert server.access.password not in " ".join(each.cmdline())
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that serves a connection may end in this moment
+            assert server.access.password not in " ".join(each.cmdline())
+            seen += 1
+    assert seen >= 3, "the server, who started it, and some of its own processes"
 
 
 def test_from_other_machines_the_owner_is_not_let_in_and_others_are(server: EmbeddedPostgres) -> None:
