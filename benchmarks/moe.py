@@ -24,9 +24,9 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 SPEECHES, SHAKESPEARE, PAIRS = SHARED / "text" / "sotu_1900_2021.txt.gz", SHARED / "text" / "tinyshakespeare.txt", SHARED / "snli"
 KEPT = Path(__file__).parents[1] / "results" / "moe.json"
 STEPS, WIDTH, ACTIVE_WIDTH, PER_TOKEN, SEEDS = 1500, 32, 128, 2, (1, 2)
-"""With 300 steps each expert has seen a quarter of few tokens, and the two are alike. The rate is the best of both: 0.0015, 0.003, 0.006 and
-0.01 were tried for the dense model and for the mixture. With a short warm-up of 50 steps rates from 0.006 on hold a mixture up at the
-frequencies of characters for longer or shorter, which is chance, and says nothing of mixtures."""
+"""With 300 steps each expert has seen a quarter of few tokens, and the two are alike. The rate is the best of both: 0.0015, 0.003, 0.006
+and 0.01 were tried for the dense model and for the mixture. After a warm-up of only 50 steps, rates from 0.006 on keep a mixture at the
+mere frequencies of characters for a while; for how long is chance, and says nothing of mixtures."""
 CONFIG = f"""\
 dialect: shoal
 model: {{kind: gpt, hidden_size: {WIDTH}, num_layers: 2, num_heads: 4, max_seq_len: 64, intermediate_size: {ACTIVE_WIDTH}, dropout: 0.0,
