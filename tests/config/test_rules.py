@@ -287,6 +287,12 @@ BROKEN = [
         "task: ppo\nmodel: {kind: gpt}\nrlhf: {reward: {kind: sum, parts: [{reward: sentiment}], runs: [one]}}\n",
         ["rlhf.reward.runs"],
     ),
+    (
+        "reward",
+        "task: ppo\nmodel: {kind: gpt}\n"
+        "rlhf: {reward: {kind: sum, parts: [{reward: {kind: sum, parts: [{reward: sentiment}], runs: [one]}}]}}\n",
+        ["rlhf.reward.parts"],
+    ),
     ("task", PAIRS.replace("kind: dpo", "kind: dpo, label_smoothing: 0.6"), ["task.label_smoothing"]),
     (
         "router",

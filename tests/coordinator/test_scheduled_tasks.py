@@ -33,6 +33,12 @@ class Tasked(Cluster):
         worker.epoch, worker.position = worker.protocol.place
         return self.step(worker)
 
+    def only_signs_of_life(self, *workers: FakeWorker) -> None:
+        for _ in range(30):
+            self.pass_time(4.0)
+            for worker in workers:
+                self.beat(worker)
+
     @property
     def learned(self) -> Counter[tuple[int, int]]:
         """How often each batch of each epoch is in the weights."""
@@ -118,10 +124,7 @@ def test_what_was_computed_for_a_task_that_another_has_by_now_is_turned_away_and
     cluster.work(slow)
     cluster.work(slow)
     slow.epoch, slow.position = slow.protocol.place
-    for _ in range(30):  # it gives signs of life, and nothing else
-        cluster.pass_time(4.0)
-        cluster.beat(slow)
-        cluster.beat(fast)
+    cluster.only_signs_of_life(slow, fast)
     cluster.work(fast)
     assert (cluster.holder(fast), fast.protocol.place) == ("t0", (0, 2))
     assert cluster.step(slow) == "moved"
@@ -135,10 +138,7 @@ def test_a_worker_whose_task_others_have_finished_long_ago_is_given_another() ->
     slow, fast = cluster.join("slow"), cluster.join("fast")
     cluster.work(slow)
     slow.epoch, slow.position = slow.protocol.place
-    for _ in range(30):  # it gives signs of life, and nothing else
-        cluster.pass_time(4.0)
-        cluster.beat(slow)
-        cluster.beat(fast)
+    cluster.only_signs_of_life(slow, fast)
     had = cluster.coordinator.members.by_name["slow"].seat
     for _ in range(6):
         assert cluster.work(fast) == "accepted"

@@ -130,7 +130,12 @@ def rewards_can_be_given(settings: Settings, rlhf: Rlhf | None) -> None:
         message = "a trained reward needs the run that trained it, or preferences to train it from"
         settings.report("reward", message, "rlhf.reward.kind", help="give it `run` or `preferences`")
     to_train = sum(isinstance(reward, TrainedReward) and reward.run is None for reward in rewards)
-    if isinstance(rlhf.reward, SumReward) and rlhf.reward.runs and len(rlhf.reward.runs) != to_train:
+    if not isinstance(rlhf.reward, SumReward):
+        return
+    if any(isinstance(part.reward, SumReward) and part.reward.runs for part in rlhf.reward.parts):
+        message = "a sum within a sum names no runs: the outer one names those of all parts, in their order"
+        settings.report("reward", message, "rlhf.reward.parts", help="write them into rlhf.reward.runs")
+    if rlhf.reward.runs and len(rlhf.reward.runs) != to_train:
         message = f"{len(rlhf.reward.runs)} runs are given for the {to_train} trained rewards of the sum that name none themselves"
         settings.report("reward", message, "rlhf.reward.runs")
 
