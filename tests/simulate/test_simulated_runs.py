@@ -16,6 +16,7 @@ from shoal.config.load import File, Override, resolve
 from shoal.simulate import Machine, Report, listed, simulate, weather_named
 from shoal.simulate.links import Cores, Link
 from shoal.simulate.simulation import agreed_for, scenario_of
+from shoal.simulate.sketch import data_of
 from shoal.simulate.timeline import Timeline
 from shoal.simulate.world import World
 from shoal.transports.weather import PROFILES
@@ -129,7 +130,7 @@ def test_tasks_are_given_out_in_virtual_time_and_no_batch_is_learned_from_twice(
     """One of five machines disappears in the middle of its task, and links are slow enough for workers to compute while they send."""
     run = run_of(**STRATEGIES["async"], **{"scheduler.kind": "gale-shapley", "training.epochs": "2"})
     there = [*machines(4), Machine("gone", 1.0, PROFILES["cellular"], stays=((0.0, 20.0),))]
-    world = World(scenario_of(run, agreed_for(run, 5), learns=False), listed(there), 1.0, 0)
+    world = World(scenario_of(run, agreed_for(run, 5, data_of(run), learns=False), learns=False), listed(there), 1.0, 0)
     learned: Counter[tuple[int, int]] = Counter()
     append = world.store.ledger.append
 

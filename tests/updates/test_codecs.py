@@ -52,6 +52,13 @@ def named(codec: Codec) -> str:
     return f"{codec.kind}{getattr(codec, 'ratio', '')}{getattr(codec, 'values', '')}"
 
 
+@pytest.mark.parametrize("codec", CODECS, ids=named)
+def test_the_bytes_of_a_vector_that_no_memory_holds_are_known(codec: Codec) -> None:
+    whole, more = (encoded_bytes(codec, size) for size in (10**12, 10**12 + 4 * BLOCK))
+    assert 0 < encoded_bytes(codec, 4 * BLOCK) / 4 / BLOCK < 4.2
+    assert (more - whole) / 4 / BLOCK == pytest.approx(whole / 10**12, rel=0.01)
+
+
 @settings(max_examples=60)
 @given(st.sampled_from(CODECS), sizes, st.floats(-30, 30), st.integers(0, 9))
 def test_a_vector_comes_back_as_near_as_the_codec_promises(codec: Codec, size: int, exponent: float, seed: int) -> None:

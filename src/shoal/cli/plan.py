@@ -35,12 +35,15 @@ def run(argv: list[str]) -> int:
         help="time this machine, and plan for as many like it as the run expects; with the folder of a run: plan for those who joined it, "
         "as fast as they and their links were there",
     )
+    made.add_argument("--samples", type=int, metavar="N", help="samples that the data has, which is then not read")
     made.add_argument("--out", metavar="FILE", help="write the first choice's configuration into this file")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same plan (default: 0)")
     made.add_argument("--all", action="store_true", help="show every candidate, and those that cannot be run")
     arguments, overrides = parse(made, argv)
     if bool(arguments.machines) == (arguments.measure is not None):
         raise ShoalError("say for which machines to plan: --machines FILE, or --measure for machines like this one")
+    if arguments.samples is not None and arguments.samples < 1:
+        raise ShoalError("--samples must be more than 0")
     loaded = require(load(arguments, overrides))
     if arguments.measure is not None:
         kinds = _joined(loaded.run, Path(arguments.measure)) if arguments.measure else _measured(loaded.run)
@@ -56,13 +59,14 @@ def run(argv: list[str]) -> int:
 
 def _planned(run: Run, kinds: dict[str, MachineKind], arguments: argparse.Namespace, overrides: list[Override]) -> Planned:
     from shoal.simulate.planning import plan
-    from shoal.simulate.sketch import devices_of, sharing, sketch
+    from shoal.simulate.sketch import data_of, devices_of, sharing, sketch
 
     def variant(settings: Mapping[str, Any]) -> Loaded:
         further = [Override(path, scalar(value), f"--set {path}={scalar(value)}") for path, value in settings.items()]
         return load(arguments, [*overrides, *further])
 
-    found = sketch(run)
+    found = sketch(run, data_of(run, arguments.samples))
+    print(f"data: {found.parts.data.info.name}")
     _tell_of_memory(found, sharing(run, devices_of(kinds)), kinds)
     return plan(found, kinds, variant, _progress, arguments.seed)
 

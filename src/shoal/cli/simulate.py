@@ -32,6 +32,8 @@ def run(argv: list[str]) -> int:
     )
     made.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same simulation (default: 0)")
     made.add_argument("--step-s", type=float, metavar="S", help="seconds of a batch on a machine of usual speed (default: timed here)")
+    made.add_argument("--flops", type=float, metavar="F", help="in place of --step-s: operations a second that such a machine reaches")
+    made.add_argument("--samples", type=int, metavar="N", help="samples that the data has, which is then not read (without --learn)")
     made.add_argument("--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)")
     made.add_argument("--cores", type=float, metavar="N", help="let all workers share N cores of one machine, as `shoal train` has them")
     made.add_argument("--learn", action="store_true", help="let the workers really learn: for small models and dozens of workers")
@@ -50,9 +52,11 @@ def run(argv: list[str]) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name in ("workers", "hours", "step_s", "cores"):
+    for name in ("workers", "hours", "step_s", "flops", "samples", "cores"):
         if (value := getattr(arguments, name)) is not None and not value > 0:
             raise ShoalError(f"--{name.replace('_', '-')} must be more than 0")
+    if arguments.step_s is not None and arguments.flops is not None:
+        raise ShoalError("--step-s says what a batch takes, and so does --flops: give one of them")
     if not 0 <= arguments.false_workers <= 1:
         raise ShoalError("--false-workers is a share between 0 and 1")
 
@@ -70,6 +74,8 @@ def _simulated(run: Run, arguments: argparse.Namespace) -> Report:
         arguments.false_workers,
         slowdowns(arguments.slowdown),
         arguments.cores,
+        flops=arguments.flops,
+        samples=arguments.samples,
     )
     return simulated(run, asked, None if arguments.json else _show_members)
 

@@ -6,6 +6,7 @@ from shoal.data.interfaces import IGNORED, Batch, Data, Info, PassageFinder, Pro
 from shoal.data.load import load
 from shoal.data.pieces import PieceFeed, Pieces
 from shoal.data.retrieval.load import open_finder
+from shoal.data.supposed import is_here, suppose
 from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_preferences, read_prompts
 from shoal.data.text.tokenizers import StreamedText, Tokenizer, load_tokenizer
 
@@ -28,10 +29,12 @@ __all__ = [
     "Tokenizer",
     "answer_samples",
     "fingerprint",
+    "is_here",
     "kept_fingerprint",
     "load",
     "load_tokenizer",
     "open_finder",
     "read_preferences",
     "read_prompts",
+    "suppose",
 ]

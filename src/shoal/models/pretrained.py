@@ -19,12 +19,13 @@ FILES = "config.json, model.safetensors and the tokenizer's files"
 
 
 def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
-    """The model in float32: mixed precision keeps its weights so, and lowers only what is computed."""
+    """The model in float32: mixed precision keeps its weights so, and lowers only what is computed. On the device `meta` it has shapes and no
+    numbers, so none are read."""
     transformers = _transformers()
     with _explained("model.pretrained", model.pretrained):
         config = transformers.AutoConfig.from_pretrained(model.pretrained, token=token)
     check_layers(model, config)
-    if model.from_scratch:
+    if model.from_scratch or torch.get_default_device().type == "meta":
         with _explained("model.pretrained", model.pretrained):
             scratch: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return scratch

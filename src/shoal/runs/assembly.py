@@ -60,17 +60,18 @@ def assemble(
     world: World | None = None,
     given: Given = NOTHING,
     joins: bool = False,
+    known: data.Data | None = None,
 ) -> Parts:
     """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder.
 
     `length` tells how many steps the run has; None: as many as one worker alone takes. `here` and `world` are for a process that
     trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `given` are live parts
-    that a program has brought along. `joins`: for a worker, which gets its weights from a coordinator.
+    that a program has brought along. `joins`: for a worker, which gets its weights from a coordinator. `known`: the data, if loaded.
     """
     policy = run.rlhf.policy if run.rlhf is not None else None
     saved = tokenizer_of / "tokenizer" if tokenizer_of else root_of(policy) / "tokenizer" if policy else None
     source = run.replace(data=run.data.replace(tokenizer=str(saved))) if saved and saved.is_dir() else run
-    samples = samples_of(run, given, lambda: data.load(source, progress=progress))
+    samples = known or samples_of(run, given, lambda: data.load(source, progress=progress))
     players = players_of(run, given, samples.info)
     answers = run.strategy.gives_answers and joins
     if answers:  # what scores, and what predicts scores, is the coordinator's

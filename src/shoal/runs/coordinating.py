@@ -129,8 +129,10 @@ def _coordinating(
     return Coordinating(loop, opened.invitation)
 
 
-def agree(run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, given: Given) -> Agreed:
-    """What the run is made of, and what its workers must agree on."""
+def agree(
+    run: Run, expected: int, directory: RunDirectory | None, progress: Progress | None, given: Given, known: data.Data | None = None
+) -> Agreed:
+    """What the run is made of, and what its workers must agree on. `known`: its data, where that was loaded before."""
     if run.engine.experts is not None:
         raise ShoalError("engine.experts: a coordinator holds all experts; a worker names its own: shoal join … --set engine.experts=[0,1]")
     policies, lengths = strategies.of(run, expected), list[Length]()
@@ -140,7 +142,7 @@ def agree(run: Run, expected: int, directory: RunDirectory | None, progress: Pro
         return lengths[0].steps
 
     coordinated = run if policies.apply.computes else run.replace(training=run.training.replace(device="cpu", compile=False))
-    parts = assemble(coordinated, progress, directory.path if directory else None, steps, given=given)
+    parts = assemble(coordinated, progress, directory.path if directory else None, steps, given=given, known=known)
     return Agreed(parts, policies, lengths[0], policies.spans(parts.single.layouts), expected)
 
 

@@ -86,6 +86,7 @@ class Timing:
         vectors = [torch.randn(self.size, generator=generator) * 0.01 for _ in range(_POOL)]
         self.honest = [codecs.encode(updates.codec, vector, None) for vector in vectors]
         self.false = [codecs.encode(updates.codec, _FALSE * vector, None) for vector in vectors]
+        self.update_bytes = self.scale * sum(map(len, self.honest[0]))
 
     def mind(self, false: bool) -> Mind:
         return _TimingMind(self, false)
@@ -135,7 +136,7 @@ class _TimingMind:
 class Learning:
     """An engine for each worker, on the same data, with the real producers."""
 
-    scale = 1.0
+    scale, update_bytes = 1.0, 0.0
 
     def __init__(self, parts: Parts, policies: Policies, shards: int, spans: tuple[Span, ...]) -> None:
         self.parts, self.policies, self.shards, self.spans = parts, policies, shards, spans

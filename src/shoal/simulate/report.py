@@ -35,6 +35,8 @@ class Report:
     codec: str
     learning: bool
     """Whether the workers really learned."""
+    data: str = ""
+    """What it learned from, for people; or what was supposed of data that was not read."""
     finished: bool = False
     """Whether the run came to its end."""
     versions: int = 0
@@ -130,6 +132,7 @@ class Report:
         turned_away = ", ".join(f"{count:,} {outcome}" for outcome, count in self.outcomes.most_common() if outcome != "accepted")
         rows = [
             ("run", f"{self.strategy}, codec {self.codec}, {self.workers:,} workers, {'learning' if self.learning else 'timing only'}"),
+            ("data", self.data),
             ("virtual time", f"{_span(self.hours)}{': the run came to its end' if self.finished else ''}"),
             ("samples/s", f"{self.samples_per_s:,.1f} ({self.samples:,} in all, {self.versions:,} versions)"),
             ("utilisation", f"{self.utilisation:.1%} of the time that workers were there"),
@@ -141,16 +144,16 @@ class Report:
             ("simulated in", f"{self.wall_s:.1f} s, seed {self.seed}, ledger {self.digest:08x}"),
         ]
         if self.losses:
-            rows.insert(3, ("loss", f"{self.losses[-1][1]:.4f} at the end"))
+            rows.insert(4, ("loss", f"{self.losses[-1][1]:.4f} at the end"))
         if self.tasks:
             often = f"{self.tasks['given']:,} times given out, {self.tasks['cut']:,} times cut in two for a worker that was free"
-            rows.insert(3, ("tasks", f"{self.tasks['tasks']:,} an epoch: {often}"))
+            rows.insert(4, ("tasks", f"{self.tasks['tasks']:,} an epoch: {often}"))
         if self.stretch > 1.005:
             rows.append(("shared cores", f"batches take {self.stretch:.2f} times as long as with a core for each worker"))
         if loss is not None:
             reached = self.hours_to(loss)
             rows.append((f"loss {loss:g}", "not reached" if reached is None else f"after {reached:.2f} h"))
-        return rows
+        return [(name, text) for name, text in rows if text]
 
 
 def _span(hours: float) -> str:

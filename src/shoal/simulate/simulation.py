@@ -14,17 +14,20 @@ from shoal import data
 from shoal.config import Run
 from shoal.errors import ShoalError
 from shoal.runs.agreement import needed, ranks_of
-from shoal.runs.assembly import Parts
+from shoal.runs.assembly import Parts, assemble
 from shoal.runs.cluster_loop import Agreed
 from shoal.runs.coordinating import agree, plan_of
-from shoal.runs.given import NOTHING
+from shoal.runs.given import NOTHING, samples_of
 from shoal.simulate.learning import Drift, Learning, Timing
 from shoal.simulate.machines import CALM, Machine, Weather, listed, weather_named
 from shoal.simulate.report import Report
+from shoal.simulate.sketch import Sketch, data_of, is_read, shards_of, sketch
 from shoal.simulate.world import Scenario, World
 
 _TIMED = 5
 """Steps that are timed, after a first one that is not."""
+_MOST_TIMED_GB = 2.0
+"""What training may take at most for a batch to be timed here: a larger one would take minutes, and memory that a laptop lacks."""
 _HERE = "here"
 _MOST_NAMED = 8
 
@@ -45,28 +48,40 @@ class Asked(NamedTuple):
     """Cores of the one machine that all workers are processes of; null: each has a machine of its own."""
     others: float = 0.0
     """Processes of other people that compute there all the time."""
+    flops: float | None = None
+    """Operations a second that a machine of usual speed reaches in training, in place of what a batch takes."""
+    samples: int | None = None
+    """Of the data, which is then not read."""
 
 
 def simulate(
-    run: Run, machines: Sequence[Machine] | Weather | int, weather: str = "calm", hours: float = 1.0, seed: int = 0, learns: bool = False
+    run: Run,
+    machines: Sequence[Machine] | Weather | int,
+    weather: str = "calm",
+    hours: float = 1.0,
+    seed: int = 0,
+    learns: bool = False,
+    samples: int | None = None,
 ) -> Report:
     """Simulate a run on these machines, or on so many in a weather, for some virtual hours. Raises ShoalError where it cannot be.
 
-    `learns`: workers really learn; else only times, bytes and decisions are simulated.
+    `learns`: workers really learn; else only times, bytes and decisions are simulated. `samples`: how many the data has, which is then not
+    read.
     """
     if isinstance(machines, int):
-        return simulated(run, Asked(machines, weather, hours, seed, learns=learns), None)
+        return simulated(run, Asked(machines, weather, hours, seed, learns=learns, samples=samples), None)
     found = machines if isinstance(machines, Weather) else listed(machines)
-    agreed = agreed_for(run, len(found.machines))
-    return World(scenario_of(run, agreed, learns), found, hours, seed).run()
+    agreed = agreed_for(run, len(found.machines), _data_for(run, Asked(learns=learns, samples=samples)), learns)
+    return _reported(World(scenario_of(run, agreed, learns), found, hours, seed), agreed)
 
 
 def simulated(run: Run, asked: Asked, look: Callable[[int, World], None] | None) -> Report:
     """Simulate what was asked for. Where no hours are given, `simulation` of the settings says how many heartbeats and rounds of scheduling
     there are; `look` is called at each round of scheduling, with its number."""
     count = asked.workers or run.cluster.num_workers or max(1, needed(run))
-    agreed, settings = agreed_for(run, count), run.simulation
-    step_s = asked.step_s or measured_step_s(agreed.parts)
+    samples, settings = _data_for(run, asked), run.simulation
+    agreed = agreed_for(run, count, samples, asked.learns)
+    step_s = asked.step_s or _step_s(run, samples, agreed, asked)
     heartbeats_s = settings.heartbeats * settings.heartbeat_interval_s
     rounds_s = settings.scheduling_rounds * settings.scheduling_interval_s
     hours = asked.hours or max(heartbeats_s, rounds_s) / 3600
@@ -79,7 +94,13 @@ def simulated(run: Run, asked: Asked, look: Callable[[int, World], None] | None)
     world = World(scenario, weather, hours, asked.seed)
     if look is not None and asked.hours is None:
         _look_at_rounds(world, look, settings.scheduling_rounds, settings.scheduling_interval_s)
-    return world.run()
+    return _reported(world, agreed)
+
+
+def _reported(world: World, agreed: Agreed) -> Report:
+    report = world.run()
+    report.data = agreed.parts.data.info.name
+    return report
 
 
 def _look_at_rounds(world: World, look: Callable[[int, World], None], rounds: int, interval_s: float) -> None:
@@ -116,20 +137,22 @@ def _on_one_machine(weather: Weather, asked: Asked) -> Weather:
     return weather._replace(machines=machines, cores={} if asked.cores is None else {_HERE: asked.cores}, others=asked.others)
 
 
-def agreed_for(run: Run, workers: int) -> Agreed:
-    """What a run comes to with so many workers. Raises ShoalError where it cannot be simulated."""
+def agreed_for(run: Run, workers: int, samples: data.Data, learns: bool) -> Agreed:
+    """What a run comes to with so many workers: with networks that can learn, or with their shapes only. Raises ShoalError where it cannot
+    be simulated."""
     if run.alone:
         raise ShoalError("one worker alone has nobody to simulate: choose a strategy for several workers, as in --set strategy.kind=async")
     if run.strategy.gives_answers:
         raise ShoalError(f"workers of the strategy {run.strategy.kind} answer prompts, and how long answers become cannot be foretold")
-    return agree(run, shards_of(run, data.load(run).train, workers), None, None, NOTHING)
+    if not learns:
+        return sketch(run, samples).agreed(run, workers)
+    return agree(run, shards_of(run, samples.train, workers), None, None, NOTHING, samples)
 
 
-def shards_of(run: Run, samples: object, workers: int) -> int:
-    """Workers that the data is cut for: as many as are simulated, as far as each has a batch of its own."""
-    if not isinstance(samples, data.Samples):
-        return workers
-    return max(1, min(workers, len(samples) // (run.training.batch_size or 1)))
+def _data_for(run: Run, asked: Asked) -> data.Data:
+    if asked.learns and asked.samples is not None:
+        raise ShoalError("--learn: workers that learn read the data, so --samples cannot say how many samples there are")
+    return samples_of(run, NOTHING, lambda: data.load(run)) if asked.learns else data_of(run, asked.samples)
 
 
 def scenario_of(run: Run, agreed: Agreed, learns: bool) -> Scenario:
@@ -143,6 +166,19 @@ def scenario_of(run: Run, agreed: Agreed, learns: bool) -> Scenario:
     each = run.training.batch_size or 1
     timing = Timing(policies, run.updates, engine.vector.numel(), each, batches, plan.batches_per_shard)
     return Scenario(plan._replace(spans=()), policies, Drift(timing.size), timing, run.updates.codec.kind, run.strategy.kind)
+
+
+def _step_s(run: Run, samples: data.Data, agreed: Agreed, asked: Asked) -> float:
+    """What a batch takes: as its operations say, or as it takes here. Raises ShoalError where it cannot be timed here."""
+    found = Sketch(run, agreed.parts._replace(data=samples))
+    if asked.flops is not None:
+        return found.operations(run) / asked.flops
+    needs_gb, told = found.memory(run).gb, "say what it takes with --step-s S, or how fast a machine is with --flops F"
+    if needs_gb > _MOST_TIMED_GB:
+        raise ShoalError(f"a batch of this model needs {needs_gb:,.1f} GB, which is too much to time one here: {told}")
+    if not is_read(run, asked.samples) and run.chosen_task.needs in ("pairs", "prompts"):
+        raise ShoalError(f"a batch of the task {run.chosen_task.kind} cannot be timed without its data: {told}")
+    return measured_step_s(assemble(run, length=lambda _: 1, known=samples))
 
 
 def measured_step_s(parts: Parts) -> float:

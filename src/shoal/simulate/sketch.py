@@ -16,10 +16,9 @@ from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, ranks_of
 from shoal.runs.assembly import Parts, feed_of
 from shoal.runs.cluster_loop import Agreed
-from shoal.runs.given import NOTHING, players_of, task_of
+from shoal.runs.given import NOTHING, players_of, samples_of, task_of
 from shoal.scheduling import memory
 from shoal.simulate.machines import CALM, Machine
-from shoal.simulate.simulation import shards_of
 
 APART, SHARING = Ddp().kind, Fsdp().kind
 """Engines for a worker of several devices: each device has all of the weights, or they share them."""
@@ -69,17 +68,38 @@ class Sketch(NamedTuple):
     def operations(self, run: Run) -> float:
         """What a batch takes to compute. Raises ShoalError for convolutions, which use a weight at every place of an image."""
         if any(value.dim() > 3 for player in self.parts.engine.task.players.values() for value in player.parameters()):
-            raise ShoalError("the model has convolutions, so what a batch takes does not follow from its size: give steps_per_s, not flops")
+            raise ShoalError(
+                "the model has convolutions, so what a batch takes does not follow from its size: say what it takes, with steps_per_s or "
+                "--step-s, not with flops"
+            )
         tokens = run.data.sequence_length or getattr(run.model, "max_seq_len", None) or 1
         again = 4 / 3 if run.training.gradient_checkpointing else 1.0
         return again * _PASSES * self.parameters * tokens * (run.training.batch_size or 1)
 
 
-def sketch(run: Run) -> Sketch:
-    """Read the data, and lay out the networks without their numbers: so a model that fits nowhere here can be planned, too."""
-    samples = data.load(run)
-    known = run.model.kind in ("mlp", "lstm", "gpt", "moe", "dcgan")  # others are read from files, or made by a program, with their numbers
-    players = models.build(run, samples.info, "meta") if known else players_of(run, NOTHING, samples.info)
+def data_of(run: Run, count: int | None = None) -> data.Data:
+    """The data of a run, for a simulation of times: what is on this machine is read. Of what is not, and where `count` says how many samples
+    there are, only the number and the shapes are supposed. Raises ShoalError where nobody knows them."""
+    return samples_of(run, NOTHING, lambda: data.load(run)) if is_read(run, count) else data.suppose(run, count)
+
+
+def is_read(run: Run, count: int | None) -> bool:
+    return count is None and data.is_here(run.data.source)
+
+
+def shards_of(run: Run, samples: object, workers: int) -> int:
+    """Workers that the data is cut for: as many as are simulated, as far as each has a batch of its own."""
+    if not isinstance(samples, data.Samples):
+        return workers
+    return max(1, min(workers, len(samples) // (run.training.batch_size or 1)))
+
+
+def sketch(run: Run, samples: data.Data | None = None) -> Sketch:
+    """Lay out the networks without their numbers: so a model that fits nowhere here can be planned, too. `samples`: its data, where that is
+    not to be read."""
+    samples = samples or data_of(run)
+    shaped = run.model.kind in ("mlp", "lstm", "gpt", "moe", "dcgan", "huggingface")  # others are made by a program, with their numbers
+    players = models.build(run, samples.info, "meta") if shaped else players_of(run, NOTHING, samples.info)
     with torch.device("meta"):
         task = task_of(run, NOTHING, players, samples.info)
         engine = SingleEngine(run, task, torch.device("meta"), 1)

@@ -14,7 +14,7 @@ from shoal.simulate.machines import Machine
 from shoal.simulate.timeline import Timeline
 from shoal.updates.messages import PROTOCOL, Asked, Contribute, Message
 from shoal.worker.courier import JOINING_PAUSE_S
-from shoal.worker.protocol import COMPUTING, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, News, Protocol, Receipt, Seated, Unit
+from shoal.worker.protocol import COMPUTING, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, News, Protocol, Question, Receipt, Seated, Unit
 from shoal.worker.worker import Pace, WorkerPolicies, may_overlap
 
 _UNEVEN = 0.05
@@ -41,6 +41,10 @@ class Surroundings(Interface):
     def uneven(self, sigma: float) -> float: ...
     def call(self, worker: VirtualWorker, asked: Asked, frames: Frames, question: int) -> bool:
         """Send a question; whether it will arrive. The answer comes to the worker's `hear`, with the number of the question."""
+        ...
+
+    def patience_s(self, question: Question) -> float:
+        """How long a worker waits for the answer to a question that arrives."""
         ...
 
     def pulse(self, worker: VirtualWorker) -> None:
@@ -111,7 +115,7 @@ class VirtualWorker:
             self.conversing, self._asked_at = True, now
         self._question += 1
         arrives = self.world.call(self, question.asked, question.frames, self._question)
-        self.world.timeline.after(question.timeout_s if arrives else FIRST_PAUSE_S, self._give_up, self._question)
+        self.world.timeline.after(self.world.patience_s(question) if arrives else FIRST_PAUSE_S, self._give_up, self._question)
 
     def _give_up(self, number: int) -> None:
         if number == self._question and not self.gone:

@@ -23,7 +23,7 @@ from shoal.simulate.timeline import Timeline
 from shoal.simulate.worker import VirtualWorker
 from shoal.strategies import Policies
 from shoal.updates.messages import EMPTY, Asked, Contribute, Message
-from shoal.worker.protocol import Frames, Receipt
+from shoal.worker.protocol import SLOWEST_LINK, Frames, Question, Receipt
 from shoal.worker.worker import WorkerPolicies
 
 _HEADER_BYTES = 300
@@ -33,6 +33,9 @@ _OBJECTS_PER_COLLECTION, _OLD_COLLECTIONS = 200_000, 100
 _TIMED_BEATS = 16
 """Of so many signs of life the coordinator's processor time is taken once, and stands for all: to ask for it takes a tenth as long as the
 coordinator takes to answer one."""
+_TICKS_OF_A_ROUND, _LONGEST_TICK_S = 100, 2.0
+"""So often the coordinator looks at the time while the quickest worker makes a contribution, and no less often than that: where rounds take
+hours, nothing is decided in a tenth of a second."""
 SERVICE_S = 0.0003
 SERVICE_BYTES_PER_S = 0.7e9
 """What a question is taken to cost a coordinator that does one after the other: an estimate for two slow cores, not a measurement."""
@@ -70,6 +73,7 @@ class World:
         self.timeline, self.dice = Timeline(), seeded(seed)
         self.until_s, self.warm_up_s = hours * 3600, warm_up_s
         self.heartbeat_s = scenario.plan.heartbeat_interval_s
+        self.tick_s = max(TICK_S, min(_LONGEST_TICK_S, self.heartbeat_s / 4, self._quickest_s() / _TICKS_OF_A_ROUND))
         policies = scenario.policies
         self.policies = WorkerPolicies(policies.feed, policies.contribution, policies.pull, policies.rounds.window, scenario.plan.spans)
         self.store, self.confirmed = Memory(), Counter[str]()
@@ -97,13 +101,20 @@ class World:
             server=Desk(),
             store=self.store,
             watcher=self,
-            welcome=Message({"size": self.scenario.learner.vector.numel()}),
+            welcome=Message({"size": round(self.scenario.teaching.scale * self.scenario.learner.vector.numel())}),
             capture=lambda: Captured({}, {}),
             clock=lambda: self.timeline.now,
             new_session=self._new_session,
             threads=False,
         )
         return Driver(self.coordinator, around)
+
+    def _quickest_s(self) -> float:
+        """What a contribution takes at least, as it is computed and sent."""
+        scenario, each = self.scenario, self.scenario.policies.contribution.steps
+        bits = 8e-6 * scenario.teaching.update_bytes
+        takes = [each * one.step_s + (bits / one.link.mbit_per_s if one.link.mbit_per_s else 0.0) for one in self.weather.machines]
+        return min(takes, default=0.0)
 
     def _new_session(self) -> str:
         self._sessions += 1
@@ -172,7 +183,7 @@ class World:
         began = time.thread_time()
         self.driver.step(0.0)
         self.report.ticks_s += time.thread_time() - began
-        self.timeline.after(TICK_S, self._tick)
+        self.timeline.after(self.tick_s, self._tick)
         if self._ended and self._all_know():
             self.timeline.stop()
         self._stop_at_end()
@@ -266,6 +277,11 @@ class World:
             return False
         self.timeline.at(arrives, self._arrive, worker, asked, frames, question)
         return True
+
+    def patience_s(self, question: Question) -> float:
+        """How long a worker waits for an answer. The protocol has seen the bytes of a stand-in."""
+        bytes_more = (self.scenario.teaching.scale - 1) * sum(map(len, question.frames)) if question.frames else 0.0
+        return question.timeout_s + bytes_more / SLOWEST_LINK
 
     def _size(self, frames: Frames) -> float:
         return _HEADER_BYTES + self.scenario.teaching.scale * sum(map(len, frames)) if frames else _HEADER_BYTES

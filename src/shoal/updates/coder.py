@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from shoal.updates.blocks import Floats, all_finite, in_blocks, scratch
+from shoal.updates.blocks import BLOCK, Floats, all_finite, in_blocks, scratch
 from shoal.updates.frames import Frame, Frames, UpdateError
 
 
@@ -95,6 +95,11 @@ class Blockwise(Coder):
         in_blocks(size, lambda start, end: _add(packed, target[start:end], scale, start, end))
 
     def most_bytes(self, size: int) -> int:
+        """Counted by blocks, where chunks end as well: a vector that is only asked about may be larger than memory."""
+        whole, rest = divmod(size, BLOCK)
+        return whole * self._bytes_of(BLOCK) + self._bytes_of(rest)
+
+    def _bytes_of(self, size: int) -> int:
         return sum(frame.nbytes for frame in self.dense.empty(size).frames())
 
 
