@@ -70,7 +70,8 @@ def test_which_sources_are_here(tmp_path: Path) -> None:
     here, gone = Text(path=str(tmp_path / "text.txt")), Text(path=str(tmp_path / "gone.txt"))
     assert [data.is_here(source) for source in (Builtin(), here, gone)] == [True, True, False]
     assert not data.is_here(Mixture(parts=(MixturePart(source=here), MixturePart(source=gone))))
-    assert [data.is_here(source) for source in (HubDataset(name="squad"), HubDataset(name=str(tmp_path)), Wikitext())] == [False, True, False]
+    of_the_hub = HubDataset(name="squad"), HubDataset(name=str(tmp_path)), Wikitext()
+    assert [data.is_here(source) for source in of_the_hub] == [False, True, False]
     assert not data.is_here(Images(path=str(tmp_path / "images")))
 
 

@@ -19,8 +19,8 @@ FILES = "config.json, model.safetensors and the tokenizer's files"
 
 
 def load(model: schema.HuggingFace, token: str | None) -> nn.Module:
-    """The model in float32: mixed precision keeps its weights so, and lowers only what is computed. On the device `meta` it has shapes and no
-    numbers, so none are read."""
+    """The model in float32: mixed precision keeps its weights so, and lowers only what is computed. On the device `meta` it has
+    shapes and no numbers, so none are read."""
     transformers = _transformers()
     with _explained("model.pretrained", model.pretrained):
         config = transformers.AutoConfig.from_pretrained(model.pretrained, token=token)

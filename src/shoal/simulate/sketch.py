@@ -78,8 +78,8 @@ class Sketch(NamedTuple):
 
 
 def data_of(run: Run, count: int | None = None) -> data.Data:
-    """The data of a run, for a simulation of times: what is on this machine is read. Of what is not, and where `count` says how many samples
-    there are, only the number and the shapes are supposed. Raises ShoalError where nobody knows them."""
+    """The data of a run, for a simulation of times: what is on this machine is read. Of what is not, and where `count` says how many
+    samples there are, only the number and the shapes are supposed. Raises ShoalError where nobody knows them."""
     return samples_of(run, NOTHING, lambda: data.load(run)) if is_read(run, count) else data.suppose(run, count)
 
 
