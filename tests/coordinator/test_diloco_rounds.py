@@ -72,6 +72,40 @@ def test_who_missed_a_round_is_waited_for_again_when_there_is_a_sign_of_it() -> 
     assert [line[0] for line in cluster.ledger[-1]["from"]] == ["w0", "w1", "w2"]
 
 
+def test_a_worker_that_comes_back_is_in_the_round_that_it_was_in() -> None:
+    """It may have kept half of it. Whoever waits for its contribution goes on waiting while it gets ready."""
+    cluster, (one, _) = cluster_of(2, round_timeout_s=60.0)
+    waiting = cluster.contribute(one)
+    back = cluster.join("w1", pull=False, instance="another process")
+    cluster.pass_time(2.0)
+    assert cluster.coordinator.state.version == 0
+    cluster.pull(back)
+    assert cluster.step(back) == cluster.status(waiting) == "accepted"
+    assert [line[0] for line in cluster.ledger[0]["from"]] == ["w0", "w1"]
+
+
+def test_only_the_round_that_it_was_in_waits_for_a_worker_that_gets_ready_again() -> None:
+    cluster, (one, _) = cluster_of(2, round_timeout_s=60.0)
+    call = cluster.contribute(one)
+    back = cluster.join("w1", pull=False, instance="another process")
+    for _ in range(20):
+        cluster.pass_time(4.0)
+        cluster.beat(back)
+        cluster.beat(one)
+    assert cluster.coordinator.state.version == 1, "its time was up"
+    cluster.hear(one, call)
+    assert cluster.step(one) == "accepted"
+    assert cluster.coordinator.state.version == 2
+
+
+def test_a_worker_that_comes_back_having_sent_is_not_waited_for() -> None:
+    cluster, (one, two) = cluster_of(2)
+    cluster.contribute(two)
+    cluster.join("w1", pull=False, instance="another process")
+    assert cluster.step(one) == "accepted"
+    assert cluster.coordinator.state.version == 1
+
+
 def test_whoever_comes_within_the_grace_window_is_in_the_round() -> None:
     cluster, workers = cluster_of(3, quorum=2, grace_s=3.0)
     for worker in workers[:2]:

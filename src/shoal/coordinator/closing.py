@@ -35,7 +35,7 @@ class Closing:
             return False
         if there.opened_at is None:
             there.opened_at = now
-        active = len(self.rounds.active)
+        active = len(self.rounds.active) + self.rounds.awaited(number)
         if self.gathering:
             self.gathering = active < self.first_workers and now < there.opened_at + self._patience_s(number)
         return not self.gathering and self.policy.due(there, active, self.plan.needed, now, self.all_settled)

@@ -295,10 +295,13 @@ class Coordinator:
             return self.refuse(event.caller, *refusal)
         if asked.instance in self.members.replaced.get(name, ()):
             return self.refuse(event.caller, "replaced", f"another worker called {name} has come; start this one with a --name of its own")
+        returns = name in self.rounds.active and self.policies.contribution.alone  # it may have kept half of a long round
         if before is not None:
             if asked.instance != before.instance:
                 self.members.replace(before)
             self._remove(before, "came back", left=asked.instance == before.instance)
+        if returns:
+            self.rounds.returning.add(name)
         worker = self._seat(event, asked, name, challenge)
         self.answer(event.caller, self._welcome(worker), worker)
         if before is None:

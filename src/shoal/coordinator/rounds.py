@@ -42,9 +42,12 @@ class Rounds:
         """Workers that have weights, so rounds wait for them."""
         self.absent: set[str] = set()
         """Workers that a round closed without, and that have been silent since: they may be dead, so no round waits for them."""
+        self.returning: set[str] = set()
+        """Workers that have come back and have no weights yet: the round that they were in waits for them, and no other."""
 
     def activate(self, name: str) -> None:
         self.absent.discard(name)
+        self.returning.discard(name)
         if name not in self.active:
             self.active.add(name)
             self._recount(name, 1)
@@ -54,9 +57,16 @@ class Rounds:
         for name in self.active - self.open[number].on_time:
             self.deactivate(name)
             self.absent.add(name)
+        self.returning.clear()
+
+    def awaited(self, number: int) -> int:
+        """Workers that a round waits for beside the active ones."""
+        there = self.open.get(number)
+        return len(self.returning - there.on_time if there else self.returning)
 
     def deactivate(self, name: str) -> None:
         self.absent.discard(name)
+        self.returning.discard(name)
         if name in self.active:
             self.active.remove(name)
             self._recount(name, -1)

@@ -440,6 +440,14 @@ class Engine(ABC):
         if self.scales is not None and "scales" in state:
             self.scales.load_state_dict(state["scales"])
 
+    def gathered(self) -> dict[str, Any]:
+        """What steps have gathered for the next report, which neither weights nor `state_dict` hold: for the middle of a round."""
+        return {"kept": [one.gathered() for one in self.kept]}
+
+    def load_gathered(self, state: dict[str, Any]) -> None:
+        for one, values in zip(self.kept, state["kept"], strict=True):
+            one.load_gathered([value.to(self.device) for value in values])
+
     def _kinds(self) -> dict[str, str]:
         return {name: settings.name for name, settings in self.chosen.items()} | {"scaler": str(self.settings.precision.kind == "fp16")}
 

@@ -35,6 +35,15 @@ class Keepsakes(Protocol):
     def due(self, version: int) -> bool: ...
     def save(self, version: int, residual: Tensor | None) -> None: ...
     def restore(self, version: int, residual: Tensor | None) -> None: ...
+    def until_half(self, step: int) -> int: ...
+    def save_half(self, half: Any, residual: Tensor | None) -> None: ...
+    def half_round(self, begins: Any) -> Any: ...
+    @property
+    def half_step(self) -> int: ...
+    def has_half(self, step: int) -> bool: ...
+    def resume_half(self, residual: Tensor | None) -> None: ...
+    def forget_half(self) -> None: ...
+    def tell(self, text: str) -> None: ...
 
 
 class Order(IntEnum):
@@ -54,6 +63,10 @@ class Order(IntEnum):
     LOAD_BUFFERS = auto()
     SAVE = auto()
     RESTORE = auto()
+    SAVE_HALF = auto()
+    FIND_HALF = auto()
+    RESUME_HALF = auto()
+    FORGET_HALF = auto()
 
 
 class Rank:
@@ -145,6 +158,19 @@ class Follower(Rank):
                 self.keepsakes.save(int(first), None)
             case Order.RESTORE:
                 self.keepsakes.restore(int(first), None)
+            case _:
+                self._obey_about_half(order, int(first))
+
+    def _obey_about_half(self, order: int, step: int) -> None:
+        match Order(order):
+            case Order.SAVE_HALF:
+                self.keepsakes.save_half(None, None)
+            case Order.FIND_HALF:
+                self.crew.any(not self.keepsakes.has_half(step))
+            case Order.RESUME_HALF:
+                self.keepsakes.resume_half(None)
+            case Order.FORGET_HALF:
+                self.keepsakes.forget_half()
 
     def _batches(self, count: int) -> list[Batch]:
         assert self.feed is not None
@@ -275,6 +301,34 @@ class Island(Rank):
         self._say(Order.RESTORE, version)
         self._moved = True
         self.keepsakes.restore(version, residual)
+
+    def until_half(self, step: int) -> int:
+        return self.keepsakes.until_half(step)
+
+    def save_half(self, half: Any, residual: Tensor | None) -> None:
+        self._say(Order.SAVE_HALF)
+        self.keepsakes.save_half(half, residual)
+
+    def half_round(self, begins: Any) -> Any:
+        """All processes must have their parts of it."""
+        half = self.keepsakes.half_round(begins)
+        if half is None:
+            return None
+        self._say(Order.FIND_HALF, self.keepsakes.half_step)
+        if not self.crew.any(False):
+            return half
+        self.keepsakes.tell("half a round was kept, but not by all processes of this worker: it is deleted, and the round is begun again")
+        self.forget_half()
+        return None
+
+    def resume_half(self, residual: Tensor | None) -> None:
+        self._say(Order.RESUME_HALF)
+        self._moved = True
+        self.keepsakes.resume_half(residual)
+
+    def forget_half(self) -> None:
+        self._say(Order.FORGET_HALF)
+        self.keepsakes.forget_half()
 
 
 class Shared:

@@ -6,6 +6,7 @@ This is DiLoCo over collectives: nothing but an all-reduce of the weights betwee
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,14 @@ class Replicas(SingleEngine):
             raise ShoalError(f"there are fewer samples than processes ({self.crew.size}): take more data, or fewer workers")
         self._figures, self._weight = result.metrics, self._weight + result.weight
         return result
+
+    def gathered(self) -> dict[str, Any]:
+        return super().gathered() | {"weight": self._weight, "figures": self._figures}
+
+    def load_gathered(self, state: dict[str, Any]) -> None:
+        super().load_gathered(state)
+        self._weight = state["weight"]
+        self._figures = {name: value.to(self.device) for name, value in state["figures"].items()}
 
     def wholes(self) -> Iterator[Tensor]:
         """The mean over all processes, weighed by what each has learned from since the last time. All must go through all of it; their

@@ -48,6 +48,13 @@ class Kept(nn.Module):
         """How far the steps since the last call would have moved each of them."""
         return []
 
+    def gathered(self) -> list[Tensor]:
+        """What `take_movement` would go by now."""
+        return []
+
+    def load_gathered(self, values: list[Tensor]) -> None:
+        """Take over what `gathered` gave, before a break."""
+
     def share_movement(self, mean: Callable[[Tensor], Tensor]) -> None:
         """Processes that step by themselves agree on how far their steps would move it: `mean` is over all of them."""
 

@@ -258,6 +258,12 @@ class EpisodicMemory(Kept):
         rows_WR[: len(self._untold)], self._untold = self._untold, self._untold[:0]
         return [rows_WR]
 
+    def gathered(self) -> list[Tensor]:
+        return [self._untold] if len(self._untold) else []
+
+    def load_gathered(self, values: list[Tensor]) -> None:
+        self._untold = values[0] if values else self._untold[:0]
+
     def follow(self, movement: list[Tensor]) -> None:
         for rows_WR in movement:
             self.told_WR.copy_(self._believable(rows_WR))

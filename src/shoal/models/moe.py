@@ -182,6 +182,12 @@ class Loads(StepLoads):
             moved[-1] = moved[-1] / moved[-1].sum(1, keepdim=True).clamp(min=1)
         return moved
 
+    def gathered(self) -> list[Tensor]:
+        return self._moved
+
+    def load_gathered(self, values: list[Tensor]) -> None:
+        self._moved = values
+
     def _so_far(self) -> list[Tensor]:
         """How far the biases moved since the last report, and the loads where those are reported."""
         return self._moved or [torch.zeros_like(one) for one in self.state()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -61,6 +62,13 @@ def forbidden(before: Run, now: Run) -> list[Change]:
     """Those that a run which goes on may not change."""
     free = tuple(_free(before, now))
     return [change for change in changes(before, now) if not any(_is_below(change.path, prefix) for prefix in free)]
+
+
+def shape(run: Run) -> str:
+    """A digest of the settings that a run which goes on may not change, and of its engine."""
+    named = ((".".join(path), value) for path, value in flat(run))
+    shaping = [f"{path}: {as_data(value)}" for path, value in named if not any(_is_below(path, prefix) for prefix in _OPERATIONAL)]
+    return hashlib.sha256("\n".join(shaping).encode()).hexdigest()
 
 
 def _free(before: Run, now: Run) -> Iterator[str]:

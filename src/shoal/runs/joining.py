@@ -25,8 +25,9 @@ from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
 from shoal.runs.assembly import Parts, Progress, feed_of
 from shoal.runs.given import NOTHING, Given
+from shoal.runs.going_on import shape
 from shoal.runs.inviting import Invitation
-from shoal.runs.keepsake import Keepsakes
+from shoal.runs.keepsake import Keepsakes, Occasions
 from shoal.runs.lines import BoardLine, Caller, ClientLine, lines_to
 from shoal.runs.own_key import KeyFile
 from shoal.runs.recorder import peak_memory
@@ -386,9 +387,9 @@ def pieces_of(parts: Parts, strategy: Policies) -> data.Pieces:
 
 
 def _keepsakes(parts: Parts, strategy: Policies, way: Way, name: str, tell: Callable[[str], None]) -> Keepsakes:
-    """A worker keeps its own state when the coordinator saves a checkpoint."""
+    """A worker keeps its own state when the coordinator saves a checkpoint, and in the middle of a round where that is asked for."""
     settings, contribution = parts.run.checkpoint, strategy.contribution
-    every = settings.every_steps if settings.strategy == "steps" else None
+    every = settings.every_steps if settings.strategy == "steps" and contribution.alone else None
     earlier = Path(settings.resume_from) if settings.resume_from else None
     if earlier is not None and (earlier / "state.json").exists():
         earlier = earlier.parent.parent
@@ -396,11 +397,14 @@ def _keepsakes(parts: Parts, strategy: Policies, way: Way, name: str, tell: Call
     own = "" if crew is parts.engine.world else f"process-{crew.rank}"  # where each steps by itself, each keeps its own
     if (held := parts.run.engine.experts) is not None:  # what is kept of other experts does not fit
         own = f"experts-{zlib.crc32(str(held).encode()):08x}"
+    due = Occasions(
+        lambda version: every is not None and contribution.passes(version, every), every, f"{shape(parts.run)} {parts.engine.crew.size}"
+    )
     return Keepsakes(
         parts.engine,
         way.state / own if way.state else None,
         earlier / "workers" / name / own if earlier else None,
-        lambda version: bool(every) and contribution.alone and contribution.passes(version, every or 1),
+        due,
         settings.keep_last,
         tell,
     )

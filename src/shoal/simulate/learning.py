@@ -22,8 +22,9 @@ from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.updates.fragments import Span
 from shoal.worker.interfaces import Feed
+from shoal.worker.keeping import KeepsNothing
 from shoal.worker.outgoing import Engine, Outgoing
-from shoal.worker.protocol import Frames, News, Unit
+from shoal.worker.protocol import Frames, News, Seated, Unit
 from shoal.worker.weights import Weights
 
 STAND_IN = 10_000
@@ -173,7 +174,7 @@ class _LearningMind:
         self.unit: Unit | None = None
         self.round, self.server_step = 0, 0.0
         self._feed: Any = None
-        self.producer = contribution.producer(self, self, common.spans)
+        self.producer = contribution.producer(self, KeepsNothing(), common.spans)
         self.overlap = 0
         """A virtual worker learns all of a walk at once, so what arrives meanwhile is taken at its end."""
 
@@ -189,8 +190,12 @@ class _LearningMind:
         return True
 
     def tell(self, text: str) -> None: ...
-    def save(self, version: int, residual: Tensor | None) -> None: ...
-    def restore(self, version: int, residual: Tensor | None) -> None: ...
+    def move_to(self, place: Seated) -> None:
+        self.sit(*place)
+
+    @property
+    def begins_at(self) -> Seated:
+        return Seated(0, *self.place())
 
     # --- what the virtual worker asks ----------------------------------------------------------------
 

@@ -19,8 +19,9 @@ from shoal.tasks import Batch
 from shoal.updates.answers import pack
 from shoal.updates.fragments import Span
 from shoal.worker.interfaces import Feed, StepResult, Window
+from shoal.worker.keeping import Beginning, HalfRound, Keeper
 from shoal.worker.outgoing import Engine, Outgoing
-from shoal.worker.protocol import News, Unit
+from shoal.worker.protocol import News, Seated, Unit
 from shoal.worker.weights import Weights
 
 _ALL = slice(None)
@@ -42,13 +43,6 @@ class Made(NamedTuple):
     """What travels, where that is no update of the weights; None: the vector, as the codec makes it smaller."""
 
 
-class Keeper(Protocol):
-    """What a worker keeps of itself, to go on after a break."""
-
-    def save(self, version: int, residual: Tensor | None) -> None: ...
-    def restore(self, version: int, residual: Tensor | None) -> None: ...
-
-
 class Surroundings(Protocol):
     """The worker, as far as a producer must know it."""
 
@@ -65,6 +59,11 @@ class Surroundings(Protocol):
     @property
     def feed(self) -> Feed: ...
     @property
+    def begins_at(self) -> Seated:
+        """The place at the data that its next contribution begins at."""
+        ...
+
+    @property
     def server_step(self) -> float: ...
     @property
     def over(self) -> bool:
@@ -73,6 +72,10 @@ class Surroundings(Protocol):
 
     def settle(self) -> None:
         """Hear what became of the contribution that is under way."""
+        ...
+
+    def move_to(self, place: Seated) -> None:
+        """Go to a place at the data."""
         ...
 
     def wanted(self, unit: Unit) -> bool:
@@ -145,6 +148,8 @@ class MovementProducer:
         """Steps since the last one."""
         self._vector = torch.empty(worker.engine.vector.numel())
         self._restored = False
+        self._half: HalfRound | None = None
+        """What an earlier life of the worker kept of the round that comes next."""
 
     def make(self) -> Made | None:
         worker = self.worker
@@ -161,24 +166,56 @@ class MovementProducer:
         if not worker.outgoing.limit(vector):
             worker.engine.forget_past()
             worker.weights.go_back()
+            self.keeper.forget_half()
             return None
         batches, self.walked = self.walked * worker.accumulation * worker.ranks, 0
         return Made(vector, metrics, weight, samples, worker.weights.version, batches, span)
 
     def _walk(self, window: Window) -> int | None:
         """Step by step; the samples, or None where that came to nothing: the run is over, or the data was another worker's by then."""
-        worker, feed, samples, self.walked = self.worker, self.worker.feed, 0, 0
+        worker, samples, due = self.worker, self._begin(window), False
+        feed = worker.feed
         while self.walked < self.asked_steps:
             if self.walked == self.overlap:
                 worker.settle()
             if worker.over or worker.feed is not feed:
                 return None
+            if due and self.walked >= self.overlap:  # before that, the last round is not settled
+                self._keep_half(window, samples)
             until = self.overlap if self.walked < self.overlap else self.asked_steps
-            result, steps = worker.engine.walk(feed, worker.accumulation, until - self.walked)
+            until_half = self.keeper.until_half(worker.engine.step_count)
+            result, steps = worker.engine.walk(feed, worker.accumulation, min(until - self.walked, until_half))
             window.add(result)
             samples += result.samples
             self.walked += steps
+            due = steps == until_half
         return samples
+
+    # --- half rounds -------------------------------------------------------------------------------
+
+    def _begin(self, window: Window) -> int:
+        """Begin a round, or go on in the middle of it; the samples so far."""
+        half, self._half, self.walked, worker = self._half, None, 0, self.worker
+        if half is None:
+            return 0
+        worker.move_to(half.place)
+        self.keeper.resume_half(worker.outgoing.residual)
+        window.sums = {name: torch.tensor(value, device=worker.engine.device) for name, value in half.sums.items()}
+        window.weight, self.walked, self.asked_steps = half.weight, half.steps, min(half.asked_steps, self.asked_steps)
+        worker.tell(f"going on in the middle of round {half.began.version + 1}, after step {half.steps} of {half.asked_steps}")
+        return half.samples
+
+    def _keep_half(self, window: Window, samples: int) -> None:
+        worker = self.worker
+        at = worker.feed.state_dict()
+        place = Seated(worker.begins_at.seat, at["epoch"], at["position"])
+        sums = {name: float(value) for name, value in window.sums.items()}
+        half = HalfRound(self._beginning(), place, self.walked, self.asked_steps, samples, window.weight, sums)
+        self.keeper.save_half(half, worker.outgoing.residual)
+
+    def _beginning(self) -> Beginning:
+        weights = self.worker.weights
+        return Beginning(weights.version, weights.checksum(), self.worker.begins_at)
 
     def _difference(self, span: slice) -> Tensor:
         """What to send: how far the steps led, or where they led where the new weights are the mean of all."""
@@ -190,16 +227,31 @@ class MovementProducer:
     def refreshed(self, news: News, status: str | None) -> None:
         worker = self.worker
         self.asked_steps = news.header.get("inner_steps", self.asked_steps)
-        worker.engine.step_count = round(worker.server_step * self.policy.steps) + self.walked
+        self._count_steps()
         if status != "accepted":
             worker.weights.go_back()
         elif news.header.get("weights", "same") != "same":
             self.keeper.save(worker.weights.version, worker.outgoing.residual)
+        if status is not None:
+            self.keeper.forget_half()
         if not self._restored:  # the worker has just come, or come back
             self._restored = True
-            self.keeper.restore(worker.weights.version, worker.outgoing.residual)
-            if not self.spans:
-                worker.weights.go_back()
+            self._restore()
+
+    def _count_steps(self) -> None:
+        """The schedule goes by the steps of all rounds."""
+        self.worker.engine.step_count = round(self.worker.server_step * self.policy.steps) + self.walked
+
+    def _restore(self) -> None:
+        """Look for what an earlier life of the worker kept."""
+        worker = self.worker
+        self._half = self.keeper.half_round(self._beginning())
+        if self._half is not None:
+            return
+        self.keeper.restore(worker.weights.version, worker.outgoing.residual)
+        self._count_steps()  # what was kept may be of an older round
+        if not self.spans:
+            worker.weights.go_back()
 
 
 class Learned(NamedTuple):

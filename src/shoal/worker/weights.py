@@ -7,6 +7,8 @@ from torch import Tensor
 
 from shoal.config.schema.updates import Codec, NoCodec
 from shoal.updates import codecs
+from shoal.updates.checksums import crc32
+from shoal.updates.frames import frame_of
 from shoal.worker.outgoing import Engine
 from shoal.worker.policies import Pulling
 from shoal.worker.protocol import News
@@ -52,6 +54,10 @@ class Weights:
             pulled = self._ahead(self._before, max(1, self.version - before))
         self._blend(1.0 if before < 0 else self.pull.blend, pulled, span)
         return True
+
+    def checksum(self) -> int:
+        """Of the coordinator's weights; -1 where a codec shortens them, so that two workers with the same version differ a little."""
+        return crc32(frame_of(self.base.numpy())) if isinstance(codecs.of_weights(self.codec), NoCodec) else -1
 
     def go_back(self) -> None:
         """Back to the coordinator's weights: what was learned since was not taken."""

@@ -11,15 +11,14 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor
-
 from shoal.config.schema.updates import Updates
 from shoal.errors import ShoalError
 from shoal.updates.fragments import Span
 from shoal.updates.messages import Contribute
-from shoal.worker.contributions import Gradients, Keeper, Made
+from shoal.worker.contributions import Gradients, Made
 from shoal.worker.courier import Courier, Pending
 from shoal.worker.interfaces import Feed
+from shoal.worker.keeping import Keeper, KeepsNothing
 from shoal.worker.outgoing import Engine, Outgoing
 from shoal.worker.policies import OwnShard, Pulling
 from shoal.worker.protocol import COMPUTING, STUCK, News, Receipt, Seated, Unit
@@ -38,13 +37,6 @@ _WAITING = "waiting"
 _SOON_S = 0.05
 """A step that takes longer leaves the courier time to come back from a lost connection beside it. And only the courier can tell how long an
 answer took that nobody waited for."""
-
-
-class _KeepsNothing:
-    """For a worker that need not go on after a break."""
-
-    def save(self, version: int, residual: Tensor | None) -> None: ...
-    def restore(self, version: int, residual: Tensor | None) -> None: ...
 
 
 class WorkerPolicies(NamedTuple):
@@ -109,7 +101,7 @@ class Worker:
         self.outgoing = Outgoing(engine, updates)
         contribution = policies.contribution
         self.weights = Weights(engine, updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.alone)
-        self.producer = contribution.producer(self, keeper or _KeepsNothing(), policies.spans)
+        self.producer = contribution.producer(self, keeper or KeepsNothing(), policies.spans)
         self.state = "starting"
         self.counts = {"sent": 0, "accepted": 0, "rejected": 0, "abandoned": 0}
         self.samples = 0
@@ -141,7 +133,7 @@ class Worker:
     def _work(self) -> None:
         welcome = self.protocol.welcome
         if not self.policies.feed.leased:
-            self._sit(Seated(welcome["seat"], welcome["epoch"], welcome["position"]))
+            self.move_to(Seated(welcome["seat"], welcome["epoch"], welcome["position"]))
         self.protocol.ready = True
         self._say_all()
         self._began = self.clock()
@@ -180,6 +172,10 @@ class Worker:
         return self.protocol.round
 
     @property
+    def begins_at(self) -> Seated:
+        return Seated(self.protocol.seat, *self.protocol.place)
+
+    @property
     def figures(self) -> dict[str, float]:
         """What people want to see of a worker."""
         whole = self.clock() - self._began
@@ -195,7 +191,7 @@ class Worker:
         self.courier.tell(text)
 
     def _step(self) -> None:
-        self.state, started, feed = COMPUTING, self.times.begin(COMPUTING), self.feed
+        self.state, started = COMPUTING, self.times.begin(COMPUTING)
         self._progress_at = started
         try:
             made = self.producer.make()
@@ -204,6 +200,7 @@ class Worker:
             raise
         if made is None:
             return self._return_unit()
+        feed = self.feed
         frames, coded_s = self._coded(made)
         if self.slowdown > 1:
             time.sleep((self.slowdown - 1) * (self.clock() - started))
@@ -250,7 +247,7 @@ class Worker:
         if unit.version != self.weights.version:
             self.protocol.give_back(unit.number)
             return False
-        self._sit(Seated(0, unit.epoch, unit.start))
+        self.move_to(Seated(0, unit.epoch, unit.start))
         return True
 
     def wanted(self, unit: Unit) -> bool:
@@ -320,9 +317,9 @@ class Worker:
             elif isinstance(event, Unit):
                 self.unit = event
             elif not self.policies.feed.leased:
-                self._sit(event)
+                self.move_to(event)
 
-    def _sit(self, place: Seated) -> None:
+    def move_to(self, place: Seated) -> None:
         """Go to a place at the data."""
         if self._feed is not None:
             self._feed.close()

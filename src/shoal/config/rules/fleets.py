@@ -89,14 +89,6 @@ def rounds_make_the_steps(settings: Settings, rounds: int | None, inner: int, st
         settings.report("rounds", message, "strategy.rounds", "training.max_steps", help="give one of the two")
 
 
-@rule("strategy.inner_steps", "strategy.fragments", "checkpoint.every_steps", "checkpoint.strategy")
-def checkpoints_come_with_rounds(settings: Settings, inner: int, fragments: int, every: int | None, strategy: str | None) -> None:
-    """The run's weights move when a round ends: what a worker has within one is its own, and starts over with the round."""
-    if strategy == "steps" and every is not None and every % (inner // fragments or 1) and settings.given("checkpoint.every_steps"):
-        message = f"a checkpoint every {every} steps is saved with the first round that ends there: a round has {inner // fragments} steps"
-        settings.report("checkpoint", message, "checkpoint.every_steps", "strategy.inner_steps", severity="warning")
-
-
 @rule("strategy.fragments", "strategy.inner_steps")
 def fragments_take_equal_turns(settings: Settings, fragments: int, inner: int) -> None:
     if inner % fragments:

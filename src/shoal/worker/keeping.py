@@ -1,0 +1,71 @@
+"""What a worker keeps of itself, to go on after a break: at the end of a round, and in the middle of one."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from shoal.worker.protocol import Seated
+
+
+class Beginning(NamedTuple):
+    """Where a round of a worker begins. Two that are equal lead to the same numbers, step by step."""
+
+    version: int
+    """The weights that it begins with."""
+    weights: int
+    """The checksum of those weights; -1: a codec shortens them, so whoever comes back gets slightly different ones."""
+    place: Seated
+
+
+class HalfRound(NamedTuple):
+    """How far a worker is in a round, beside what its engine knows."""
+
+    began: Beginning
+    place: Seated
+    """Where the next batch comes from."""
+    steps: int
+    asked_steps: int
+    samples: int
+    weight: int
+    sums: dict[str, float]
+    """The figures of the steps so far, times their weight."""
+
+
+class Keeper(Protocol):
+    """Keeps a worker's state. `residual` is what its codec has not sent yet; restoring fills it."""
+
+    def save(self, version: int, residual: Tensor | None) -> None: ...
+    def restore(self, version: int, residual: Tensor | None) -> None: ...
+    def until_half(self, step: int) -> int:
+        """Steps from this one on until half a round is to be kept."""
+        ...
+
+    def save_half(self, half: HalfRound, residual: Tensor | None) -> None: ...
+    def half_round(self, begins: Beginning) -> HalfRound | None:
+        """What is kept of the round that begins here; None: nothing, or nothing that is of use."""
+        ...
+
+    def resume_half(self, residual: Tensor | None) -> None:
+        """Become what the worker was when it kept what `half_round` gave."""
+        ...
+
+    def forget_half(self) -> None: ...
+
+
+class KeepsNothing:
+    """For a worker that need not go on after a break."""
+
+    def save(self, version: int, residual: Tensor | None) -> None: ...
+    def restore(self, version: int, residual: Tensor | None) -> None: ...
+    def save_half(self, half: HalfRound, residual: Tensor | None) -> None: ...
+    def resume_half(self, residual: Tensor | None) -> None: ...
+    def forget_half(self) -> None: ...
+
+    def until_half(self, step: int) -> int:
+        return sys.maxsize
+
+    def half_round(self, begins: Beginning) -> HalfRound | None:
+        return None
