@@ -7,7 +7,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -134,6 +135,14 @@ def wait_for(process: Command, pattern: str) -> str:
         if found := re.search(pattern, line):
             return found.group(1) if found.groups() else line
     raise AssertionError(f"{pattern} never came:\n{''.join(seen)}")
+
+
+def eventually(happened: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    until = time.monotonic() + HANG_S
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @contextlib.contextmanager

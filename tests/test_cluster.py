@@ -7,13 +7,13 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
-from commands import HANG_S, Processes, processes_in, wait_for
+from commands import HANG_S, Processes, eventually, processes_in, wait_for
 from shoal.cli.main import main
 
 CONFIG = """\
@@ -313,10 +313,3 @@ def test_the_owner_pauses_evicts_and_stops_a_run_from_another_terminal_and_it_go
 
 def versions_in(ledger: Path) -> int:
     return ledger.read_text().count('"version"')
-
-
-def eventually(happened: Callable[[], bool]) -> None:
-    until = time.monotonic() + HANG_S
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.02)

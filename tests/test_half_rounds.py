@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commands import HANG_S, Command, Processes, processes_in, wait_for
+from commands import HANG_S, Command, Processes, eventually, processes_in, wait_for
 from shoal.config import plugins
 from shoal.runs.checkpoint import Checkpoints
 
@@ -122,6 +123,34 @@ def test_a_run_of_which_all_processes_are_killed_goes_on_in_the_middle_of_the_ro
     finished(coordinator)
     assert_equal(weights_of(processes, "run"), expected)
     assert [steps_of(processes, name) for name in ("w1", "w2")] == [27 + 60 - 24, 39 + 60 - 36]
+    processes.audit("run")
+
+
+@pytest.mark.parametrize("first", ["w1", "w2"])
+def test_a_worker_that_is_killed_while_it_waits_for_the_others_does_not_compute_the_round_again(processes: Processes, first: str) -> None:
+    """What it sent was taken. It waits for the others again, or begins the next round, with its optimizer as it was at the end."""
+    expected = undisturbed(processes)
+    coordinator, command = processes.coordinate(*PLUGIN)
+    (processes.folder / "w2.wish").write_text("wait 39")
+    workers = {name: joined(processes, command, name) for name in ("w1", "w2")}
+    wait_for(workers["w2"], "waiting at step 39")
+    status = processes.folder / "run" / "status.json"
+    eventually(lambda: json.loads(status.read_text())["contributions"].get("accepted") == 3)  # both of round 1, and its own of round 2
+    for worker in workers.values():
+        worker.kill()
+        worker.wait()
+    words = {"w1": "going on at the end of round 2, after step 20 of 20", "w2": "going on in the middle of round 2, after step 16 of 20"}
+    if first == "w2":
+        words["w1"] = "going on after round 2, which this worker had finished"
+    for name in (first, "w1" if first == "w2" else "w2"):
+        workers[name] = joined(processes, command, name)
+        wait_for(workers[name], words[name])
+        if name == "w2":  # now the round ends
+            eventually(lambda: json.loads(status.read_text())["version"] >= 2)
+    for process in (*workers.values(), coordinator):
+        finished(process)
+    assert_equal(weights_of(processes, "run"), expected)
+    assert [steps_of(processes, name) for name in ("w1", "w2")] == [60, 39 + 60 - 36]
     processes.audit("run")
 
 

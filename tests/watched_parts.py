@@ -30,7 +30,7 @@ class WatchedTask(Classification):
         super().__init__(players)
 
     def losses(self, batch: Batch) -> Iterator[Loss]:
-        name = sys.argv[sys.argv.index("--name") + 1] + os.environ.get("RANK", "")
+        name = (sys.argv[sys.argv.index("--name") + 1] if "--name" in sys.argv else "alone") + os.environ.get("RANK", "")
         steps, wish = Path(f"{name}.steps"), Path(f"{name}.wish")
         with steps.open("a") as file:
             file.write(".")

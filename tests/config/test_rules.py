@@ -395,7 +395,6 @@ WARNED = [
     "strategy: {kind: diloco, overlap_blend: 0.3}\n",
     "strategy: {kind: diloco, quorum: 1, late: weigh}\n",
     "data: {loader: {prefetch_factor: 4}}\n",
-    "strategy: {kind: diloco, inner_steps: 100}\ncheckpoint: {every_steps: 30}\n",
     "evaluation: {strategy: never, batch_size: 7}\n",
     "training: {schedule: {end_learning_rate: 1e-5}}\n",
     "engine: {kind: deepspeed, stage3_max_live_parameters: 7}\n",

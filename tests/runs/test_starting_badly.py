@@ -104,7 +104,8 @@ def test_logs_of_workers_are_kept_and_files_of_others_too(tmp_path: Path) -> Non
             (directory.path / file).touch()
         directory.forget()
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {"fresh/workers/w1.log", *(f"used/{name}" for name in ("notes.txt", "config.yaml", "workers/w1.log", "workers/w1/key"))}
+    used = ("notes.txt", "config.yaml", "lock", "workers/w1.log", "workers/w1/key")
+    assert left == {"fresh/workers/w1.log", *(f"used/{name}" for name in used)}
 
 
 def test_a_recording_without_a_gpu_is_refused_before_there_is_a_folder(

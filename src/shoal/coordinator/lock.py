@@ -1,4 +1,5 @@
-"""One coordinator at a time is at work in a folder. The system gives its lock back when its process ends, however it ends."""
+"""One coordinator at a time is at work in a folder, and one process in that of a run. The system gives the lock back when the process ends,
+however it ends."""
 
 from __future__ import annotations
 
@@ -48,15 +49,25 @@ def is_held(folder: Path) -> bool:
         return False
 
 
-def _try(file: IO[bytes]) -> bool:
+def was_held(folder: Path) -> bool:
+    """Whether somebody was at work in a folder, and is not any more. Where the file system has no locks, nobody can tell."""
+    try:
+        with (folder / _NAME).open("r+b") as file:
+            return _try(file, without_locks=False)
+    except OSError:
+        return False
+
+
+def _try(file: IO[bytes], without_locks: bool = True) -> bool:
+    """Take the lock; whether that worked. `without_locks`: what to say where the file system has none; by default nobody is kept out."""
     if fcntl is None:
         return _try_on_windows(file)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: nobody is kept out
-        return True
+    except OSError:
+        return without_locks
     return True
 
 

@@ -41,7 +41,7 @@ class Keepsakes(Protocol):
     @property
     def half_step(self) -> int: ...
     def has_half(self, step: int) -> bool: ...
-    def resume_half(self, residual: Tensor | None) -> None: ...
+    def resume_half(self, residual: Tensor | None, within: bool) -> None: ...
     def forget_half(self) -> None: ...
     def tell(self, text: str) -> None: ...
 
@@ -161,14 +161,14 @@ class Follower(Rank):
             case _:
                 self._obey_about_half(order, int(first))
 
-    def _obey_about_half(self, order: int, step: int) -> None:
+    def _obey_about_half(self, order: int, number: int) -> None:
         match Order(order):
             case Order.SAVE_HALF:
                 self.keepsakes.save_half(None, None)
             case Order.FIND_HALF:
-                self.crew.any(not self.keepsakes.has_half(step))
+                self.crew.any(not self.keepsakes.has_half(number))
             case Order.RESUME_HALF:
-                self.keepsakes.resume_half(None)
+                self.keepsakes.resume_half(None, bool(number))
             case Order.FORGET_HALF:
                 self.keepsakes.forget_half()
 
@@ -321,10 +321,10 @@ class Island(Rank):
         self.forget_half()
         return None
 
-    def resume_half(self, residual: Tensor | None) -> None:
-        self._say(Order.RESUME_HALF)
+    def resume_half(self, residual: Tensor | None, within: bool) -> None:
+        self._say(Order.RESUME_HALF, within)
         self._moved = True
-        self.keepsakes.resume_half(residual)
+        self.keepsakes.resume_half(residual, within)
 
     def forget_half(self) -> None:
         self._say(Order.FORGET_HALF)

@@ -55,7 +55,7 @@ def prepare(
     if directory is not None and checkpoint is not None and parts.engine.world.first:
         expect_same_data(directory, parts.data)
     if directory is None:
-        directory = _made_by_first(world, lambda: RunDirectory.create(run, run_dir), own)
+        directory = _made_by_first(world, lambda: RunDirectory.create(run, run_dir, warn), own)
     if world is not None and world.apart:
         _expect_the_same_data(world, parts)
     with directory.kept_if_begun():

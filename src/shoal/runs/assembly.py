@@ -176,7 +176,7 @@ def continued(run: Run, run_dir: str | None, warn: Callable[[str], None]) -> tup
     checkpoint = Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last).newest(warn)
     if checkpoint is None:
         warn(f"{directory.path} has no checkpoint yet: it starts over")
-    return directory, checkpoint
+    return directory.occupied(), checkpoint
 
 
 def _newest_like(run: Run) -> RunDirectory | None:

@@ -77,7 +77,7 @@ def prepare(
         agreed = agree(run, expected, home.directory, progress, given)
     else:
         agreed = _agree_below(run, expected, above, home.directory, progress)
-    directory = home.directory or RunDirectory.create(run, run_dir)
+    directory = home.directory or RunDirectory.create(run, run_dir, warner(reporters))
     if home.directory is not None:
         expect_same_data(directory, agreed.parts.data)
     with directory.kept_if_begun():

@@ -1,6 +1,6 @@
 """What only a worker knows, and a run that goes on needs: its optimizer, its random numbers, what its codec still owes.
 
-A folder of the worker's own, with a checkpoint for each of the coordinator's, and in `half-round` the newest one from the middle of a round.
+A folder of the worker's own, with a checkpoint for each of the coordinator's, and in `half-round` the newest from the middle of a round.
 Who comes back without it starts its optimizer over. Of a worker of several processes all save, and all restore.
 """
 
@@ -159,6 +159,8 @@ class Keepsakes:
     def _why_useless(self, half: HalfRound, found: Checkpoint, begins: Beginning) -> str:
         if found.state["shape"] != self.occasions.shape:
             return "settings have changed"
+        if half.was_taken(begins):
+            return ""
         if half.began.version != begins.version:
             return f"the run is at round {begins.version + 1}"
         if half.began.place != begins.place:
@@ -188,11 +190,12 @@ class Keepsakes:
         assert self._half is not None
         return self._half.step
 
-    def resume_half(self, residual: Tensor | None) -> None:
+    def resume_half(self, residual: Tensor | None, within: bool) -> None:
         found, self._half = self._half, None
         assert found is not None
-        self._load(found, residual, weights=True)
-        self.engine.load_gathered(found.state["gathered"])
+        self._load(found, residual, weights=within)
+        if within:
+            self.engine.load_gathered(found.state["gathered"])
 
     def forget_half(self) -> None:
         """Of processes that share it, the first one deletes it."""

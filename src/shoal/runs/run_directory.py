@@ -7,6 +7,7 @@ metrics.jsonl                  one record a line, appended
 events.jsonl                   what people were told, a line each, as far as there is room
 status.json, history.jsonl     of a run with workers: how it goes (replaced each second), and what each worker did (thinned when it is full)
 checkpoints/, samples/         what was learned
+lock                           held by the process that is at work here
 invitation.json                what people type to join, where any may (only its owner reads it)
 summary.json                   how it ended; also after a failure
 """
@@ -19,7 +20,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,8 +29,10 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.load import File, Loaded, resolve
 from shoal.config.show import show, to_yaml
+from shoal.coordinator.lock import Lock
 from shoal.errors import ShoalError
 from shoal.runs import plugins
+from shoal.runs.abandoned import clear, is_abandoned
 from shoal.runs.going_on import Change, changes
 
 _SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "workers")
@@ -47,10 +50,11 @@ class RunDirectory:
         self.path, self.fresh = path, fresh
         self._metrics: TextIO | None = None
         self._event_bytes: int | None = None
+        self._lock = Lock(path)
 
     @classmethod
-    def create(cls, run: Run, wanted: str | None = None) -> RunDirectory:
-        """A new folder: the one that is asked for, or one named after the run and the time."""
+    def create(cls, run: Run, wanted: str | None = None, warn: Callable[[str], None] = lambda text: None) -> RunDirectory:
+        """A new folder: the one that is asked for, or one named after the run and the time. `warn` hears of a run that was there before."""
         parent = Path(run.output_dir) / (run.logging.project or "")
         stem = run.name or f"{run.chosen_task.kind}-{run.model.kind}"
         path = Path(wanted) if wanted else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
@@ -59,13 +63,22 @@ class RunDirectory:
             number += 1
             path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{number}"
         if wanted and (path / "config.yaml").exists():
-            raise ShoalError(f"{path} holds a run already: add --resume to continue it, or choose another --run-dir")
+            if not is_abandoned(path):
+                raise ShoalError(f"{path} holds a run already: add --resume to continue it, or choose another --run-dir")
+            clear(path)
+            warn(f"{path} held a run that was killed before it had learned anything: it is begun anew")
         try:
             fresh = not path.exists() or (path.is_dir() and not any(path.iterdir()))
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ShoalError(f"cannot make the run's folder {path}: {error.strerror}") from None
-        return cls(path, fresh)
+        return cls(path, fresh).occupied()
+
+    def occupied(self) -> RunDirectory:
+        """The same, with its lock held by this process while it trains. One that has no lock to give is used without."""
+        with suppress(ShoalError):
+            self._lock.take()
+        return self
 
     @contextmanager
     def kept_if_begun(self) -> Iterator[None]:
@@ -81,6 +94,7 @@ class RunDirectory:
     def forget(self) -> None:
         """Of a run that failed before its first step, leave nothing behind that would be in the way of the next: only the workers' logs,
         which say why. A folder that had something in it before is left as it is."""
+        self.close()
         for path in list(self.path.iterdir()) if self.fresh else ():
             if path.name == "workers":
                 _remove([one for one in path.iterdir() if one.suffix != ".log"])
@@ -172,6 +186,7 @@ class RunDirectory:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        self._lock.release()
 
 
 class SilentDirectory(RunDirectory):

@@ -186,6 +186,7 @@ class _LearningMind:
         return feed
 
     def settle(self) -> None: ...
+    def send_again(self) -> None: ...
     def wanted(self, unit: Unit) -> bool:
         return True
 

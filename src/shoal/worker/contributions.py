@@ -78,6 +78,10 @@ class Surroundings(Protocol):
         """Go to a place at the data."""
         ...
 
+    def send_again(self) -> None:
+        """What is sent next was sent before, by an earlier life of this worker, and taken."""
+        ...
+
     def wanted(self, unit: Unit) -> bool:
         """A batch of the unit is done: does anybody still wait for its result?"""
         ...
@@ -173,7 +177,7 @@ class MovementProducer:
 
     def _walk(self, window: Window) -> int | None:
         """Step by step; the samples, or None where that came to nothing: the run is over, or the data was another worker's by then."""
-        worker, samples, due = self.worker, self._begin(window), False
+        worker, samples, due, kept = self.worker, self._begin(window), False, False
         feed = worker.feed
         while self.walked < self.asked_steps:
             if self.walked == self.overlap:
@@ -181,7 +185,7 @@ class MovementProducer:
             if worker.over or worker.feed is not feed:
                 return None
             if due and self.walked >= self.overlap:  # before that, the last round is not settled
-                self._keep_half(window, samples)
+                kept = self._keep_half(window, samples)
             until = self.overlap if self.walked < self.overlap else self.asked_steps
             until_half = self.keeper.until_half(worker.engine.step_count)
             result, steps = worker.engine.walk(feed, worker.accumulation, min(until - self.walked, until_half))
@@ -189,6 +193,8 @@ class MovementProducer:
             samples += result.samples
             self.walked += steps
             due = steps == until_half
+        if kept and not self.overlap:  # the round ends when all others have sent: until then this is all that there is of this one's
+            self._keep_half(window, samples)
         return samples
 
     # --- half rounds -------------------------------------------------------------------------------
@@ -198,20 +204,24 @@ class MovementProducer:
         half, self._half, self.walked, worker = self._half, None, 0, self.worker
         if half is None:
             return 0
+        if half.began.place != worker.begins_at:
+            worker.send_again()
         worker.move_to(half.place)
-        self.keeper.resume_half(worker.outgoing.residual)
+        self.keeper.resume_half(worker.outgoing.residual, within=True)
         window.sums = {name: torch.tensor(value, device=worker.engine.device) for name, value in half.sums.items()}
         window.weight, self.walked, self.asked_steps = half.weight, half.steps, min(half.asked_steps, self.asked_steps)
-        worker.tell(f"going on in the middle of round {half.began.version + 1}, after step {half.steps} of {half.asked_steps}")
+        where = "at the end" if half.is_whole else "in the middle"
+        worker.tell(f"going on {where} of round {half.began.version + 1}, after step {half.steps} of {half.asked_steps}")
         return half.samples
 
-    def _keep_half(self, window: Window, samples: int) -> None:
+    def _keep_half(self, window: Window, samples: int) -> bool:
         worker = self.worker
         at = worker.feed.state_dict()
         place = Seated(worker.begins_at.seat, at["epoch"], at["position"])
         sums = {name: float(value) for name, value in window.sums.items()}
         half = HalfRound(self._beginning(), place, self.walked, self.asked_steps, samples, window.weight, sums)
         self.keeper.save_half(half, worker.outgoing.residual)
+        return True
 
     def _beginning(self) -> Beginning:
         weights = self.worker.weights
@@ -244,11 +254,16 @@ class MovementProducer:
 
     def _restore(self) -> None:
         """Look for what an earlier life of the worker kept."""
-        worker = self.worker
-        self._half = self.keeper.half_round(self._beginning())
-        if self._half is not None:
+        worker, residual = self.worker, self.worker.outgoing.residual
+        half = self.keeper.half_round(self._beginning())
+        if half is not None and half.began.version == worker.weights.version:
+            self._half = half
             return
-        self.keeper.restore(worker.weights.version, worker.outgoing.residual)
+        if half is not None:  # others have ended the round meanwhile
+            worker.tell(f"going on after round {half.began.version + 1}, which this worker had finished")
+            self.keeper.resume_half(residual, within=False)
+        else:
+            self.keeper.restore(worker.weights.version, residual)
         self._count_steps()  # what was kept may be of an older round
         if not self.spans:
             worker.weights.go_back()

@@ -33,6 +33,15 @@ class HalfRound(NamedTuple):
     sums: dict[str, float]
     """The figures of the steps so far, times their weight."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the worker has taken all of its steps, and what they led to is all that is left to send."""
+        return self.steps >= self.asked_steps
+
+    def was_taken(self, begins: Beginning) -> bool:
+        """Whether the coordinator has what came of it: a worker that begins here has only to wait for the others, if at all."""
+        return self.is_whole and self.place == begins.place and self.began.version <= begins.version
+
 
 class Keeper(Protocol):
     """Keeps a worker's state. `residual` is what its codec has not sent yet; restoring fills it."""
@@ -45,11 +54,11 @@ class Keeper(Protocol):
 
     def save_half(self, half: HalfRound, residual: Tensor | None) -> None: ...
     def half_round(self, begins: Beginning) -> HalfRound | None:
-        """What is kept of the round that begins here; None: nothing, or nothing that is of use."""
+        """What is kept of the round that begins here, or of the worker's last one, which it had finished; None: nothing of use."""
         ...
 
-    def resume_half(self, residual: Tensor | None) -> None:
-        """Become what the worker was when it kept what `half_round` gave."""
+    def resume_half(self, residual: Tensor | None, within: bool) -> None:
+        """Become what the worker was when it kept what `half_round` gave. `within`: it goes on in that very round, not with new weights."""
         ...
 
     def forget_half(self) -> None: ...
@@ -61,7 +70,7 @@ class KeepsNothing:
     def save(self, version: int, residual: Tensor | None) -> None: ...
     def restore(self, version: int, residual: Tensor | None) -> None: ...
     def save_half(self, half: HalfRound, residual: Tensor | None) -> None: ...
-    def resume_half(self, residual: Tensor | None) -> None: ...
+    def resume_half(self, residual: Tensor | None, within: bool) -> None: ...
     def forget_half(self) -> None: ...
 
     def until_half(self, step: int) -> int:

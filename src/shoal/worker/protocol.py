@@ -180,6 +180,10 @@ class Protocol:
         if made.unit < 0:
             self.place = (made.epoch, made.position)
 
+    def send_again(self) -> None:
+        """The next contribution was sent before this process began, and taken: it gets its number again, by which it is recognised."""
+        self.seq = self.welcome["last_seq"]
+
     def pass_on(self, asked: Contribute, frames: Frames) -> None:
         """Send what a relay's workers learned, under the number that it was written down with, now or before this process began."""
         self.pending = _Pending(asked._replace(have=max(0, self.have)), frames)

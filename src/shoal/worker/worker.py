@@ -325,6 +325,9 @@ class Worker:
             self._feed.close()
         self._feed = self.feed_for(*place)
 
+    def send_again(self) -> None:
+        self.protocol.send_again()
+
     def _note(self, receipt: Receipt) -> None:
         taken, sent = receipt.status == "accepted", receipt.contribution
         if receipt.status != "finished":

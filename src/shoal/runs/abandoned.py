@@ -1,0 +1,48 @@
+"""Folders of runs that were killed before they learned anything: the next run may have them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from shoal.coordinator.journal import journals, path_of
+from shoal.coordinator.lock import was_held
+from shoal.coordinator.records import Reading
+from shoal.errors import ShoalError
+
+_SIGNS_OF_LEARNING = ("summary.json", "metrics.jsonl", "checkpoints", "coordinator/ledger.jsonl")
+_MAY_HOLD_MORE = ("invitation.json", "postgres")
+"""People may have been told how to join, or a database may be at work: such a run is for its owner to go on with."""
+_OF_A_BEGINNING = (
+    *("config.yaml", "provenance.json", "plugins.json", "changes.jsonl", "events.jsonl", "data.json", "tokenizer", "start.safetensors"),
+    *("status.json", "history.jsonl", "owner.json", "samples", "coordinator", "workers"),
+)
+"""What a run writes before its first step, and with it. Files of others stay."""
+_NOTHING_LEARNED = ("seated", "opened")
+"""Records of a coordinator that tell of no contribution."""
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether the run in a folder learned nothing, and its process has ended. Where nobody can tell, it is not."""
+    if not was_held(path) or any((path / name).exists() for name in (*_SIGNS_OF_LEARNING, *_MAY_HOLD_MORE)):
+        return False
+    try:
+        settings = json.loads((path / "provenance.json").read_text(encoding="utf-8"))
+        elsewhere = settings["coordinator.state_path"]["value"] is not None or settings["transport.kind"]["value"] == "postgres"
+        return not elsewhere and all(record["kind"] in _NOTHING_LEARNED for record in _records(path / "coordinator"))
+    except (OSError, ValueError, KeyError, TypeError, ShoalError):
+        return False
+
+
+def _records(folder: Path) -> list[dict[str, object]]:
+    return [record for number in sorted(journals(folder)) for record, _ in Reading(path_of(folder, number))]
+
+
+def clear(path: Path) -> None:
+    """Remove what the run left behind."""
+    for one in (path / name for name in _OF_A_BEGINNING):
+        if one.is_dir() and not one.is_symlink():
+            shutil.rmtree(one, ignore_errors=True)
+        else:
+            one.unlink(missing_ok=True)
