@@ -425,6 +425,7 @@ def test_what_is_probably_not_meant_is_told(tmp_path: Path, text: str) -> None:
 
 def test_settings_of_parts_that_are_on_say_nothing(tmp_path: Path) -> None:
     for text in (
+        "strategy: {kind: diloco, inner_steps: 100}\ncheckpoint: {every_steps: 30}\n",
         "model: {kind: moe, experts: {router: sigmoid-bias, bias_step: 0.01, aux_loss_weight: 0.5, z_loss_weight: 0.1}}\n",
         "model: {kind: moe, retrieval: {enabled: true, top_k: 2}, cross_attention: {every_layers: 1}}\n",
         "model: {kind: moe, episodic_memory: {enabled: true, capacity: 5, replay_weight: 2.0}, cross_attention: {encoder_layers: 2}}\n",

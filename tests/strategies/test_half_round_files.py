@@ -13,6 +13,7 @@ from test_mixtures_over_workers import MOE, REMEMBERED, STRATEGIES
 from shoal.engines import SingleEngine
 from shoal.runs.assembly import assemble
 from shoal.runs.keepsake import Keepsakes, Occasions
+from shoal.updates.packing import packed
 from shoal.worker.keeping import Beginning, HalfRound
 from shoal.worker.protocol import Seated
 
@@ -42,7 +43,7 @@ def test_a_half_round_holds_all_that_steps_leave_behind(tmp_path: Path) -> None:
     another, residual = engine_of(0), torch.zeros(3)
     keepsakes = keepsakes_of(another, tmp_path, told)
     assert keepsakes.half_round(BEGAN) == HALF
-    keepsakes.resume_half(residual)
+    keepsakes.resume_half(residual, within=True)
     assert torch.equal(torch.rand(2), drawn), "random numbers go on where they were"
     assert residual.tolist() == [0, 1, 2]
     assert torch.equal(another.vector, engine.vector)
@@ -70,6 +71,26 @@ def test_a_half_round_of_anything_else_is_deleted_with_a_word(tmp_path: Path, ch
     assert keepsakes_of(engine, tmp_path, told, shape).half_round(BEGAN._replace(**change)) is None
     assert told == [f"the half round that this worker kept (3 of 4 steps of round 3) is of no use any more: {why}; it is deleted"]
     assert not (tmp_path / "half-round").exists()
+
+
+def test_a_round_that_was_finished_and_taken_lends_its_optimizer_to_the_next(tmp_path: Path) -> None:
+    engine, told = engine_of(3), list[str]()
+    whole = HALF._replace(steps=4)
+    keepsakes_of(engine, tmp_path, told).save_half(whole, None)
+    another = engine_of(0)
+    weights, keepsakes = another.vector.clone(), keepsakes_of(another, tmp_path, told)
+    assert keepsakes.half_round(Beginning(5, 99, HALF.place)) == whole
+    keepsakes.resume_half(None, within=False)
+    assert torch.equal(another.vector, weights), "the coordinator's weights are newer"
+    assert torch.equal(_moments(another), _moments(engine))
+    assert not torch.equal(another.take_report(), engine.take_report()), "what it reported is not reported twice"
+    assert keepsakes.half_round(Beginning(1, 17, HALF.place)) is None, "no run goes back"
+
+
+def _moments(engine: SingleEngine) -> torch.Tensor:
+    tensors = dict[str, torch.Tensor]()
+    packed(engine.state_dict()["optimizers"], "", tensors)
+    return torch.cat([value.flatten().float() for _, value in sorted(tensors.items())])
 
 
 def test_only_the_newest_half_round_is_kept_beside_the_rounds(tmp_path: Path) -> None:
