@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -77,3 +78,33 @@ def test_machines_with_a_stage_each_learn_what_one_machine_learns_though_one_is_
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], rtol=0, atol=1e-5, msg=name)
+
+
+TASKS = """\
+scheduler: {tasks: [{id: small, model_share: 0.3}, {id: large, model_share: 0.7}]}
+cluster: {server: boss, workers: [mini2], hosts: {boss: {memory_gb: 4}, mini2: {memory_gb: 0.0001, flops: 100}}}
+"""
+
+
+def test_tasks_are_stages_and_the_machine_that_keeps_the_folder_has_the_one_that_is_placed_on_it(tmp_path: Path) -> None:
+    """The first stage fits the machine that joins, and the last one only the coordinator's."""
+    settings = CONFIG.replace("max_steps: 40", "max_steps: 4").replace("num_layers: 3", "num_layers: 5")
+    (tmp_path / "config.yaml").write_text(settings.replace("cluster: {num_workers: 2}\n", TASKS))
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    with processes_in(tmp_path) as processes:
+        coordinator, command = processes.coordinate("--host", "127.0.0.1", "--set", "cluster.hosts.mini2.memory_gb=0.00031")
+        machine = processes.start(*command)
+        output, _ = coordinator.communicate(timeout=HANG_S)
+        assert coordinator.returncode == 0, output
+        assert "2 stages begin: mini2, this machine" in output
+        said, _ = machine.communicate(timeout=HANG_S)
+        assert "this machine is stage 1 of 2" in said
+        code, told = processes.run("train", "config.yaml", "--run-dir", "alone", "--set", "cluster.hosts.mini2.memory_gb=1")
+        assert code == 0, told
+        assert re.search(r"stages: `small` \(layer 1, 23% .*; `large` \(layers 2 to 5, 77% .* on boss", told)
+        code, refused = processes.run("train", "config.yaml", "--run-dir", "none")
+        assert code == 2, refused
+        assert "no machine is left for the stage" in refused
+    one, other = weights_of(tmp_path / "run"), weights_of(tmp_path / "alone")
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=0, atol=1e-6, msg=name)

@@ -24,7 +24,17 @@ PART = "{source: {kind: builtin, name: python-source}"
 
 PAIRS = "task: {kind: dpo}\nmodel: {kind: gpt}\ndata: {source: {kind: preferences, path: x}}\n"
 POLICY = "task: ppo\nmodel: {kind: gpt}\nrlhf: {}\n"
+STAGES = "engine: {kind: pipeline}\nmodel: {kind: gpt}\nscheduler: "
 BROKEN = [
+    ("tasks", STAGES + "{tasks: [{id: a, model_share: 0.7}, {id: b, model_share: 0.7}]}\n", ["scheduler.tasks", "engine.kind"]),
+    ("tasks", STAGES + "{tasks: [{id: a, model_share: 1.0}, {id: b, model_share: 0.0}]}\n", ["scheduler.tasks", "engine.kind"]),
+    ("tasks", STAGES + "{tasks: [{id: a, model_share: 0.5}]}\nstrategy: {kind: async}\n", ["scheduler.tasks", "engine.kind"]),
+    ("scheduler", STAGES + "{kind: priority}\n", ["scheduler.kind"]),
+    (
+        "tasks",
+        "engine: {kind: pipeline, layers: [1, 2]}\nmodel: {kind: gpt}\nscheduler: {tasks: [{id: a, model_share: 0.5}]}\n",
+        ["engine.layers", "scheduler.tasks"],
+    ),
     ("name", "name: a/b\n", ["name"]),
     ("name", "name: ..\n", ["name"]),
     ("name", 'name: "a\\\\b"\n', ["name"]),
@@ -402,7 +412,7 @@ WARNED = [
     "strategy: {kind: async, contributions_per_update: 2}\nupdates: {aggregation: {kind: median}}\n",
     "strategy: {kind: syncps}\nmodel: {kind: moe}\nupdates: {experts_apart: true}\n",
     "model: {kind: moe, cross_attention: {every_layers: 1}}\n",
-    "engine: {kind: pipeline}\nmodel: {kind: gpt}\nstrategy: {kind: async}\nscheduler: {tasks: [{id: a, model_share: 0.5}, {id: b}]}\n",
+    "engine: {kind: pipeline}\nmodel: {kind: gpt}\nscheduler: {tasks: [{id: a, data_share: 0.5}]}\n",
     "model: {kind: moe, experts: {router: hash, aux_loss_weight: 0.5}}\n",
     "model: {kind: moe, experts: {router: hash, z_loss_weight: 0.1}}\n",
     "model: {kind: moe, experts: {bias_step: 0.01}}\n",

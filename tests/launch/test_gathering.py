@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from shoal.launch.gathering import Gathering
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from shoal.config.load import resolve_data
+from shoal.errors import ShoalError
+from shoal.launch.gathering import HERE, Gathering, Member, Placing
 
 
 def test_places_follow_the_list_and_nobody_begins_before_all_are_there() -> None:
@@ -50,3 +56,57 @@ def test_a_machine_that_comes_while_all_places_are_taken_waits_and_takes_one_tha
     gathering.ask("spare", "b", 0, 3.0)
     assert gathering.begin(3.0)
     assert gathering.ask("spare", "b", 0, 4.0) == 1
+
+
+# --- a scheduler places the stages ---------------------------------------------------------------------------
+
+
+def by_name(stages: dict[str, int]) -> Callable[[Sequence[Member]], dict[str, int]]:
+    """Stages by names of machines, as a scheduler would place them; raises where one is missing."""
+
+    def choose(present: Sequence[Member]) -> dict[str, int]:
+        there = {HERE: HERE} | {one.name: one.instance for one in present}
+        if missing := [name for name in stages if name not in there]:
+            raise ShoalError(f"no {missing[0]}")
+        return {there[name]: stage for name, stage in stages.items()}
+
+    return choose
+
+
+def test_the_scheduler_says_who_has_which_stage_and_the_others_are_spares() -> None:
+    gathering = Gathering(2, [], by_name({"roomy": 0, HERE: 1}))
+    gathering.ask("small", "a", 0, 0.0)
+    assert not gathering.begin(0.0), "all are waited for before it chooses"
+    gathering.ask("roomy", "b", 0, 0.0)
+    assert gathering.begin(0.0)
+    assert (gathering.size, gathering.stages) == (2, {"b": 0, HERE: 1})
+    assert gathering.ask("small", "a", 0, 1.0) is None
+    assert gathering.ask("roomy", "b", 0, 1.0) == 1
+
+
+def test_those_who_are_there_wait_for_a_machine_that_a_stage_fits() -> None:
+    gathering = Gathering(1, [], by_name({HERE: 0, "roomy": 1}))
+    gathering.ask("small", "a", 0, 0.0)
+    assert not gathering.begin(0.0)
+    assert gathering.missing == "no roomy"
+    gathering.ask("roomy", "b", 0, 1.0)
+    assert gathering.begin(1.0)
+    assert not gathering.missing
+
+
+def test_claims_decide_which_machine_has_which_stage_also_of_machines_with_the_same_name() -> None:
+    settings = {
+        "model": {"kind": "gpt", "hidden_size": 16, "num_layers": 6, "num_heads": 2, "max_seq_len": 16},
+        "data": {"source": {"kind": "builtin", "name": "zen"}, "tokenizer": "characters"},
+        "engine": {"kind": "pipeline"},
+        "scheduler": {"tasks": [{"id": "small", "model_share": 0.3}, {"id": "large", "model_share": 0.7}]},
+        "cluster": {"hosts": {"tight": {"memory_gb": 1e-4}}},
+    }
+    placing = Placing(resolve_data(settings, name="test", dialect="shoal", environ={}).run)
+    assert placing.expected == 1
+    tight, twins = Member("tight", "t", 0.0), [Member("twin", "a", 0.0), Member("twin", "b", 0.0)]
+    assert placing.choose([tight, *twins]).keys() == {HERE, "a"}, "the coordinator's machine has one in any case"
+    with pytest.raises(ShoalError, match="no machine is left for the stage"):
+        placing.choose([tight])
+    with pytest.raises(ShoalError, match="2 stages need a machine each"):
+        placing.choose([])

@@ -67,8 +67,11 @@ def _planned(run: Run, kinds: dict[str, MachineKind], arguments: argparse.Namesp
 
     found = sketch(run, data_of(run, arguments.samples))
     print(f"data: {found.parts.data.info.name}")
-    _tell_of_memory(found, sharing(run, devices_of(kinds)), kinds)
-    return plan(found, kinds, variant, _progress, arguments.seed)
+    nobody = _tell_of_memory(found, sharing(run, devices_of(kinds)), kinds)
+    try:
+        return plan(found, kinds, variant, _progress, arguments.seed)
+    except ShoalError as error:
+        raise (ShoalError(f"the model fits none of the machines, nor several of them together:\n{nobody}") if nobody else error) from None
 
 
 def _progress(number: int, count: int, text: str) -> None:
@@ -134,9 +137,10 @@ def _memory_gb(device: Any) -> float | None:
 # --- what fits ----------------------------------------------------------------------------------------
 
 
-def _tell_of_memory(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> None:
-    """Say what training needs, and whom it does not fit. Raises ShoalError where it fits nobody, however small the batch."""
+def _tell_of_memory(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> str:
+    """Say what training needs, and whom it does not fit; what would help where it fits nobody, however small the batch."""
     from shoal.simulate.sketch import fitting, what_would_fit
+    from shoal.simulate.stage_plans import machines_needed
 
     needs, batch = found.memory(run), run.training.batch_size
     who = (
@@ -148,11 +152,12 @@ def _tell_of_memory(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> N
     lines = []
     for name in [name for name in kinds if name not in there]:
         memory_gb = kinds[name].memory_gb or 0.0
-        ways = "; or ".join(what_would_fit(found, run, memory_gb))
-        lines.append(f"it does not fit {name}, which has {_gigabytes(memory_gb)}. It would with {ways}")
-    if not fitting(found, least, kinds):
-        raise ShoalError("the model fits none of the machines:\n" + "\n".join(lines))
+        ways = what_would_fit(found, run, memory_gb)
+        if count := machines_needed(found, run, memory_gb):
+            ways.append(f"engine.kind=pipeline over {count} such machines")
+        lines.append(f"it does not fit {name}, which has {_gigabytes(memory_gb)}. It would with {'; or '.join(ways)}")
     print("".join(f"{line}\n" for line in lines))
+    return "" if fitting(found, least, kinds) else "\n".join(lines)
 
 
 def _parts_of(needs: Any) -> str:
@@ -182,7 +187,7 @@ def _print(planned: Planned, whole: bool) -> None:
         print(f"  cannot be run: {name}: {reason}")
     print("apart: batches that a worker learns from before it knows what the others learned; the more, the more samples a loss may take")
     print(f"first choice: {_name(planned.first)}: {planned.reason}")
-    name, rate = planned.alone
+    name, rate = planned.alone or ("", 0.0)
     if rate >= planned.first.samples_per_s:
         print(f"warning: {name} alone is as fast, with {rate:,.1f} samples/s and no coordinator: train there, with strategy.kind=local")
 

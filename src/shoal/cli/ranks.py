@@ -56,7 +56,7 @@ def gather(made: Plan, argv: list[str]) -> int:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        show_places(host.invitation, made.run)
+        show_places(host.invitation, made.run, host.gathering.expected)
         return host.work()
     finally:
         for number, handler in before.items():

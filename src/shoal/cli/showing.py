@@ -140,7 +140,7 @@ def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
     sys.stdout.flush()
 
 
-def show_places(invitation: Invitation, run: Run) -> None:
+def show_places(invitation: Invitation, run: Run, expected: int) -> None:
     """Print the one line that a machine needs which is to have a stage of the model."""
     from shoal.config.plugins import needed_by
     from shoal.runs.given import factories_of
@@ -158,7 +158,8 @@ def show_places(invitation: Invitation, run: Run) -> None:
         print(f"{where} join with:\n  shoal join {invitation.address} {rest}")
     if not is_loopback(host):
         print("what the stages send each other is not encrypted: use a network that you trust")
-    print(f"this machine has the first stage; it begins when {run.cluster.num_workers} more are here", flush=True)
+    own = "a stage, too" if run.placed else "the first stage"
+    print(f"this machine has {own}; it begins when {expected} more are here", flush=True)
 
 
 def show_nodes(run: Run, invitation: Invitation, count: int) -> None:

@@ -13,6 +13,7 @@ from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.simulate import Report, World
+    from shoal.simulate.simulation import Asked
 
 _SHOWN = 8
 """Workers that a round of scheduling shows."""
@@ -44,6 +45,8 @@ def run(argv: list[str]) -> int:
     arguments, overrides = parse(made, argv)
     _check(arguments)
     loaded = require(load(arguments, overrides))
+    if loaded.run.alone and loaded.run.engine.kind == "pipeline":
+        return _pipelined(loaded.run, arguments)
     report = _simulated(loaded.run, arguments)
     _print(report, arguments)
     if arguments.plots:
@@ -61,10 +64,30 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ShoalError("--false-workers is a share between 0 and 1")
 
 
-def _simulated(run: Run, arguments: argparse.Namespace) -> Report:
-    from shoal.simulate.simulation import Asked, simulated
+def _pipelined(run: Run, arguments: argparse.Namespace) -> int:
+    """One model over several machines: there is no coordinator whose decisions could be simulated."""
+    from shoal.simulate.pipelined import pipelined
 
-    asked = Asked(
+    report = pipelined(run, _asked(arguments))
+    figures = {"samples_per_s": report.samples_per_s, "step_s": report.step.seconds, "bytes_per_step": report.step.bytes}
+    if arguments.json:
+        stages = {one.stage.id: one.machine.name for one in report.held}
+        print(json.dumps(figures | {"utilisation": report.step.utilisation, "hours": report.run_hours, "stages": stages}, indent=2))
+    for name, text in () if arguments.json else report.rows():
+        print(f"{name:<14} {text}")
+    return 0
+
+
+def _simulated(run: Run, arguments: argparse.Namespace) -> Report:
+    from shoal.simulate.simulation import simulated
+
+    return simulated(run, _asked(arguments), None if arguments.json else _show_members)
+
+
+def _asked(arguments: argparse.Namespace) -> Asked:
+    from shoal.simulate.simulation import Asked
+
+    return Asked(
         arguments.workers,
         arguments.weather,
         arguments.hours,
@@ -77,7 +100,6 @@ def _simulated(run: Run, arguments: argparse.Namespace) -> Report:
         flops=arguments.flops,
         samples=arguments.samples,
     )
-    return simulated(run, asked, None if arguments.json else _show_members)
 
 
 def _show_members(number: int, world: World) -> None:

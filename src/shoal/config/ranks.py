@@ -15,6 +15,8 @@ GROUP = "SHOAL_GROUP"
 """Which of several groups of torchrun's processes it belongs to, where each is a worker of its own."""
 APART = "SHOAL_APART"
 """Says that the processes are on machines that share no folder."""
+STAGE = "SHOAL_STAGE"
+"""Which stage of a pipeline the process has, where that does not follow from its rank."""
 STRATEGY_FOR_WORKERS = "syncps"
 """The strategy where several workers are asked for and none is configured: its results are those of one process."""
 STRATEGY_ALONE = "local"
@@ -43,6 +45,8 @@ class Place(NamedTuple):
     """Which part of torchrun's processes these are; empty: all."""
     apart: bool = False
     """The processes are on machines that share no folder: the first one keeps the run's, and hands out what others need of it."""
+    stage: int | None = None
+    """The stage of a pipeline that it has; None: that of its rank."""
 
     @property
     def nodes(self) -> int:
@@ -57,6 +61,7 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
     try:
         numbers = [int(there[name]) for name in _NAMES]
         restart, port = int(there.get("TORCHELASTIC_RESTART_COUNT", "0")), int(there.get("MASTER_PORT", "0"))
+        stage = int(there[STAGE]) if STAGE in there else None
     except (KeyError, ValueError) as error:
         raise ShoalError(f"the environment has RANK and WORLD_SIZE, and is not as torchrun leaves it: {error}") from None
     file, address = there.get(RENDEZVOUS, ""), there.get("MASTER_ADDR", "")
@@ -64,7 +69,7 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
         raise ShoalError("the environment has RANK and WORLD_SIZE, but no MASTER_ADDR and MASTER_PORT: start with torchrun")
     rank, size, local_rank, local_size = numbers
     hosted = there.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, size, local_rank, local_size, file, address, port, hosted, restart, there.get(GROUP, ""), APART in there)
+    return Place(rank, size, local_rank, local_size, file, address, port, hosted, restart, there.get(GROUP, ""), APART in there, stage)
 
 
 def started(environ: Mapping[str, str]) -> int | None:
@@ -90,9 +95,10 @@ def environment_of(here: Place) -> dict[str, str]:
     """The variables that tell a process its place; those that say where torchrun's meet are there already."""
     numbers = {name: str(number) for name, number in zip(_NAMES, here[:4], strict=True)}
     at = {"MASTER_ADDR": here.address, "MASTER_PORT": str(here.port), APART: "1"} if here.apart else {}
+    at |= {STAGE: str(here.stage)} if here.stage is not None else {}
     return numbers | at | {RENDEZVOUS: here.file, GROUP: here.group} | ({"TORCHELASTIC_USE_AGENT_STORE": "True"} if here.hosted else {})
 
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables for a process that is not one of several."""
-    return {name: value for name, value in environ.items() if name not in (*_NAMES, RENDEZVOUS, GROUP, APART)}
+    return {name: value for name, value in environ.items() if name not in (*_NAMES, RENDEZVOUS, GROUP, APART, STAGE)}

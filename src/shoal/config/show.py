@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shoal.config.fields import Secret, Section, as_data, did_you_mean, word_of
@@ -87,8 +87,20 @@ def _brief(section: Section, path: Key, settings: Settings) -> dict[str, Any]:
             if value != field.default and (inner := _brief(value, here, settings)):
                 data[name] = inner
         elif name == "kind" or not (isinstance(value, Secret) or value == field.default or _is_derived(here, settings)):
-            data[name] = as_data(value, mask=None)
+            data[name] = _without_defaults(value)
     return data
+
+
+def _without_defaults(value: Any) -> Any:
+    """A value as data; of sections in lists and mappings only what is no default."""
+    if isinstance(value, Section) and not word_of(value):
+        fields = {name: (getattr(value, name), field.default) for name, field in value.fields().items()}
+        return {name: _without_defaults(one) for name, (one, default) in fields.items() if name == "kind" or one != default}
+    if isinstance(value, tuple):
+        return [_without_defaults(one) for one in value]
+    if isinstance(value, Mapping):
+        return {key: _without_defaults(one) for key, one in value.items()}
+    return as_data(value, mask=None)
 
 
 def _is_derived(path: Key, settings: Settings) -> bool:

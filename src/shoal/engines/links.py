@@ -38,9 +38,10 @@ class Direction(IntEnum):
 class Links:
     """This stage's links. For a pipeline of one stage nothing is ever sent."""
 
-    def __init__(self, world: World, device: torch.device, patience_s: float) -> None:
-        """`patience_s`: how long a neighbour may be silent while it is waited for. All stages must make their links together."""
-        self.world, self.device = world, device
+    def __init__(self, world: World, device: torch.device, patience_s: float, ranks: list[int]) -> None:
+        """`patience_s`: how long a neighbour may be silent while it is waited for; `ranks`: of the stages, in their order. All stages
+        must make their links together."""
+        self.world, self.device, self._ranks = world, device, ranks
         self.on_gpu = device.type == "cuda"
         patience = timedelta(seconds=patience_s)
         self._letters = dist.new_group(backend="gloo", timeout=patience) if world.size > 1 else None
@@ -60,7 +61,7 @@ class Links:
         header = torch.zeros(2 + _LONGEST, dtype=torch.int64)
         header[0], header[1] = _TYPES.index(there.dtype), there.dim()
         header[2 : 2 + there.dim()] = torch.tensor(there.shape)
-        peer = self.world.rank + (1 if way is Direction.ON else -1)
+        peer = self._ranks[self.world.stage + (1 if way is Direction.ON else -1)]
         works = [dist.isend(header, peer, group=self._letters, tag=way), dist.isend(there, peer, group=self._groups[way], tag=2 + way)]
         self._sent.append((works, [header, there]))
 
@@ -80,7 +81,7 @@ class Links:
 
     def receive(self, way: Direction) -> Tensor:
         """The next tensor of a neighbour."""
-        peer = self.world.rank - (1 if way is Direction.ON else -1)
+        peer = self._ranks[self.world.stage - (1 if way is Direction.ON else -1)]
         header = torch.zeros(2 + _LONGEST, dtype=torch.int64)
         dist.recv(header, peer, group=self._letters, tag=way)
         kind, dimensions, *shape = header.tolist()

@@ -23,7 +23,7 @@ from shoal.engines.base import tensors_of
 from shoal.engines.links import Direction, Links
 from shoal.engines.pipelining import Turns
 from shoal.engines.single import SingleEngine
-from shoal.engines.splitting import bounds_for
+from shoal.engines.splitting import bounds_for, layers_of
 from shoal.engines.weighing import WeighedTogether, Weighing, length
 from shoal.engines.world import World
 from shoal.errors import ShoalError
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 
 class PipelineEngine(SingleEngine):
-    """This process is one stage: its rank says which."""
+    """This process is one stage: its rank says which, or whoever placed the stages."""
 
     in_sequence = False
     model: StagedModel
@@ -56,8 +56,9 @@ class PipelineEngine(SingleEngine):
         _check(run, task)
         self.pipeline = run.engine
         whole: Any = task.players["model"]
-        self.bounds = bounds_for(run.engine, whole, device, world)
-        self.first_layer, last = self.bounds[world.rank : world.rank + 2]
+        self.stage, self._ranks, self.layers = world.stage, _ranks(world), layers_of(whole)
+        self.bounds = bounds_for(run, self.layers, device, world)
+        self.first_layer, last = self.bounds[self.stage : self.stage + 2]
         model = staged(whole, self.first_layer, last, depth(whole))
         model.tables = optimizers.tables_of(whole)  # type: ignore[assignment]
         task.players["model"] = model
@@ -73,7 +74,7 @@ class PipelineEngine(SingleEngine):
         self._here = {slot.name: slot for slot in self.networks["model"].layout.slots}
         self._pieces = list(_pieces(self.layouts["model"], self._owners()))
         self._copied = next((name for name, one in whole.named_parameters() if one is model.tied), None)
-        self.links = Links(world, device, run.engine.timeout_s)
+        self.links = Links(world, device, run.engine.timeout_s, self._ranks)
         self._figures: list[str] = []
         model.travel.receive = lambda: self.links.receive(Direction.ON)
         model.travel.send = self.links.send_ahead
@@ -157,10 +158,10 @@ class PipelineEngine(SingleEngine):
         tied = self.model.tied
         assert tied is not None
         here = torch.zeros_like(tied) if tied.grad is None else tied.grad
-        if self.world.first:
-            tied.grad = here + self._from(self.world.size - 1, here)
+        if self.model.begins:
+            tied.grad = here + self._from(self._ranks[-1], here)
         else:
-            self._to(0, here)
+            self._to(self._ranks[0], here)
             tied.grad = None
 
     def _hand_over_tied(self) -> None:
@@ -170,10 +171,10 @@ class PipelineEngine(SingleEngine):
         tied = self.model.tied
         assert tied is not None
         with torch.no_grad():
-            if self.world.first:
-                self._to(self.world.size - 1, tied.detach())
+            if self.model.begins:
+                self._to(self._ranks[-1], tied.detach())
             else:
-                tied.copy_(self._from(0, tied.detach()))
+                tied.copy_(self._from(self._ranks[0], tied.detach()))
 
     # --- between processes -----------------------------------------------------------------------------
 
@@ -190,11 +191,11 @@ class PipelineEngine(SingleEngine):
         return found.to(self.device)
 
     def _of_last(self, values: Tensor) -> Tensor:
-        """The last process's tensor, in all processes."""
+        """The last stage's tensor, in all processes."""
         if self.world.size == 1:
             return values
         found = self._out(values)
-        dist.broadcast(found, self.world.size - 1)
+        dist.broadcast(found, self._ranks[-1])
         return found.to(self.device)
 
     def add_up(self, values: Tensor) -> Tensor:
@@ -252,14 +253,14 @@ class PipelineEngine(SingleEngine):
     # --- judging -----------------------------------------------------------------------------------
 
     def evaluate(self, batches: Iterator[Batch]) -> dict[str, float]:
-        """The task's judgement, which the last process makes. All go through all batches."""
+        """The task's judgement, which the last stage makes. All go through all batches."""
         self.model.eval()
         self.model.travel.receive = lambda: self.links.receive(Direction.ON)
         with self.precision():
             metrics = self.task.evaluate(map(self.on_device, batches)) if self.model.ends else self._pass_on(batches)
         self.links.settle()
         self.model.train()
-        judged: dict[str, float] = json.loads(self.world.texts(json.dumps(metrics))[-1])
+        judged: dict[str, float] = json.loads(self.world.texts(json.dumps(metrics))[self._ranks[-1]])
         return judged
 
     @torch.no_grad()
@@ -318,7 +319,7 @@ class Passes:
     def __init__(self, engine: PipelineEngine, batches: list[Batch], weighing: WeighedTogether, metrics: dict[str, Tensor]) -> None:
         self.engine, self.model, self.links = engine, engine.model, engine.links
         self.batches, self.weighing, self.metrics = batches, weighing, metrics
-        self.turns = Turns(engine.world.rank, engine.world.size, len(batches), engine.pipeline.schedule)
+        self.turns = Turns(engine.stage, engine.world.size, len(batches), engine.pipeline.schedule)
         self.arrived: dict[Direction, deque[Tensor]] = {way: deque() for way in Direction}
         self.under_way: dict[int, UnderWay] = {}
 
@@ -399,6 +400,12 @@ class Passes:
         if given is not None:
             assert given.grad is not None
             self.links.send(Direction.BACK, given.grad)
+
+
+def _ranks(world: World) -> list[int]:
+    """Which process has which stage, in the order of the stages."""
+    stages = [int(text) for text in world.texts(str(world.stage))]
+    return sorted(range(world.size), key=lambda rank: stages[rank])
 
 
 def _check(run: Run, task: Task) -> None:

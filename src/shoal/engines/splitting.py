@@ -1,15 +1,17 @@
-"""Which layers each stage of a pipeline has: as the settings say, else so that the slowest stage is as quick as it can be."""
+"""Which layers each stage of a pipeline has: as the settings or the tasks say, else so that the slowest stage is as quick as it can be."""
 
 from __future__ import annotations
 
 import json
 import platform
 import time
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from shoal.config import Run
 from shoal.config.schema.engine import Pipeline
 from shoal.engines.world import World
 from shoal.errors import ShoalError
@@ -17,6 +19,7 @@ from shoal.models.experts import Experts
 from shoal.models.staged import layers_in
 from shoal.models.stages import depth, ends_of, stage_of
 from shoal.scheduling.splitting import Hands, split
+from shoal.scheduling.stages import bounds_by_share, parts_of
 
 _BYTES = 16
 """Bytes of a parameter that is trained: the weight, its gradient, and two moments of an optimizer."""
@@ -25,20 +28,74 @@ _ALIKE = 1.5
 _SIZE, _TIMES = 256, 8
 
 
-def bounds_for(settings: Pipeline, model: Any, device: torch.device, world: World) -> list[int]:
+class Layers(NamedTuple):
+    """A model by its layers. Sizes are numbers of parameters, work is products for one token."""
+
+    sizes: list[int]
+    before: int
+    """The size of what stands before the first layer."""
+    after: int
+    """The size of what stands after the last layer, without a matrix that is also before the first."""
+    copied: int
+    """The size of such a matrix, of which the last stage has a copy."""
+    work: list[float]
+    work_after: float
+
+    @property
+    def size(self) -> int:
+        return self.before + sum(self.sizes) + self.after
+
+    def size_of(self, first: int, last: int) -> int:
+        """The size of a stage."""
+        ends = (self.before if first == 0 else 0) + (self.after if last == len(self.sizes) else 0)
+        return sum(self.sizes[first:last]) + ends
+
+    def work_of(self, first: int, last: int) -> float:
+        return sum(self.work[first:last]) + (self.work_after if last == len(self.sizes) else 0.0)
+
+
+def layers_of(model: Any) -> Layers:
+    """A model by its layers. Raises ShoalError for one that cannot be cut."""
+    layers = list(layers_in(stage_of(model, 0, depth(model))).values())
+    sizes, whole = [_size(layer) for layer in layers], _size(model)
+    before, head = _size(ends_of(model, exit=False)), ends_of(model, entry=False)
+    after = whole - sum(sizes) - before
+    return Layers(sizes, before, after, max(0, _size(head) - after), [_work(layer) for layer in layers], _work(head))
+
+
+def bounds_for(run: Run, layers: Layers, device: torch.device, world: World) -> list[int]:
     """The first layer of each stage, and the number of layers at the end. All processes must ask, and get the same."""
-    count = depth(model)
-    if settings.layers:
-        return _given(settings.layers, count, world.size)
+    assert isinstance(run.engine, Pipeline)
+    count = len(layers.sizes)
+    if run.engine.layers:
+        return _given(run.engine.layers, count, world.size)
+    if run.placed:
+        return _shared_out(run, layers, device, world)
     if world.size == 1:
         return [0, count]
-    layers, head = list(layers_in(stage_of(model, 0, count)).values()), ends_of(model, entry=False)
-    machines = [json.loads(text) for text in world.texts(json.dumps([platform.node(), _speed(device), _room(device)]))]
-    here = [name for name, _, _ in machines]
+    machines = _machines(device, world)
     fastest = max(speed for _, speed, _ in machines)
-    hands = [Hands(1.0 if fastest / speed < _ALIKE else speed / fastest, room / here.count(name)) for name, speed, room in machines]
-    sizes = [_BYTES * sum(one.numel() for one in layer.parameters()) for layer in layers]
-    return split([_work(layer) for layer in layers], hands, after=_work(head), sizes=sizes)
+    hands = [Hands(1.0 if fastest / speed < _ALIKE else speed / fastest, room) for _, speed, room in machines]
+    return split(layers.work, hands, after=layers.work_after, sizes=[_BYTES * size for size in layers.sizes])
+
+
+def _machines(device: torch.device, world: World) -> list[tuple[str, float, float]]:
+    """The machine of each stage: its name, its speed, and the bytes that are free for the stage."""
+    found = [json.loads(text) for text in world.texts(json.dumps([world.stage, platform.node(), _speed(device), _room(device)]))]
+    names = [name for _, name, _, _ in found]
+    return [(name, speed, room / names.count(name)) for _, name, speed, room in sorted(found)]
+
+
+def _shared_out(run: Run, layers: Layers, device: torch.device, world: World) -> list[int]:
+    """The bounds that the tasks' shares come to. Raises ShoalError where a stage has too little room on its machine."""
+    parts = parts_of(run.scheduler.tasks)
+    if len(parts) != world.size:
+        raise ShoalError(f"the tasks are {len(parts)} stages, each for a process of its own, and there are {world.size} processes")
+    bounds = bounds_by_share(layers.sizes, [part.share for part in parts], layers.before, layers.after)
+    for part, (first, last), (name, _, room) in zip(parts, pairwise(bounds), _machines(device, world), strict=True):
+        if (needs := _BYTES * layers.size_of(first, last)) > room:
+            raise ShoalError(f"the stage `{part.id}` needs {needs / 1e9:.3g} GB of memory, and {name} has {room / 1e9:.3g} GB free for it")
+    return bounds
 
 
 def _given(layers: tuple[int, ...], count: int, stages: int) -> list[int]:
@@ -47,6 +104,10 @@ def _given(layers: tuple[int, ...], count: int, stages: int) -> list[int]:
             f"engine.layers names {len(layers)} stages with {sum(layers)} layers in all, and there are {stages} stages for {count} layers"
         )
     return [sum(layers[:stage]) for stage in range(stages + 1)]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters())
 
 
 def _work(module: nn.Module) -> float:

@@ -26,9 +26,11 @@ Result = TypeVar("Result")
 class World:
     """This process and the others it steps with. For a process alone all methods return at once."""
 
-    def __init__(self, rank: int = 0, size: int = 1, talk: dist.ProcessGroup | None = None, apart: bool = False) -> None:
-        self.rank, self.size, self.apart = rank, size, apart
+    def __init__(self, rank: int = 0, size: int = 1, talk: dist.ProcessGroup | None = None, here: Place | None = None) -> None:
+        self.rank, self.size, self.apart = rank, size, here is not None and here.apart
         """`apart`: the processes share no folder."""
+        self.stage = rank if here is None or here.stage is None else here.stage
+        """The stage of a pipeline that this process has."""
         self.talk = talk
         """The group for small tensors in main memory; gradients go through the default group, which on GPUs is NCCL's."""
         self.leaving = False
@@ -193,7 +195,7 @@ class Meeting:
         backend, patience = ("nccl", None) if on_gpu else ("gloo", _SILENCE)
         dist.init_process_group(backend, store=self.store, rank=self.here.rank, world_size=self.here.size, timeout=patience, device_id=own)
         talk = dist.new_group(backend="gloo", timeout=_SILENCE) if on_gpu else dist.group.WORLD
-        return World(self.here.rank, self.here.size, talk, self.here.apart)
+        return World(self.here.rank, self.here.size, talk, self.here)
 
     def _found(self, look: Callable[[], Result]) -> Result:
         try:

@@ -1,7 +1,8 @@
 """Machines that hold the stages of one model: they meet at a coordinator, get a place each, and begin again together when one is lost.
 
-The coordinator's machine has the first stage, and keeps the run's folder. `Gathering` decides who has which place, without waiting or
-sending; `Host` asks it, answers the machines, and looks after the process of the first stage. `attend` is what a machine that joins does.
+The coordinator's machine has the first stage, or the one that a scheduler places there, and keeps the run's folder. `Gathering` decides who
+has which place, without waiting or sending; `Host` asks it, answers the machines, and looks after the process of its own stage. `attend` is
+what a machine that joins does.
 Everything that is agreed goes through the run's transport, with its token and keys; the stages themselves speak with each other directly.
 """
 
@@ -24,6 +25,7 @@ from shoal.config.ranks import Place, environment_of
 from shoal.errors import ShoalError
 from shoal.launch import nursery
 from shoal.launch.ranks import LOST
+from shoal.runs import staging
 from shoal.runs.given import factories_of
 from shoal.runs.inviting import Invitation, listen
 from shoal.runs.lines import ClientLine
@@ -55,15 +57,25 @@ class Member(NamedTuple):
     seen_at: float
 
 
+Choose = Callable[[Sequence[Member]], Mapping[str, int]]
+"""Says who of some machines has which stage, by instance; the coordinator's own is HERE. Raises ShoalError where a stage has nobody."""
+HERE = ""
+
+
 class Gathering:
     """Who is there, and who has which place. Time is passed in."""
 
-    def __init__(self, expected: int, listed: Sequence[str]) -> None:
-        """`expected`: machines besides the coordinator's; `listed`: their names, in the order of the stages, where they are known."""
-        self.expected, self.listed = expected, list(listed)
+    def __init__(self, expected: int, listed: Sequence[str], choose: Choose | None = None) -> None:
+        """`expected`: machines besides the coordinator's; `listed`: their names, in the order of the stages, where they are known;
+        `choose`: where a scheduler places the stages."""
+        self.expected, self.listed, self.choose = expected, list(listed), choose
         self.members: dict[str, Member] = {}
         self.places: dict[str, int] = {}
         """The ranks of those who take part now."""
+        self.stages: dict[str, int] = {}
+        """The stages of those who take part now."""
+        self.missing = ""
+        """Why those who are there cannot begin: a stage that fits none of them."""
         self.start = 0
         """How often they have begun."""
         self.running = False
@@ -85,13 +97,27 @@ class Gathering:
 
     def begin(self, now: float) -> bool:
         """Give out the places, if all are there, or if one was lost and has not come back for a while. Whether they begin."""
-        there = self.present(now)[: self.expected]
-        late = self.start > 0 and there and now - self._lost_at > _GRACE_S
-        if self.running or (len(there) < self.expected and not late):
+        present = self.present(now)
+        late = self.start > 0 and present and now - self._lost_at > _GRACE_S
+        if self.running or (len(present) < self.expected and not late):
             return False
-        self.places = {one.instance: rank for rank, one in enumerate(there, 1)}
+        stages = self._chosen(present)
+        if not stages:
+            return False
+        self.places = {instance: rank for rank, instance in enumerate((one for one in stages if one != HERE), 1)}
+        self.stages, self.missing = dict(stages), ""
         self.start, self.running = self.start + 1, True
         return True
+
+    def _chosen(self, present: Sequence[Member]) -> Mapping[str, int]:
+        """Who has which stage; nobody where a scheduler finds that a stage fits none of them: it may fit one that joins later."""
+        if self.choose is None:
+            return {HERE: 0} | {one.instance: number for number, one in enumerate(present[: self.expected], 1)}
+        try:
+            return self.choose(present)
+        except ShoalError as problem:
+            self.missing = str(problem)
+            return {}
 
     def lost(self, now: float) -> None:
         """The processes have ended before their time: those who are still there will ask again."""
@@ -99,23 +125,48 @@ class Gathering:
         self.members.clear()
 
 
+class Placing:
+    """A scheduler places the stages that the run's tasks are."""
+
+    def __init__(self, run: Run) -> None:
+        """Raises ShoalError where there are fewer machines than stages, or none fits this one, which keeps the run's folder."""
+        self.run, self.stages = run, staging.stages_of(run, *staging.outlined(run))
+        self.here = run.cluster.server or "this machine"
+        staging.placed_on(run, [min(self.stages, key=lambda stage: stage.memory.gb)], {self.here: self.here})
+        others, given = len(self.stages) - 1, run.cluster.num_workers
+        if given is not None and given < others:
+            raise ShoalError(f"the tasks are {others + 1} stages, each for a machine of its own, and {given} machines are to join this one")
+        self.expected = given or others
+
+    def choose(self, present: Sequence[Member]) -> Mapping[str, int]:
+        """The stage of each machine that has one. Those that have none are spares."""
+        there = {self.here: (HERE, self.here)}
+        for one in present:
+            alike = sum(name == one.name for _, name in there.values())
+            there[one.name if not alike else f"{one.name} ({alike + 1})"] = (one.instance, one.name)
+        names = {shown: name for shown, (_, name) in there.items()}
+        found = staging.placed_on(self.run, self.stages, names, must_have=self.here)
+        return {there[found[stage.id]][0]: number for number, stage in enumerate(self.stages)}
+
+
 class Host:
     """The coordinator's machine: it answers the others, and its process has the first stage."""
 
     def __init__(self, run: Run, hosts: tuple[str, ...], arguments: Sequence[str], tell: Callable[[str], None]) -> None:
         """`arguments`: those of `shoal train` for the process of the first stage."""
-        assert run.cluster.num_workers is not None
         self.run, self.arguments, self.tell = run, list(arguments), tell
+        placing = Placing(run) if run.placed else None
         self.folder = Path(run.coordinator.state_path or tempfile.mkdtemp(prefix="shoal-gathering-"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        expected = run.cluster.num_workers
+        expected = placing.expected if placing else run.cluster.num_workers or 1
         self.server, self.invitation = listen(run, run.transport, hosts, self.folder, _LARGEST, expected)
-        self.gathering = Gathering(expected, run.cluster.workers)
+        self.gathering = Gathering(expected, run.cluster.workers, placing.choose if placing else None)
         self.text = settings_text(run)
         self.process: nursery.Process | None = None
         self.port, self.group = 0, secrets.token_hex(8)
         self.over, self.failed = False, ""
         self._told: list[str] = []
+        self._told_missing: list[str] = []
 
     def work(self) -> int:
         """Until the run is over; the exit code of the first stage. Raises ShoalError."""
@@ -147,6 +198,7 @@ class Host:
             self._show_who_waits()
             if self.gathering.begin(time.monotonic()):
                 self._start()
+            self._show_what_is_missing()
             return None
         return self._looked_after()
 
@@ -164,23 +216,30 @@ class Host:
 
     def _start(self) -> None:
         gathering = self.gathering
-        names = [one.name for one in gathering.members.values() if one.instance in gathering.places]
-        self.tell(f"{gathering.size} stages begin: this machine, {', '.join(names)}")
+        names = {HERE: "this machine"} | {one.instance: one.name for one in gathering.members.values()}
+        order = sorted(gathering.stages, key=lambda instance: gathering.stages[instance])
+        self.tell(f"{gathering.size} stages begin: {', '.join(names[instance] for instance in order)}")
         self.port = free_port("0.0.0.0") or 0
-        here = self._place(0, "127.0.0.1")
+        here = self._place("127.0.0.1")
         environ = dict(os.environ) | environment_of(here) | {"TORCHELASTIC_RESTART_COUNT": str(gathering.start - 1)}
         environ |= _speaking_at(parse(self.invitation.address).host)
         self.process = nursery.start(["-m", "shoal", "train", *self.arguments], env=environ, start_new_session=True)
 
-    def _place(self, rank: int, address: str) -> Place:
-        group = f"{self.group}-{self.gathering.start}"
-        return Place(rank, self.gathering.size, 0, 1, address=address, port=self.port, group=group, apart=True)
+    def _place(self, address: str) -> Place:
+        """This machine's own."""
+        group, stage = f"{self.group}-{self.gathering.start}", self.gathering.stages[HERE]
+        return Place(0, self.gathering.size, 0, 1, address=address, port=self.port, group=group, apart=True, stage=stage)
 
     def _show_who_waits(self) -> None:
         names = [one.name for one in self.gathering.present(time.monotonic())]
         if names != self._told and len(names) < self.gathering.expected:
             self.tell(f"{len(names)} of {self.gathering.expected} machines are here{': ' if names else ''}{', '.join(names)}")
         self._told = names
+
+    def _show_what_is_missing(self) -> None:
+        if self.gathering.missing and self.gathering.missing not in self._told_missing:
+            self._told_missing.append(self.gathering.missing)
+            self.tell(f"{self.gathering.missing}; waiting for a machine that can have it")
 
     def _answer(self, request: Request) -> dict[str, Any]:
         header = request.message.header
@@ -203,6 +262,7 @@ class Host:
             return {"kind": "wait"}
         digest = hashlib.sha256(self.text.encode()).hexdigest()
         place = {"rank": rank, "size": self.gathering.size, "port": self.port, "group": self.group, "start": self.gathering.start}
+        place["stage"] = self.gathering.stages[instance]
         return {"kind": "place", "config": self.text, "digest": digest, "plugins": needed_by(self.run)} | place
 
     def _heard_of_failure(self, name: str, instance: str, reason: str) -> dict[str, Any]:
@@ -306,7 +366,7 @@ class Attending:
         self.last = int(place["start"])
         try:
             self._check(place)
-            tell(f"this machine is stage {place['rank'] + 1} of {place['size']}")
+            tell(f"this machine is stage {place['stage'] + 1} of {place['size']}")
             with tempfile.TemporaryDirectory(prefix="shoal-stage-") as folder:
                 code, said = self._run(Path(folder), place)
             if code == 2:
@@ -328,7 +388,8 @@ class Attending:
         settings = [word for one in self.overrides for word in ("--set", f"{one.path}={one.value}")]
         host = parse(self.invitation.address).host
         group = f"{place['group']}-{place['start']}"
-        here = Place(place["rank"], place["size"], 0, 1, address=host, port=place["port"], group=group, apart=True)
+        where = {"address": host, "port": place["port"], "group": group}
+        here = Place(place["rank"], place["size"], 0, 1, **where, apart=True, stage=place["stage"])
         environ = dict(os.environ) | environment_of(here) | _speaking_at(host)
         with (folder / "log").open("wb") as log:
             command = ["-m", "shoal", "train", "--resume", "--run-dir", str(folder), *settings]

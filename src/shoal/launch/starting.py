@@ -195,7 +195,7 @@ def _staged(load: Load, loaded: Loaded, asked: Asked) -> Plan:
         raise ShoalError("--workers: this machine has one stage of the pipeline; `shoal train` starts all stages on one machine")
     if run.transport.kind not in ("zmq", "xmlrpc"):
         raise ShoalError(f"transport.kind: machines find their places in a pipeline over zmq, and this is {run.transport.kind}")
-    if not run.cluster.num_workers:
+    if not run.cluster.num_workers and not run.placed:
         raise ShoalError("how many machines join this one? --set cluster.num_workers=2, or list them in cluster.workers")
     return Plan(Way.GATHERS, loaded, asked)
 

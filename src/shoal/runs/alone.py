@@ -10,7 +10,9 @@ from shoal.config.load import Loaded
 from shoal.config.ranks import Place
 from shoal.data import kept_fingerprint
 from shoal.engines import World, choose_device, enter, fp8, recording
+from shoal.engines.pipeline import PipelineEngine
 from shoal.errors import ShoalError
+from shoal.runs import staging
 from shoal.runs.assembly import (
     Parts,
     Progress,
@@ -58,8 +60,23 @@ def prepare(
         directory = _made_by_first(world, lambda: RunDirectory.create(run, run_dir, warn), own)
     if world is not None and world.apart:
         _expect_the_same_data(world, parts)
+    elif run.placed:
+        _tell_stages(run, parts, reporters)
     with directory.kept_if_begun():
         return _loop(loaded, parts, directory, reporters, checkpoint, start)
+
+
+def _tell_stages(run: Run, parts: Parts, reporters: list[Reporter]) -> None:
+    """Say which stages there are, and who of the machines that the settings list has which: processes of this machine stand for them.
+    Raises ShoalError where one fits nobody."""
+    assert isinstance(parts.engine, PipelineEngine)
+    stages = staging.stages_of(run, parts.engine.layers, parts.data.info.vocab_size or 0)
+    names = staging.listed(run)
+    machines = staging.placed_on(run, stages, names) if names else {}
+    for reporter in reporters:
+        if rest := staging.rest_of(run, stages):
+            reporter.message(f"note: {rest}")
+        reporter.message(f"stages: {staging.told(stages, machines)}")
 
 
 def _loop(

@@ -39,15 +39,33 @@ def of_training(run: Run, parameters: int, vocabulary: int = 0) -> Memory:
 
     `vocabulary`: tokens that a language model chooses from.
     """
+    kept = _activations(run, parameters, vocabulary, run.training.batch_size or 1, getattr(run.model, "num_layers", None))
+    return Memory(_FLOAT * parameters, _FLOAT * parameters, _FLOAT * _states(run) * parameters, kept)
+
+
+def of_stage(run: Run, parameters: int, copied: int, layers: int, vocabulary: int, under_way: int) -> Memory:
+    """What one stage of a pipeline takes, which keeps the activations of so many micro-batches at a time.
+
+    `copied`: numbers of a matrix that another stage steps; `vocabulary`: 0 for a stage that makes no logits.
+    """
+    engine, batch = run.engine, run.training.batch_size or 1
+    each = -(-batch // min(batch, getattr(engine, "micro_batches", 1)))
+    kept = under_way * _activations(run, parameters, vocabulary, each, layers)
+    held = _FLOAT * (parameters + copied)
+    return Memory(held, held, _FLOAT * _states(run) * parameters, kept)
+
+
+def _states(run: Run) -> int:
+    """Numbers that the optimizer keeps for each parameter."""
     optimizer = run.training.optimizer
-    states = _STATES.get(optimizer.name, 2) or int(bool(optimizer.momentum))
-    return Memory(_FLOAT * parameters, _FLOAT * parameters, _FLOAT * states * parameters, _activations(run, parameters, vocabulary))
+    return _STATES.get(optimizer.name, 2) or int(bool(optimizer.momentum))
 
 
-def _activations(run: Run, parameters: int, vocabulary: int) -> int:
-    """What the forward pass leaves for the backward pass. A model without layers of a width keeps no more than it has weights."""
-    model, batch = run.model, run.training.batch_size or 1
-    width, layers = getattr(model, "hidden_size", None), getattr(model, "num_layers", None)
+def _activations(run: Run, parameters: int, vocabulary: int, batch: int, layers: int | None) -> int:
+    """What the forward pass of so many samples and layers leaves for the backward pass. A model without layers of a width keeps no more
+    than it has weights."""
+    model = run.model
+    width = getattr(model, "hidden_size", None)
     if not width or not layers:
         return _FLOAT * min(batch * parameters, batch * 4096 + 2 * parameters)
     length = run.data.sequence_length or getattr(model, "max_seq_len", None) or 1

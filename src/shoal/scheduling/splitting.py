@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -32,10 +32,12 @@ def split(
     after: float = 0.0,
     sizes: Sequence[float] | None = None,
     leave_out: bool = False,
+    holds: Callable[[int, int, int], bool] = lambda machine, first, last: True,
 ) -> list[int]:
     """The bounds of each machine's layers: machine i has the layers [bounds[i], bounds[i + 1]).
 
-    `before` and `after` are what whoever has the first and the last layer does besides. Each machine has a layer at least; with `leave_out`
+    `before` and `after` are what whoever has the first and the last layer does besides. `holds`: whether a machine, by its number, can have
+    the layers from one to before another, where more than their sizes decides that. Each machine has a layer at least; with `leave_out`
     one that would only slow the others down has none. Of all splits in the order of the machines the one whose slowest machine takes least
     is found, not an approximation of it; of those that are equally quick, the one with the fewest machines. Raises ShoalError where the
     layers do not fit.
@@ -47,11 +49,11 @@ def split(
     done[0], done[count] = 0.0, done[count] + after
     # best[end]: the slowest machine, how many have layers, and the bounds, if the machines so far have the layers up to `end`
     best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [0])}
-    for machine in machines:
+    for number, machine in enumerate(machines):
         found: dict[int, tuple[float, int, list[int]]] = {}
         for start, (slowest, used, bounds) in best.items():
             for end in range(start if leave_out else start + 1, count + 1):
-                if taken[end] - taken[start] > machine.room:
+                if taken[end] - taken[start] > machine.room or not holds(number, start, end):
                     break
                 time = max(slowest, machine.seconds(done[end] - done[start]))
                 entry = (time, used + (end > start), [*bounds, end])

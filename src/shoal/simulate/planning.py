@@ -21,6 +21,7 @@ from shoal.simulate.machines import Machine, listed
 from shoal.simulate.report import Report
 from shoal.simulate.simulation import scenario_of
 from shoal.simulate.sketch import APART, SHARING, Sketch, devices_of, fitting, machines_of, sharing
+from shoal.simulate.stage_plans import Staged, staged_plans
 from shoal.simulate.world import World
 from shoal.updates import codecs
 
@@ -69,7 +70,7 @@ class Candidate(NamedTuple):
 class Prediction(NamedTuple):
     """What a candidate would do."""
 
-    candidate: Candidate
+    candidate: Candidate | Staged
     loaded: Loaded
     workers: int
     samples_per_s: float
@@ -105,23 +106,25 @@ class Planned(NamedTuple):
     reason: str
     refused: dict[str, str]
     """Candidates that cannot be run, and why."""
-    alone: tuple[str, float]
-    """The machine that is fastest by itself, and its samples a second without a coordinator."""
+    alone: tuple[str, float] | None
+    """The machine that is fastest by itself, and its samples a second without a coordinator; None: it fits no machine."""
 
 
 def plan(found: Sketch, kinds: dict[str, MachineKind], variant: Variant, progress: Progress, seed: int = 0) -> Planned:
     """Try what may suit. Raises ShoalError where nothing can be run. `variant` gives the run with some settings changed."""
     found = found._replace(run=sharing(found.run, devices_of(kinds)))  # what takes least memory says what fits at all
-    kinds = fitting(found, _with_batch(found, 1), kinds)
+    every, kinds = kinds, fitting(found, _with_batch(found, 1), kinds)
     planner = _Planner(found, kinds, variant, progress, seed)
-    planner.try_all(list(_coarse(found, kinds)), "coarse")
-    planner.try_all(list(_fine(planner.ranked(), found, kinds)), "fine")
+    planner.try_in_stages(every)
+    if kinds:
+        planner.try_all(list(_coarse(found, kinds)), "coarse")
+        planner.try_all(list(_fine(planner.ranked(Candidate), found, kinds)), "fine")
     ranked = planner.ranked()
     if not ranked:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(planner.refused.items())[:3])
         raise ShoalError(f"no strategy can train this on these machines. {why}")
     first = chosen(ranked)
-    return Planned(ranked, first, reason_for(first, ranked), planner.refused, _alone(found, kinds))
+    return Planned(ranked, first, reason_for(first, ranked), planner.refused, _alone(found, kinds) if kinds else None)
 
 
 def _alone(found: Sketch, kinds: dict[str, MachineKind]) -> tuple[str, float]:
@@ -134,11 +137,27 @@ def _alone(found: Sketch, kinds: dict[str, MachineKind]) -> tuple[str, float]:
 class _Planner:
     def __init__(self, found: Sketch, kinds: dict[str, MachineKind], variant: Variant, progress: Progress, seed: int) -> None:
         self._found, self._kinds, self._variant, self._progress, self._seed = found, kinds, variant, progress, seed
-        self._predictions: dict[Candidate, Prediction] = {}
+        self._predictions: dict[Candidate | str, Prediction] = {}
         self.refused: dict[str, str] = {}
 
-    def ranked(self) -> list[Prediction]:
-        return sorted(self._predictions.values(), key=lambda one: -one.samples_per_s)
+    def ranked(self, kind: type = object) -> list[Prediction]:
+        """The fastest first; of candidates of this kind."""
+        found = [one for one in self._predictions.values() if isinstance(one.candidate, kind)]
+        return sorted(found, key=lambda one: -one.samples_per_s)
+
+    def try_in_stages(self, kinds: dict[str, MachineKind]) -> None:
+        """One model over several machines, also over those that do not hold all of it."""
+        try:
+            plans = staged_plans(self._found, kinds, self._variant)
+        except ShoalError as error:
+            self.refused["local, pipeline"] = _first_reason(error)
+            return
+        for plan in plans:
+            each = plan.samples_per_s * plan.step.seconds  # samples of a step, after which all know what was learned
+            apart = each / (self._found.run.training.batch_size or 1)
+            figures = (len(plan.stages), plan.samples_per_s, plan.step.bytes / each, apart, plan.samples, plan.memory_gb)
+            order = len(self._predictions)
+            self._predictions[str(plan.candidate)] = Prediction(plan.candidate, plan.loaded, *figures, plan.price_per_hour, order)
 
     def try_all(self, candidates: list[Candidate], depth: str) -> None:
         for number, candidate in enumerate(candidates):
@@ -196,6 +215,7 @@ def _fine(ranked: list[Prediction], found: Sketch, kinds: dict[str, MachineKind]
     seen = set[Candidate]()
     for one in best:
         base = one.candidate
+        assert isinstance(base, Candidate)
         steps = dict(base.strategy).get("inner_steps", 1)
         others = [codec for codec in CODECS if codec != CODECS[-1] or steps >= _MANY_STEPS]
         batches = [base._replace(batch=batch) for batch in _batches(found, kinds)]

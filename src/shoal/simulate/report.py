@@ -133,7 +133,7 @@ class Report:
         rows = [
             ("run", f"{self.strategy}, codec {self.codec}, {self.workers:,} workers, {'learning' if self.learning else 'timing only'}"),
             ("data", self.data),
-            ("virtual time", f"{_span(self.hours)}{': the run came to its end' if self.finished else ''}"),
+            ("virtual time", f"{span(self.hours)}{': the run came to its end' if self.finished else ''}"),
             ("samples/s", f"{self.samples_per_s:,.1f} ({self.samples:,} in all, {self.versions:,} versions)"),
             ("utilisation", f"{self.utilisation:.1%} of the time that workers were there"),
             ("lag", f"mean {self.mean_lag:.2f}, 95 % at most {self.lag_below(0.95)}"),
@@ -156,5 +156,6 @@ class Report:
         return [(name, text) for name, text in rows if text]
 
 
-def _span(hours: float) -> str:
+def span(hours: float) -> str:
+    """A time in virtual hours, for people."""
     return f"{hours:.2f} h" if hours >= 0.1 else f"{3600 * hours:.1f} s"

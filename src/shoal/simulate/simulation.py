@@ -88,7 +88,7 @@ def simulated(run: Run, asked: Asked, look: Callable[[int, World], None] | None)
     scenario = scenario_of(run, agreed, asked.learns)
     if asked.hours is None:
         scenario = scenario._replace(plan=scenario.plan._replace(heartbeat_interval_s=settings.heartbeat_interval_s))
-    weather = _on_one_machine(_weather(run, asked, count, step_s, hours), asked)
+    weather = weather_for(run, asked, count, step_s, hours)
     if asked.hours is None:  # a few heartbeats of workers that are there already
         weather = weather._replace(machines=tuple(one._replace(start_s=0.0) for one in weather.machines))
     world = World(scenario, weather, hours, asked.seed)
@@ -106,6 +106,11 @@ def _reported(world: World, agreed: Agreed) -> Report:
 def _look_at_rounds(world: World, look: Callable[[int, World], None], rounds: int, interval_s: float) -> None:
     for number in range(1, rounds + 1):
         world.timeline.at(number * interval_s, look, number, world)
+
+
+def weather_for(run: Run, asked: Asked, count: int, step_s: float, hours: float) -> Weather:
+    """The machines of a simulation, as they were asked for. Raises ShoalError for a name that none of them has."""
+    return _on_one_machine(_weather(run, asked, count, step_s, hours), asked)
 
 
 def _weather(run: Run, asked: Asked, count: int, step_s: float, hours: float) -> Weather:

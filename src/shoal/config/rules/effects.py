@@ -120,11 +120,3 @@ def something_is_read_beside_the_input(settings: Settings, *switched_on: bool) -
             message = f"`{settings.spelling(path)}` has no effect: nothing is read beside the input"
             help = "cross-attention, retrieval and an episodic memory read such things, and all three are off"
             settings.report("no-effect", message, path, severity="warning", help=help)
-
-
-@rule("engine.kind", "scheduler.tasks")
-def shares_place_no_stages(settings: Settings, engine: str, tasks: tuple[Any, ...]) -> None:
-    if engine == "pipeline" and any(task.model_share < 1 for task in tasks):
-        message = "the tasks' shares of the model have no effect on a pipeline's stages: those are cut by how fast its machines are"
-        help = "a share says only how much memory a worker needs for a task"
-        settings.report("no-effect", message, "scheduler.tasks", "engine.kind", severity="warning", help=help)

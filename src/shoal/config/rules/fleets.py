@@ -181,6 +181,30 @@ def tasks_are_given_out(settings: Settings, tasks: tuple[Any, ...], kind: str) -
         settings.report("tasks", message, "scheduler.tasks", "scheduler.kind", help="set it to priority, capability or gale-shapley")
 
 
+@rule("scheduler.tasks", "strategy.kind", "engine.layers")
+def tasks_are_stages(settings: Settings, tasks: tuple[Any, ...], strategy: str, layers: tuple[int, ...]) -> None:
+    """With the pipeline engine a task's share of the model is a stage, and all stages together are one worker."""
+    if not tasks:
+        return
+    whole, paths = sum(task.model_share for task in tasks), ("scheduler.tasks", "engine.kind")
+    if strategy != "local":
+        if any(task.model_share < 1 for task in tasks):
+            message = f"shares of the model are stages on different machines, and with the strategy {strategy} each worker has all of them"
+            settings.report("tasks", message, *paths, help="set strategy.kind to local, which has one model on all machines")
+        return
+    if empty := [task.id for task in tasks if task.model_share == 0]:
+        settings.report("tasks", f"task `{empty[0]}` is a stage without any of the model", *paths, help="give it a share, or leave it out")
+    if whole > 1.02:
+        help = "give each task the share that its stage has; together they may have all of it"
+        settings.report("tasks", f"the tasks are stages that have {whole:.0%} of the model", *paths, help=help)
+    if layers:
+        message = "the tasks' shares say how the model is cut, and so do the layers of each block"
+        settings.report("tasks", message, "engine.layers", "scheduler.tasks", help="leave one of them out")
+    if any(task.data_share is not None for task in tasks):
+        message = "the tasks' shares of the data have no effect: all stages of a model go through all of it"
+        settings.report("no-effect", message, *paths, severity="warning", help="leave them out")
+
+
 @rule("scheduler.tasks")
 def tasks_share_the_data(settings: Settings, tasks: tuple[Any, ...]) -> None:
     given = [task.data_share for task in tasks if task.data_share is not None]
@@ -192,9 +216,10 @@ def tasks_share_the_data(settings: Settings, tasks: tuple[Any, ...]) -> None:
         )
 
 
-@rule("scheduler.kind", "strategy.kind")
-def strategy_takes_tasks(settings: Settings, kind: str, strategy: str) -> None:
-    if kind == "none" or Strategy.kinds[strategy].takes_tasks:
+@rule("scheduler.kind", "strategy.kind", "engine.kind", "scheduler.tasks")
+def strategy_takes_tasks(settings: Settings, kind: str, strategy: str, engine: str, tasks: tuple[Any, ...]) -> None:
+    stages = strategy == "local" and engine == "pipeline" and tasks
+    if kind == "none" or stages or Strategy.kinds[strategy].takes_tasks:
         return
     able = ", ".join(name for name, found in Strategy.kinds.items() if found.takes_tasks)
     message = f"workers of the strategy {strategy} cannot be given tasks one after the other; those of {able} can"

@@ -96,7 +96,7 @@ class Host(Section):
     port: Port | None = None
     """Port of this machine, told with its address; 0 tells none."""
     memory_gb: PositiveFloat | None = None
-    """Memory, in GB: a scheduler gives this machine no task that needs more. null: every task fits."""
+    """Memory, in GB: a scheduler gives this machine no task and no stage that needs more. null: every one fits."""
     flops: PositiveFloat | None = None
     """Compute a second, in the units of the tasks' required_flops: what a scheduler goes by until it has measured the machine."""
     bandwidth_mbps: PositiveFloat | None = None
@@ -216,7 +216,8 @@ class ScheduledTask(Section):
     id: str
     """Its name."""
     model_share: Share = 1.0
-    """Share of the model it holds: memory needed = share × what training the model takes (weights, gradients, optimizer, activations)."""
+    """Share of the model it holds: memory needed = share × what training the model takes (weights, gradients, optimizer, activations).
+    With engine.kind pipeline and strategy.kind local, a task is a stage that has this share of the weights, in the order of the tasks."""
     data_share: PositiveShare | None = None
     """Share of the data it works on: whoever has the task learns from it. null: an equal part of what the other tasks leave."""
     required_flops: NonNegativeFloat = 0.0
@@ -232,7 +233,8 @@ class Scheduler(Section):
     """`priority`: the most urgent task takes the first worker it fits; `capability`: by score; `gale-shapley`: a stable matching.
     `none`: every worker has a share of the data of its own."""
     tasks: tuple[ScheduledTask, ...] = ()
-    """What the tasks leave of the data is cut into further ones. Without any, the data is cut by itself."""
+    """What the tasks leave of the data is cut into further ones. Without any, the data is cut by itself. With engine.kind pipeline and
+    strategy.kind local they are the stages of the model, and what they leave of it is cut into further stages."""
 
 
 class Simulation(Section):

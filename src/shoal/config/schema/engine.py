@@ -61,16 +61,20 @@ class DeepSpeed(Computing):
     """Most parameters held at once at stage 3."""
 
 
+Schedule = Literal["1f1b", "gpipe"]
+
+
 class Pipeline(Computing):
     """Layers in consecutive blocks over several machines, each block's output feeding the next."""
 
     kind: Literal["pipeline"] = "pipeline"
     micro_batches: PositiveInt = 4
     """Parts a batch is cut into, so that all blocks work at once."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Schedule = "1f1b"
     """1f1b takes a backward pass as soon as it can, and keeps few activations; gpipe takes all forward passes of a step first."""
     layers: tuple[PositiveInt, ...] = ()
-    """Layers of each block, from the first on; none: so that the slowest machine is done as soon as it can be."""
+    """Layers of each block, from the first on; none: as scheduler.tasks share the model out, else so that the slowest machine is done as
+    soon as it can be."""
     timeout_s: PositiveFloat = 300.0
     """Longest wait for a neighbour or a request."""
 

@@ -64,7 +64,12 @@ class Run(Section):
     @property
     def scheduled(self) -> bool:
         """Whether a scheduler gives out shares of the data."""
-        return self.scheduler.kind != "none"
+        return self.scheduler.kind != "none" and not self.alone
+
+    @property
+    def placed(self) -> bool:
+        """Whether a scheduler places the stages of one model, of which every task is one."""
+        return self.alone and self.engine.kind == "pipeline" and bool(self.scheduler.tasks)
 
     @property
     def chosen_task(self) -> Task:

@@ -1,0 +1,108 @@
+"""Tasks as the stages of one model: how large each is, which layers that comes to, and which machine has it.
+
+Pure functions. A stage is the whole layers that come nearest to its task's share of the weights, in the order of the tasks. Every stage
+needs a machine of its own, or nothing can be learned: where a scheduler's matching leaves one without, others make room for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from shoal.config.schema.cluster import ScheduledTask
+from shoal.errors import ShoalError
+from shoal.scheduling.matching import Job, Machine, Matching, fits, lacking
+
+_ROUNDING = 0.02
+"""Shares whose sum is as near to 1 as this are taken for all of the model: 0.33 three times."""
+
+
+class Part(NamedTuple):
+    """A task as a stage."""
+
+    id: str
+    share: float
+    """Of the model's weights; those of all parts make 1."""
+    priority: float
+    flops: float
+    """What it needs, in the units of the machines' claims; 0: nobody said."""
+
+
+def parts_of(tasks: Sequence[ScheduledTask]) -> list[Part]:
+    """The stages that tasks stand for. What they leave of the model is cut into further ones, none of which is larger than the largest
+    task."""
+    whole = sum(task.model_share for task in tasks)
+    rest, parts = 1.0 - whole, [Part(task.id, task.model_share, task.priority, task.required_flops) for task in tasks]
+    if abs(rest) <= _ROUNDING:
+        return [part._replace(share=part.share / whole) for part in parts]
+    count = math.ceil(rest / max(part.share for part in parts) - 1e-9)
+    least = min(part.priority for part in parts)
+    return [*parts, *(Part(f"rest-{number + 1}", rest / count, least, 0.0) for number in range(count))]
+
+
+def bounds_by_share(sizes: Sequence[float], shares: Sequence[float], before: float = 0.0, after: float = 0.0) -> list[int]:
+    """The bounds of each stage's layers: every bound is where the sizes come nearest to what the shares say, and each stage has a layer.
+
+    `before` and `after`: the size of what whoever has the first and the last layer has besides. Raises ShoalError where there are more
+    stages than layers.
+    """
+    layers, stages = len(sizes), len(shares)
+    if stages > layers:
+        raise ShoalError(f"{stages} stages need at least one layer each, and the model has {layers}")
+    reached = [before + size for size in accumulate(sizes, initial=0.0)]
+    whole, bounds, wanted = reached[-1] + after, [0], list(accumulate(shares))
+    for stage in range(1, stages):
+        able = range(bounds[-1] + 1, layers - (stages - stage) + 1)
+        target = wanted[stage - 1] * whole
+        bounds.append(min(able, key=lambda end: abs(reached[end] - target)))
+    return [*bounds, layers]
+
+
+def placed(jobs: Sequence[Job], machines: Sequence[Machine], matching: Matching, must_have: str = "") -> dict[str, str]:
+    """Which machine has which stage: the machine's name by the stage's. Raises ShoalError with the stage that has none, and what it lacks.
+
+    `must_have`: a machine that has a stage in any case, and that the smallest one fits; where the scheduler gives it none, that is it.
+    """
+    for job in jobs:
+        if lack := lacking(job, machines):
+            raise ShoalError(f"no machine can have the stage `{job.id}`: it {lack}")
+    found = _completed(jobs, machines, matching)
+    if not must_have or must_have in found.values():
+        return found
+    here, others = next(one for one in machines if one.name == must_have), [one for one in machines if one.name != must_have]
+    own = min((job for job in jobs if fits(job, here)), key=lambda job: job.memory_gb)
+    return {own.id: here.name} | _completed([job for job in jobs if job.id != own.id], others, matching)
+
+
+def _completed(jobs: Sequence[Job], machines: Sequence[Machine], matching: Matching) -> dict[str, str]:
+    """A scheduler's match, and where it leaves a stage without a machine, one in which as few as can be had to move."""
+    chosen = matching(jobs, [machine._replace(capacity=1) for machine in machines])
+    found = {ids[0]: name for name, ids in chosen.items()}
+    for job in jobs:
+        if job.id not in found and not _make_room(job, jobs, machines, found, set()):
+            raise ShoalError(_without_machine(job, jobs, machines))
+    return found
+
+
+def _make_room(job: Job, jobs: Sequence[Job], machines: Sequence[Machine], found: dict[str, str], asked: set[str]) -> bool:
+    """Give a stage a machine, whose stage finds another one if it has to."""
+    holders = {name: one for one, name in found.items()}
+    for machine in machines:
+        if machine.name in asked or not fits(job, machine):
+            continue
+        asked.add(machine.name)
+        holder = next((one for one in jobs if one.id == holders.get(machine.name)), None)
+        if holder is None or _make_room(holder, jobs, machines, found, asked):
+            found[job.id] = machine.name
+            return True
+    return False
+
+
+def _without_machine(job: Job, jobs: Sequence[Job], machines: Sequence[Machine]) -> str:
+    if len(machines) < len(jobs):
+        return f"{len(jobs)} stages need a machine each, and there are {len(machines)}: none is left for `{job.id}`"
+    able = [machine.name for machine in machines if fits(job, machine)]
+    has = f"{', '.join(able)}, which {'has' if len(able) == 1 else 'have'} so much, {'has' if len(able) == 1 else 'have'}"
+    return f"no machine is left for the stage `{job.id}`: it needs {job.memory_gb:.3g} GB of memory, and {has} another stage that needs it"

@@ -1,0 +1,104 @@
+"""From the settings of a run with one model over several machines to its simulation: who has which stage, and how fast all are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shoal.config import Run
+from shoal.engines.splitting import Layers, layers_of
+from shoal.errors import ShoalError
+from shoal.runs import staging
+from shoal.runs.assembly import Parts, assemble
+from shoal.scheduling.splitting import Hands, split
+from shoal.simulate.machines import Machine
+from shoal.simulate.report import span
+from shoal.simulate.simulation import Asked, measured_step_s, weather_for
+from shoal.simulate.stages import Held, Step, held_by, step_of
+
+
+class PipelineReport(NamedTuple):
+    """What a pipeline would do."""
+
+    held: list[Held]
+    step: Step
+    samples: int
+    """Of a step."""
+    steps: int
+    """Of the whole run."""
+    hours: float | None
+    """Virtual hours that were asked for; None: as long as the run takes."""
+    passes: int
+    """Micro-batches of a step."""
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.step.seconds
+
+    @property
+    def run_hours(self) -> float:
+        return self.steps * self.step.seconds / 3600
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table for people."""
+        done = self.steps if self.hours is None else min(self.steps, int(3600 * self.hours / self.step.seconds))
+        end = ": the run comes to its end" if done == self.steps else ""
+        busy = ", ".join(f"{one.machine.name} {one.computes_s / self.step.seconds:.0%}" for one in self.held)
+        stages = [
+            ("stages" if not number else "", f"{one.stage} on {one.machine.name}: {1e3 * one.computes_s:,.1f} ms of a step")
+            for number, one in enumerate(self.held)
+        ]
+        return [
+            ("run", f"pipeline, {len(self.held)} stages, {self.passes} micro-batches a step"),
+            *stages,
+            ("step", f"{1e3 * self.step.seconds:,.1f} ms"),
+            ("virtual time", f"{span(done * self.step.seconds / 3600)}, {done:,} of {self.steps:,} steps{end}"),
+            ("samples/s", f"{self.samples_per_s:,.1f}"),
+            ("utilisation", f"{self.step.utilisation:.1%} of the time ({busy})"),
+            ("bytes", f"{self.step.bytes / 1e6:,.2f} MB a step, {done * self.step.bytes / 1e6:,.1f} MB in all"),
+        ]
+
+
+def pipelined(run: Run, asked: Asked) -> PipelineReport:
+    """Simulate a run whose strategy is local and whose engine is pipeline. Raises ShoalError where a stage fits nobody."""
+    if asked.learns or asked.false_share or asked.cores is not None:
+        raise ShoalError("of a pipeline times and bytes are simulated: leave --learn, --false-workers and --cores out")
+    parts = assemble(run)
+    layers, vocabulary = layers_of(parts.engine.task.players["model"]), parts.data.info.vocab_size or 0
+    step_s = asked.step_s or measured_step_s(parts)
+    stages = staging.stages_of(run, layers, vocabulary) if run.placed else None
+    machines = _machines(run, asked, len(stages) if stages else None, step_s)
+    if stages is None:
+        stages = staging.cut_at(run, layers, vocabulary, _bounds(run, layers, machines))
+    else:
+        machines = _placed(run, stages, machines)
+    held = held_by(run, layers, stages, machines)
+    return _report(run, asked, parts, held, step_of(run, layers, held))
+
+
+def _report(run: Run, asked: Asked, parts: Parts, held: list[Held], step: Step) -> PipelineReport:
+    samples = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
+    return PipelineReport(held, step, samples, parts.engine.total_steps, asked.hours, staging.passes_of(run))
+
+
+def _machines(run: Run, asked: Asked, stages: int | None, step_s: float) -> list[Machine]:
+    """The machines that the settings list, the server first; else as many as there are stages, which are alike."""
+    names = list(staging.listed(run))
+    count = asked.workers or len(names) or stages or (run.cluster.num_workers or 1) + 1
+    named = run.replace(cluster=run.cluster.replace(workers=tuple(names)))
+    return list(weather_for(named, asked, count, step_s, asked.hours or 1.0).machines)
+
+
+def _placed(run: Run, stages: Sequence[staging.Stage], machines: Sequence[Machine]) -> list[Machine]:
+    """The machine of each stage."""
+    by_name = {machine.name: machine for machine in machines}
+    found = staging.placed_on(run, stages, {name: name for name in by_name})
+    return [by_name[found[stage.id]] for stage in stages]
+
+
+def _bounds(run: Run, layers: Layers, machines: Sequence[Machine]) -> list[int]:
+    """As the engine itself would cut the layers for machines of these speeds."""
+    given = getattr(run.engine, "layers", ())
+    if given:
+        return [sum(given[:stage]) for stage in range(len(given) + 1)]
+    return split(layers.work, [Hands(1 / (machine.step_s * machine.slowdown)) for machine in machines], after=layers.work_after)

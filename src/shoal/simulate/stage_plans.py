@@ -1,0 +1,200 @@
+"""Plans for one model over several machines: which machines, how much of the model each has, and what a step takes them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
+
+from shoal.config import Run
+from shoal.config.load import Loaded
+from shoal.config.machines import MachineKind
+from shoal.config.problems import errors
+from shoal.config.refusals import refusals
+from shoal.config.rules.rule import CUT_INTO_STAGES
+from shoal.config.schema.engine import Pipeline, Schedule
+from shoal.engines.splitting import Layers, layers_of
+from shoal.errors import ShoalError
+from shoal.runs.assembly import feed_of
+from shoal.runs.staging import Stage, cut_at, stage_at
+from shoal.scheduling.splitting import Hands, split
+from shoal.simulate.machines import CALM, Machine
+from shoal.simulate.sketch import Sketch
+from shoal.simulate.stages import Step, held_by, step_of
+from shoal.strategies import lengths
+
+_ENGINES = tuple(Pipeline(micro_batches=parts, schedule=schedule) for parts in (4, 8, 16, 32) for schedule in get_args(Schedule))
+"""Micro-batches and schedules that are tried. All forward passes first takes more memory, and waits less for slow links."""
+_MOST = 16
+"""Machines that are tried as stages, at most."""
+
+
+class Staged(NamedTuple):
+    """Machines with a stage each, as settings. The one that is first keeps the run's folder."""
+
+    machines: tuple[str, ...]
+    shares: tuple[float, ...]
+    hosts: tuple[tuple[str, Mapping[str, float]], ...]
+    """What the settings tell of each machine."""
+    engine: Pipeline
+    batch: int
+    codec: str = "none"
+
+    def settings(self) -> dict[str, Any]:
+        """What it changes. The scheduler that takes tasks by urgency and machines as they are listed keeps the stages where they are."""
+        count = len(self.machines)
+        tasks = [
+            {"id": f"stage-{number + 1}", "model_share": share, "priority": count - number} for number, share in enumerate(self.shares)
+        ]
+        cluster = {"server": self.machines[0], "workers": list(self.machines[1:]), "num_workers": count - 1, "hosts": dict(self.hosts)}
+        return {
+            "strategy.kind": "local",
+            "engine.kind": "pipeline",
+            "engine.micro_batches": self.engine.micro_batches,
+            "engine.schedule": self.engine.schedule,
+            "scheduler.kind": "priority",
+            "scheduler.tasks": tasks,
+            "training.batch_size": self.batch,
+        } | {f"cluster.{name}": value for name, value in cluster.items()}
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in zip(self.machines, self.shares, strict=True))
+        return f"local, pipeline ({shares}) micro_batches={self.engine.micro_batches} {self.engine.schedule}"
+
+
+class StagedPlan(NamedTuple):
+    """What such machines would do together."""
+
+    candidate: Staged
+    loaded: Loaded
+    stages: list[Stage]
+    step: Step
+    samples_per_s: float
+    samples: int
+    """Of the whole run."""
+    price_per_hour: float
+
+    @property
+    def memory_gb(self) -> float:
+        return max(stage.memory.gb for stage in self.stages)
+
+
+Variant = Callable[[Mapping[str, Any]], Loaded]
+Chosen = Sequence[tuple[str, MachineKind]]
+
+
+def staged_plans(found: Sketch, kinds: Mapping[str, MachineKind], variant: Variant) -> list[StagedPlan]:
+    """For each number of machines that can hold the model together, the quickest way. None where the model cannot be cut, or where
+    machines are several devices each. Raises ShoalError with the reason where the machines have too little memory, or all are refused."""
+    if found.run.model.kind not in CUT_INTO_STAGES or any(kind.devices > 1 for kind in kinds.values()):
+        return []
+    layers = layers_of(found.parts.engine.task.players["model"])
+    best, reason, plans = dict[int, _Tried](), "", list[StagedPlan]()
+    for chosen, engine in itertools.product(_orders(kinds, len(layers.sizes)), _ENGINES):
+        try:
+            tried = _try(found, layers, chosen, engine)
+        except ShoalError as error:
+            reason = reason or str(error)
+            continue
+        if len(chosen) not in best or tried.step.seconds < best[len(chosen)].step.seconds:
+            best[len(chosen)] = tried
+    for tried in best.values():
+        try:
+            plans.append(_settled(found, tried, variant))
+        except ShoalError as error:
+            reason = str(error)
+    if reason and not plans:
+        raise ShoalError(reason)
+    return plans
+
+
+def _orders(kinds: Mapping[str, MachineKind], layers: int) -> Iterator[Chosen]:
+    """Machines in the order of their stages. The fastest are taken, or those with most memory; those with most memory come first, since the
+    first stages have most micro-batches under way."""
+    every = [(name if kind.count == 1 else f"{name}-{number + 1}", kind) for name, kind in kinds.items() for number in range(kind.count)]
+    for count in range(2, min(len(every), layers, _MOST) + 1):
+        orders = [tuple(sorted(sorted(every, key=key)[:count], key=_small_ones_last)) for key in (_slow_ones_last, _small_ones_last)]
+        yield from {tuple(name for name, _ in order): order for order in orders}.values()
+
+
+def _small_ones_last(machine: tuple[str, MachineKind]) -> float:
+    return -(machine[1].memory_gb or math.inf)
+
+
+def _slow_ones_last(machine: tuple[str, MachineKind]) -> float:
+    return -(machine[1].steps_per_s or machine[1].flops or 0.0)
+
+
+class _Tried(NamedTuple):
+    chosen: Chosen
+    engine: Pipeline
+    stages: list[Stage]
+    step: Step
+
+
+def _try(found: Sketch, layers: Layers, chosen: Chosen, engine: Pipeline) -> _Tried:
+    """Machines in this order. Raises ShoalError where they cannot hold the model."""
+    run = found.run.replace(engine=engine)
+    stages = cut_at(run, layers, _vocabulary(found), _bounds(found, run, layers, chosen))
+    machines = [_machine(found, run, name, kind) for name, kind in chosen]
+    return _Tried(chosen, engine, stages, step_of(run, layers, held_by(run, layers, stages, machines)))
+
+
+def _settled(found: Sketch, tried: _Tried, variant: Variant) -> StagedPlan:
+    """What was tried, as settings. Raises ShoalError where they are refused."""
+    shares = tuple(round(stage.share, 4) for stage in tried.stages)
+    hosts = tuple((name, _told(found, kind)) for name, kind in tried.chosen)
+    names = tuple(name for name, _ in tried.chosen)
+    candidate = Staged(names, shares, hosts, tried.engine, found.run.training.batch_size or 1)
+    loaded = variant(candidate.settings())
+    run = loaded.run  # raises ConfigError where the settings do not go together
+    if refused := errors(refusals(loaded, packages="warning")):
+        raise ShoalError(refused[0].message)
+    each = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
+    steps = lengths.alone(run, feed_of(run, found.parts.data).batches_per_epoch, 1)
+    price = sum(kind.price_per_hour for _, kind in tried.chosen)
+    return StagedPlan(candidate, loaded, tried.stages, tried.step, each / tried.step.seconds, steps * each, price)
+
+
+def _vocabulary(found: Sketch) -> int:
+    return found.parts.data.info.vocab_size or 0
+
+
+def _machine(found: Sketch, run: Run, name: str, kind: MachineKind) -> Machine:
+    return Machine(name, found.step_s(run, kind), CALM._replace(round_trip_ms=kind.latency_ms, mbit_per_s=kind.bandwidth_mbps))
+
+
+def _told(found: Sketch, kind: MachineKind) -> dict[str, float]:
+    """What the settings tell of a machine."""
+    speed = {"flops": float(f"{found.operations(found.run) / found.step_s(found.run, kind):.3g}"), "bandwidth_mbps": kind.bandwidth_mbps}
+    return speed if kind.memory_gb is None else {"memory_gb": kind.memory_gb} | speed
+
+
+def _bounds(found: Sketch, run: Run, layers: Layers, chosen: Chosen) -> list[int]:
+    """The split whose slowest machine is quickest, each within its memory."""
+    vocabulary = _vocabulary(found)
+
+    def holds(number: int, first: int, last: int) -> bool:
+        memory_gb = chosen[number][1].memory_gb
+        return memory_gb is None or stage_at(run, layers, vocabulary, (number, len(chosen)), (first, last)).memory.gb <= memory_gb
+
+    whole = sum(layers.work) + layers.work_after
+    hands = [Hands(whole / found.step_s(run, kind)) for _, kind in chosen]
+    return split(layers.work, hands, after=layers.work_after, holds=holds)
+
+
+def machines_needed(found: Sketch, run: Run, memory_gb: float) -> int | None:
+    """How many machines with so much memory can train the model together, with the pipeline engine; None: however many there are, some
+    layer does not fit."""
+    if run.model.kind not in CUT_INTO_STAGES:
+        return None
+    staged, kind = run.replace(engine=Pipeline()), MachineKind(memory_gb=memory_gb, steps_per_s=1.0)
+    layers = layers_of(found.parts.engine.task.players["model"])
+    for count in range(2, len(layers.sizes) + 1):
+        try:
+            _bounds(found, staged, layers, [("", kind)] * count)
+        except ShoalError:
+            continue
+        return count
+    return None
