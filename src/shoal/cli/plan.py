@@ -153,8 +153,8 @@ def _tell_of_memory(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> s
     for name in [name for name in kinds if name not in there]:
         memory_gb = kinds[name].memory_gb or 0.0
         ways = what_would_fit(found, run, memory_gb)
-        if count := machines_needed(found, run, memory_gb):
-            ways.append(f"engine.kind=pipeline over {count} such machines")
+        if needed := machines_needed(found, run, memory_gb):
+            ways.append("engine.kind=pipeline over {} such machines, with engine.micro_batches={}".format(*needed))
         lines.append(f"it does not fit {name}, which has {_gigabytes(memory_gb)}. It would with {'; or '.join(ways)}")
     print("".join(f"{line}\n" for line in lines))
     return "" if fitting(found, least, kinds) else "\n".join(lines)

@@ -184,17 +184,18 @@ def _bounds(found: Sketch, run: Run, layers: Layers, chosen: Chosen) -> list[int
     return split(layers.work, hands, after=layers.work_after, holds=holds)
 
 
-def machines_needed(found: Sketch, run: Run, memory_gb: float) -> int | None:
-    """How many machines with so much memory can train the model together, with the pipeline engine; None: however many there are, some
-    layer does not fit."""
+def machines_needed(found: Sketch, run: Run, memory_gb: float) -> tuple[int, int] | None:
+    """How many machines with so much memory can train the model together, and with how many micro-batches; None: however many there are,
+    some layer does not fit."""
     if run.model.kind not in CUT_INTO_STAGES:
         return None
-    staged, kind = run.replace(engine=Pipeline()), MachineKind(memory_gb=memory_gb, steps_per_s=1.0)
+    parts = min(_ENGINES[-1].micro_batches, run.training.batch_size or 1)
+    staged, kind = run.replace(engine=Pipeline(micro_batches=parts)), MachineKind(memory_gb=memory_gb, steps_per_s=1.0)
     layers = layers_of(found.parts.engine.task.players["model"])
     for count in range(2, len(layers.sizes) + 1):
         try:
             _bounds(found, staged, layers, [("", kind)] * count)
         except ShoalError:
             continue
-        return count
+        return count, parts
     return None
