@@ -23,8 +23,8 @@ _PASSES = 6
 """Operations for each product of the forward pass: two forward, four backward."""
 _USUAL = 1e11
 """Operations a second of a machine of usual speed. It says what computing weighs against sending where tasks do not tell what they need."""
-KNOWN = ("mlp", "lstm", "gpt", "moe", "dcgan")
-"""Models that can be laid out without their numbers; others are read from files, or made by a program, with them."""
+_SHAPED = ("gpt", "moe", "huggingface")
+"""Models that can be laid out without their numbers; others are made by a program, with them."""
 
 
 class Stage(NamedTuple):
@@ -51,7 +51,7 @@ class Stage(NamedTuple):
 def outlined(run: Run) -> tuple[Layers, int]:
     """A run's model by its layers, and the tokens that it chooses from. Raises ShoalError where it cannot be cut."""
     info = data.load(run).info
-    players = models.build(run, info, "meta") if run.model.kind in KNOWN else players_of(run, NOTHING, info)
+    players = models.build(run, info, "meta") if run.model.kind in _SHAPED else players_of(run, NOTHING, info)
     return layers_of(players["model"]), info.vocab_size or 0
 
 

@@ -9,12 +9,13 @@ from shoal.config import Run
 from shoal.engines.splitting import Layers, layers_of
 from shoal.errors import ShoalError
 from shoal.runs import staging
-from shoal.runs.assembly import Parts, assemble
 from shoal.scheduling.splitting import Hands, split
 from shoal.simulate.machines import Machine
 from shoal.simulate.report import span
-from shoal.simulate.simulation import Asked, measured_step_s, weather_for
+from shoal.simulate.simulation import Asked, step_s_for, weather_for
+from shoal.simulate.sketch import data_of, sketch
 from shoal.simulate.stages import Held, Step, held_by, step_of
+from shoal.strategies import lengths
 
 
 class PipelineReport(NamedTuple):
@@ -63,9 +64,9 @@ def pipelined(run: Run, asked: Asked) -> PipelineReport:
     """Simulate a run whose strategy is local and whose engine is pipeline. Raises ShoalError where a stage fits nobody."""
     if asked.learns or asked.false_share or asked.cores is not None:
         raise ShoalError("of a pipeline times and bytes are simulated: leave --learn, --false-workers and --cores out")
-    parts = assemble(run)
-    layers, vocabulary = layers_of(parts.engine.task.players["model"]), parts.data.info.vocab_size or 0
-    step_s = asked.step_s or measured_step_s(parts)
+    found = sketch(run, data_of(run, asked.samples))
+    layers, vocabulary = layers_of(found.parts.engine.task.players["model"]), found.parts.data.info.vocab_size or 0
+    step_s = asked.step_s or step_s_for(found, asked)
     stages = staging.stages_of(run, layers, vocabulary) if run.placed else None
     machines = _machines(run, asked, len(stages) if stages else None, step_s)
     if stages is None:
@@ -73,12 +74,9 @@ def pipelined(run: Run, asked: Asked) -> PipelineReport:
     else:
         machines = _placed(run, stages, machines)
     held = held_by(run, layers, stages, machines)
-    return _report(run, asked, parts, held, step_of(run, layers, held))
-
-
-def _report(run: Run, asked: Asked, parts: Parts, held: list[Held], step: Step) -> PipelineReport:
     samples = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
-    return PipelineReport(held, step, samples, parts.engine.total_steps, asked.hours, staging.passes_of(run))
+    steps = lengths.alone(run, found.parts.feed.batches_per_epoch, 1)
+    return PipelineReport(held, step_of(run, layers, held), samples, steps, asked.hours, staging.passes_of(run))
 
 
 def _machines(run: Run, asked: Asked, stages: int | None, step_s: float) -> list[Machine]:

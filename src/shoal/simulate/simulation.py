@@ -81,7 +81,7 @@ def simulated(run: Run, asked: Asked, look: Callable[[int, World], None] | None)
     count = asked.workers or run.cluster.num_workers or max(1, needed(run))
     samples, settings = _data_for(run, asked), run.simulation
     agreed = agreed_for(run, count, samples, asked.learns)
-    step_s = asked.step_s or _step_s(run, samples, agreed, asked)
+    step_s = asked.step_s or step_s_for(Sketch(run, agreed.parts._replace(data=samples)), asked)
     heartbeats_s = settings.heartbeats * settings.heartbeat_interval_s
     rounds_s = settings.scheduling_rounds * settings.scheduling_interval_s
     hours = asked.hours or max(heartbeats_s, rounds_s) / 3600
@@ -173,9 +173,9 @@ def scenario_of(run: Run, agreed: Agreed, learns: bool) -> Scenario:
     return Scenario(plan._replace(spans=()), policies, Drift(timing.size), timing, run.updates.codec.kind, run.strategy.kind)
 
 
-def _step_s(run: Run, samples: data.Data, agreed: Agreed, asked: Asked) -> float:
+def step_s_for(found: Sketch, asked: Asked) -> float:
     """What a batch takes: as its operations say, or as it takes here. Raises ShoalError where it cannot be timed here."""
-    found = Sketch(run, agreed.parts._replace(data=samples))
+    run = found.run
     if asked.flops is not None:
         return found.operations(run) / asked.flops
     needs_gb, told = found.memory(run).gb, "say what it takes with --step-s S, or how fast a machine is with --flops F"
@@ -183,7 +183,7 @@ def _step_s(run: Run, samples: data.Data, agreed: Agreed, asked: Asked) -> float
         raise ShoalError(f"a batch of this model needs {needs_gb:,.1f} GB, which is too much to time one here: {told}")
     if not is_read(run, asked.samples) and run.chosen_task.needs in ("pairs", "prompts"):
         raise ShoalError(f"a batch of the task {run.chosen_task.kind} cannot be timed without its data: {told}")
-    return measured_step_s(assemble(run, length=lambda _: 1, known=samples))
+    return measured_step_s(assemble(run, length=lambda _: 1, known=found.parts.data))
 
 
 def measured_step_s(parts: Parts) -> float:

@@ -11,6 +11,7 @@ from shoal.config import Run
 from shoal.config.load import Loaded
 from shoal.config.machines import MachineKind
 from shoal.config.problems import errors
+from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.refusals import refusals
 from shoal.config.rules.rule import CUT_INTO_STAGES
 from shoal.config.schema.engine import Pipeline, Schedule
@@ -49,7 +50,7 @@ class Staged(NamedTuple):
         ]
         cluster = {"server": self.machines[0], "workers": list(self.machines[1:]), "num_workers": count - 1, "hosts": dict(self.hosts)}
         return {
-            "strategy.kind": "local",
+            "strategy.kind": STRATEGY_ALONE,
             "engine.kind": "pipeline",
             "engine.micro_batches": self.engine.micro_batches,
             "engine.schedule": self.engine.schedule,
