@@ -119,11 +119,132 @@ def test_nobody_enrols_as_a_role_that_is_there(database: Database) -> None:
     assert database.rows("SELECT count(*) FROM pg_roles WHERE rolname = 'admin'") == [(1,)]
 
 
-def test_a_flood_of_enrolments_ends_after_sixty_a_minute(database: Database) -> None:
+def flood(database: Database, count: int, **columns: str) -> None:
+    """So many roles that came with the class's token and did nothing."""
+    with database.connect() as owner, owner.transaction():
+        for number in range(count):
+            owner.execute(f'CREATE ROLE "flood-{number}"'.encode())
+        values = {"enrolled_at": "now() - n * interval '1 ms'", "enrolled_from": "'127.0.0.1'"} | columns
+        names, rows = ", ".join(values), ", ".join(values.values())
+        owner.execute(
+            f"INSERT INTO shoal.roles (name, kind, {names}) SELECT 'flood-' || n, 'student', {rows} FROM generate_series(0, {count - 1}) n".encode()
+        )
+
+
+@pytest.fixture
+def clear(database: Database) -> Iterator[None]:
+    """Roles are the whole server's: the next test has none of them."""
+    yield
     with database.connect() as owner:
-        owner.execute("INSERT INTO shoal.roles SELECT 'flood-' || n, 'student', now() FROM generate_series(1, 60) n")
-    with database.connect("class") as door, pytest.raises(psycopg.Error, match="too many students"):
-        door.execute("SELECT shoal.enroll('one', %s)", (door.pgconn.encrypt_password(b"x" * 20, b"", b"scram-sha-256").decode(),))
+        found = owner.execute("SELECT rolname FROM pg_roles WHERE rolname LIKE 'flood-%' OR rolname LIKE 'student-%'").fetchall()
+        for (role,) in found:
+            owner.execute(f'DROP OWNED BY "{role}"; DROP ROLE "{role}"'.encode())
+
+
+def students(database: Database) -> int:
+    return int(database.rows("SELECT count(*) FROM shoal.roles WHERE kind = 'student'")[0][0])
+
+
+@pytest.mark.usefixtures("clear")
+@pytest.mark.parametrize(
+    ("count", "address"), [(375, "'127.0.0.1'"), (499, "'10.0.0.' || n % 3")], ids=["one address", "the whole class, from three addresses"]
+)
+def test_a_flood_of_enrolments_keeps_nobody_out_and_the_oldest_idle_role_makes_room(
+    database: Database, server: PostgresServer, tmp_path: Path, count: int, address: str
+) -> None:
+    flood(database, count, enrolled_from=address)
+    before = students(database)
+    honest = enrolled(database, "mia", tmp_path)
+    assert students(database) == before
+    assert database.rows("SELECT count(*) FROM pg_roles WHERE rolname = %s", f"flood-{count - 1}") == [(0,)], "the one that came first"
+    (note,) = server.notes()
+    assert f"flood-{count - 1}, who never handed anything in, made room for a new one" in note
+    connected(honest).close()
+
+
+@pytest.mark.usefixtures("clear")
+def test_who_is_at_work_or_just_connected_keeps_its_role_whoever_enrols(
+    database: Database, server: PostgresServer, tmp_path: Path
+) -> None:
+    issue(server, 2)
+    worked, waits = enrolled(database, "mia", tmp_path / "mia"), enrolled(database, "ann", tmp_path / "ann")
+    desk, other = desk_of(worked, "mia"), connected(waits)
+    (unit,) = desk.claim(1, 0.0)
+    assert desk.submit(unit, {}, [b"x"]) == "accepted"
+    desk.close()
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.roles SET enrolled_at = now() - interval '5 min'")
+        owner.execute("UPDATE shoal.workers SET seen_at = now() - interval '1 day'")
+    flood(database, 373)
+    for number in range(3):
+        enrolled(database, f"late-{number}", tmp_path / f"{number}")
+    left = {name for (name,) in database.rows("SELECT name FROM shoal.roles WHERE kind = 'student'")}
+    assert {"student-mia", "student-ann", "student-late-0", "student-late-1", "student-late-2"} < left
+    assert enrolled(database, "mia", tmp_path / "mia") == worked
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.roles SET enrolled_at = now() - interval '1 hour' WHERE name LIKE 'student-ann'")
+        owner.execute("DELETE FROM shoal.roles WHERE name LIKE 'flood-%' OR name LIKE 'student-late-%'")
+        owner.execute("INSERT INTO shoal.roles SELECT 'worked-' || n, 'student', now(), '127.0.0.1' FROM generate_series(1, 373) n")
+        owner.execute(
+            "INSERT INTO shoal.workers (name, secret, about, completed, role)"
+            " SELECT 'worked-' || n, gen_random_uuid(), '{}', 1, 'worked-' || n FROM generate_series(1, 373) n"
+        )
+    newest = enrolled(database, "newest", tmp_path / "newest")
+    with pytest.raises(psycopg.OperationalError):
+        other.execute("SELECT 1")
+    assert newest.user == "student-newest", "who is connected for an hour and has handed nothing in makes room last of all"
+    with database.connect() as owner:
+        owner.execute("UPDATE shoal.roles SET enrolled_at = now() WHERE name = 'student-newest'")
+    with connected(newest), pytest.raises(Refused, match="375 students from your address already, and all are at work"):
+        enrolled(database, "one-too-many", tmp_path / "more")
+
+
+@pytest.mark.usefixtures("clear")
+def test_a_student_whose_role_made_room_gets_a_new_one_and_hears_of_it(database: Database, tmp_path: Path) -> None:
+    first = enrolled(database, "mia", tmp_path)
+    dismiss(database, first)
+    told: list[str] = []
+    again = own_access(parse(database.conninfo("class")), "mia", tmp_path, 5.0, told.append)
+    assert told == [
+        "the class does not know `student-mia` any more, whose place another student may have got: this is `student-mia` now"
+    ]
+    connected(again).close()
+
+
+@pytest.mark.usefixtures("clear")
+def test_a_role_that_made_room_leaves_nothing_to_the_next_one_of_its_name(
+    database: Database, server: PostgresServer, tmp_path: Path
+) -> None:
+    issue(server, 5)
+    hostile = enrolled(database, "mia", tmp_path / "hostile")
+    desk = desk_of(hostile, "mia")
+    for unit in desk.claim(5, 0.0):
+        desk.fail(unit, "broken")
+    desk.close()
+    with database.connect() as owner:
+        owner.execute("SELECT shoal.quarantine('student-mia', 'so')")
+    dismiss(database, hostile)
+    honest = desk_of(enrolled(database, "mia", tmp_path / "honest"), "mia")
+    assert len(honest.claim(5, 0.0)) == 5, "no pause, no quarantine, no failures of another one"
+    assert database.rows("SELECT count(*), sum(times) FROM shoal.failures") == [(5, 5)], "what was tried in vain stays counted"
+    honest.close()
+
+
+def test_who_stays_in_the_doorway_is_put_out(database: Database) -> None:
+    with contextlib.closing(database.connect("class")) as door, database.connect() as owner:
+        owner.execute("SELECT shoal.clear_doorway()")
+        assert door.execute("SELECT 1").fetchone() == (1,)
+        owner.execute("SELECT shoal.clear_doorway(0)")
+        with pytest.raises(psycopg.OperationalError):
+            door.execute("SELECT 1")
+
+
+def test_students_stay_students_when_the_run_is_deleted(database: Database, mia: Access) -> None:
+    with database.connect() as owner:
+        schema.reset(owner)
+    assert database.rows("SELECT enrolled_at IS NOT NULL, enrolled_from FROM shoal.roles WHERE name = %s", mia.user) == [
+        (True, "127.0.0.1")
+    ], "so they still make room"
 
 
 def test_passwords_are_neither_derived_nor_in_the_servers_log(database: Database, mia: Access) -> None:
@@ -337,9 +458,9 @@ def test_nobody_takes_the_name_of_another_student(server: PostgresServer, databa
         desk.close()
 
 
-def test_one_student_brings_sixty_four_names_at_most(server: PostgresServer, eve: Access) -> None:
+def test_one_student_brings_sixteen_names_at_most(server: PostgresServer, eve: Access) -> None:
     with connected(eve) as student:
-        for number in range(64):
+        for number in range(16):
             student.execute("SELECT shoal.enter(gen_random_uuid(), %s, '{}')", (f"n{number}",))
         with pytest.raises(psycopg.Error, match="too many workers"):
             student.execute("SELECT shoal.enter(gen_random_uuid(), 'more', '{}')")

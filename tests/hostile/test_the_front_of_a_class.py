@@ -16,7 +16,7 @@ import psycopg
 import pytest
 
 from shoal.launch import grounds
-from shoal.launch.postgres import EmbeddedPostgres
+from shoal.launch.postgres import MOST_OUTSIDE, EmbeddedPostgres
 from shoal.transports import Refused, tls_front
 from shoal.transports.databases import Access
 from shoal.transports.postgres import schema
@@ -155,7 +155,7 @@ def test_a_student_is_let_in_at_once_beside_strangers_who_take_all_places(outsid
 def test_who_speaks_keeps_its_place_and_who_was_silent_for_longest_gives_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(tls_front, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    strangers, put_out = tls_front.Strangers(), []
+    strangers, put_out = tls_front.Strangers(2), []
 
     def come(name: str, address: str, *, full: bool = False) -> tls_front.Visit:
         assert strangers.make_room(address, full=full)
@@ -165,6 +165,7 @@ def test_who_speaks_keeps_its_place_and_who_was_silent_for_longest_gives_it_up(m
 
     student = come("student", "school")
     student.heard()
+    now[0] += tls_front.HEARING_S / 2
     for number in range(tls_front.MOST_STRANGERS_AT_ONE + 1):
         come(f"silent {number}", "school")
     assert put_out == ["silent 0", "silent 1"], "the places of one address are taken: who came first and said nothing leaves"
@@ -181,9 +182,98 @@ def test_who_speaks_keeps_its_place_and_who_was_silent_for_longest_gives_it_up(m
         visit.heard()
     come("newest", "elsewhere")
     assert put_out[4:] == ["newer"], "one of them was silent since"
+    come("next", "elsewhere")
+    assert put_out[5] not in ("newest", "next"), "who came this moment may have spoken already, and is heard first"
     for visit in list(strangers.visits):
-        visit.end()
+        visit.leave()
     assert not strangers.make_room("elsewhere", full=True), "clients that were let in are put out for nobody"
+
+
+def test_one_address_leaves_some_of_the_places_for_those_who_are_let_in() -> None:
+    strangers = tls_front.Strangers(2)
+    visits = [tls_front.Visit(strangers, address) for address in ("school", "school", "school", "elsewhere")]
+    for visit in visits[:2]:
+        visit.let_in()
+    with pytest.raises(tls_front.Refusal, match="as many connections from your address as one address may have"):
+        visits[2].let_in()
+    visits[3].let_in()
+    visits[0].leave()
+    visits[2].let_in()
+    assert strangers.visits == []
+
+
+def test_a_client_that_one_address_has_too_many_of_hears_why(outside: Access, server: EmbeddedPostgres, tmp_path: Path) -> None:
+    most = int(MOST_OUTSIDE * 3 / 4)
+    eves = [own_access(outside, f"eve-{number}", tmp_path, 5.0) for number in range(-(-most // 8))]
+    with contextlib.ExitStack() as held:
+        for number in range(most):
+            held.enter_context(connect(eves[number // 8]))
+        with pytest.raises(psycopg.OperationalError, match="as many connections from your address as one address may have"):
+            psycopg.connect(eves[-1]._replace(options="sslmode=require").address)
+        mia = own_access(outside, "mia", tmp_path, 5.0)  # who only enrols is a stranger, and strangers have places of their own
+        mine = _through(outside, "127.0.0.2", held)
+        connect(mia._replace(host="127.0.0.1", port=mine)).close()
+
+
+def _through(outside: Access, source: str, held: contextlib.ExitStack) -> int:
+    """A port here whose connections come to the front from another address."""
+    listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def pump(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+        for end in (one, other):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = listener.accept()[0]
+                there = socket.create_connection((outside.host, outside.port), 10.0, source_address=(source, 0))
+                for pair in ((client, there), (there, client)):
+                    threading.Thread(target=pump, args=pair, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    held.callback(listener.shutdown, socket.SHUT_RDWR)
+    return int(listener.getsockname()[1])
+
+
+def test_the_database_tells_addresses_apart_though_all_come_through_the_front(
+    outside: Access, server: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as held:
+        other = outside._replace(port=_through(outside, "127.0.0.2", held))
+        for name, way in (("here", outside), ("here-too", outside), ("there", other)):
+            own_access(way, name, tmp_path / name, 5.0)
+    with connect(server.access) as owner:
+        query = "SELECT enrolled_from FROM shoal.roles WHERE name = ANY (%s) ORDER BY name"
+        here, here_too, there = owner.execute(query, (["student-here", "student-here-too", "student-there"],)).fetchall()
+    assert here == here_too != there
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("2001:db8::1", "2001:db8::ffff:2", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:192.0.2.1", "192.0.2.1", True),
+        ("192.0.2.1", "192.0.2.2", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+    ],
+)
+def test_addresses_of_one_ipv6_network_count_as_one(one: str, other: str, same: bool) -> None:
+    assert (tls_front.household(one) == tls_front.household(other)) is same
+
+
+def test_who_enrols_stays_a_stranger_and_gives_its_place_up(outside: Access, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as held:
+        for _ in range(tls_front.MOST_STRANGERS_AT_ONE):
+            held.enter_context(contextlib.suppress(psycopg.OperationalError))
+            held.enter_context(connect(outside))
+        for number in range(3):
+            own_access(outside, f"late-{number}", tmp_path, 5.0)
 
 
 def test_memory_of_a_students_connection_is_bounded(

@@ -13,7 +13,7 @@ from shoal.config import Run
 from shoal.config.fields import Secret
 from shoal.config.schema.cluster import Postgres, Transport
 from shoal.errors import ShoalError
-from shoal.launch.postgres import EmbeddedPostgres
+from shoal.launch.postgres import CLASS, EmbeddedPostgres
 from shoal.runs.assembly import continued
 from shoal.runs.inviting import Invitation
 from shoal.runs.run_directory import RunDirectory
@@ -21,7 +21,6 @@ from shoal.transports.addresses import to_tell
 from shoal.transports.private_files import write_private
 
 _LOOK_S = 0.5
-_CLASS = "class"
 """The role that students come with first: it can do nothing but make a role for each of them."""
 _TOKEN_FILE = "class_token"
 _MOST_BYTES = 512 << 20
@@ -83,7 +82,7 @@ def _served(settings: Postgres, folder: Path, host: str) -> Iterator[Ground]:
     ) as server:
         here = settings.replace(host=server.access.host, port=server.access.port, password=Secret(server.access.password or ""))
         token = _let_students_in(server)
-        near, far = (where._replace(user=_CLASS, password=token) for where in (server.access, server.access_from(to_tell(host))))
+        near, far = (where._replace(user=CLASS, password=token) for where in (server.access, server.access_from(to_tell(host))))
         with _kept_alive(server):
             yield Ground(str(folder), here, Invitation(near.address, "", None), Invitation(far.address, "", None))
 
@@ -99,7 +98,7 @@ def _let_students_in(server: EmbeddedPostgres) -> str:
     with connect(server.access) as connection:
         schema.init(connection)
         schema.close_other_databases(connection)
-        schema.grant(connection, _CLASS, token, "class")
+        schema.grant(connection, CLASS, token, "class")
     return token
 
 

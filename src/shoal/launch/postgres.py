@@ -39,6 +39,8 @@ _PASSING_S = 10.0
 _FRONT_S = 30.0
 MOST_OUTSIDE = 180
 """Connections that the front lets in at a time: the server's, less those that the run itself needs."""
+CLASS = "class"
+"""The role that students enrol with. Its password is the class's token."""
 _PASSING = ("is still in use", "already exists", "could not bind")
 """What a server complains of while an earlier one is still shutting down."""
 
@@ -188,7 +190,8 @@ class EmbeddedPostgres:
             return None
         files = {"certificate": str(made.certificate), "key": str(made.key), "program": tls_front.__file__}
         where = {"host": resolve(memory.host), "port": memory.port, "server_port": memory.inner_port}
-        return files | where | {"forbidden_roles": [memory.user], "most": MOST_OUTSIDE, "user": programs.user}
+        roles = {"forbidden_roles": [memory.user], "passing_roles": [CLASS]}
+        return files | where | roles | {"most": MOST_OUTSIDE, "user": programs.user}
 
     def _wait_for_front(self) -> None:
         """Until other machines can reach the server. Raises ShoalError where the front does not come."""

@@ -256,7 +256,7 @@ def _own_address(address: str, caller: Caller) -> str:
     """The address with this worker's own role in it, which is made where the address is the class's."""
     from shoal.transports.postgres.enrolment import own_access  # asks for a driver that others do without
 
-    return own_access(parse(address), caller.name, caller.folder, caller.patience_s).address
+    return own_access(parse(address), caller.name, caller.folder, caller.patience_s, caller.tell).address
 
 
 def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> BoardLine | None:

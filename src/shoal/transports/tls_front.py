@@ -3,7 +3,10 @@
 It answers libpq's SSLRequest with the class's certificate and passes on what it decrypts to the server, which listens on this machine only.
 Nobody is passed on unencrypted, nor as the run's own role, which may do anything. Until the server has let somebody in, there is a bound
 on everything they cost: connections in all and from one address, seconds, and bytes. Where the places for such strangers are taken, the one
-who has been silent for longest gives its place up to a new one: a student, who speaks at once, is never that one for long.
+who has been silent for longest gives its place up to a new one: a student, who speaks at once, is never that one for long. Who comes with
+the class's token stays a stranger, since to enrol takes a moment; of the places for those who are let in, one address has three quarters.
+
+The server, which bounds what one address may do, sees every address as another one of its own machine's.
 
 It is started by its path, and knows nothing of Shoal. The first line of its standard input says what to do; it ends when that is closed.
 """
@@ -12,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import ipaddress
 import json
-import math
 import os
 import socket
 import ssl
@@ -33,9 +37,13 @@ MOST_STRANGERS, MOST_STRANGERS_AT_ONE = 64, 32
 """Connections that are not let in yet, in all and from one address. A school may be behind one address."""
 PATIENCE_S = 1.0
 """Between two steps of a student's greeting less time passes. Who is silent for longer gives its place up before anybody else does."""
+HEARING_S = 0.25
+"""So long the first word of a client may be on its way, or wait here to be read."""
 GOODBYE_S = 1.0
 """How long a client may take to end its side. It has no place any more, and a descriptor still."""
 _CHUNK = 1 << 18
+_SHARE_OF_AN_ADDRESS = 3 / 4
+"""Of the connections that are let in. However many somebody opens, others find a place."""
 _NAME_BYTES = 63
 """PostgreSQL cuts longer names of roles off there."""
 
@@ -50,10 +58,12 @@ class Front:
     def __init__(self, order: dict[str, Any], context: ssl.SSLContext) -> None:
         self._server: tuple[str, int] = ("127.0.0.1", order["server_port"])
         self._forbidden = {name.encode()[:_NAME_BYTES] for name in order["forbidden_roles"]}
+        self._passing = {name.encode()[:_NAME_BYTES] for name in order["passing_roles"]}
         self._most: int = order["most"]
+        self._secret = os.urandom(16)
         self._context = context
         self._connections = 0
-        self._strangers = Strangers()
+        self._strangers = Strangers(int(_SHARE_OF_AN_ADDRESS * self._most))
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, listener: socket.socket) -> None:
@@ -64,10 +74,11 @@ class Front:
             except OSError:  # too many files are open: the next moment is better
                 await asyncio.sleep(0.1)
                 continue
-            if not self._strangers.make_room(address[0], full=self._connections >= self._most):
+            house = household(address[0])
+            if not self._strangers.make_room(house, full=self._connections >= self._most):
                 client.close()
                 continue
-            self._admit(client, address[0])
+            self._admit(client, house)
             await asyncio.sleep(0)  # it may have spoken already, and is heard before the next one wants its place
 
     def _admit(self, client: socket.socket, address: str) -> None:
@@ -93,7 +104,7 @@ class Front:
         except (OSError, EOFError, TimeoutError, ssl.SSLError, asyncio.IncompleteReadError):
             pass  # clients come and go
         finally:
-            visit.end()
+            visit.leave()
             self._connections -= 1
             if not handed_over:  # else its transport closes it, and must do so first: the next client may get the same number
                 client.close()
@@ -106,7 +117,8 @@ class Front:
                 visit.heard()
                 if (problem := _problem(startup, self._forbidden)) is not None:
                     raise Refusal(problem)
-                answers, server = await asyncio.open_connection(*self._server, limit=_CHUNK)
+                visit.is_passing = _role(startup) in self._passing
+                answers, server = await self._to_server(visit.address)
                 server.write(startup)
             await _talk(reader, writer, answers, server, visit)
         except Refusal as refusal:
@@ -120,12 +132,35 @@ class Front:
                 if end is not None:
                     end.close()
 
+    async def _to_server(self, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to the server that tells it one address from another. Not every system has so many addresses of its own."""
+        with contextlib.suppress(OSError):
+            own = own_address_for(address, self._secret)
+            return await asyncio.open_connection(*self._server, limit=_CHUNK, local_addr=(own, 0))
+        return await asyncio.open_connection(*self._server, limit=_CHUNK)
+
+
+def household(address: str) -> str:
+    """What is counted as one address. With IPv6 anybody has as many addresses as they like, of one network."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv4Address) or found.ipv4_mapped is not None:
+        return str(getattr(found, "ipv4_mapped", None) or found)
+    return str(ipaddress.ip_network((found, 64), strict=False))
+
+
+def own_address_for(address: str, secret: bytes) -> str:
+    """One of this machine's own addresses, the same each time, and not to be guessed."""
+    digest = hashlib.blake2b(address.encode(), key=secret, digest_size=3).digest()
+    return f"127.{1 + digest[0] % 254}.{digest[1]}.{1 + digest[2] % 254}"
+
 
 class Strangers:
-    """The clients that are not let in yet. Their number is bounded, in all and at one address."""
+    """The clients that are not let in yet. Their number is bounded, in all and at one address; and who of an address is let in is counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_let_in_at_one: int) -> None:
         self.visits: list[Visit] = []
+        self.let_in: Counter[str] = Counter()
+        self.most_let_in_at_one = most_let_in_at_one
 
     def make_room(self, address: str, *, full: bool) -> bool:
         """Put a stranger out where a new one from `address` needs its place. False: all places are taken by clients that were let in.
@@ -141,7 +176,17 @@ class Strangers:
         return True
 
     def _longest_silent(self, among: list[Visit]) -> Visit:
-        return min(among, key=lambda visit: visit.heard_at)  # of those who never spoke: who came first
+        """Of those who had the time to speak and did not, who came first. Who came a moment ago is spared, unless most have."""
+        lately = time.monotonic() - HEARING_S
+        mute = [visit for visit in among if not visit.has_spoken]
+        new = [visit for visit in mute if visit.heard_at >= lately]
+        if len(mute) > len(new):
+            among = [visit for visit in mute if visit not in new]
+        elif 2 * len(new) > len(among):
+            among = new
+        else:
+            among = [visit for visit in among if visit not in new]
+        return min(among, key=lambda visit: visit.heard_at)
 
     def _silent(self) -> list[Visit]:
         lately = time.monotonic() - PATIENCE_S
@@ -160,21 +205,43 @@ class Visit:
     def __init__(self, strangers: Strangers, address: str) -> None:
         self._strangers, self.address = strangers, address
         self.is_stranger = True
-        self.heard_at = -math.inf
+        self.is_passing = False
+        """Whether it only enrols: then it stays a stranger."""
+        self._is_let_in = False
+        self.heard_at = time.monotonic()
+        """When it came, or last took a step of its greeting."""
+        self.has_spoken = False
         strangers.visits.append(self)
 
     def heard(self) -> None:
         """A further step of its greeting is done. Single bytes are no step: a stranger has a few steps only, however slowly it speaks."""
-        self.heard_at = time.monotonic()
+        self.heard_at, self.has_spoken = time.monotonic(), True
 
-    def end(self) -> None:
-        """It is no stranger any more, or gone."""
+    def let_in(self) -> None:
+        """The server has. Raises Refusal where too many of its address are in already."""
+        if self.is_passing:
+            return
+        if self._strangers.let_in[self.address] >= self._strangers.most_let_in_at_one:
+            raise Refusal("there are as many connections from your address as one address may have: end some of them")
+        self._end()
+        self._is_let_in = True
+        self._strangers.let_in[self.address] += 1
+
+    def leave(self) -> None:
+        self._end()
+        if self._is_let_in:
+            self._is_let_in = False
+            self._strangers.let_in[self.address] -= 1
+            self._strangers.let_in += Counter()  # forgets addresses of which nobody is in
+
+    def _end(self) -> None:
+        """It is no stranger any more."""
         if self.is_stranger:
             self.is_stranger = False
             self._strangers.visits.remove(self)
 
     def put_out(self) -> None:
-        self.end()
+        self._end()
         self.task.cancel()
 
 
@@ -231,13 +298,19 @@ def _problem(startup: bytes, forbidden: set[bytes]) -> str | None:
         return None
     if code >> 16 != 3:
         return "a protocol that is not PostgreSQL's"
-    words = startup[8:].split(b"\0")
-    users = [value for name, value in zip(words[::2], words[1::2], strict=False) if name == b"user"]
-    if len(users) != 1:
+    role = _role(startup)
+    if role is None:
         return "a first message names one role"
-    if users[0][:_NAME_BYTES] in forbidden:
+    if role in forbidden:
         return "this role is let in from the coordinator's own machine only"
     return None
+
+
+def _role(startup: bytes) -> bytes | None:
+    """Who a first message says it comes from; None: it names nobody, or several."""
+    words = startup[8:].split(b"\0")
+    users = [value for name, value in zip(words[::2], words[1::2], strict=False) if name == b"user"]
+    return users[0][:_NAME_BYTES] if len(users) == 1 else None
 
 
 async def _talk(
@@ -250,7 +323,10 @@ async def _talk(
     finally:
         for way in ways:
             way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
+        ended = await asyncio.gather(*ways, return_exceptions=True)
+    for problem in ended:
+        if isinstance(problem, Refusal):
+            raise problem
 
 
 async def _questions(reader: asyncio.StreamReader, server: asyncio.StreamWriter, visit: Visit) -> None:
@@ -271,7 +347,7 @@ async def _answers(answers: asyncio.StreamReader, writer: asyncio.StreamWriter, 
             body = await answers.readexactly(length - 4)
             visit.heard()  # the server asks for the next word: it has understood the last one
             if head[:1] == b"R" and body[:4] == bytes(4):
-                visit.end()
+                visit.let_in()
             writer.write(head + body)
     while data := await answers.read(_CHUNK):
         writer.write(data)

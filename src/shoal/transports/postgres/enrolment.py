@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from shoal.transports.postgres.line import Connection, Line
 from shoal.transports.private_files import write_private
 
 
-def own_access(access: Access, name: str | None, folder: Path, patience_s: float) -> Access:
-    """How this student connects: as who was invited, or as the student that the class's token makes. `folder` keeps what it made."""
+def own_access(
+    access: Access, name: str | None, folder: Path, patience_s: float, tell: Callable[[str], None] = lambda text: None
+) -> Access:
+    """How this student connects: as who was invited, or as the student that the class's token makes. `folder` keeps what it made.
+    `tell`: that a role which was made before is gone."""
     file = folder / f"class-{_class_of(access, name)}.json"
     kept = _kept(file, access)
     if kept is not None and _lets_in(kept, patience_s):
@@ -33,6 +37,8 @@ def own_access(access: Access, name: str | None, folder: Path, patience_s: float
         line.close()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_private(file, json.dumps({"user": made.user, "password": made.password}))
+    if kept is not None:
+        tell(f"the class does not know `{kept.user}` any more, whose place another student may have got: this is `{made.user}` now")
     return made
 
 

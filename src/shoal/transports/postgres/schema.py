@@ -83,12 +83,13 @@ def check(connection: Connection) -> None:
 def reset(connection: Connection) -> None:
     """Delete the run and everything about it; roles keep what they may."""
     with connection.transaction():
-        roles = connection.execute("SELECT name, kind FROM shoal.roles").fetchall() if _exists(connection) else []
+        kept = "SELECT name, kind, to_jsonb(r) ->> 'enrolled_at', to_jsonb(r) ->> 'enrolled_from' FROM shoal.roles r"
+        roles = connection.execute(kept).fetchall() if _exists(connection) else []
         connection.execute("DROP SCHEMA IF EXISTS shoal CASCADE")
         init(connection)
-        for name, kind in roles:
-            connection.execute("INSERT INTO shoal.roles (name, kind) VALUES (%s, %s)", (name, kind))
-            _allow(connection, name, kind)
+        for role in roles:
+            connection.execute("INSERT INTO shoal.roles (name, kind, enrolled_at, enrolled_from) VALUES (%s, %s, %s, %s)", role)
+            _allow(connection, *role[:2])
 
 
 def missing_protections(connection: Connection) -> list[str]:
@@ -195,7 +196,7 @@ def _allow(connection: Connection, role: str, kind: str) -> None:
         connection.execute("SELECT shoal.bound_role(%s)", (role,))
     if kind == "class":
         do("GRANT EXECUTE ON FUNCTION shoal.enroll TO {role}")
-        do("ALTER ROLE {role} CONNECTION LIMIT 32")
+        do("ALTER ROLE {role} CONNECTION LIMIT 64")
     elif kind == "student":
         connection.execute("SELECT shoal.open_to_student(%s)", (role,))
     elif kind == "reader":
