@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.coordinator.leases import GivenUp, Lease, Leases
+from shoal.coordinator.leases import PATIENCE_LEASES, GivenUp, Lease, Leases
 
 LEASE_S = 10.0
 WORKERS = st.sampled_from("ab")
@@ -21,7 +21,7 @@ class AnySchedule(RuleBasedStateMachine):
 
     @initialize(attempts=st.integers(1, 3), units=st.integers(1, 4), quorum=st.none() | st.integers(1, 4))
     def begin(self, attempts: int, units: int, quorum: int | None) -> None:
-        self.leases, self.attempts, self.now = Leases(LEASE_S, attempts), attempts, 0.0
+        self.leases, self.attempts, self.now = Leases(LEASE_S, attempts, patience_leases=0), attempts, 0.0
         self.version, self.units, self.quorum = 0, units, quorum
         self.settled: set[int] = set()
         """Units with a result that counts, and units that were given up."""
@@ -302,6 +302,10 @@ def test_a_unit_that_a_worker_tried_in_vain_is_for_the_others_who_are_present() 
     assert not room.fails("a")
     room.now = LEASE_S
     assert room.fails("a"), "one who never asks for a unit keeps nobody from trying"
+    room.present.remove("idle")
+    assert not room.fails("a"), "it was tried often enough: each tries it once in a lease's time"
+    room.now = PATIENCE_LEASES * LEASE_S
+    assert room.fails("b")
     assert room.leases.given_up == {1: "broken"}
 
 
@@ -328,32 +332,32 @@ def test_who_fails_as_much_as_it_manages_is_not_believed() -> None:
     assert room.leases.given_up == {}
 
 
-def test_when_nobody_is_left_who_manages_units_every_attempt_counts() -> None:
-    room = Room(2, "a", "b", "c")
+def test_one_that_manages_units_does_not_speak_for_another_that_does() -> None:
+    room = Room(2, "a", "b")
+    for worker in "aaab":
+        room.manages(worker)
+    assert room.fails("a")
+    room.now += LEASE_S
+    assert room.fails("a")
+    assert room.leases.given_up == {}, "b has not tried it"
+    room.present.remove("b")
+    room.now += LEASE_S
     room.manages("a")
-    assert [room.fails("b"), room.fails("c")] == [True, True]
-    assert room.leases.given_up == {}
-    room.present.remove("a")
-    assert room.fails("b")
+    assert room.fails("a")
     assert room.leases.given_up == {1: "broken"}
 
 
-def test_before_anybody_has_managed_a_unit_it_waits_for_those_who_have_not_failed_it_for_a_lease() -> None:
-    room = Room(2, "a", "b", "c", "late")
-    assert [room.fails(worker) for worker in "abc"] == [True] * 3
+def test_a_lone_worker_that_fails_gives_nothing_up_before_others_had_the_time_to_come() -> None:
+    room = Room(2, "a")
+    assert [room.fails("a") for _ in range(3)] == [True, True, False]
+    assert room.leases.waits_for_somebody(1)
+    for lease in range(1, PATIENCE_LEASES):
+        room.now = lease * LEASE_S
+        assert room.fails("a")
     assert room.leases.given_up == {}
-    room.now = LEASE_S
+    room.now = PATIENCE_LEASES * LEASE_S
     assert room.fails("a")
     assert room.leases.given_up == {1: "broken"}, "a run that cannot work ends all the same"
-
-
-def test_a_run_in_which_everybody_fails_gives_its_units_up_at_once() -> None:
-    room = Room(2, "a", "b")
-    assert [room.fails("a"), room.fails("b")] == [True, True]
-    assert room.leases.given_up == {1: "broken"}
-    alone = Room(2, "a")
-    assert [alone.fails("a"), alone.fails("a")] == [True, True]
-    assert alone.leases.given_up == {1: "broken"}
 
 
 def test_a_unit_that_is_held_for_ever_goes_to_who_has_nothing_to_do() -> None:

@@ -70,6 +70,7 @@ def test_units_that_were_given_up_are_named_with_the_reason(tmp_path: Path) -> N
     lender = world.driver.coordinator.lender
     assert lender is not None
     assert lender.leases is not None
+    lender.leases.patience_s = 0.0
     given_up = None
     while given_up is None:
         lease = lender.leases.claim("mallory", world.now)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from postgres_harness import Database
 
-from shoal.coordinator.leases import GivenUp, Leases
+from shoal.coordinator.leases import PATIENCE_LEASES, GivenUp, Leases
 from shoal.transports.databases import parse
 from shoal.transports.postgres import PostgresServer, Unit, UnitDesk
 from shoal.transports.postgres.enrolment import own_access
@@ -58,9 +58,11 @@ class PureKeeper:
     """The module itself."""
 
     def __init__(self, *present: str) -> None:
-        """`present`: who is there from the beginning, where each worker is somebody else. Without them all are one, which tries again."""
+        """`present`: who is there from the beginning, where each worker is somebody else. Without them all are one, which tries again, and
+        no unit waits for anybody else."""
         self.present, self._apart = set(present), bool(present)
-        self.leases = Leases(LEASE_S, ATTEMPTS, present=lambda: self.present)
+        patience = PATIENCE_LEASES if present else 0
+        self.leases = Leases(LEASE_S, ATTEMPTS, present=lambda: self.present, patience_leases=patience)
         self.now = 0.0
         self._given_up: list[GivenUp] = []
 
@@ -123,12 +125,16 @@ class PostgresKeeper:
     def __init__(self, database: Database) -> None:
         self.database = database
         self.owner = database.connect()
+        self._set_patience()
         self.server = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=1_000_000)
         self.desks: dict[str, UnitDesk] = {}
         self.units: dict[tuple[str, int, int], Unit] = {}
         """By worker, unit and version: what the worker last leased of that."""
         self.version = -1
         self._given_up: dict[int, str] = {}
+
+    def _set_patience(self) -> None:
+        self.database.wait_for_nobody()
 
     def desk(self, worker: str) -> UnitDesk:
         if worker not in self.desks:
@@ -211,7 +217,7 @@ class PostgresKeeper:
     def forget(self) -> None:
         """Begin again, as if nobody had been here; the workers' connections stay."""
         self._consume()
-        tables = ("units", "iterations", "workers", "tallies", "contributions", "failures", "standings")
+        tables = ("units", "iterations", "workers", "tallies", "contributions", "failures", "standings", "tellings")
         self.owner.execute(f"TRUNCATE {', '.join(f'shoal.{table}' for table in tables)}".encode())
         for worker, desk in self.desks.items():
             assert desk.enter(worker, {}) == worker
@@ -232,6 +238,9 @@ class StudentsKeeper(PostgresKeeper):
         super().__init__(database)
         self.accesses = {name: own_access(parse(database.conninfo("class")), name, folder / name, 5.0) for name in students}
         self._enter()
+
+    def _set_patience(self) -> None:
+        """As it is for a class."""
 
     def _enter(self) -> None:
         for name, access in self.accesses.items():

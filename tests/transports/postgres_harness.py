@@ -115,6 +115,14 @@ class Database:
         with self.connect() as connection:
             return connection.execute(query, values).fetchall()
 
+    def wait_for_nobody(self) -> None:
+        """Units that were tried in vain do not wait for somebody who can do them."""
+        with self.connect() as connection:
+            connection.execute(
+                "CREATE OR REPLACE FUNCTION shoal.patience_s(p_present shoal.iterations) RETURNS double precision"
+                " LANGUAGE sql SET search_path = shoal, pg_temp AS 'SELECT 0.0'"
+            )
+
     def drop(self) -> None:
         with self.server.connect("postgres") as connection:
             connection.execute(f"DROP DATABASE {self.name} WITH (FORCE)")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lease_keepers import ATTEMPTS, LEASE_S, Claimed, Keeper, PostgresKeeper, PureKeeper, StudentsKeeper
 from postgres_harness import Database, PostgresProcess
 
-from shoal.coordinator.leases import NO_RESULT_IN_TIME, RESULT_WAS_UNUSABLE, WORKER_IS_GONE
+from shoal.coordinator.leases import NO_RESULT_IN_TIME, PATIENCE_LEASES, RESULT_WAS_UNUSABLE, WORKER_IS_GONE
 
 
 @pytest.fixture(scope="module")
@@ -235,16 +235,24 @@ def test_while_somebody_manages_units_those_who_manage_none_give_nothing_up(crow
     assert crowd.submit("a", 1, 2) == "accepted"
 
 
-def test_when_they_are_gone_every_attempt_counts(crowd: Keeper) -> None:
+def fails(keeper: Keeper, worker: str) -> bool:
+    """Whether there was unit 1 for the worker, which failed it."""
+    if keeper.claim(worker) is None:
+        return False
+    keeper.fail(worker, 1)
+    return True
+
+
+def test_when_they_are_gone_every_attempt_counts_after_a_while(crowd: Keeper) -> None:
     managed(crowd, "a", 1)
     for _ in range(ATTEMPTS):
-        crowd.claim("b")
-        crowd.fail("b", 1)
+        assert fails(crowd, "b")
         crowd.wait(LEASE_S)
-    assert crowd.given_up() == {}
     crowd.leave("a")
-    assert crowd.claim("b") is not None
-    crowd.fail("b", 1)
+    assert fails(crowd, "b")
+    assert crowd.given_up() == {}, "somebody who manages units may come"
+    crowd.wait(LEASE_S)
+    assert fails(crowd, "b")
     assert crowd.given_up() == {1: "broken"}
 
 
@@ -253,27 +261,45 @@ def test_a_unit_that_reliable_workers_fail_is_given_up(crowd: Keeper) -> None:
         managed(crowd, worker, 2 * version + 1)
     for worker in "abc":
         assert crowd.given_up() == {}
-        crowd.claim(worker)
-        crowd.fail(worker, 1)
+        assert fails(crowd, worker)
     assert crowd.given_up() == {1: "broken"}
 
 
-def test_where_all_fail_a_unit_is_given_up_when_all_have_tried_it_or_a_lease_has_gone_by(crowd: Keeper) -> None:
-    crowd.issue(1, [1])
-    for worker in "ab":
-        crowd.claim(worker)
-        crowd.fail(worker, 1)
-    assert [crowd.claim("a"), crowd.claim("b")] == [None, None], "c has not tried it"
-    crowd.claim("c")
-    crowd.fail("c", 1)
-    assert crowd.given_up() == {1: "broken"}
-    crowd.issue(1, [2])
+def test_one_reliable_worker_gives_no_unit_up_that_another_could_try(crowd: Keeper) -> None:
+    for version, worker in enumerate(5 * "a" + "b"):
+        managed(crowd, worker, 2 * version + 1)
     for _ in range(ATTEMPTS):
-        assert crowd.given_up() == {1: "broken"}
-        crowd.claim("a")
-        crowd.fail("a", 2)
+        assert fails(crowd, "a")
         crowd.wait(LEASE_S)
-    assert crowd.given_up() == {1: "broken", 2: "broken"}, "c is there, and never asks"
+    assert crowd.given_up() == {}, "b has not tried it"
+    crowd.wait((PATIENCE_LEASES - ATTEMPTS) * LEASE_S)
+    assert fails(crowd, "a")
+    assert crowd.given_up() == {1: "broken"}, "b had the chance for long"
+
+
+def test_before_anybody_has_managed_a_unit_a_crowd_gives_none_up_for_some_leases_time(crowd: Keeper) -> None:
+    crowd.issue(1, [1])
+    assert [fails(crowd, worker) for worker in "abc"] == [True] * 3
+    assert [fails(crowd, worker) for worker in "abc"] == [False] * 3, "all have tried it often enough, and wait for a lease's time"
+    for _ in range(PATIENCE_LEASES - 1):
+        crowd.wait(LEASE_S)
+        assert [fails(crowd, worker) for worker in "ab"] == [True] * 2
+        assert crowd.given_up() == {}
+    crowd.wait(LEASE_S)
+    assert fails(crowd, "c")
+    assert crowd.given_up() == {1: "broken"}, "a run that cannot work ends all the same"
+
+
+def test_an_honest_worker_who_comes_after_the_crowd_does_what_it_failed(crowd: Keeper) -> None:
+    crowd.leave("c")
+    crowd.issue(1, [1])
+    for _ in range(PATIENCE_LEASES - 1):
+        assert [fails(crowd, worker) for worker in "ab"] == [True] * 2
+        crowd.wait(LEASE_S)
+    crowd.renew("c")
+    assert crowd.claim("c") is not None
+    assert crowd.submit("c", 1, 1) == "accepted"
+    assert crowd.given_up() == {}
 
 
 # --- submit ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from shoal.transports.postgres import PostgresClient, PostgresServer, UnitDesk, 
 TABLES = (
     *("roles", "coordinator", "run", "facts", "blobs", "parts", "flyers", "flyer_parts", "requests", "replies", "workers", "iterations"),
     *("units", "tallies", "contributions", "weights", "journals", "records", "ledger", "snapshots", "metrics", "picture", "migrations"),
-    *("student_functions", "standings", "failures", "notes", "uploads", "pieces"),
+    *("student_functions", "standings", "failures", "notes", "uploads", "pieces", "tellings"),
 )
 VIEWS = ("worker_list", "unit_counts", "progress", "at_work")
 

@@ -3,13 +3,13 @@
 A unit is pending, claimed, completed, failed (given up) or cancelled. This module is the meaning of those words; PostgreSQL's functions do
 the same inside a database, and one suite of tests holds both. It reads no clock: time is passed in, in seconds, and never goes back.
 
-Holds: one worker at most has a unit; nothing is accepted after its lease ended, for a version that is too old, or beyond the quorum; a unit
-is tried in vain `attempts` times, and then given up, so it never keeps an epoch from ending; as long as somebody else is there to try it, a
-unit does not come back to a worker that tried it in vain, so no worker uses up the attempts of all. As long as somebody is there who
-manages more units than it fails, only what such workers try in vain counts: names are free, and a crowd of new ones that fail everything
-ends nothing. Where nobody has managed any yet, a unit also waits, for a lease's time, for those who have not failed it. No call walks
-through all units or workers, except that a new version looks at the units that workers have, and a failure that may be the last one at who
-is there.
+Holds: one worker at most has a unit; nothing is accepted after its lease ended, for a version that is too old, or beyond the quorum; as
+long as somebody else is there to try it, a unit does not come back to a worker that tried it in vain, so none uses up the attempts of all.
+A unit that was tried in vain `attempts` times is given up, so it never keeps an epoch from ending, and names are free, so a crowd of new
+ones that fail everything gives nothing up before others had their chance: as long as somebody is there who manages more units than it
+fails, only what such workers try in vain counts, and each of them, or `attempts` of them, try it; where nobody is there who does, a unit
+waits for somebody for some leases' time. No call walks through all units or workers, except that a new version looks at the units that
+workers have, and a failure that may be the last one at who is there.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ NO_RESULT_IN_TIME, WORKER_IS_GONE, RESULT_WAS_UNUSABLE = "no result in time", "i
 HELD_TOO_LONG = "it was held for longer than others need, while they had nothing to do"
 _TIMES_AS_LONG = 4
 """A unit that is held so many times as long as usual, and longer than a lease, goes to somebody who has nothing to do."""
+PATIENCE_LEASES = 4
+"""So many leases' time a unit that was tried in vain waits for somebody who manages others. Whoever comes meanwhile can do a first one."""
 _LAST_TIMES = 101
 """The latest results whose times say what is usual."""
 
@@ -57,10 +59,18 @@ class Try(NamedTuple):
 class Leases:
     """The units of one version: which wait, who holds which until when, and which have a result."""
 
-    def __init__(self, lease_s: float, attempts: int, most_lag: int = 0, present: Callable[[], Iterable[str]] = tuple) -> None:
+    def __init__(
+        self,
+        lease_s: float,
+        attempts: int,
+        most_lag: int = 0,
+        present: Callable[[], Iterable[str]] = tuple,
+        patience_leases: float = PATIENCE_LEASES,
+    ) -> None:
         """`most_lag`: versions that may be made while a worker has a unit, before that is cancelled. `present`: the workers that are here,
         without those that failed too many units in a row."""
         self.lease_s, self.attempts, self.most_lag, self.present = lease_s, attempts, most_lag, present
+        self.patience_s = patience_leases * lease_s
         self.version = -1
         self.quorum: int | None = None
         self.workers: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -162,7 +172,8 @@ class Leases:
     def claim(self, worker: str, now: float) -> Lease | None:
         """Lease the unit that has waited longest. None: there is none for this worker, or the round has enough results.
 
-        What it tried in vain itself is for the others who are present, until all have tried it or a lease's time has gone by.
+        What it tried in vain itself is for the others who are present, until all have tried it or a lease's time has gone by. A unit that
+        was tried often enough comes back to it once in a lease's time.
         """
         waiting = self._pending if self.any_waits else ()
         unit = next((unit for unit in waiting if self._may_try(unit, worker, now)), None)
@@ -179,7 +190,9 @@ class Leases:
 
     def _may_try(self, unit: int, worker: str, now: float) -> bool:
         tried = dict(self._tried.get(unit, ()))
-        return worker not in tried or tried[worker] + self.lease_s <= now or all(name in tried for name in self.present())
+        if worker not in tried or tried[worker] + self.lease_s <= now:
+            return True
+        return len(self._tried[unit]) < self.attempts and all(name in tried for name in self.present())
 
     def held(self, worker: str) -> list[Lease]:
         """What the worker has claimed, oldest first: the answer to one who asks again because the first answer was lost."""
@@ -218,6 +231,10 @@ class Leases:
         self._completed[unit] = lease
         self._times.append(now - lease.since)
         return ACCEPTED
+
+    def waits_for_somebody(self, unit: int) -> bool:
+        """Whether a unit was tried in vain as often as it may be, and nobody who is there has shown that units can be done."""
+        return len(self._tried.get(unit, ())) >= self.attempts and not any(self._is_reliable(name) for name in self.present())
 
     def give_back(self, worker: str, unit: int) -> None:
         """Somebody else may do the unit; it does not count as an attempt."""
@@ -266,12 +283,13 @@ class Leases:
         done."""
         if len(tried) < self.attempts:
             return False
-        if any(self._is_reliable(name) for name in self.present()):
-            return sum(self._is_reliable(one.worker) for one in tried) >= self.attempts
-        if tried[0].at + self.lease_s <= now:
-            return True
-        names = {one.worker for one in tried}
-        return all(name in names for name in self.present())
+        has_waited = tried[0].at + self.patience_s <= now
+        there = {name for name in self.present() if self._is_reliable(name)}
+        if not there:
+            return has_waited
+        believed = [one.worker for one in tried if self._is_reliable(one.worker)]
+        names = set(believed)
+        return len(believed) >= self.attempts and (has_waited or there <= names or len(names) >= self.attempts)
 
     def _is_reliable(self, worker: str) -> bool:
         return self._managed[worker] > self._failed[worker]

@@ -74,6 +74,8 @@ class Lender:
         self._offered: list[int] = []
         self._settled_offers = 0
         """How many of them, from the first on, are known to be settled."""
+        self._has_told = False
+        """Whether people know that units wait for somebody who can do them."""
         self._blamed: list[tuple[str, str]] = []
         """Workers whose units were taken away, and why."""
 
@@ -226,6 +228,7 @@ class Lender:
             raise
         outcome = self.leases.submit(worker.name, asked.unit, asked.base, host.now)
         if outcome == "accepted":
+            self._has_told = False
             unit = self.cut.unit(asked.unit)
             result = Delivered(worker.name, asked.seq, asked.base, asked.weight, asked.samples, *unit, asked.metrics)
             host.record(delivered(host.claims.delivered(result), asked.unit, 1.0, state.version, worker.experts), frames, decoded)
@@ -240,7 +243,18 @@ class Lender:
         assert self.leases is not None
         held = any(lease.unit == unit for lease in self.leases.held(worker.name))
         self._failed(self.leases.fail(worker.name, unit, reason, self.host.now))
+        if held:
+            self._tell_of_waiting(unit, reason)
         return held
+
+    def _tell_of_waiting(self, unit: int, reason: str) -> None:
+        """Say why a unit is not given up yet, once until somebody has managed one."""
+        assert self.leases is not None
+        if self._has_told or not self.leases.waits_for_somebody(unit):
+            return
+        self._has_told = True
+        text = f"unit {unit} was tried in vain {self.leases.attempts} times, and nobody who is here has managed one yet: {reason}"
+        self.host.emit(Note(f"warning: {text}. Such units wait {self.leases.patience_s:.0f} s for somebody who can do them"))
 
     def renew(self, worker: Worker) -> None:
         """The worker was seen at work."""

@@ -4,12 +4,27 @@
 
 ALTER TABLE shoal.roles ADD COLUMN enrolled_from text;  -- null: granted by hand, or enrolled before this was known
 
--- One row: when people were last told that roles make room, and how many have done so since.
-CREATE TABLE shoal.room_made (
+-- Of what happens often: when people were last told of it, and how often it has happened since.
+CREATE TABLE shoal.tellings (
+    subject text PRIMARY KEY,
     told_at timestamptz NOT NULL DEFAULT '-infinity',
     untold integer NOT NULL DEFAULT 0
 );
-INSERT INTO shoal.room_made DEFAULT VALUES;
+
+-- Tell people at once, and then once a minute, with how often it happened meanwhile. Nobody waits for somebody else who tells.
+CREATE FUNCTION shoal.say_seldom(p_subject text, p_note text) RETURNS void LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
+DECLARE
+    told tellings;
+BEGIN
+    IF NOT pg_try_advisory_xact_lock(hashtext('shoal.telling')) THEN
+        RETURN;
+    END IF;
+    INSERT INTO tellings AS t (subject, untold) VALUES (p_subject, 1) ON CONFLICT (subject) DO UPDATE SET untold = t.untold + 1 RETURNING * INTO told;
+    IF told.told_at < clock_timestamp() - interval '1 minute' THEN
+        PERFORM say(p_note || CASE WHEN told.untold > 1 THEN format(' (and %s times before, since this was last told)', told.untold - 1) ELSE '' END);
+        UPDATE tellings SET told_at = clock_timestamp(), untold = 0 WHERE subject = p_subject;
+    END IF;
+END $$;
 
 -- The role that makes room for a new one: any, or one that was enrolled from this address. Null: all have done something, or came a moment
 -- ago. Where units are lent, being connected without a result is enough for ten minutes, and no longer.
@@ -38,23 +53,16 @@ BEGIN
     EXECUTE format('DROP ROLE %I', p_role);
 END $$;
 
--- Let a role make room, where there is one that can; whether there was. People are told at once, and then once a minute.
+-- Let a role make room, where there is one that can; whether there was.
 CREATE FUNCTION shoal.make_room(p_from text DEFAULT NULL) RETURNS boolean LANGUAGE plpgsql SET search_path = shoal, pg_temp AS $$
 DECLARE
     leaving text := spare_role(p_from);
-    told room_made;
 BEGIN
     IF leaving IS NULL THEN
         RETURN false;
     END IF;
-    PERFORM dismiss(leaving);
-    UPDATE room_made SET untold = untold + 1 RETURNING * INTO told;
-    IF told.told_at < clock_timestamp() - interval '1 minute' THEN
-        PERFORM say(format('warning: very many students have enrolled: %s, who never handed anything in, made room for a new one%s. If the class is '
-            'not so large, somebody misuses its token', leaving,
-            CASE WHEN told.untold > 1 THEN format(', as %s others did', told.untold - 1) ELSE '' END));
-        UPDATE room_made SET told_at = clock_timestamp(), untold = 0;
-    END IF;
+    PERFORM dismiss(leaving), say_seldom('room', format('warning: very many students have enrolled: %s, who never handed anything in, made room for a '
+        'new one. If the class is not so large, somebody misuses its token', leaving));
     RETURN true;
 END $$;
 
