@@ -15,7 +15,7 @@ from test_driver import STRATEGIES, Walker, World
 from tiny_cluster import nameplate
 
 from shoal.transports import wire
-from shoal.updates.messages import PROTOCOL, Message, Request
+from shoal.updates.messages import ACTIONS, KINDS, PROTOCOL, Message, Request, parse
 
 MESSAGES = 120_000
 LIMITS = wire.Limits(1 << 20, 64 << 10)
@@ -23,8 +23,8 @@ ODD: list[Any] = [None, True, -1, 0, 1, 2**31 - 1, 2**53, 2**64 - 1, -(2**63), 0
 ODD += ["\x1b[2J", b"", [], {}, {"a": 1}, {"loss": 1e308}, {"\x1b": 1.0}, [[[[]]]]]
 
 
-def valid(dice: random.Random, sessions: list[str]) -> dict[str, Any]:
-    """A question as a worker might ask it; often with a session that there is."""
+def valid(dice: random.Random, kind: str, sessions: list[str]) -> dict[str, Any]:
+    """A question of this kind as a worker or an owner might ask it; often with a session that there is."""
     session = {"session": dice.choice([*sessions, "none"]), "number": dice.randrange(10**9)}
     identity = {
         "key": nameplate(dice.choice(("w0", "w1", "eve"))).key,
@@ -40,24 +40,30 @@ def valid(dice: random.Random, sessions: list[str]) -> dict[str, Any]:
         "metrics": {"loss": 1.0},
         "unit": dice.randrange(-1, 9),
     }
-    return dice.choice(
-        [
-            {"kind": "join", "name": dice.choice((None, "w0", "eve")), "protocol": PROTOCOL, "about": {}, "instance": "i"} | identity,
-            {"kind": "gone", "name": "w0"} | identity,
-            {"kind": "leave"} | session,
-            {"kind": "heartbeat", "state": "computing", "figures": {"samples": 1.0}} | session,
-            {"kind": "pull", "have": dice.randrange(-1, 99)} | session,
-            {"kind": "contribute"} | session | place | claims,
-            {"kind": "claim", "have": dice.randrange(-1, 9)} | session,
-            {"kind": "giveback", "unit": dice.randrange(20)} | session,
-            {"kind": "fail", "unit": dice.randrange(20), "reason": "so"} | session,
-        ]
-    )
+    made: dict[str, dict[str, Any]] = {
+        "join": {"name": dice.choice((None, "w0", "eve")), "protocol": PROTOCOL, "about": {}, "instance": "i"} | identity,
+        "gone": {"name": "w0"} | identity,
+        "order": {"action": dice.choice(ACTIONS), "name": dice.choice((None, "w0", "eve"))} | identity,
+        "leave": {"reason": dice.choice(("", "so"))} | session,
+        "heartbeat": {"state": "computing", "figures": {"samples": 1.0}} | session,
+        "hold": {"experts": [dice.randrange(9) for _ in range(dice.randrange(4))]} | session,
+        "pull": {"have": dice.randrange(-1, 99)} | session,
+        "contribute": session | place | claims,
+        "claim": {"have": dice.randrange(-1, 9)} | session,
+        "giveback": {"unit": dice.randrange(20)} | session,
+        "fail": {"unit": dice.randrange(20), "reason": "so"} | session,
+    }
+    return {"kind": kind} | made[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_message_is_among_them_and_right_before_it_is_changed(kind: str) -> None:
+    parse(valid(random.Random(1), kind, []))
 
 
 def mutated(dice: random.Random, sessions: list[str]) -> list[bytes]:
     """A field that is odd, missing or too many; or bytes that are."""
-    header = valid(dice, sessions)
+    header = valid(dice, dice.choice(KINDS), sessions)
     for _ in range(dice.randrange(3)):
         name = dice.choice([*header, "more"])
         if dice.random() < 0.2 and len(header) > 1:

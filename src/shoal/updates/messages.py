@@ -255,6 +255,8 @@ _CHECKS: dict[str, tuple[type[Any], dict[str, Callable[[Any], bool]]]] = {
     "giveback": (GiveBack, _SESSION | {"unit": _integer(0)}),
     "fail": (Fail, _SESSION | {"unit": _integer(0), "reason": _text(LONGEST_REASON)}),
 }
+KINDS = tuple(_CHECKS)
+"""What a header's `kind` may be."""
 
 
 _BATCHES = {"epoch": _integer(0), "start": _integer(0), "batches": _integer(1)}
