@@ -23,6 +23,7 @@ from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
 from shoal.transports.postgres.line import Line
+from shoal.updates.households import household
 
 SSL_REQUEST = struct.pack("!ii", 8, 80877103)
 
@@ -265,6 +266,7 @@ def test_the_database_tells_addresses_apart_though_all_come_through_the_front(
 )
 def test_addresses_of_one_ipv6_network_count_as_one(one: str, other: str, same: bool) -> None:
     assert (tls_front.household(one) == tls_front.household(other)) is same
+    assert [household(one), household(other)] == [tls_front.household(one), tls_front.household(other)], "all doors count alike"
 
 
 def test_who_enrols_stays_a_stranger_and_gives_its_place_up(outside: Access, tmp_path: Path) -> None:

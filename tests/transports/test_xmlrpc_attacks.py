@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import random
 import socket
@@ -18,6 +19,7 @@ from shoal.transports import Message, addresses
 from shoal.transports.wire import Limits, Malformed, encode
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.xmlrpc.documents import pack, unpack
+from shoal.transports.xmlrpc.server import MOST_CONNECTIONS, STRANGERS_S, Places
 
 LIMIT = 100_000
 BOMB = b"""<?xml version="1.0"?><!DOCTYPE b [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">]>
@@ -134,6 +136,72 @@ def test_a_client_that_hangs_up_frees_its_thread(server: XmlRpcServer) -> None:
         line.sendall(b"POST /RPC2 HT")
         line.close()
     eventually(lambda: threading.active_count() <= calm)
+    still_answers(server)
+
+
+def knock(server: XmlRpcServer, words: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+    place = addresses.parse(server.address)
+    line = socket.create_connection((place.host, place.port), PATIENCE_S, source_address=(source, 0))
+    line.sendall(words)
+    return line
+
+
+def is_ended(line: socket.socket) -> bool:
+    line.settimeout(PATIENCE_S)
+    try:
+        return line.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("words", [b"", b"POST /RPC2 HTTP/1.1\r\nAuthor"], ids=["silent", "one that begins to speak"])
+@pytest.mark.parametrize("sources", [["127.0.0.1"], ["127.0.0.2", "127.0.0.3"]], ids=["at the worker's address", "at two others"])
+def test_strangers_who_take_all_places_keep_no_worker_out(server: XmlRpcServer, sources: list[str], words: bytes) -> None:
+    worker = XmlRpcClient(server.address, token=TOKEN, max_frame_bytes=LIMIT)
+    assert worker.call(Message({"first": "here"}), PATIENCE_S).header["echo"] == {"first": "here"}
+    with contextlib.ExitStack() as held:
+        lines = [held.enter_context(knock(server, words, sources[number % len(sources)])) for number in range(MOST_CONNECTIONS + 20)]
+        still_answers(server)
+        assert is_ended(lines[0]), "who came first, and did not show the token, gave its place up"
+        assert server.traffic.refused["crowded"] >= 20
+        assert worker.call(Message({"still": "here"}), PATIENCE_S).header["echo"] == {"still": "here"}
+    worker.close()
+
+
+def test_one_address_leaves_places_to_others_also_with_the_token() -> None:
+    places, lines = Places(8), [socket.socket() for _ in range(10)]
+    for number in range(6):
+        assert places.take(lines[number], "school", float(number)) == (True, None)
+        places.hear(lines[number], is_busy=True)
+    assert places.take(lines[6], "school", 6.0) == (False, None), "all of them wait for answers"
+    assert places.take(lines[6], "elsewhere", 6.0) == (True, None)
+    assert places.take(lines[7], "elsewhere", 7.0) == (True, None)
+    places.hear(lines[7], is_busy=False)
+    assert places.take(lines[8], "third", 8.0) == (True, lines[6]), "the one who has not shown the token"
+    places.hear(lines[8], is_busy=False)
+    assert places.take(lines[9], "third", 9.0) == (True, lines[7]), "then the one who was silent for longest, and waits for nothing"
+    for line in lines:
+        places.leave(line)
+        line.close()
+    assert places.all() == []
+
+
+def test_a_stranger_has_a_moment_to_show_the_token() -> None:
+    places = Places(8)
+    with socket.socket() as stranger, socket.socket() as worker:
+        places.take(stranger, "a", 0.0)
+        places.take(worker, "a", 0.0)
+        places.hear(worker, is_busy=False)
+        assert places.slow_strangers(STRANGERS_S) == []
+        assert places.slow_strangers(STRANGERS_S + 1) == [stranger]
+
+
+def test_many_words_before_a_question_are_not_kept(server: XmlRpcServer) -> None:
+    with knock(server, b"POST /RPC2 HTTP/1.1\r\n") as stranger:
+        with contextlib.suppress(ConnectionError):
+            for number in range(50):
+                stranger.sendall(b"X-%d: " % number + 60_000 * b"x" + b"\r\n")
+        assert is_ended(stranger)
     still_answers(server)
 
 

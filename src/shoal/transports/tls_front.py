@@ -143,9 +143,9 @@ class Front:
 def household(address: str) -> str:
     """What is counted as one address. With IPv6 anybody has as many addresses as they like, of one network."""
     found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv4Address) or found.ipv4_mapped is not None:
-        return str(getattr(found, "ipv4_mapped", None) or found)
-    return str(ipaddress.ip_network((found, 64), strict=False))
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 
 def own_address_for(address: str, secret: bytes) -> str:
@@ -155,7 +155,7 @@ def own_address_for(address: str, secret: bytes) -> str:
 
 
 class Strangers:
-    """The clients that are not let in yet. Their number is bounded, in all and at one address; and who of an address is let in is counted."""
+    """The clients that are not let in yet. Their number is bounded, in all and at one address; so is that of one address's who are in."""
 
     def __init__(self, most_let_in_at_one: int) -> None:
         self.visits: list[Visit] = []

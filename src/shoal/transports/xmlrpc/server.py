@@ -1,4 +1,9 @@
-"""The side that answers: an HTTP server with a thread for each connection."""
+"""The side that answers: an HTTP server with a thread for each connection.
+
+There are so many connections at a time, and from one address three quarters of them. Where all places are taken, the connection that has
+been silent for longest, of those that have not shown the token yet, gives its place up to the next one; where there is none, one that has,
+and that waits for nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +22,17 @@ from shoal.transports.desk import Desk
 from shoal.transports.interface import Message, Request, Traffic
 from shoal.transports.rate import SLOWEST_BYTES_PER_S, Rate
 from shoal.transports.xmlrpc.documents import most_body_bytes, only_here, pack, unpack
+from shoal.updates.households import household
 
 MOST_CONNECTIONS = 256
+_SHARE_OF_AN_ADDRESS = 3 / 4
+"""However many places there are, one address leaves some to the others."""
 IDLE_S = 30.0
 """How long a connection may dawdle over its request."""
+STRANGERS_S = 10.0
+"""How long one that has not shown the token may take to do so, however it sends its words."""
+HEADER_BYTES = 16 << 10
+"""What comes before a question's body may have at most: http.server alone would take megabytes from a stranger."""
 LINGER_S = 2.0
 
 
@@ -78,19 +90,25 @@ class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.desk = desk
         self.expected = f"Bearer {token}".encode()
-        self.connections: set[socket.socket] = set()
+        self.connections = Places()
         self.closing = threading.Event()
         super().__init__((host, port), _Handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return len(self.connections) < MOST_CONNECTIONS
+        has_room, leaving = self.connections.take(request, household(str(client_address[0])), time.monotonic())
+        if leaving is not None:
+            _end(leaving)
+        if leaving is not None or not has_room:
+            self.desk.traffic.refuse("crowded")
+        return has_room
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.connections.add(request)
-        super().process_request(request, client_address)
+    def service_actions(self) -> None:
+        """Called twenty times a second."""
+        for stranger in self.connections.slow_strangers(time.monotonic()):
+            _end(stranger)
 
     def shutdown_request(self, request: Any) -> None:
-        self.connections.discard(request)
+        self.connections.leave(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -100,12 +118,92 @@ class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """Ask for nothing more, let answers leave that were given, then end what is left."""
         self.closing.set()
         for how, patience_s in ((socket.SHUT_RD, LINGER_S), (socket.SHUT_RDWR, 0.0)):
-            for connection in list(self.connections):
-                with contextlib.suppress(OSError):
-                    connection.shutdown(how)
+            for connection in self.connections.all():
+                _end(connection, how)
             deadline = time.monotonic() + patience_s
-            while self.connections and time.monotonic() < deadline:
+            while self.connections.all() and time.monotonic() < deadline:
                 time.sleep(0.005)
+
+
+def _end(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    """Its thread hears of it, and closes it."""
+    with contextlib.suppress(OSError):  # it may have ended meanwhile
+        connection.shutdown(how)
+
+
+class Place:
+    """A connection: where it is from, since when it is silent, and whether it has shown the token."""
+
+    def __init__(self, address: str, now: float) -> None:
+        self.address, self.came_at, self.heard_at = address, now, now
+        self.is_stranger = True
+        self.is_busy = False
+        """Whether it waits for an answer, or sends a question."""
+
+
+class Places:
+    """The connections there are. Any thread may call it."""
+
+    def __init__(self, most: int = MOST_CONNECTIONS) -> None:
+        self.most, self.most_of_an_address = most, int(_SHARE_OF_AN_ADDRESS * most)
+        self._lock = threading.Lock()
+        self._places: dict[socket.socket, Place] = {}
+
+    def all(self) -> list[socket.socket]:
+        with self._lock:
+            return list(self._places)
+
+    def take(self, connection: socket.socket, address: str, now: float) -> tuple[bool, socket.socket | None]:
+        """Whether there is a place for one more, and who has to give up its own for that."""
+        with self._lock:
+            own = [one for one, place in self._places.items() if place.address == address]
+            among = own if len(own) >= self.most_of_an_address else list(self._places) if len(self._places) >= self.most else None
+            leaving = None if among is None else self._longest_silent(among)
+            if among is not None and leaving is None:
+                return False, None
+            if leaving is not None:
+                del self._places[leaving]
+            self._places[connection] = Place(address, now)
+            return True, leaving
+
+    def _longest_silent(self, among: list[socket.socket]) -> socket.socket | None:
+        idle = [one for one in among if not self._places[one].is_busy]
+        return min(idle, key=lambda one: (not self._places[one].is_stranger, self._places[one].heard_at), default=None)
+
+    def hear(self, connection: socket.socket, *, is_busy: bool) -> None:
+        """It has shown the token, and asks something, or was answered."""
+        with self._lock:
+            if (place := self._places.get(connection)) is not None:
+                place.is_stranger, place.is_busy, place.heard_at = False, is_busy, time.monotonic()
+
+    def slow_strangers(self, now: float) -> list[socket.socket]:
+        with self._lock:
+            return [one for one, place in self._places.items() if place.is_stranger and now - place.came_at > STRANGERS_S]
+
+    def leave(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._places.pop(connection, None)
+
+
+class _Questions:
+    """What a connection sends. The lines before a question's body are bounded together."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.left = stream, HEADER_BYTES
+
+    def readline(self, most: int) -> bytes:
+        line: bytes = self._stream.readline(min(most, self.left + 1))
+        self.left -= len(line)
+        if self.left < 0:
+            raise ConnectionAbortedError("a question that begins with too many words")
+        return line
+
+    def read(self, size: int) -> bytes:
+        found: bytes = self._stream.read(size)
+        return found
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -116,6 +214,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = IDLE_S
     disable_nagle_algorithm = True
 
+    def setup(self) -> None:
+        super().setup()
+        self.rfile: Any = _Questions(self.rfile)
+
+    def handle_one_request(self) -> None:
+        self.rfile.left = HEADER_BYTES
+        super().handle_one_request()
+
     def do_GET(self) -> None:
         """Whether the token is right, which a client asks before it sends much."""
         if self._authorised():
@@ -125,6 +231,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not self._authorised() or not self._measured():
             return
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.connections.hear(self.connection, is_busy=True)
         try:
             waiting = self.server.desk.ask(self._peer(), unpack(body, answer=False), str(self.client_address[0]))
         except wire.Malformed as problem:
@@ -136,9 +243,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     self._respond(200, pack(parts, answer=True))
                 break
         self.server.desk.forget(waiting)
+        self.server.connections.hear(self.connection, is_busy=False)
 
     def _authorised(self) -> bool:
         if keys.same(self.headers.get("Authorization", "").encode(), self.server.expected):
+            self.server.connections.hear(self.connection, is_busy=False)
             return True
         self._turn_away(401, "unauthorised")
         return False

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+from shoal.updates.households import household
+
 RESERVED_DESCRIPTORS = 256
 """For files, processes and whatever else the run opens."""
 _SHARE_OF_AN_ADDRESS = 3 / 4
@@ -70,7 +72,7 @@ class Crowd:
         self.ended(descriptor)
         try:
             with borrowed(descriptor) as line:
-                address = str(line.getpeername()[0])
+                address = household(str(line.getpeername()[0]))
         except OSError:  # it has ended meanwhile
             return False
         if self._counts[address] >= self.most_of_an_address:
