@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from tiny_cluster import Numbers, contribution, strategy_of
 
-from shoal.config.schema.strategy import Async
+from shoal.config.schema.strategy import Async, WorkUnits
 from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import Captured, Driver, Surroundings
 from shoal.coordinator.effects import Published
 from shoal.coordinator.state import Bounds, Plan
+from shoal.coordinator.units import Cut
 from shoal.runs.keeping import Files
 from shoal.transports import Message, new_token
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 from shoal.updates import codecs
 from shoal.updates.identities import Identity
 from shoal.updates.messages import PROTOCOL, Gone, Join, header_of
-from shoal.worker.protocol import Protocol, Receipt, Seated
+from shoal.worker.protocol import Protocol, Receipt, Seated, Unit
 
 TOKEN = new_token()
 LIMIT = 1_000_000
@@ -33,10 +34,10 @@ SAMPLES, TOKENS = 4, 8
 
 
 class Live:
-    """Two numbers are learned, of shards of 100 batches."""
+    """Two numbers are learned, of shards of 100 batches, or of units of one batch."""
 
-    def __init__(self, folder: Path, bounds: Bounds = Bounds(), **server: Any) -> None:  # noqa: B008 - a tuple
-        self.folder, self.bounds, self.options = folder, bounds, server
+    def __init__(self, folder: Path, bounds: Bounds = Bounds(), units: bool = False, **server: Any) -> None:  # noqa: B008 - a tuple
+        self.folder, self.bounds, self.units, self.options = folder, bounds, units, server
         self.notes, self.published_ones, self.clients = list[str](), list[Published](), list[ZmqClient]()
         self.begin(resume=False)
 
@@ -45,7 +46,10 @@ class Live:
         plan = Plan(Updates(), 0, 1, 1, 10**6, None, 1, 5.0, 0.5)._replace(
             samples_per_batch=SAMPLES, weight_per_sample=TOKENS, batches_per_shard=100, bounds=self.bounds
         )
-        self.coordinator = coordinator = Coordinator(plan, strategy_of(Async(max_staleness=1000)), learner)
+        strategy = strategy_of(WorkUnits(batches_per_unit=1, units_per_update=1) if self.units else Async(max_staleness=1000))
+        if self.units:
+            plan = plan._replace(cut=Cut(100, 1, 10), total_batches=1000, lease_s=1000.0, attempts=3, samples_per_epoch=400)
+        self.coordinator = coordinator = Coordinator(plan, strategy, learner)
         self.server = ZmqServer("127.0.0.1", 0, **{"token": TOKEN, "secret_key": None, "max_frame_bytes": LIMIT} | self.options)
 
         def capture() -> Captured:
@@ -105,6 +109,8 @@ class Honest:
         self.protocol.ready = True
         self.place = (0, 0)
         self.receipts: list[Receipt] = []
+        self.unit: Unit | None = None
+        """What it leased last."""
         self.say_all()
 
     def say_all(self) -> None:
@@ -115,6 +121,28 @@ class Honest:
                     self.place = event[1:]
                 elif isinstance(event, Receipt):
                     self.receipts.append(event)
+                elif isinstance(event, Unit):
+                    self.unit = event
+
+    def lease(self) -> Unit:
+        self.unit = None
+        self.protocol.claim()
+        self.say_all()
+        assert self.unit is not None
+        return self.unit
+
+    def manage(self) -> str:
+        """Do a unit, and say what became of its result."""
+        unit = self.lease()
+        made = contribution(unit.epoch, unit.start + unit.batches, self.protocol.have, samples=SAMPLES, unit=unit.number)
+        self.protocol.contribute(made, codecs.encode(NoCodec(), torch.ones(2), None), pulls=False)
+        self.say_all()
+        return self.receipts[-1].status
+
+    def fail(self) -> None:
+        unit = self.lease()
+        self.protocol.fail(unit.number, "broken")
+        self.say_all()
 
     def step(self, **claims: Any) -> str:
         """Contribute, and say what became of it."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from tiny_cluster import Cluster, FakeWorker, strategy_of
+from collections.abc import Callable
+
+import pytest
+from tiny_cluster import Cluster, FakeWorker, nameplate, strategy_of
 
 from shoal.config.schema.strategy import Async
+from shoal.coordinator.state import Called
 from shoal.updates.messages import PROTOCOL, Join
 
 ASYNC = strategy_of(Async(max_staleness=50))
@@ -63,3 +67,44 @@ def test_a_crowd_does_not_fill_the_screen() -> None:
     cluster.pass_time(10.0)
     cluster.join("ada")
     assert any("more workers came or went" in note for note in cluster.notes)
+
+
+# --- a crowd that asks to be let in ---------------------------------------------------------------------------
+
+
+def test_however_many_ask_for_a_challenge_nobodys_is_forgotten() -> None:
+    cluster = Cluster(ASYNC)
+    slow = FakeWorker("ada")
+    cluster.hear(slow, cluster.say(slow))
+    for number in range(5000):
+        cluster.ask(Join(f"eve{number}", PROTOCOL, {}, "", "cd" * 32))
+    assert cluster.hear(slow, cluster.say(slow))["kind"] == "welcome"
+
+
+@pytest.mark.parametrize("change", [lambda nonce: "1" + nonce, lambda nonce: nonce[:-1] + "g", lambda nonce: "", lambda nonce: "--"])
+def test_a_challenge_is_good_once_and_as_it_was_given(change: Callable[[str], str]) -> None:
+    cluster = Cluster(ASYNC)
+    asked = Join("ada", PROTOCOL, {}, "", nameplate("ada").key)
+    nonce = cluster.answers[cluster.ask(asked)]["nonce"]
+    proved = asked._replace(nonce=nonce, proof="0" * 128)
+    assert cluster.status(cluster.ask(proved._replace(nonce=change(nonce)))) == "unknown-nonce"
+    assert cluster.answers[cluster.ask(proved)]["kind"] == "welcome"
+    assert cluster.status(cluster.ask(proved)) == "unknown-nonce", "it was recorded, and comes again"
+
+
+def test_a_crowd_at_one_address_keeps_nobody_out_who_comes_from_another() -> None:
+    cluster = Cluster(ASYNC)
+
+    def come(name: str, address: str) -> str | None:
+        def ask(asked: Join) -> int:
+            cluster.calls += 1
+            event = Called(cluster.calls, asked, (), f"session-{cluster.calls}", address=address)
+            cluster.carry_out(cluster.coordinator.handle(event, cluster.now))
+            return cluster.calls
+
+        asked = Join(name, PROTOCOL, {}, "", nameplate(name).key)
+        return cluster.status(ask(asked._replace(nonce=cluster.answers[ask(asked)]["nonce"], proof="0" * 128)))
+
+    came = [come(f"eve{number}", f"2001:db8::{number:x}") for number in range(700)]
+    assert "too-fast" in came, "an IPv6 network is one address"
+    assert [come(f"ada{number}", "192.0.2.1") for number in range(50)] == [None] * 50

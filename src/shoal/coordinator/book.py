@@ -18,6 +18,9 @@ the same code. It knows no clock and no member.
     withdrawn  a person's invitation was withdrawn, and their workers were shown out
     paused     the owner holds the run up, or lets it go on
     evicted    the owner keeps a worker out, or lets it in again
+    seen       what a worker sent was turned away again and again: this far it has come
+    blamed     a worker could not do so many units in a row
+    quarantined  a worker that failed what others manage is kept out for a while, or let in again
     repaired   what followed was lost, and is named; nobody uses those numbers again
 """
 
@@ -173,8 +176,11 @@ class Book:
             self._arrange(record)
             return []
         if kind == "forgotten":
-            for names in (self.state.seats, self.state.keys):
+            for names in (self.state.seats, self.state.keys, self.state.seen, self.state.failures):
                 names.pop(record["worker"], None)
+            return []
+        if kind in ("seen", "blamed", "quarantined"):
+            self._judge(record)
             return []
         if kind == "paused":
             self.state.paused = record["paused"]
@@ -238,6 +244,19 @@ class Book:
         else:
             self.state.evicted.pop(name, None)
 
+    def _judge(self, record: dict[str, Any]) -> None:
+        """Move on by a record of how a worker stands."""
+        state, name = self.state, record["worker"]
+        if record["kind"] == "seen":
+            state.seen[name] = [record[part] for part in ("seq", "seat", "epoch", "position")]
+        elif record["kind"] == "blamed":
+            state.failures[name] = record["failed"]
+        else:
+            state.quarantined.pop(name, None)
+            state.failures.pop(name, None)
+            if record["out"]:
+                state.quarantined[name] = record["guest"]
+
     def _seat(self, record: dict[str, Any]) -> None:
         state, name, seat = self.state, record["worker"], record["seat"]
         state.seats[name] = seat
@@ -259,8 +278,11 @@ class Book:
     def _accept(self, record: dict[str, Any], held: Held) -> list[Effect]:
         name, state = record["worker"], self.state
         state.sequences[name], state.digests[name] = record["seq"], digest_of(held.line)
+        if record["seq"] >= state.seen.get(name, (0,))[0]:
+            state.seen.pop(name, None)
         if "unit" in record:
             self.settled.add(record["unit"])
+            state.failures.pop(name, None)
         else:
             state.positions[str(record["seat"])] = [record["epoch"], record["position"]]
         if name in state.made:

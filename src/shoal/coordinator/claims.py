@@ -22,6 +22,8 @@ others come with later. What the run's own task tells (`Plan.figures`) always ha
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.,:/ -]{1,128}")
 _MOST_SKIPPED = 64
 """Contributions that a worker may have made without sending them: they were not finite, or a crash forgot that they were turned away."""
+MOST_UNRECORDED = _MOST_SKIPPED // 2
+"""Contributions that a worker may be seen to send, and that are turned away, before it is recorded how far it has come."""
 
 
 class Claims:

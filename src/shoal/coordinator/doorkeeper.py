@@ -1,22 +1,27 @@
 """Who may join, and under which name: a name belongs to the key that brought it.
 
 Whoever asks is first given a word to sign, which is good for one time and for a minute, so that a recorded or late answer opens nothing.
+The word itself says when it was given, sealed with a key that only the coordinator has: however many ask for one, nobody's is forgotten.
 Newcomers come at a bounded rate, and so do proofs, since to check one takes milliseconds: a crowd at the door costs those who are in
-nothing, and leaves no trace.
+nothing, and leaves no trace. One address has three quarters of each rate, so a crowd at one does not keep out who comes from elsewhere.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections import OrderedDict
 from typing import NamedTuple
 
 from shoal.coordinator.membership import Membership, Worker
 from shoal.coordinator.state import Bounds, State
+from shoal.updates.households import household
 from shoal.updates.identities import is_proved
 from shoal.updates.messages import LONGEST_NAME, Gone, Join, Order
 
 _NONCE_S = 60.0
-_MOST_NONCES = 4096
+_MOST_ADDRESSES = 1024
+_SHARE_OF_AN_ADDRESS = 3 / 4
 _PROOFS_PER_S, _PROOFS_AT_ONCE = 50.0, 500.0
 UNUSED_S = 600.0
 """A name under which nothing was ever accepted is forgotten so long after its worker went."""
@@ -48,40 +53,72 @@ class Bucket:
         return True
 
 
+class Shares:
+    """A bucket for all, of which no address empties more than its share. Those that came last are known; nobody's address is one, too."""
+
+    def __init__(self, per_second: float, at_once: float) -> None:
+        self._all = Bucket(per_second, at_once)
+        self._of: OrderedDict[str, Bucket] = OrderedDict()
+
+    def take(self, address: str, now: float) -> bool:
+        address = household(address)
+        share = _SHARE_OF_AN_ADDRESS if address else 1.0
+        own = self._of.pop(address, None) or Bucket(share * self._all.per_second, max(1.0, share * self._all.at_once))
+        self._of[address] = own
+        if len(self._of) > _MOST_ADDRESSES:
+            self._of.popitem(last=False)
+        return own.take(now) and self._all.take(now)
+
+
 class Doorkeeper:
     """Asks who is there. It looks at the state and never changes it."""
 
     def __init__(self, members: Membership, bounds: Bounds) -> None:
         self.members, self.bounds = members, bounds
         self.is_proved = is_proved
-        self._nonces: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """What was given out to be signed: which challenge it was, and when; the oldest first."""
+        self._secret = b""
+        """What challenges are sealed with: the first word that nobody could guess."""
         self._challenges = 0
-        self._newcomers = Bucket(bounds.joins_per_minute / 60, bounds.joins_per_minute)
-        self._proofs = Bucket(_PROOFS_PER_S, _PROOFS_AT_ONCE)
+        self._answered: OrderedDict[int, float] = OrderedDict()
+        """Challenges of the last minute that were answered well, and when."""
+        self._newcomers = Shares(bounds.joins_per_minute / 60, bounds.joins_per_minute)
+        self._proofs = Shares(_PROOFS_PER_S, _PROOFS_AT_ONCE)
         self._gone: OrderedDict[str, float] = OrderedDict()
         """Names without a contribution whose workers are gone, and since when."""
 
     # --- proofs --------------------------------------------------------------------------------------
 
-    def challenge(self, nonce: str, now: float) -> dict[str, str]:
-        """Ask for a signature of this word, which nobody could guess."""
+    def challenge(self, word: str, now: float) -> dict[str, str]:
+        """Ask for a signature. `word`: one that nobody could guess."""
+        self._secret = self._secret or word.encode()
         self._challenges += 1
-        self._nonces[nonce] = self._challenges, now
-        if len(self._nonces) > _MOST_NONCES:
-            self._nonces.popitem(last=False)
-        return {"kind": "challenge", "nonce": nonce}
+        return {"kind": "challenge", "nonce": self._sealed(f"{self._challenges}-{int(1000 * now)}")}
 
-    def check(self, asked: Join | Gone | Order, purpose: str, before: Worker | None, now: float) -> tuple[int, Refusal]:
+    def _sealed(self, text: str) -> str:
+        return f"{text}-{hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()[:32]}"
+
+    def _given(self, nonce: str) -> tuple[int, float]:
+        """Which challenge this was, and when; the number 0: none."""
+        text = nonce.rpartition("-")[0]
+        if not self._challenges or not hmac.compare_digest(self._sealed(text).encode(), nonce.encode()):
+            return 0, 0.0
+        number, at = text.split("-")
+        return int(number), int(at) / 1000
+
+    def check(self, asked: Join | Gone | Order, purpose: str, before: Worker | None, now: float, address: str = "") -> tuple[int, Refusal]:
         """Which challenge was answered, and what speaks against the answer. `before`: the worker that has the name now; an answer to an
-        older challenge than its own comes from a process that it has replaced."""
-        number, given_at = self._nonces.pop(asked.nonce, (0, 0.0))
-        if not number or now - given_at > _NONCE_S or (before is not None and number < before.challenge):
+        older challenge than its own comes from a process that it has replaced. `address`: where the answer comes from, if that is known."""
+        number, given_at = self._given(asked.nonce)
+        is_old = now - given_at > _NONCE_S or number in self._answered
+        if not number or is_old or (before is not None and number < before.challenge):
             return 0, Refusal("unknown-nonce", "this answers no question of the coordinator's, or came too late")
-        if not self._proofs.take(now):
+        if not self._proofs.take(address, now):
             return 0, Refusal("too-fast", "too many workers come at once; trying again")
         if not self.is_proved(asked.key, purpose, asked.name or "", asked.nonce, asked.proof):
             return 0, Refusal("unproved", "the signature does not fit the worker's key")
+        self._answered[number] = now
+        while now - next(iter(self._answered.values())) > _NONCE_S + 1:
+            self._answered.popitem(last=False)
         return number, Refusal()
 
     # --- names ---------------------------------------------------------------------------------------
@@ -102,7 +139,7 @@ class Doorkeeper:
             return _NOTHING
         return Refusal("withdrawn", f"the invitation of {guest} was withdrawn")
 
-    def admit(self, name: str, key: str, guest: str, state: State, now: float) -> Refusal:
+    def admit(self, name: str, key: str, guest: str, state: State, now: float, address: str = "") -> Refusal:
         """What speaks against letting one more worker of this name, with this key, in."""
         if name in state.evicted or (state.evicted and key in state.evicted.values()):
             return Refusal("evicted", f"the run's owner keeps {name} out")
@@ -118,7 +155,7 @@ class Doorkeeper:
         most = self.bounds.guests.get(guest) if guest else None
         if most is not None and self.members.guests[guest] >= most:
             return Refusal("full", f"the invitation of {guest} is for {most} workers at a time, and they are here")
-        if name not in state.sequences and not self._newcomers.take(now):
+        if name not in state.sequences and not self._newcomers.take(address, now):
             return Refusal("too-fast", f"more than {self.bounds.joins_per_minute} workers a minute come for the first time; trying again")
         return Refusal()
 

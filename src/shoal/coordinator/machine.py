@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.coordinator.book import Book
-from shoal.coordinator.claims import Claims
+from shoal.coordinator.claims import MOST_UNRECORDED, Claims
 from shoal.coordinator.closing import Closing
 from shoal.coordinator.doorkeeper import Bucket, Doorkeeper, Refusal
 from shoal.coordinator.effects import Effect, Frames, Note, Persist, Published, Reply, Stop
@@ -131,6 +131,8 @@ class Coordinator:
                 self.lose(event.name, "is gone")
             case Opened():
                 self.door.recall(self.state, self.now)
+                for name, guest in self.state.quarantined.items():
+                    self.members.quarantine(name, guest, self.now + self.plan.bounds.quarantine_s)
                 if self.state.paused:
                     self.emit(Note("the run is paused, as its owner wanted: `shoal resume` lets it go on"))
                 if self.lender is not None:
@@ -285,9 +287,9 @@ class Coordinator:
             return self.emit(Reply(event.caller, self.door.challenge(event.session, self.now)))
         name = self.door.name_for(asked, self.state)
         before = self.members.by_name.get(name)
-        challenge, refusal = self.door.check(asked, "join", before, self.now)
+        challenge, refusal = self.door.check(asked, "join", before, self.now, event.address)
         if not refusal.reason:
-            refusal = self.door.admit(name, asked.key, event.guest, self.state, self.now)
+            refusal = self.door.admit(name, asked.key, event.guest, self.state, self.now, event.address)
         if not refusal.reason and self.tasks is not None and (unfit := self.tasks.unfit(name)):
             self._tell_of_member(f"{name} cannot take part: {unfit}")
             refusal = Refusal("unfit", unfit)
@@ -315,14 +317,21 @@ class Coordinator:
         seat = _UNSEATED if self.tasks is not None and seat is None else seat
         worker = self.members.add(name, event.session, about, self.now, asked.instance, event.guest, seat)
         worker.challenge, worker.address = challenge, event.address
-        worker.seen_seq = self.state.sequences.get(name, -1)
-        epoch, position = self.state.positions.get(str(worker.seat), (0, 0))
-        worker.seen_place = epoch, position
+        self._recall(worker)
         if self.tasks is not None and worker.seat == _UNSEATED:
             self.tasks.seat(worker)
         if self.state.seats.get(name) != worker.seat or self.state.keys.get(name) != asked.key:
             self.record({"kind": "seated", "worker": name, "seat": worker.seat, "key": asked.key})
         return worker
+
+    def _recall(self, worker: Worker) -> None:
+        """How a worker stands that may have been here before, with this coordinator or one that was killed. After too many failures it may
+        try one more unit: whoever started it again may have mended it."""
+        seq, seat, *seen = self.state.seen.get(worker.name, (-1, worker.seat, 0, 0))
+        epoch, position = max(self.state.positions.get(str(worker.seat), [0, 0]), seen if seat == worker.seat else [0, 0])
+        worker.seen_seq = max(seq, self.state.sequences.get(worker.name, -1))
+        worker.seen_place = epoch, position
+        worker.failed = min(self.state.failures.get(worker.name, 0), self.plan.bounds.failures - 1)
 
     def _tell_of_joining(self, worker: Worker, wanted: str | None) -> None:
         whose = f"{worker.name} joined ({', '.join(worker.about.values())})" if worker.about else f"{worker.name} joined"
@@ -343,7 +352,7 @@ class Coordinator:
         """Whoever has a worker's key says that its processes have ended."""
         if not asked.proof:
             return self.emit(Reply(event.caller, self.door.challenge(event.session, self.now)))
-        _, refusal = self.door.check(asked, "gone", self.members.by_name.get(asked.name), self.now)
+        _, refusal = self.door.check(asked, "gone", self.members.by_name.get(asked.name), self.now, event.address)
         if not refusal.reason and self.state.keys.get(asked.name) != asked.key:
             refusal = Refusal("unproved", f"{asked.name} has another key")
         if refusal.reason:
@@ -371,6 +380,8 @@ class Coordinator:
         self._tell_of_member(f"{worker.name} {why}")
 
     def _forget_unused(self) -> None:
+        while (name := self.members.released(self.now)) is not None:
+            self.record({"kind": "quarantined", "worker": name, "guest": "", "out": False})
         while (name := self.door.forgettable(self.state, self.now)) is not None:
             self.record({"kind": "forgotten", "worker": name})
 
@@ -391,10 +402,12 @@ class Coordinator:
         """A worker that fails unit after unit, while others manage theirs, would use up everybody's attempts."""
         worker.reject("failed")
         worker.failed += 1
+        self.record({"kind": "blamed", "worker": worker.name, "failed": worker.failed})
         others = [one for one in self.members.by_name.values() if one is not worker and one.accepted and not one.failed]
         if worker.failed < self.plan.bounds.failures or not others:
             return
-        self.members.quarantine(worker, self.now + self.plan.bounds.quarantine_s)
+        self.members.quarantine(worker.name, worker.guest, self.now + self.plan.bounds.quarantine_s)
+        self.record({"kind": "quarantined", "worker": worker.name, "guest": worker.guest, "out": True})
         whom = f", with newcomers on the invitation of {worker.guest}," if worker.guest else ""
         self.emit(
             Note(
@@ -440,13 +453,22 @@ class Coordinator:
             return self.refuse(event.caller, "impossible", "more data than the run has for one contribution")
         if not self.claims.in_reach(asked, worker.seen_seq, worker.seen_place if self.tasks is None else None):
             return self.refuse(event.caller, "misplaced", "a number, or a place at the data, that this worker cannot have come to")
-        worker.seen_seq, worker.seen_place = max(worker.seen_seq, asked.seq), max(worker.seen_place, (asked.epoch, asked.position))
+        self._see(worker, asked)
         if (asked.unit >= 0) != (self.lender is not None and self.lender.leases is not None):
             return self.refuse(event.caller, "impossible", "not what this run's workers send")
         self.members.arrive(worker, self.now, self.plan.telemetry_alpha)
         self.members.time(worker, asked.batches, self.now, self.plan.telemetry_alpha)
         worker.lag = self._lag(worker, asked.base)
         return self._submit(event, asked, worker) if asked.unit >= 0 else self._admit(event, asked, worker)
+
+    def _see(self, worker: Worker, asked: Contribute) -> None:
+        """Note how far a worker has come, whatever becomes of what it sends. Where much is turned away, that survives a crash, too: else
+        the worker would come back with numbers that it cannot have come to."""
+        worker.seen_seq, worker.seen_place = max(worker.seen_seq, asked.seq), max(worker.seen_place, (asked.epoch, asked.position))
+        known = max(self.state.sequences.get(worker.name, -1), self.state.seen.get(worker.name, (-1,))[0])
+        if worker.seen_seq - known > MOST_UNRECORDED:
+            place = {"seat": worker.seat, "epoch": worker.seen_place[0], "position": worker.seen_place[1]}
+            self.record({"kind": "seen", "worker": worker.name, "seq": worker.seen_seq, **place})
 
     def _move_on(self, worker: Worker, asked: Contribute) -> None:
         if self.tasks is not None:

@@ -186,13 +186,19 @@ class Membership:
         """Another process has taken a worker's name. If both came back whenever the other did, neither would get anything done."""
         self.replaced.setdefault(worker.name, deque(maxlen=_MOST_REPLACED)).append(worker.instance)
 
-    def quarantine(self, worker: Worker, until: float) -> None:
-        self.quarantined.pop(worker.name, None)
-        self.quarantined[worker.name] = until
-        if worker.guest:
-            self.quarantined_guests[worker.guest] = until
-        if len(self.quarantined) > self.most_sessions:
-            self.quarantined.popitem(last=False)
+    def quarantine(self, name: str, guest: str, until: float) -> None:
+        self.quarantined.pop(name, None)
+        self.quarantined[name] = until
+        if guest:
+            self.quarantined_guests[guest] = until
+
+    def released(self, now: float) -> str | None:
+        """One who was kept out for long enough, or whose place in the list others need."""
+        name, until = next(iter(self.quarantined.items()), ("", now))
+        if not name or (until > now and len(self.quarantined) <= self.most_sessions):
+            return None
+        del self.quarantined[name]
+        return name
 
     def has_room_for(self, name: str) -> bool:
         if name in self.by_name:

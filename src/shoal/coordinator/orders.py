@@ -48,7 +48,7 @@ class Orders:
             return host.refuse(event.caller, "unproved", "orders are taken from the run's owner alone, who has its owner.json")
         if not asked.proof:
             return host.emit(Reply(event.caller, host.door.challenge(event.session, host.now)))
-        _, refusal = host.door.check(asked, f"order {asked.action}", None, host.now)
+        _, refusal = host.door.check(asked, f"order {asked.action}", None, host.now, event.address)
         if refusal.reason:
             return host.refuse(event.caller, *refusal)
         return self._obey(event.caller, asked)

@@ -326,6 +326,12 @@ class State:
     """Whether the owner holds the run up: no round closes, and no unit is lent."""
     evicted: dict[str, str] = field(default_factory=dict)
     """Workers that the owner keeps out, by name, each with its key."""
+    seen: dict[str, list[int]] = field(default_factory=dict)
+    """Number, seat, epoch and batch that each worker was seen to send, where much of it was turned away since its last accepted one."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Units in a row that each worker could not do."""
+    quarantined: dict[str, str] = field(default_factory=dict)
+    """Workers that failed what others manage, and whose invitation each came on; the first to be let in again comes first."""
     upstream: dict[str, Any] = field(default_factory=dict)
     """What a relay was last told by the coordinator that it is a worker of (`Upstream`)."""
 
