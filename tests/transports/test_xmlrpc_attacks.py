@@ -16,10 +16,12 @@ from transport_harness import PATIENCE_S, TOKEN, answering, eventually, resident
 import hostile
 from shoal.errors import ShoalError
 from shoal.transports import Message, addresses
+from shoal.transports.places import STRANGERS_S, Places
+from shoal.transports.scraping import ScrapedPage
 from shoal.transports.wire import Limits, Malformed, encode
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.xmlrpc.documents import pack, unpack
-from shoal.transports.xmlrpc.server import MOST_CONNECTIONS, STRANGERS_S, Places
+from shoal.transports.xmlrpc.server import MOST_CONNECTIONS
 
 LIMIT = 100_000
 BOMB = b"""<?xml version="1.0"?><!DOCTYPE b [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">]>
@@ -216,3 +218,19 @@ def test_it_does_not_leave_this_machine_unless_that_is_meant() -> None:
 def test_a_port_in_use_is_said_plainly(server: XmlRpcServer) -> None:
     with pytest.raises(ShoalError, match="Is another coordinator running"):
         XmlRpcServer("127.0.0.1", addresses.parse(server.address).port, token=TOKEN, max_frame_bytes=LIMIT)
+
+
+# --- the page of figures --------------------------------------------------------------------------------
+
+
+def test_strangers_who_take_all_places_keep_nobody_from_the_figures() -> None:
+    page = ScrapedPage("127.0.0.1", 0, TOKEN, lambda: "figures 1\n")
+    place = addresses.parse(page.address)
+    with contextlib.ExitStack() as held:
+        lines = [held.enter_context(socket.create_connection((place.host, place.port), PATIENCE_S)) for _ in range(50)]
+        reader = http.client.HTTPConnection(place.host, place.port, timeout=PATIENCE_S)
+        reader.request("GET", "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert reader.getresponse().read() == b"figures 1\n"
+        reader.close()
+        assert is_ended(lines[0])
+    page.close()

@@ -8,11 +8,14 @@ import os
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.transports import addresses
+from shoal.transports.places import Beginnings, Places, hang_up
+from shoal.updates.households import household
 
 _MOST_CONNECTIONS = 32
 _IDLE_S = 10.0
@@ -47,17 +50,24 @@ class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.expected = None if token is None else f"Bearer {token}".encode()
         self.text = text
-        self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._places = Places(_MOST_CONNECTIONS)
         super().__init__((host, port), _Handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self._room.acquire(blocking=False)
+        """Whoever comes finds a place: who came first, and was not answered yet, gives it up."""
+        has_room, leaving = self._places.take(request, household(str(client_address[0])), time.monotonic())
+        if leaving is not None:
+            hang_up(leaving)
+        return has_room
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
+    def service_actions(self) -> None:
+        """Called five times a second."""
+        for slow in self._places.slow_strangers(time.monotonic()):
+            hang_up(slow)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._places.leave(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of a connection: a reader may break off at any time."""
@@ -66,6 +76,10 @@ class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: _HttpServer
     timeout = _IDLE_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile: Any = Beginnings(self.rfile)
 
     def do_GET(self) -> None:
         expected = self.server.expected

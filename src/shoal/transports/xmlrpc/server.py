@@ -1,8 +1,6 @@
 """The side that answers: an HTTP server with a thread for each connection.
 
-There are so many connections at a time, and from one address three quarters of them. Where all places are taken, the connection that has
-been silent for longest, of those that have not shown the token yet, gives its place up to the next one; where there is none, one that has,
-and that waits for nothing.
+There are so many connections at a time (`places.py`), and who has not shown the token yet gives its place up first.
 """
 
 from __future__ import annotations
@@ -20,19 +18,14 @@ from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
 from shoal.transports.desk import Desk
 from shoal.transports.interface import Message, Request, Traffic
+from shoal.transports.places import HEADER_BYTES, Beginnings, Places, hang_up
 from shoal.transports.rate import SLOWEST_BYTES_PER_S, Rate
 from shoal.transports.xmlrpc.documents import most_body_bytes, only_here, pack, unpack
 from shoal.updates.households import household
 
 MOST_CONNECTIONS = 256
-_SHARE_OF_AN_ADDRESS = 3 / 4
-"""However many places there are, one address leaves some to the others."""
 IDLE_S = 30.0
 """How long a connection may dawdle over its request."""
-STRANGERS_S = 10.0
-"""How long one that has not shown the token may take to do so, however it sends its words."""
-HEADER_BYTES = 16 << 10
-"""What comes before a question's body may have at most: http.server alone would take megabytes from a stranger."""
 LINGER_S = 2.0
 
 
@@ -90,14 +83,14 @@ class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.desk = desk
         self.expected = f"Bearer {token}".encode()
-        self.connections = Places()
+        self.connections = Places(MOST_CONNECTIONS)
         self.closing = threading.Event()
         super().__init__((host, port), _Handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         has_room, leaving = self.connections.take(request, household(str(client_address[0])), time.monotonic())
         if leaving is not None:
-            _end(leaving)
+            hang_up(leaving)
         if leaving is not None or not has_room:
             self.desk.traffic.refuse("crowded")
         return has_room
@@ -105,7 +98,7 @@ class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def service_actions(self) -> None:
         """Called twenty times a second."""
         for stranger in self.connections.slow_strangers(time.monotonic()):
-            _end(stranger)
+            hang_up(stranger)
 
     def shutdown_request(self, request: Any) -> None:
         self.connections.leave(request)
@@ -119,91 +112,10 @@ class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.closing.set()
         for how, patience_s in ((socket.SHUT_RD, LINGER_S), (socket.SHUT_RDWR, 0.0)):
             for connection in self.connections.all():
-                _end(connection, how)
+                hang_up(connection, how)
             deadline = time.monotonic() + patience_s
             while self.connections.all() and time.monotonic() < deadline:
                 time.sleep(0.005)
-
-
-def _end(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Its thread hears of it, and closes it."""
-    with contextlib.suppress(OSError):  # it may have ended meanwhile
-        connection.shutdown(how)
-
-
-class Place:
-    """A connection: where it is from, since when it is silent, and whether it has shown the token."""
-
-    def __init__(self, address: str, now: float) -> None:
-        self.address, self.came_at, self.heard_at = address, now, now
-        self.is_stranger = True
-        self.is_busy = False
-        """Whether it waits for an answer, or sends a question."""
-
-
-class Places:
-    """The connections there are. Any thread may call it."""
-
-    def __init__(self, most: int = MOST_CONNECTIONS) -> None:
-        self.most, self.most_of_an_address = most, int(_SHARE_OF_AN_ADDRESS * most)
-        self._lock = threading.Lock()
-        self._places: dict[socket.socket, Place] = {}
-
-    def all(self) -> list[socket.socket]:
-        with self._lock:
-            return list(self._places)
-
-    def take(self, connection: socket.socket, address: str, now: float) -> tuple[bool, socket.socket | None]:
-        """Whether there is a place for one more, and who has to give up its own for that."""
-        with self._lock:
-            own = [one for one, place in self._places.items() if place.address == address]
-            among = own if len(own) >= self.most_of_an_address else list(self._places) if len(self._places) >= self.most else None
-            leaving = None if among is None else self._longest_silent(among)
-            if among is not None and leaving is None:
-                return False, None
-            if leaving is not None:
-                del self._places[leaving]
-            self._places[connection] = Place(address, now)
-            return True, leaving
-
-    def _longest_silent(self, among: list[socket.socket]) -> socket.socket | None:
-        idle = [one for one in among if not self._places[one].is_busy]
-        return min(idle, key=lambda one: (not self._places[one].is_stranger, self._places[one].heard_at), default=None)
-
-    def hear(self, connection: socket.socket, *, is_busy: bool) -> None:
-        """It has shown the token, and asks something, or was answered."""
-        with self._lock:
-            if (place := self._places.get(connection)) is not None:
-                place.is_stranger, place.is_busy, place.heard_at = False, is_busy, time.monotonic()
-
-    def slow_strangers(self, now: float) -> list[socket.socket]:
-        with self._lock:
-            return [one for one, place in self._places.items() if place.is_stranger and now - place.came_at > STRANGERS_S]
-
-    def leave(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._places.pop(connection, None)
-
-
-class _Questions:
-    """What a connection sends. The lines before a question's body are bounded together."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self.left = stream, HEADER_BYTES
-
-    def readline(self, most: int) -> bytes:
-        line: bytes = self._stream.readline(min(most, self.left + 1))
-        self.left -= len(line)
-        if self.left < 0:
-            raise ConnectionAbortedError("a question that begins with too many words")
-        return line
-
-    def read(self, size: int) -> bytes:
-        found: bytes = self._stream.read(size)
-        return found
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -216,7 +128,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.rfile: Any = _Questions(self.rfile)
+        self.rfile: Any = Beginnings(self.rfile)
 
     def handle_one_request(self) -> None:
         self.rfile.left = HEADER_BYTES
