@@ -56,6 +56,7 @@ class Api:
         self.served, self.engine = served, engine
         self.metrics = Metrics(engine)
         self.created = int(time.time())
+        self._probing: asyncio.Task[bool] | None = None
 
     async def models(self) -> Response:
         entry = {"id": self.served.name, "object": "model", "created": self.created, "owned_by": "shoal"}
@@ -73,9 +74,15 @@ class Api:
 
     async def ready(self) -> Response:
         """Ready is a server through which a token really went a moment ago."""
-        if self.engine.clock() - self.engine.wrote_at > _READY_S and not await self._probe():
+        if self.engine.clock() - self.engine.wrote_at > _READY_S and not await self._probed():
             return JSONResponse({"status": "not ready"}, 503)
         return JSONResponse({"status": "ready", "running": len(self.engine.running), "waiting": len(self.engine.waiting)})
+
+    async def _probed(self) -> bool:
+        """However many ask at once, and without a key: one token goes through the model for all of them."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe())
+        return await asyncio.shield(self._probing)
 
     async def _probe(self) -> bool:
         loop, done = asyncio.get_running_loop(), asyncio.Event()

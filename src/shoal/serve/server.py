@@ -11,6 +11,7 @@ import uvicorn
 
 from shoal.errors import ShoalError
 from shoal.serve.app import make_app
+from shoal.serve.crowds import bounded_protocol
 from shoal.serve.doors import Doors, bound, is_loopback
 from shoal.serve.engine import Engine
 from shoal.serve.opening import Served
@@ -70,7 +71,14 @@ class Service:
         self.sockets = [bound(host, port) for port in ports]
         app: Any = Doors(make_app(served, self.engine), key)
         self.server = uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536)
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                lifespan="off",
+                http=bounded_protocol(),
+                timeout_graceful_shutdown=5,
+                h11_max_incomplete_event_size=65536,
+            )
         )
 
     @property

@@ -10,8 +10,10 @@ import contextlib
 import socket
 import threading
 import time
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
 
+Connection = TypeVar("Connection", bound=Hashable)
 _SHARE_OF_AN_ADDRESS = 3 / 4
 """However many places there are, one address leaves some to the others."""
 STRANGERS_S = 10.0
@@ -36,19 +38,19 @@ class Place:
         """Whether it waits for an answer, or sends a question."""
 
 
-class Places:
+class Places(Generic[Connection]):
     """The connections there are. Any thread may call it."""
 
     def __init__(self, most: int) -> None:
         self.most, self.most_of_an_address = most, int(_SHARE_OF_AN_ADDRESS * most)
         self._lock = threading.Lock()
-        self._places: dict[socket.socket, Place] = {}
+        self._places: dict[Connection, Place] = {}
 
-    def all(self) -> list[socket.socket]:
+    def all(self) -> list[Connection]:
         with self._lock:
             return list(self._places)
 
-    def take(self, connection: socket.socket, address: str, now: float) -> tuple[bool, socket.socket | None]:
+    def take(self, connection: Connection, address: str, now: float) -> tuple[bool, Connection | None]:
         """Whether there is a place for one more, and who has to give up its own for that."""
         with self._lock:
             own = [one for one, place in self._places.items() if place.address == address]
@@ -61,21 +63,21 @@ class Places:
             self._places[connection] = Place(address, now)
             return True, leaving
 
-    def _longest_silent(self, among: list[socket.socket]) -> socket.socket | None:
+    def _longest_silent(self, among: list[Connection]) -> Connection | None:
         idle = [one for one in among if not self._places[one].is_busy]
         return min(idle, key=lambda one: (not self._places[one].is_stranger, self._places[one].heard_at), default=None)
 
-    def hear(self, connection: socket.socket, *, is_busy: bool) -> None:
+    def hear(self, connection: Connection, *, is_busy: bool) -> None:
         """It has shown the token, and asks something, or was answered."""
         with self._lock:
             if (place := self._places.get(connection)) is not None:
                 place.is_stranger, place.is_busy, place.heard_at = False, is_busy, time.monotonic()
 
-    def slow_strangers(self, now: float) -> list[socket.socket]:
+    def slow_strangers(self, now: float) -> list[Connection]:
         with self._lock:
             return [one for one, place in self._places.items() if place.is_stranger and now - place.came_at > STRANGERS_S]
 
-    def leave(self, connection: socket.socket) -> None:
+    def leave(self, connection: Connection) -> None:
         with self._lock:
             self._places.pop(connection, None)
 

@@ -50,7 +50,7 @@ class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.expected = None if token is None else f"Bearer {token}".encode()
         self.text = text
-        self._places = Places(_MOST_CONNECTIONS)
+        self._places = Places[socket.socket](_MOST_CONNECTIONS)
         super().__init__((host, port), _Handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:

@@ -83,7 +83,7 @@ class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.desk = desk
         self.expected = f"Bearer {token}".encode()
-        self.connections = Places(MOST_CONNECTIONS)
+        self.connections = Places[socket.socket](MOST_CONNECTIONS)
         self.closing = threading.Event()
         super().__init__((host, port), _Handler)
 
