@@ -108,3 +108,19 @@ def test_a_crowd_at_one_address_keeps_nobody_out_who_comes_from_another() -> Non
     came = [come(f"eve{number}", f"2001:db8::{number:x}") for number in range(700)]
     assert "too-fast" in came, "an IPv6 network is one address"
     assert [come(f"ada{number}", "192.0.2.1") for number in range(50)] == [None] * 50
+
+
+def test_a_free_name_is_looked_for_only_for_those_who_prove_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a crowd has come under names like it, that takes long."""
+    cluster = Cluster(ASYNC)
+    door, looked = cluster.coordinator.door, list[str | None]()
+    name_for = door.name_for
+    monkeypatch.setattr(door, "name_for", lambda asked, state: (looked.append(asked.name), name_for(asked, state))[1])
+    monkeypatch.setattr(door, "is_proved", lambda key, purpose, name, nonce, proof: proof == "0" * 128)
+    asked = Join("ada", PROTOCOL, {}, "", nameplate("ada").key)
+    nonce = cluster.answers[cluster.ask(asked)]["nonce"]
+    assert cluster.status(cluster.ask(asked._replace(nonce="made up", proof="0" * 128))) == "unknown-nonce"
+    assert cluster.status(cluster.ask(asked._replace(nonce=nonce, proof="1" * 128))) == "unproved"
+    assert looked == []
+    assert cluster.answers[cluster.ask(asked._replace(nonce=nonce, proof="0" * 128))]["kind"] == "welcome"
+    assert looked == ["ada"]

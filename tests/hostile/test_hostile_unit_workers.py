@@ -133,6 +133,23 @@ def test_a_crowd_that_came_before_the_class_gives_nothing_up() -> None:
     assert cluster.coordinator.state.version == 2
 
 
+def test_a_crowd_that_waits_for_units_is_not_looked_through_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, (ada, *eves) = class_of("ada", *(f"eve{number}" for number in range(20)))
+    for eve in eves:
+        while fail(cluster, eve):
+            pass
+    for eve in eves:
+        eve.protocol.claim()
+        cluster.say(eve)
+    coordinator = cluster.coordinator
+    assert coordinator.lender is not None
+    assert len(coordinator.lender.claiming) == 20
+    at_work, looks = coordinator.at_work, list[int]()
+    monkeypatch.setattr(coordinator, "at_work", lambda: (looks.append(1), at_work())[1])
+    cluster.beat(ada)
+    assert len(looks) == 1, "once for all who wait"
+
+
 def test_samples_of_a_unit_are_those_that_it_has() -> None:
     cluster, (ada,) = class_of("ada")
     for _ in range(20):

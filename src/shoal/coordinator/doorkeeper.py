@@ -35,6 +35,7 @@ class Refusal(NamedTuple):
 
 
 _NOTHING = Refusal()
+_TOO_LATE = Refusal("unknown-nonce", "this answers no question of the coordinator's, or came too late")
 
 
 class Bucket:
@@ -106,12 +107,13 @@ class Doorkeeper:
         return int(number), int(at) / 1000
 
     def check(self, asked: Join | Gone | Order, purpose: str, before: Worker | None, now: float, address: str = "") -> tuple[int, Refusal]:
-        """Which challenge was answered, and what speaks against the answer. `before`: the worker that has the name now; an answer to an
-        older challenge than its own comes from a process that it has replaced. `address`: where the answer comes from, if that is known."""
+        """Which challenge was answered, and what speaks against the answer. `before`: the worker that has the name now, where that is known
+        already. `address`: where the answer comes from, if that is known."""
         number, given_at = self._given(asked.nonce)
-        is_old = now - given_at > _NONCE_S or number in self._answered
-        if not number or is_old or (before is not None and number < before.challenge):
-            return 0, Refusal("unknown-nonce", "this answers no question of the coordinator's, or came too late")
+        if not number or now - given_at > _NONCE_S or number in self._answered:
+            return 0, _TOO_LATE
+        if (refusal := self.compare(number, before)).reason:
+            return 0, refusal
         if not self._proofs.take(address, now):
             return 0, Refusal("too-fast", "too many workers come at once; trying again")
         if not self.is_proved(asked.key, purpose, asked.name or "", asked.nonce, asked.proof):
@@ -120,6 +122,11 @@ class Doorkeeper:
         while now - next(iter(self._answered.values())) > _NONCE_S + 1:
             self._answered.popitem(last=False)
         return number, Refusal()
+
+    def compare(self, number: int, before: Worker | None) -> Refusal:
+        """What speaks against the answer to a challenge, where a worker has the name now: an answer to an older one than its own comes from
+        a process that it has replaced."""
+        return _TOO_LATE if before is not None and number < before.challenge else _NOTHING
 
     # --- names ---------------------------------------------------------------------------------------
 

@@ -49,11 +49,18 @@ class GivenUp(NamedTuple):
     reason: str
 
 
-class Try(NamedTuple):
-    """Somebody tried a unit in vain."""
+class Tries:
+    """Who tried a unit in vain: how often, and when last. A crowd may have, so nothing here is looked for one by one at every claim."""
 
-    worker: str
-    at: float
+    def __init__(self, now: float) -> None:
+        self.first_at, self.count = now, 0
+        self.times: Counter[str] = Counter()
+        self.last: dict[str, float] = {}
+
+    def add(self, worker: str, now: float) -> None:
+        self.count += 1
+        self.times[worker] += 1
+        self.last[worker] = now
 
 
 class Leases:
@@ -82,7 +89,7 @@ class Leases:
         """The lease that ends next comes first: all are equally long, and one that is renewed moves to the end."""
         self._completed: dict[int, Lease] = {}
         self._held_by: defaultdict[str, dict[int, None]] = defaultdict(dict)
-        self._tried: defaultdict[int, list[Try]] = defaultdict(list)
+        self._tried: dict[int, Tries] = {}
         """Who tried units in vain. That outlives their version."""
         self._ages: OrderedDict[int, None] = OrderedDict()
         """The units that are claimed; the one that was claimed first comes first, however often it was renewed."""
@@ -180,7 +187,7 @@ class Leases:
         if unit is None:
             return None
         del self._pending[unit]
-        lease = Lease(unit, self.version, worker, len(self._tried.get(unit, ())) + 1, now + self.lease_s, now)
+        lease = Lease(unit, self.version, worker, self._attempts_at(unit) + 1, now + self.lease_s, now)
         self._claimed[unit] = lease
         self._ages[unit] = None
         self._held_by[worker][unit] = None
@@ -189,10 +196,13 @@ class Leases:
         return lease
 
     def _may_try(self, unit: int, worker: str, now: float) -> bool:
-        tried = dict(self._tried.get(unit, ()))
-        if worker not in tried or tried[worker] + self.lease_s <= now:
+        tried = self._tried.get(unit)
+        if tried is None or worker not in tried.last or tried.last[worker] + self.lease_s <= now:
             return True
-        return len(self._tried[unit]) < self.attempts and all(name in tried for name in self.present())
+        return tried.count < self.attempts and all(name in tried.last for name in self.present())
+
+    def _attempts_at(self, unit: int) -> int:
+        return self._tried[unit].count if unit in self._tried else 0
 
     def held(self, worker: str) -> list[Lease]:
         """What the worker has claimed, oldest first: the answer to one who asks again because the first answer was lost."""
@@ -234,7 +244,7 @@ class Leases:
 
     def waits_for_somebody(self, unit: int) -> bool:
         """Whether a unit was tried in vain as often as it may be, and nobody who is there has shown that units can be done."""
-        return len(self._tried.get(unit, ())) >= self.attempts and not any(self._is_reliable(name) for name in self.present())
+        return self._attempts_at(unit) >= self.attempts and not any(self._is_reliable(name) for name in self.present())
 
     def give_back(self, worker: str, unit: int) -> None:
         """Somebody else may do the unit; it does not count as an attempt."""
@@ -269,7 +279,7 @@ class Leases:
     def _count_attempt(self, lease: Lease, reason: str, now: float) -> GivenUp | None:
         """Let others try the unit, or give it up."""
         unit = lease.unit
-        self._tried[unit].append(Try(lease.worker, now))
+        self._tried.setdefault(unit, Tries(now)).add(lease.worker, now)
         self._failed[lease.worker] += 1
         if not self._is_hopeless(self._tried[unit], now):
             self._pending[unit] = None
@@ -278,18 +288,18 @@ class Leases:
         self.given_up[unit] = reason
         return GivenUp(unit, reason)
 
-    def _is_hopeless(self, tried: Sequence[Try], now: float) -> bool:
+    def _is_hopeless(self, tried: Tries, now: float) -> bool:
         """Whether a unit was tried in vain as often as it may be. Whose attempts count depends on who is there to show that it can be
         done."""
-        if len(tried) < self.attempts:
+        if tried.count < self.attempts:
             return False
-        has_waited = tried[0].at + self.patience_s <= now
+        has_waited = tried.first_at + self.patience_s <= now
         there = {name for name in self.present() if self._is_reliable(name)}
         if not there:
             return has_waited
-        believed = [one.worker for one in tried if self._is_reliable(one.worker)]
-        names = set(believed)
-        return len(believed) >= self.attempts and (has_waited or there <= names or len(names) >= self.attempts)
+        names = {name for name in tried.times if self._is_reliable(name)}
+        is_tried_enough = sum(tried.times[name] for name in names) >= self.attempts
+        return is_tried_enough and (has_waited or there <= names or len(names) >= self.attempts)
 
     def _is_reliable(self, worker: str) -> bool:
         return self._managed[worker] > self._failed[worker]

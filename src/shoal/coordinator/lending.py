@@ -40,8 +40,8 @@ class Host(Protocol):
     def record(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None: ...
     def answer(self, caller: Any, header: dict[str, Any], worker: Worker, have: int) -> None: ...
     def stop_for(self, reason: str) -> None: ...
-    def is_paused(self, worker: Worker) -> bool:
-        """Whether the worker is given no units for now: it failed too many in a row, and others have not."""
+    def has_failed_too_often(self, worker: Worker) -> bool:
+        """Whether the worker is given no units for now, where others are here who have not failed so many in a row."""
         ...
 
     def at_work(self) -> Iterator[str]:
@@ -163,8 +163,9 @@ class Lender:
     def serve(self, longest_s: float) -> None:
         """Answer those who wait for a unit: with one, or with a word after the longest wait, or when the run is over."""
         none_left = self.host.finished or self.host.book.state.paused
+        others_work = bool(self.claiming) and any(True for _ in self.host.at_work())  # looked for once: a crowd may wait here
         for session, claiming in list(self.claiming.items()):
-            paused = self.host.is_paused(claiming.worker)
+            paused = others_work and self.host.has_failed_too_often(claiming.worker)
             lease = None if none_left or paused else self._lease(claiming.worker)
             none_left = none_left or not (paused or self._any_waits)
             if lease is None and not self.host.finished and self.host.now - claiming.since < longest_s:

@@ -285,9 +285,12 @@ class Coordinator:
             return self.refuse(event.caller, "protocol", f"the coordinator speaks version {PROTOCOL}: install the same version of shoal")
         if not asked.proof:
             return self.emit(Reply(event.caller, self.door.challenge(event.session, self.now)))
+        challenge, refusal = self.door.check(asked, "join", None, self.now, event.address)
+        if refusal.reason:  # before the name: to find one that is free may take long where a crowd has come under names like it
+            return self.refuse(event.caller, *refusal)
         name = self.door.name_for(asked, self.state)
         before = self.members.by_name.get(name)
-        challenge, refusal = self.door.check(asked, "join", before, self.now, event.address)
+        refusal = self.door.compare(challenge, before)
         if not refusal.reason:
             refusal = self.door.admit(name, asked.key, event.guest, self.state, self.now, event.address)
         if not refusal.reason and self.tasks is not None and (unfit := self.tasks.unfit(name)):
@@ -385,9 +388,9 @@ class Coordinator:
         while (name := self.door.forgettable(self.state, self.now)) is not None:
             self.record({"kind": "forgotten", "worker": name})
 
-    def is_paused(self, worker: Worker) -> bool:
+    def has_failed_too_often(self, worker: Worker) -> bool:
         """Until one of the others has shown whether the units can be done at all."""
-        return worker.failed >= self.plan.bounds.failures and any(True for _ in self.at_work())
+        return worker.failed >= self.plan.bounds.failures
 
     def at_work(self) -> Iterator[str]:
         most = self.plan.bounds.failures
