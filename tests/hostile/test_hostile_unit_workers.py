@@ -150,6 +150,19 @@ def test_a_crowd_that_waits_for_units_is_not_looked_through_for_each_of_them(mon
     assert len(looks) == 1, "once for all who wait"
 
 
+def test_names_that_did_nothing_leave_no_trace() -> None:
+    cluster, (eve,) = class_of("eve")
+    assert fail(cluster, eve)
+    cluster.leave(cluster.join("eve", instance="another"))
+    lender = cluster.coordinator.lender
+    assert lender is not None
+    assert lender.leases is not None
+    assert "eve" in lender.leases.workers
+    cluster.pass_time(601.0)
+    kept = [vars(cluster.coordinator.members), vars(lender.leases), vars(cluster.coordinator.state)]
+    assert [name for part in kept for name, value in part.items() if isinstance(value, dict) and "eve" in value] == []
+
+
 def test_samples_of_a_unit_are_those_that_it_has() -> None:
     cluster, (ada,) = class_of("ada")
     for _ in range(20):

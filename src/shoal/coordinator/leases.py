@@ -257,6 +257,11 @@ class Leases:
         for lease in self.held(worker):
             self.give_back(worker, lease.unit)
 
+    def forget(self, worker: str) -> None:
+        """Nobody has this name any more, and it has done nothing: whoever comes under ever new names fills no memory."""
+        for known in (self.workers, self._held_by, self._managed, self._failed, self._last):
+            known.pop(worker, None)
+
     def fail(self, worker: str, unit: int, reason: str, now: float) -> GivenUp | None:
         """The unit did not work there: another one tries, unless that was the last attempt."""
         lease = self._lease(worker, unit)

@@ -387,6 +387,9 @@ class Coordinator:
             self.record({"kind": "quarantined", "worker": name, "guest": "", "out": False})
         while (name := self.door.forgettable(self.state, self.now)) is not None:
             self.record({"kind": "forgotten", "worker": name})
+            self.members.replaced.pop(name, None)
+            if self.lender is not None and self.lender.leases is not None:
+                self.lender.leases.forget(name)
 
     def has_failed_too_often(self, worker: Worker) -> bool:
         """Until one of the others has shown whether the units can be done at all."""
