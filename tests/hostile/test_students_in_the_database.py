@@ -18,7 +18,7 @@ from psycopg import errors
 from rich.console import Console
 
 from shoal.cli.status import _drawn
-from shoal.coordinator.bulletin_board import BulletinBoard
+from shoal.coordinator.bulletin_board import Notes
 from shoal.transports import Message, Refused
 from shoal.transports.databases import Access, parse
 from shoal.transports.postgres import PostgresServer, UnitDesk, schema
@@ -652,6 +652,20 @@ def test_a_lease_is_a_secret(server: PostgresServer, mia: Access, eve: Access) -
 # --- what people see ----------------------------------------------------------------------------------------
 
 
+def test_a_student_who_comes_and_goes_all_the_time_hides_no_warning(database: Database, server: PostgresServer, eve: Access) -> None:
+    notes = Notes(server)
+    with database.connect() as owner:
+        owner.execute("SELECT shoal.say('eve left: spam ' || n) FROM generate_series(1, 300) n")
+        owner.execute("SELECT shoal.say('warning: something else')")
+    told = notes.read(1.0)
+    assert told[0] == "warning: something else"
+    assert (len(told), told[-1]) == (201, "101 more notes came from the database")
+    with database.connect() as owner:
+        owner.execute("SELECT shoal.say('warning: one more')")
+    assert notes.read(1.5) == [], "it is asked once a second"
+    assert notes.read(3.0) == ["warning: one more"]
+
+
 def test_what_a_student_says_of_itself_steers_no_terminal(database: Database, server: PostgresServer, eve: Access) -> None:
     issue(server, 6)
     hostile = desk_of(eve, "eve")
@@ -661,9 +675,7 @@ def test_what_a_student_says_of_itself_steers_no_terminal(database: Database, se
     for unit in hostile.claim(5, 0.0):
         hostile.fail(unit, "\x1b]0;owned\x07")
     hostile.close()
-    told = BulletinBoard.__new__(BulletinBoard)
-    told.board, told._notes_at = server, 0.0
-    assert told.notes(1.0) == ["warning: 5 units in a row failed at student-eve (?]0;owned?): it gets no more for 5 s"]
+    assert Notes(server).read(1.0) == ["warning: 5 units in a row failed at student-eve (?]0;owned?): it gets no more for 5 s"]
     with connect(parse(database.conninfo("admin"))) as owner:
         server.open_run(Message({}), resume=False)
         view = look(owner)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from shoal.coordinator.doorkeeper import Bucket
 from shoal.coordinator.effects import Effect, Issue, Published
 from shoal.coordinator.machine import Coordinator
 from shoal.coordinator.publisher import Bulletin, Notice
@@ -18,6 +19,26 @@ from shoal.errors import printable
 from shoal.updates.messages import BadMessage, Request, parse_from_leases
 
 _NOTES_EVERY_S = 1.0
+_NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0
+
+
+class Notes:
+    """What a board wants people to know. It is asked once a second; what students said in it must not steer a terminal, nor fill it."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self._next_at = 0.0
+        self._room = Bucket(_NOTES_PER_S, _NOTES_AT_ONCE)
+
+    def read(self, now: float) -> list[str]:
+        """Warnings come first: a student that comes and goes all the time hides none."""
+        if now < self._next_at:
+            return []
+        self._next_at = now + _NOTES_EVERY_S
+        found = sorted(self.board.notes(), key=lambda note: not note.startswith("warning: "))
+        shown = [printable(note) for note in found if self._room.take(now)]
+        more = len(found) - len(shown)
+        return [*shown, f"{more} more notes came from the database"] if more else shown
 
 
 class BulletinBoard:
@@ -32,7 +53,7 @@ class BulletinBoard:
         """Results that are in an open round, and still at the board."""
         self._effects: list[Effect] = []
         """What is to be done about them, when the round closes."""
-        self._notes_at = 0.0
+        self._notes = Notes(board)
 
     def goes_on(self) -> bool:
         """Whether what was on offer when the coordinator ended still is."""
@@ -84,11 +105,8 @@ class BulletinBoard:
         self.board.issue(effect.version, units, plan.lease_s, plan.attempts, quorum)
 
     def notes(self, now: float) -> list[str]:
-        """What the board wants people to know. It is asked once a second; what students said in it must not steer a terminal."""
-        if now < self._notes_at:
-            return []
-        self._notes_at = now + _NOTES_EVERY_S
-        return [printable(note) for note in self.board.notes()]
+        """What the board wants people to know."""
+        return self._notes.read(now)
 
     def some_are_here(self) -> bool:
         return any(worker["alive"] for worker in self.board.workers())
