@@ -5,6 +5,8 @@ The simulator drives the real coordinator with the real protocol and codecs on a
 all joined, and each has contributed, before the time counts. Only the coordinator's own processor time counts, for messages; `make bench
 BENCH=simulate` simulates a few minutes, `benchmarks/simulate.py hour` the whole hour of 600,000 contributions with `edp` and no codec.
 
+`benchmarks/simulate.py learn` lets 200 workers really learn, with their gradients in calls for all of them and one by one.
+
 Beside it Flower's simulation of as many clients (`benchmarks/simulate.py flower 10000`), each of which sends back the 10,000 numbers that
 it was sent: contributions a second by the clock, in two minutes. Flower has no heartbeats there, no journal and no virtual time.
 """
@@ -21,6 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import peers
+import torch
 from flower import APPS
 from processes import environment
 from run import Row
@@ -29,6 +32,7 @@ from shoal import strategies
 from shoal.config.load import File, Override, resolve
 from shoal.coordinator.doorkeeper import Bucket
 from shoal.coordinator.state import Bounds, Plan
+from shoal.simulate import Machine, simulate, together
 from shoal.simulate.learning import Drift, Timing
 from shoal.simulate.machines import weather_named
 from shoal.simulate.report import Report
@@ -47,6 +51,25 @@ STRATEGIES: dict[str, dict[str, str]] = {
     "diloco": {"strategy.inner_steps": str(STEPS), "strategy.balance_speeds": "true", "strategy.round_timeout_s": "90"},
 }
 CODECS = ("none", "int8")
+LEARNERS, LEARNING_S = 200, 40.0
+LEARNED = {"edp": {}, "diloco": {"strategy.inner_steps": str(STEPS)}}
+MODELS: dict[str, tuple[str, dict[str, str]]] = {
+    "mlp": ("starter", {"training.batch_size": "4"}),
+    "gpt": (
+        "demo-gpt",
+        {
+            "training.batch_size": "2",
+            "model.hidden_size": "32",
+            "model.num_layers": "2",
+            "model.num_heads": "2",
+            "model.max_seq_len": "16",
+            "data.sequence_length": "16",
+            "data.max_train_samples": "4000",
+            "model.dropout": "0",
+        },
+    ),
+}
+"""Settings of small models, so that there are workers enough for their data."""
 FLOWER, FLOWER_S = "flower-simulation", 120.0
 peers.INSTALL.setdefault(FLOWER, [["flwr[simulation]==1.41.0"]])
 
@@ -110,7 +133,33 @@ def row(kind: str, codec: str, many: int) -> tuple[Row, float]:
     return made, crowd.handled / crowd.wall_s
 
 
+def learning(model: str, kind: str, alone: bool) -> tuple[float, Report]:
+    """Seconds of processor time that a simulation of workers takes that learn; with gradients one by one, or of many in one call."""
+    settings = {"strategy.kind": kind, "evaluation.strategy": "never", "training.epochs": "50"} | LEARNED[kind] | MODELS[model][1]
+    run = resolve([File(MODELS[model][0])], [Override(name, value, name) for name, value in settings.items()]).run
+    machines = [Machine(f"w{number}", 1.0 + 0.5 * number / LEARNERS) for number in range(LEARNERS)]
+    freely: Any = together.why_alone
+    together.why_alone = (lambda *_: "as it was before") if alone else freely
+    try:
+        began = time.process_time()
+        report = simulate(run, machines, hours=LEARNING_S / 3600, learns=True)
+        return time.process_time() - began, report
+    finally:
+        together.why_alone = freely
+
+
+def show_learning() -> None:
+    torch.set_num_threads(1)
+    for model in MODELS:
+        for kind in LEARNED:
+            (before_s, before), (now_s, now) = (learning(model, kind, alone) for alone in (True, False))
+            figures = f"{before_s:.1f} s one by one, {now_s:.1f} s together ({now.gradients}), ratio {before_s / now_s:.2f}"
+            print(f"{model}, {kind}, {LEARNERS} workers, {now.accepted:,} and {before.accepted:,} contributions: {figures}", flush=True)
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["learn"]:
+        return show_learning()
     if sys.argv[1:2] == ["hour"]:
         began = time.process_time()
         report = simulated("edp", "none", MANY, HOUR_S)
@@ -119,10 +168,10 @@ def main() -> None:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         took_s = time.process_time() - began
         print(f"{'whole':<14} {took_s:.0f} s of processor time, {memory:.2f} GiB, {report.accepted:,} contributions taken")
-        return
+        return None
     if sys.argv[1:2] == ["flower"]:
         print(f"{flower_rate(int(sys.argv[2])):.1f} contributions/s")
-        return
+        return None
     for one, _ in (row(kind, codec, int(sys.argv[1])) for codec in CODECS for kind in STRATEGIES):
         print(f"{one.name}: {one.ours:.0f} against {one.peer:.0f} {one.unit}, ratio {one.ratio:.2f}; {one.note}", flush=True)
 

@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     made.add_argument("--samples", type=int, metavar="N", help="samples that the data has, which is then not read (without --learn)")
     made.add_argument("--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)")
     made.add_argument("--cores", type=float, metavar="N", help="let all workers share N cores of one machine, as `shoal train` has them")
-    made.add_argument("--learn", action="store_true", help="let the workers really learn: for small models and dozens of workers")
+    made.add_argument("--learn", action="store_true", help="let the workers really learn: for small models and some hundreds of workers")
     made.add_argument("--false-workers", type=float, default=0.0, metavar="SHARE", help="share of workers that send false updates")
     made.add_argument("--loss", type=float, metavar="L", help="tell when this loss was reached (with --learn)")
     made.add_argument("--plots", metavar="DIR", help="draw curves over virtual time into this folder")

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 class TokenEmbedding(nn.Embedding):
     """A row of numbers for each token."""
 
+    may_lend = True
+    """Whether it lends its matrix where that is of use; torch.func cannot follow it there."""
+
     def forward(self, input_ids_BL: Tensor, lends: bool = False) -> Any:
         """The tokens' rows; `lends`: and the matrix, for one use as the output matrix in the same pass."""
         if not lends:
@@ -28,7 +31,7 @@ class TokenEmbedding(nn.Embedding):
     def can_lend(self) -> bool:
         """GPUs have kernels that make the matrix of zeros quickly, and the compiler knows the plain lookup."""
         learns = torch.is_grad_enabled() and self.weight.requires_grad
-        return learns and self.weight.device.type == "cpu" and not torch.compiler.is_compiling()
+        return self.may_lend and learns and self.weight.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class LentLookup(torch.autograd.Function):

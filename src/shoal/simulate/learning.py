@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import Updates
-from shoal.engines import SingleEngine
 from shoal.runs.assembly import Parts, feed_of
 from shoal.runs.given import NOTHING, players_of, task_of
 from shoal.runs.joining import pieces_of
+from shoal.simulate.together import Ahead, TaughtEngine, Together
 from shoal.strategies import Policies
 from shoal.updates import codecs
 from shoal.updates.fragments import Span
@@ -56,11 +56,15 @@ class Mind(Protocol):
         """Epoch and batch that it has come to."""
         ...
 
-    def steps(self) -> int:
-        """Steps that the next contribution takes."""
+    def begin(self, have: int) -> int:
+        """Begin with the next contribution, on this version of the weights; return the batches that it takes. The weights stay as they are
+        until it is made."""
         ...
 
-    def make(self, have: int, unit: Unit | None) -> Parcel | None: ...
+    def make(self, have: int, unit: Unit | None) -> Parcel | None:
+        """What was begun; or what was learned from a unit, at once."""
+        ...
+
     def refreshed(self, news: News, status: str | None) -> None: ...
 
 
@@ -109,8 +113,8 @@ class _TimingMind:
     def place(self) -> tuple[int, int]:
         return self._epoch, self._position
 
-    def steps(self) -> int:
-        return self._steps
+    def begin(self, have: int) -> int:
+        return self._steps * self.common.batches
 
     def make(self, have: int, unit: Unit | None) -> Parcel:
         common, self._made = self.common, self._made + 1
@@ -143,10 +147,12 @@ class Learning:
         self.parts, self.policies, self.shards, self.spans = parts, policies, shards, spans
         self.pieces = pieces_of(parts, policies) if policies.feed.leased else None
 
-    def engine(self) -> SingleEngine:
+        self.together = Together(parts.run, self.engine(), parts.data.info.vocab_size or 0, policies.feed.leased)
+
+    def engine(self) -> TaughtEngine:
         run, samples = self.parts.run, self.parts.data
         task = task_of(run, NOTHING, players_of(run, NOTHING, samples.info), samples.info)
-        return SingleEngine(run, task, torch.device("cpu"), self.parts.single.total_steps)
+        return TaughtEngine(run, task, self.parts.single.total_steps)
 
     def mind(self, false: bool) -> Mind:
         return _LearningMind(self, false)
@@ -167,7 +173,8 @@ class _LearningMind:
     def __init__(self, common: Learning, false: bool) -> None:
         run, policies = common.parts.run, common.policies
         self.common, self.false, self.accumulation = common, false, run.training.gradient_accumulation_steps
-        self.engine: Engine = common.engine()
+        self.own = common.engine()
+        self.engine: Engine = self.own
         self.outgoing = Outgoing(self.engine, run.updates)
         contribution = policies.contribution
         self.weights = Weights(self.engine, run.updates.codec, policies.pull, own_steps=contribution.own_steps, alone=contribution.alone)
@@ -201,8 +208,9 @@ class _LearningMind:
     # --- what the virtual worker asks ----------------------------------------------------------------
 
     def sit(self, seat: int, epoch: int, position: int) -> None:
+        self.common.together.drop(self.own)
         if self.common.pieces is None:
-            self._feed = self.common.feed(seat, epoch, position)
+            self._feed = Ahead(self.common.feed(seat, epoch, position))
 
     def place(self) -> tuple[int, int]:
         if self.unit is not None:
@@ -210,13 +218,16 @@ class _LearningMind:
         state = self._feed.state_dict()
         return state["epoch"], state["position"]
 
-    def steps(self) -> int:
-        return getattr(self.producer, "asked_steps", 1)
+    def begin(self, have: int) -> int:
+        steps = getattr(self.producer, "asked_steps", 0)
+        self.common.together.begin(self.own, self._feed, steps)
+        return max(1, steps) * self.accumulation
 
     def make(self, have: int, unit: Unit | None) -> Parcel | None:
         self.unit = unit
         if unit is not None:
             self._feed = self.common.feed(0, unit.epoch, unit.start)
+        self.common.together.finish(self.own)
         made = self.producer.make()
         if made is None:
             return None

@@ -37,6 +37,8 @@ class Report:
     """Whether the workers really learned."""
     data: str = ""
     """What it learned from, for people; or what was supposed of data that was not read."""
+    gradients: str = ""
+    """Where workers learned: how many were computed at once, or why each was computed by itself."""
     finished: bool = False
     """Whether the run came to its end."""
     versions: int = 0
@@ -141,6 +143,7 @@ class Report:
             ("wasted work", f"{self.wasted_share:.1%} of the computing"),
             ("bytes", f"{self.received_bytes / 1e6:,.1f} MB to the coordinator, {self.sent_bytes / 1e6:,.1f} MB back"),
             ("coordinator", f"{self.cpu_us:,.0f} µs of processor time per contribution ({self.heartbeats:,} heartbeats included)"),
+            ("gradients", self.gradients),
             ("simulated in", f"{self.wall_s:.1f} s, seed {self.seed}, ledger {self.digest:08x}"),
         ]
         if self.losses:

@@ -186,11 +186,12 @@ class VirtualWorker:
 
     def _walk(self, walked: int, began: float) -> None:
         """Learn from the weights there are now; that takes its time."""
-        seating = self._seating
-        steps = self.mind.steps()
-        parcel = self.mind.make(self.protocol.have, None)
-        batches = steps if parcel is None else parcel.batches
-        self._compute(max(1, batches - walked), self._made, parcel, began, seating)
+        seating, have = self._seating, self.protocol.have
+        batches = self.mind.begin(have)
+        self._compute(max(1, batches - walked), self._walked, have, began, seating)
+
+    def _walked(self, have: int, began: float, seating: int) -> None:
+        self._made(self.mind.make(have, None) if seating == self._seating else None, began, seating)
 
     def _learn_batch(self, unit: Unit, done: int, began: float) -> None:
         """A unit is learned from batch by batch; it is left when nobody waits for its result any more."""

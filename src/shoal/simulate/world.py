@@ -171,6 +171,8 @@ class World:
         report.hours, report.finished = ended / 3600, coordinator.finished
         report.handled = self._judged() - self._handled_before
         report.versions, report.samples = coordinator.state.version, coordinator.state.samples
+        if isinstance(self.scenario.teaching, Learning):
+            report.gradients = self.scenario.teaching.together.told()
         report.digest, report.violations = self.store.ledger.digest, list(self.store.ledger.violations)
         if coordinator.tasks is not None:
             kinds = self.store.journal.kinds
