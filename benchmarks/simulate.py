@@ -64,7 +64,7 @@ MODELS: dict[str, tuple[str, dict[str, str]]] = {
             "model.num_heads": "2",
             "model.max_seq_len": "16",
             "data.sequence_length": "16",
-            "data.max_train_samples": "4000",
+            "data.max_train_samples": "20000",
             "model.dropout": "0",
         },
     ),

@@ -99,6 +99,8 @@ class Claims:
 
     def figures(self, told: Mapping[str, float]) -> dict[str, float]:
         """Those of a sign of life that people can be shown. The next one takes their place, so nobody keeps their names."""
+        if not told:
+            return {}
         return self._kept(told, {name: value for name, value in told.items() if _is_sane(value) and _PLAIN_NAME.fullmatch(name)})
 
     def metrics(self, told: Mapping[str, float], worker: str) -> dict[str, float]:

@@ -99,7 +99,11 @@ class Coordinator:
         if self._clock is not None and now > self._clock:
             self.now += now - self._clock
         self._clock, self._effects = now, []
-        more = self._happen(event)
+        more = False
+        if isinstance(event, Called):  # by far the most
+            self._answer(event)
+        else:
+            more = self._happen(event)
         if self.rounds.open and not more:
             self._close_what_is_due()
         if self.lender is not None:
@@ -111,8 +115,6 @@ class Coordinator:
     def _happen(self, event: Event) -> bool:
         """Do what the event asks for. Return whether others follow that belong to it."""
         match event:
-            case Called():
-                self._answer(event)
             case Tick():
                 self._evict_silent()
                 self._evict_uninvited()

@@ -104,6 +104,8 @@ class Rounds:
 
     def newest_of(self, worker: str) -> int:
         """The last open round that holds a contribution of a worker; -1: none does."""
+        if not self.open:
+            return -1
         return max((number for number, there in self.open.items() if worker in there.sent), default=-1)
 
     def workers(self, number: int) -> int:

@@ -262,9 +262,10 @@ class Protocol:
 
     def hear_pulse(self, header: Mapping[str, Any]) -> None:
         """The answer to a sign of life."""
-        self.newest = max(self.newest, header.get("version", -1))
+        if header.get("version", -1) > self.newest:
+            self.newest = header["version"]
         self.done = self.done or bool(header.get("done"))
-        self.word = printable(str(header.get("word", "")))
+        self.word = printable(str(header["word"])) if "word" in header else ""
 
     # --- answers -----------------------------------------------------------------------------------
 
