@@ -136,8 +136,8 @@ BROKEN = [
     ),
     (
         "not-built",
-        "model: {kind: moe, retrieval: {enabled: true}}\ntask: reward\ndata: {source: {kind: preferences, path: x}}\n",
-        ["model.retrieval.enabled", "task"],
+        "model: {kind: moe, episodic_memory: {enabled: true}}\ntask: ppo\nrlhf: {reward: sentiment}\nstrategy: {kind: rollouts}\n",
+        ["model.episodic_memory.enabled", "strategy.kind"],
     ),
     ("held", "strategy: {kind: edp}\nmodel: {kind: gpt}\nengine: {experts: [0, 1]}\n", ["engine.experts", "model.kind"]),
     ("held", "strategy: {kind: local}\nmodel: {kind: moe}\nengine: {experts: [0, 1]}\n", ["engine.experts", "strategy.kind"]),
@@ -395,6 +395,7 @@ def test_rules_run_though_other_settings_are_wrong(tmp_path: Path) -> None:
 
 
 WARNED = [
+    "model: {kind: moe, episodic_memory: {enabled: true}}\ntask: dpo\ndata: {source: {kind: preferences, path: x}}\n",
     "task: gan\nmodel: {kind: dcgan}\ntraining: {optimizer: {learning_rate: 0.1}, players: {generator: {learning_rate: 0.1}, "
     "discriminator: {learning_rate: 0.2}}}\n",
     "training: {precision: {kind: fp8}, allow_emulation: true}\n",

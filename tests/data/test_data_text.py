@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.data import Data, Feed, load, read_prompts
+from shoal.data import Data, Feed, Prompt, load, read_prompts
 from shoal.data.text.files import TextFiles, by_split, find_files
+from shoal.data.text.preferences import Pair
 from shoal.data.text.python_source import zen
 from shoal.data.text.rows import Fields
 from shoal.errors import ShoalError
@@ -362,7 +363,7 @@ def test_preferences_as_messages(tmp_path: Path, make_run: Make) -> None:
     rows = [{"chosen": [question, good], "rejected": [question, bad]}, {"prompt": [question], "chosen": [good], "rejected": [bad]}]
     source = {"kind": "preferences", "path": str(write_rows(tmp_path / "a.jsonl", rows * 2))}
     data = load(make_run(model__kind="gpt", task__kind="reward", data__source=source))
-    assert {*data.train.pairs, *data.eval.pairs} == {("\n\nHuman: hi\n\nAssistant:", " good", " bad")}
+    assert {*data.train.pairs, *data.eval.pairs} == {Pair("\n\nHuman: hi\n\nAssistant:", " good", " bad")}
     write_rows(tmp_path / "a.jsonl", [{"chosen": [{"role": "poet", "content": "x"}], "rejected": "y"}])
     with pytest.raises(ShoalError, match=r"a\.jsonl:1: each message of `chosen` must have a `role`"):
         load(make_run(model__kind="gpt", task__kind="reward", data__source=source))
@@ -393,8 +394,12 @@ def test_bad_preferences(tmp_path: Path, make_run: Make) -> None:
 
 def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("first\n\nsecond\n")
-    assert read_prompts(tmp_path / "a.txt") == [("first", None), ("second", None)]
-    assert read_prompts(write_rows(tmp_path / "a.jsonl", [{"prompt": "third", "answer": 4}])) == [("third", "4")]
+    assert read_prompts(tmp_path / "a.txt") == [Prompt("first"), Prompt("second")]
+    rows = [{"prompt": "third", "answer": 4, "context": "a number"}, {"prompt": "fourth"}]
+    assert read_prompts(write_rows(tmp_path / "a.jsonl", rows)) == [Prompt("third", "4"), Prompt("fourth")]
+    assert read_prompts(tmp_path / "a.jsonl", True) == [Prompt("third", "4", "a number"), Prompt("fourth")]
+    with pytest.raises(ShoalError, match=r"c\.jsonl:1: `context` must be a text, and it is int"):
+        read_prompts(write_rows(tmp_path / "c.jsonl", [{"prompt": "?", "context": 3}]), True)
     with pytest.raises(ShoalError, match=r"b\.jsonl:1: `prompt` must be a text"):
         read_prompts(write_rows(tmp_path / "b.jsonl", [{"question": "?"}]))
 

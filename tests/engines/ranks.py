@@ -9,12 +9,14 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shoal.config import Run
 from shoal.config.load import resolve_data
@@ -24,6 +26,7 @@ from shoal.data import load_tokenizer
 from shoal.engines import Engine, SingleEngine, World, build, choose_device, enter
 from shoal.launch import nursery
 from shoal.models import build as build_models
+from shoal.models.context import WithCrossAttention
 from shoal.models.generate import generate
 from shoal.models.routers.base import LearnedRouter
 from shoal.runs.checkpoint import Checkpoints
@@ -297,8 +300,35 @@ def small_last_batch(world: World) -> list[float]:
 
 
 LETTERS = ["Once upon", "a", "boat went", "to", "the sea and"]
-LEARNING = {"PPO": {}, "with a head": {"value": "head"}, "RLOO": {"algorithm": "rloo"}, "online DPO": {"algorithm": "online-dpo"}}
+READING = {
+    "kind": "moe",
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_seq_len": 12,
+    "experts": {"count": 2, "per_token": 1, "capacity_factor": None, "aux_loss_weight": 0.0},
+    "cross_attention": {"enabled": True, "every_layers": 1},
+    "retrieval": {"enabled": True, "chunk_size": 3, "passage_tokens": 3},
+}
+LEARNING: dict[str, dict[str, Any]] = {
+    "PPO": {},
+    "with a head": {"value": "head"},
+    "RLOO": {"algorithm": "rloo"},
+    "online DPO": {"algorithm": "online-dpo"},
+    "reading": {"model": READING},
+}
 """Ways to learn from a reward."""
+
+
+class Repeats:
+    """Finds for a chunk the chunk itself."""
+
+    folder, index, chunk_size = Path(), None, 3
+
+    def beside_texts(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> dict[str, Tensor]:
+        chunks = max(1, (max(map(len, texts)) - 1) // 3)
+        rows = [[[*text[3 * u : 3 * u + 3]] if len(text) > 3 * u + 3 else [-1] * 3 for u in range(chunks)] for text in texts]
+        return {"passage_ids": torch.tensor(rows), "passage_from": torch.tensor(starts)[:, None] + 3 * torch.arange(1, chunks + 1)}
 
 
 class Bytes:
@@ -309,21 +339,26 @@ def policy_feed(world: World | None, engine: dict[str, Any], rlhf: dict[str, Any
     """A policy and what it learns from: answers are to have capital letters and digits."""
     ppo = {"rollout_size": 12, "mini_batch_size": 6, "epochs": 2, "steps": 2, "response_length": 5, "prompt_length": 7, "stop_kl": 0.9}
     training = {"optimizer": PLAIN, "device": DEVICE, "gradient_accumulation_steps": 1 if "algorithm" in rlhf else 2}
-    tree = {"model": DEEP, "engine": engine, "training": training, "rlhf": {"ppo": ppo, "group_size": 4, "kl": {"target": 0.1}} | rlhf}
+    ways = {name: value for name, value in rlhf.items() if name != "model"}
+    reads = "model" in rlhf
+    tree = {"model": rlhf.get("model", DEEP), "engine": engine, "training": training}
+    tree["rlhf"] = {"ppo": ppo, "group_size": 4, "kl": {"target": 0.1}} | ways
     run = resolve_data(tree, name="test", dialect="shoal", environ={}).run
     assert run.rlhf is not None
     players = build_models(run, Bytes())
+    for part in (part for player in players.values() for part in player.modules() if isinstance(part, WithCrossAttention)):
+        part.gate.data.fill_(0.7)
     task: Any = build_task(run, players, Bytes())
     reference = Reference(players["model"])
     device = choose_device(DEVICE, world.rank if world else 0)
     made = build(run, task, device, 8, world) if world else SingleEngine(run, task, device, 8)
     tokenizer = load_tokenizer("bytes")
-    asked = [Asked(tokenizer.encode(text)[-7:], text) for text in LETTERS]
+    asked = [Asked(tokenizer.encode(text)[-7:], text, context_ids=tuple(range(n)) if reads else ()) for n, text in enumerate(LETTERS)]
 
     def score(answers: Any) -> list[float]:
         return [sum(letter < "a" for letter in one.text) / 5 for one in answers]
 
-    return made, RolloutFeed(run, task, tokenizer, asked, asked, score, made, reference)
+    return made, RolloutFeed(run, task, tokenizer, asked, asked, score, made, reference, Repeats() if reads else None)
 
 
 def policy_after(world: World | None, engine: str, rlhf: dict[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def test_changing_a_token_leaves_earlier_logits_unchanged(features: dict[str, An
 
 
 def beside_of(features: dict[str, Any]) -> ReadBeside | None:
-    return ReadBeside(columns_of, 4) if "retrieval" in features else None
+    return ReadBeside(lambda rows, texts, starts: columns_of(torch.tensor(texts)), 4) if "retrieval" in features else None
 
 
 @pytest.mark.parametrize("features", [READING, HEADS, BLENDED, {**READING, **HEADS, **BLENDED}])

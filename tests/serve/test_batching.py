@@ -17,10 +17,10 @@ from shoal.models import generate
 from shoal.models.cache import KeyValueCache
 from shoal.models.context import WithCrossAttention
 from shoal.models.decoding import Draws, Warp
-from shoal.models.generate import ReadBeside
 from shoal.models.gpt import Gpt
 from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
+from shoal.models.reading import ReadBeside
 from shoal.serve.engine import Ended, Engine, FullError, Job
 from shoal.serve.spread import Spread
 from shoal.serve.stages import OneNode
@@ -300,8 +300,8 @@ def passages_beside(ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 BESIDE = {
-    "cross_attention": ReadBeside(lambda ids_BL: {"context_ids": torch.tensor([[[5, 6, 7]]])}, None),
-    "retrieval": ReadBeside(passages_beside, 4),
+    "cross_attention": ReadBeside(lambda rows, texts, starts: {"context_ids": torch.tensor([[[5, 6, 7]]])}, None),
+    "retrieval": ReadBeside(lambda rows, texts, starts: passages_beside(torch.tensor(texts)), 4),
     "episodic_memory": None,
 }
 

@@ -5,9 +5,11 @@ from shoal.data.fingerprint import fingerprint, kept_fingerprint
 from shoal.data.interfaces import IGNORED, Batch, Data, Info, PassageFinder, Progress, Samples, State, Stream
 from shoal.data.load import load
 from shoal.data.pieces import PieceFeed, Pieces
-from shoal.data.retrieval.load import open_finder
+from shoal.data.retrieval.load import open_finder, retrieval_of
+from shoal.data.retrieval.reading import ReadingSamples
 from shoal.data.supposed import is_here, suppose
 from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_preferences, read_prompts
+from shoal.data.text.sources import reads_context
 from shoal.data.text.tokenizers import StreamedText, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "PreferencePairs",
     "Progress",
     "Prompt",
+    "ReadingSamples",
     "Samples",
     "State",
     "Stream",
@@ -36,5 +39,7 @@ __all__ = [
     "open_finder",
     "read_preferences",
     "read_prompts",
+    "reads_context",
+    "retrieval_of",
     "suppose",
 ]

@@ -85,8 +85,9 @@ class PassageFinder(Protocol):
     def chunk_size(self) -> int:
         """Tokens after which a text finds something new."""
 
-    def read_beside(self, batch: Batch, own: Sequence[Sequence[str]]) -> Batch:
-        """The columns `passage_ids` and `passage_from` for a batch. `own`: the documents that each of its rows is of."""
+    def beside_texts(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> Batch:
+        """The columns `passage_ids` and `passage_from` for texts that begin at these columns of a batch. `own`: the documents that each of
+        them is of."""
         ...
 
 

@@ -10,7 +10,7 @@ from shoal.data.hub.dataset import Request
 from shoal.data.interfaces import Data, Progress
 from shoal.data.retrieval.load import with_retrieval
 from shoal.data.streams.load import load_stream
-from shoal.data.text.load import load_text
+from shoal.data.text.load import Loaded, load_text
 from shoal.errors import ShoalError
 
 
@@ -34,5 +34,8 @@ def load(run: Run, *, progress: Progress | None = None, cache_dir: str | Path | 
     found = source.builder()(source, run, request)
     if isinstance(found, Data):
         return found
-    made = load_stream(found, run, folder, token) if run.data.streaming else load_text(found, run, folder, token)
+    if isinstance(found, Loaded):
+        made = found
+    else:
+        made = load_stream(found, run, folder, token) if run.data.streaming else load_text(found, run, folder, token)
     return with_retrieval(made.data, run, made.training_text, progress)

@@ -26,6 +26,7 @@ from shoal.engines.learners import EngineLearner
 from shoal.engines.single import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models.decoding import Warp, draws_of_group, gap
+from shoal.models.reading import ReadBeside, columns_beside, read_beside
 from shoal.models.sampling import Sampled, answered, as_drawn, padded, sample
 from shoal.tasks import Batch
 from shoal.tasks.answers import as_text, as_used, chosen, log_softmax
@@ -50,6 +51,8 @@ class AnswerFeed(Protocol):
     """Prompts, and batches of what was answered to them."""
 
     group: int
+    finder: Any
+    """What finds the passages that answers read; null: they read none."""
     position: int
     figures: dict[str, float]
 
@@ -66,6 +69,14 @@ class AnswerFeed(Protocol):
 
     def ids_of(self, number: int) -> list[int]:
         """The prompt of a number."""
+        ...
+
+    def contexts_of(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What is read beside the prompts of these numbers; none at all, where no prompt has any."""
+        ...
+
+    def documents_of(self, numbers: Sequence[int]) -> list[list[str]]:
+        """The documents that the prompts are of, where passages are read."""
         ...
 
     def fill(self, version: int, numbers: Sequence[int], drawn: Sampled) -> None:
@@ -135,8 +146,17 @@ class AnswerLearner(EngineLearner):
     # --- units -------------------------------------------------------------------------------------
 
     def lease(self, first: int, prompts: int) -> dict[str, Any]:
-        """What a worker is told with a unit: the number of its first prompt, the prompts, and which token ends an answer."""
-        return {"first": first, "prompts": [self.feed.ids_of(first + place) for place in range(prompts)], "end": self.feed.eos_id}
+        """What a worker is told with a unit: the number of its first prompt, the prompts with their contexts, the documents that they are
+        of, and which token ends an answer."""
+        numbers = range(first, first + prompts)
+        told = {"first": first, "prompts": [self.feed.ids_of(number) for number in numbers], "end": self.feed.eos_id}
+        beside = {"contexts": self.feed.contexts_of(numbers), "own": self.feed.documents_of(numbers)}
+        return told | {name: value for name, value in beside.items() if value}
+
+    def _beside(self, first: int, prompts: int, some: slice = slice(None)) -> ReadBeside | None:
+        """What some of the answers to a unit's prompts read."""
+        numbers = [number for number in range(first, first + prompts) for _ in range(self.feed.group)][some]
+        return read_beside(self.feed.finder, self.feed.contexts_of(numbers), self.feed.documents_of(numbers))
 
     def read(self, frames: Sequence[Frame], first: int, prompts: int, base: int, version: int, worker: str = "") -> tuple[Tensor, Tensor]:
         """The tokens of a unit's answers, and how probable each was [B, T]; of an older version, truncated. Raises UpdateError.
@@ -168,6 +188,7 @@ class AnswerLearner(EngineLearner):
             draws=draws_of_group(self.policy.seed, first, ids, self.feed.group),
             eos_id=self.feed.eos_id,
             pad_id=0,
+            beside=self._beside(first, prompts),
         )
         tokens_BT = as_drawn(drawn).cpu()
         return tokens_BT, self._retraced(ids, first, tokens_BT, None)[1].neg().clamp(min=0.0)
@@ -182,6 +203,8 @@ class AnswerLearner(EngineLearner):
             for start in range(0, len(rows), _AT_ONCE):
                 some = slice(start, start + _AT_ONCE)
                 text = as_text(*self._sampled(rows[some], tokens_BT[some], torch.zeros(tokens_BT[some].shape))[:4])
+                read = columns_beside(self._beside(first, len(ids), some), text.input_ids_BL, text.mask_BL)
+                text = text._replace(beside=read)
                 log_p_NV = log_softmax(self.model, text, self.policy.temperature)
                 log_probs.append(chosen(log_p_NV, text)[:, -tokens_BT.shape[1] :].cpu())
                 lengths = (tokens_BT[some] >= 0).sum(1).tolist()

@@ -106,11 +106,25 @@ class CrossAttention(nn.Module):
     def _keys_and_values(self, context: Context, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         if cache is not None and cache.context is not None and cache.context[0] is context:
             return cache.context[1]
-        both_BCD = F.pad(self.key_value(context.states_BCD), (0, 0, 1, 0))
-        key, value = (self._heads(one) for one in both_BCD.chunk(2, dim=-1))
+        if cache is not None and cache.context is not None and context.since and cache.context[0].first_BC is context.since.earlier_BC:
+            rows_R = context.since.rows_R
+            new = self._projected(context.states_BCD[rows_R])
+            key, value = (_with_rows(*both, rows_R) for both in zip(cache.context[1], new, strict=True))
+        else:
+            key, value = self._projected(context.states_BCD)
         if cache is not None:
             cache.context = (context, (key, value))
         return key, value
+
+    def _projected(self, states_BCD: Tensor) -> tuple[Tensor, Tensor]:
+        key_BHCE, value_BHCE = (self._heads(one) for one in F.pad(self.key_value(states_BCD), (0, 0, 1, 0)).chunk(2, dim=-1))
+        return key_BHCE, value_BHCE
+
+
+def _with_rows(before_BHCE: Tensor, new_RHCE: Tensor, rows_R: Tensor) -> Tensor:
+    """Keys or values with other ones in some rows. None is lost: contexts only grow while a text is written."""
+    whole_BHCE = F.pad(before_BHCE, (0, 0, 0, new_RHCE.shape[2] - before_BHCE.shape[2]))
+    return whole_BHCE.index_copy(0, rows_R, new_RHCE)
 
 
 class WithCrossAttention(BlockPart):

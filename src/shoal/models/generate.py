@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 from shoal.models.decoding import Penalties, choose, draws_of_rows, penalised, warp_of
+from shoal.models.reading import ReadBeside, Reader
 
 
 def generate(
@@ -71,36 +72,6 @@ def _tokens(model: nn.Module, context: Context, max_new_tokens: int, chooser: _C
             context.append(next_B)
 
 
-class ReadBeside(NamedTuple):
-    """Texts that are read beside what is written."""
-
-    columns: Callable[[Tensor], dict[str, Tensor]]
-    """What there is to read beside tokens [B, L], as a batch has it."""
-    every: int | None
-    """Tokens after which there may be something new; None: it stays the same."""
-
-
-class Reader:
-    """Tells a model what there is to read beside texts that grow."""
-
-    def __init__(self, model: Any, beside: ReadBeside | None) -> None:
-        self.model, self.beside = model, beside
-        self.seen_BL: Tensor | None = None
-        self.chunks = -1
-
-    def after(self, new_BL: Tensor) -> dict[str, Any]:
-        """What the model is given with the next tokens of the texts: nothing, where it has all there is."""
-        if self.beside is None:
-            return {}
-        self.seen_BL = new_BL if self.seen_BL is None else torch.cat([self.seen_BL, new_BL], dim=1)
-        chunks = 0 if self.beside.every is None else (self.seen_BL.shape[1] - 1) // self.beside.every
-        if chunks == self.chunks:
-            return {}
-        self.chunks = chunks
-        columns = {name: value.to(new_BL.device) for name, value in self.beside.columns(self.seen_BL).items()}
-        return {"beside": self.model.new_beside(**columns)}
-
-
 class _Chooser:
     """Chooses the rows' tokens, and remembers them where a repetition costs something."""
 
@@ -127,10 +98,17 @@ class Context:
     """The tokens a model sees, and its cache of them."""
 
     def __init__(
-        self, model: Any, prompt_BL: Tensor, max_new_tokens: int, beside: ReadBeside | None = None, mask_BL: Tensor | None = None
+        self,
+        model: Any,
+        prompt_BL: Tensor,
+        max_new_tokens: int,
+        beside: ReadBeside | None = None,
+        mask_BL: Tensor | None = None,
+        any_of_all: Callable[[bool], bool] = bool,
     ) -> None:
-        """`mask_BL`: False at padding, which stands before a prompt. A prompt with padding must fit whole."""
-        self.model, self.beside, self.mask_BS = model, beside, mask_BL
+        """`mask_BL`: False at padding, which stands before a prompt. A prompt with padding must fit whole. `any_of_all`: as `Reader` has
+        it."""
+        self.model, self.beside, self.mask_BS, self.any_of_all = model, beside, mask_BL, any_of_all
         self.longest: int | None = model.max_seq_len
         self.unseen_BL = prompt_BL if self.longest is None else prompt_BL[:, -self.longest :]
         wanted = self.unseen_BL.shape[1] + max_new_tokens
@@ -140,16 +118,19 @@ class Context:
 
     def _start(self) -> None:
         self.cache, self.length = self.model.new_cache(self.capacity), 0
-        self.reader = Reader(self.model, self.beside)
+        self.reader = Reader(self.model, self.beside, self.any_of_all)
 
     def next_logits(self) -> Tensor:
         """Logits [B, V] of the next token, from the tokens not seen yet and the cache of the others."""
         self.length += self.unseen_BL.shape[1]
-        keywords = self.reader.after(self.unseen_BL) | ({} if self.mask_BS is None else {"attention_mask": self.mask_BS})
+        keywords = self.reader.after(self.unseen_BL, self.mask_BS) | ({} if self.mask_BS is None else {"attention_mask": self.mask_BS})
         logits_BV: Tensor = self.model.next_logits(self.unseen_BL, self.cache, **keywords)
         return logits_BV
 
-    def append(self, next_B: Tensor) -> None:
+    def append(self, next_B: Tensor, going_B: Tensor | None = None) -> None:
+        """`going_B`: the rows that go on; what is appended to others is padding."""
+        if going_B is not None and self.beside is not None:
+            self.reader.going = going_B.tolist()
         self.recent.append(next_B)
         if self.mask_BS is not None:
             self.mask_BS = F.pad(self.mask_BS, (0, 1), value=True)

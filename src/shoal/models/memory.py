@@ -67,6 +67,64 @@ class Thread(NamedTuple):
     """What there was to read, what was recalled, and both together."""
 
 
+class _Chunks(NamedTuple):
+    """Which chunks the new tokens of each row belong to. Places count from a row's first real token."""
+
+    size: int
+    past: int
+    """Columns that were seen before."""
+    start_B: Tensor
+    """The column of each row's first real token."""
+    place_BL: Tensor
+    real_BL: Tensor
+    first_B: Tensor
+    """The chunk of each row's first new token."""
+    complete_B: Tensor
+    """Chunks that the new tokens complete."""
+    complete: int
+    """The most of them."""
+
+    @classmethod
+    def of(cls, sight: Sight, length: int, size: int) -> _Chunks:
+        ids_BL, past = sight.input_ids_BL, sight.past
+        real_BS = sight.real_BS
+        if real_BS is None:
+            real_BS = torch.ones(1, past + length, dtype=torch.bool, device=ids_BL.device).expand(len(ids_BL), -1)
+        real_BS = real_BS.bool()
+        count_BS = real_BS.long().cumsum(1)
+        before_B = count_BS[:, past - 1] if past else torch.zeros_like(count_BS[:, 0])
+        first_B, complete_B = before_B // size, count_BS[:, -1] // size - before_B // size
+        place_BL = (count_BS[:, past:] - 1).clamp(min=0)
+        return cls(size, past, real_BS.long().argmax(1), place_BL, real_BS[:, past:], first_B, complete_B, int(complete_B.max()))
+
+    @property
+    def ends_BU(self) -> Tensor:
+        """The places after the ends of the chunks that are complete now; some rows may have fewer than others."""
+        return (self.first_B[:, None] + torch.arange(1, self.complete + 1, device=self.first_B.device)) * self.size
+
+    @property
+    def is_complete_BU(self) -> Tensor:
+        return torch.arange(self.complete, device=self.first_B.device) < self.complete_B[:, None]
+
+    def column(self, place_BU: Tensor) -> Tensor:
+        """The column of each place among the new tokens; any column where it is not among them."""
+        return (place_BU + self.start_B[:, None] - self.past).clamp(0, self.place_BL.shape[1] - 1)
+
+    def sums(self, x_BLD: Tensor) -> Tensor:
+        """The sums [B, U, D] of the hidden states of each chunk, of the first one as far as it is not in the cache."""
+        (B, _, D), chunk_BL = x_BLD.shape, self.place_BL // self.size - self.first_B[:, None]
+        chunk_BL = chunk_BL.clamp(min=0)
+        wide = max(self.complete, int(chunk_BL.max())) + 1
+        empty = torch.zeros(B * wide, D, device=x_BLD.device)
+        flat_N = (chunk_BL + wide * torch.arange(B, device=x_BLD.device)[:, None]).flatten()
+        real_BL1 = self.real_BL.unsqueeze(2)
+        return empty.index_add_(0, flat_N, torch.where(real_BL1, x_BLD.float(), 0.0).flatten(0, 1)).view(B, wide, D)
+
+    def left(self, sums_BUD: Tensor) -> Tensor:
+        """The sum [B, D] of each row's chunk that is not complete."""
+        return sums_BUD[torch.arange(len(sums_BUD), device=sums_BUD.device), self.complete_B]
+
+
 class EpisodicMemory(Kept):
     """The episodes, as buffers that are saved with the weights."""
 
@@ -113,45 +171,41 @@ class EpisodicMemory(Kept):
         if not self.reading or not bool((self.importance_N > _EMPTY).any()):
             return sight.context
         thread = cache.memory if cache is not None and cache.memory is not None else self._begin(x_BLD)
-        first, codes_BL = sight.past // self.chunk_size, self._codes(sight.input_ids_BL, sight.past) + thread.code_B[:, None]
-        sums_BUD = self._sums(x_BLD, sight.past)
+        chunks = _Chunks.of(sight, x_BLD.shape[1], self.chunk_size)
+        codes_BL = self._codes(sight.input_ids_BL, chunks) + thread.code_B[:, None]
+        sums_BUD = chunks.sums(x_BLD)
         sums_BUD[:, 0] += thread.sum_BD
-        complete = (sight.past + x_BLD.shape[1]) // self.chunk_size - first
         recalled = thread.recalled
-        if complete:
-            ends_U = (torch.arange(first + 1, first + complete + 1, device=x_BLD.device)) * self.chunk_size
-            found = self._nearest(sums_BUD[:, :complete], codes_BL[:, ends_U - 1 - sight.past], ends_U)
-            recalled = _joined(recalled, found._replace(states_BCD=found.states_BCD.to(x_BLD.dtype)))
+        if chunks.complete:
+            recalled = _appended(recalled, self._nearest(sums_BUD[:, : chunks.complete], codes_BL, chunks, x_BLD.dtype), chunks)
         merged = thread.merged
-        if merged[0] is not sight.context or merged[1] is not recalled:
-            merged = (sight.context, recalled, _joined(sight.context, recalled))
+        if merged[2] is None or merged[0] is not sight.context or merged[1] is not recalled:
+            merged = (sight.context, recalled, _joined(sight.context, recalled) or _nothing(x_BLD))
         if cache is not None:
-            left = sums_BUD[:, complete] if complete < sums_BUD.shape[1] else torch.zeros_like(thread.sum_BD)
-            cache.memory = Thread(left, codes_BL[:, -1], recalled, merged)
+            cache.memory = Thread(chunks.left(sums_BUD), codes_BL[:, -1], recalled, merged)
         return merged[2]
 
     def _begin(self, x_BLD: Tensor) -> Thread:
         nothing_B = torch.zeros(len(x_BLD), dtype=torch.int64, device=x_BLD.device)
         return Thread(torch.zeros_like(x_BLD[:, 0], dtype=torch.float32), nothing_B, None)
 
-    def _sums(self, x_BLD: Tensor, past: int) -> Tensor:
-        """The sums [B, U, D] of the hidden states of each chunk, of the first one as far as it is not in the cache."""
-        chunk_L = torch.arange(past, past + x_BLD.shape[1], device=x_BLD.device) // self.chunk_size - past // self.chunk_size
-        empty = torch.zeros(len(x_BLD), int(chunk_L[-1]) + 1, x_BLD.shape[2], device=x_BLD.device)
-        return empty.index_add_(1, chunk_L, x_BLD.float())
+    def _codes(self, ids_BL: Tensor, chunks: _Chunks) -> Tensor:
+        """A number for the tokens up to each, which tells beginnings of sequences apart. Padding has no part in it."""
+        return ((ids_BL.long() + 1) * self.powers_T[chunks.place_BL] * chunks.real_BL).cumsum(1)
 
-    def _codes(self, ids_BL: Tensor, past: int) -> Tensor:
-        """A number for the tokens up to each, which tells beginnings of sequences apart."""
-        return ((ids_BL.long() + 1) * self.powers_T[past : past + ids_BL.shape[1]]).cumsum(1)
-
-    def _nearest(self, sums_BUD: Tensor, codes_BU: Tensor, ends_U: Tensor) -> Context:
+    def _nearest(self, sums_BUD: Tensor, codes_BL: Tensor, chunks: _Chunks, dtype: torch.dtype) -> Context:
+        """What the chunks that are complete now recall, [B, U · K · V]."""
         keys_ND = F.normalize(self.vectors_NVD.mean(1), dim=1)
         likeness_BUN = F.normalize(sums_BUD, dim=2) @ keys_ND.t()
-        own_BUN = self._codes(self.ids_NT, 0)[:, ends_U - 1].t()[None] == codes_BU[:, :, None]
+        ends_BU = chunks.ends_BU
+        codes_BU = codes_BL.gather(1, chunks.column(ends_BU - 1))
+        of_all_NT = ((self.ids_NT.long() + 1) * self.powers_T).cumsum(1)
+        own_BUN = of_all_NT.t()[(ends_BU - 1).clamp(max=of_all_NT.shape[1] - 1)] == codes_BU[:, :, None]
         likeness_BUN = likeness_BUN.masked_fill(own_BUN | (self.importance_N <= _EMPTY), -torch.inf)
         near = likeness_BUN.topk(self.top_k, dim=2)
-        states_BUKVD = self.vectors_NVD[near.indices]
-        first_BUK = torch.where(near.values > -torch.inf, ends_U[None, :, None], NEVER)
+        states_BUKVD = self.vectors_NVD[near.indices].to(dtype)
+        first_BU1 = (ends_BU + chunks.start_B[:, None]).masked_fill(~chunks.is_complete_BU, NEVER).unsqueeze(2)
+        first_BUK = torch.where(near.values > -torch.inf, first_BU1, NEVER)
         first_BUKV = first_BUK.unsqueeze(-1).expand(-1, -1, -1, states_BUKVD.shape[3])
         return Context(states_BUKVD.flatten(1, 3), first_BUKV.flatten(1))
 
@@ -179,6 +233,8 @@ class EpisodicMemory(Kept):
         """Write down what all processes chose. All of them do the same."""
         everybody = self._gathered(self._chosen())
         self._seen = []
+        if not bool((everybody[0] > _EMPTY).any()):
+            return  # learning from answers only reads: see docs/mixtures.md
         self._fade()
         self._write(everybody)
         if self.reports:
@@ -319,10 +375,30 @@ def _append(own: Tensor, more: Tensor | None, count: int, width: int, fill: int)
     return torch.cat([F.pad(own, (0, width - own.shape[1]), value=fill), F.pad(more, (0, width - more.shape[1]), value=fill).to(own.dtype)])
 
 
+def _nothing(x_BLD: Tensor) -> Context:
+    """A context that nobody may read, so that all rows take the same way through a model whose parameters are sharded."""
+    return Context(torch.zeros_like(x_BLD[:, :1]), torch.full_like(x_BLD[:, :1, 0], NEVER, dtype=torch.int64))
+
+
 def _joined(first: Context | None, second: Context | None) -> Context | None:
     if first is None or second is None:
         return first or second
-    return Context(*(torch.cat(both, dim=1) for both in zip(first, second, strict=True)))
+    return Context(torch.cat([first.states_BCD, second.states_BCD], 1), torch.cat([first.first_BC, second.first_BC], 1))
+
+
+def _appended(before: Context | None, found: Context, chunks: _Chunks) -> Context:
+    """What was recalled before, and what the chunks that are complete now recall, each at the place of its chunk: so rows that complete
+    theirs at different times have no gaps."""
+    each = found.first_BC.shape[1] // chunks.complete
+    width = each * int((chunks.first_B + chunks.complete_B).max())
+    known = Context(found.states_BCD[:, :0], found.first_BC[:, :0]) if before is None else before
+    states_BCD, first_BC = (one.clone() for one in known.widened(max(width, known.first_BC.shape[1])))
+    row_N, chunk_N = chunks.is_complete_BU.nonzero(as_tuple=True)
+    place_NX = ((chunks.first_B[row_N] + chunk_N) * each)[:, None] + torch.arange(each, device=row_N.device)
+    from_NX = (chunk_N * each)[:, None] + torch.arange(each, device=row_N.device)
+    states_BCD[row_N[:, None], place_NX] = found.states_BCD[row_N[:, None], from_NX]
+    first_BC[row_N[:, None], place_NX] = found.first_BC[row_N[:, None], from_NX]
+    return Context(states_BCD, first_BC)
 
 
 def _norms(slope_BLD: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from shoal.errors import ShoalError
 from shoal.models.decoding import Draws, Warp, check_all, finite
 from shoal.models.generate import Context, evaluating
 from shoal.models.packing import packed_for
+from shoal.models.reading import ReadBeside
 from shoal.models.recorded import Recorded, can_record
 from shoal.models.written import Written
 
@@ -51,18 +52,20 @@ def sample(
     pad_id: int,
     width: int = 0,
     any_goes_on: Callable[[bool], bool] = bool,
+    beside: ReadBeside | None = None,
 ) -> Sampled:
     """Draw an answer to each prompt from the model's own probabilities at a temperature: no other way of choosing has probabilities that
     a policy can learn from. All answers have `max_new_tokens` columns. `draws`: the numbers that decide each answer. `width`: columns
-    of the prompts, at least. `any_goes_on`: of several processes that must compute together, whether any has an answer that goes on."""
+    of the prompts, at least. `any_goes_on`: of several processes that must compute together, whether any has an answer that goes on.
+    `beside`: what the model reads beside the rows."""
     prompt_BP, mask_BP = padded(prompts, pad_id, next(model.parameters()).device, width)
     _check_room(model, prompt_BP.shape[1], max_new_tokens)
     written = Written(len(prompts), max_new_tokens, Warp(temperature), eos_id, pad_id, prompt_BP.device)
     with packed_for(model, len(prompts)):
-        if can_record(model, max_new_tokens):
+        if beside is None and can_record(model, max_new_tokens):
             Recorded(model, prompt_BP, mask_BP, written, draws).write(any_goes_on)
         else:
-            context = Context(model, prompt_BP, max_new_tokens, mask_BL=None if bool(mask_BP.all()) else mask_BP)
+            context = Context(model, prompt_BP, max_new_tokens, beside, None if bool(mask_BP.all()) else mask_BP, any_goes_on)
             _write(model, context, written, draws, any_goes_on)
     values_BT = written.values_BT if written.valued else None
     return Sampled(prompt_BP, mask_BP, written.answer_BT, written.real_BT, written.log_probs_BT, ~written.going_B, values_BT)
@@ -80,7 +83,7 @@ def _write(model: nn.Module, context: Context, written: Written, draws: Sequence
         if not any_goes_on(bool(written.going_B.any())):
             return
         if step + 1 < columns:
-            context.append(written.last_B)
+            context.append(written.last_B, written.going_B)
 
 
 def padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor]:

@@ -46,9 +46,9 @@ class Auxiliary(NamedTuple):
 class Beside:
     """What goes into a model beside the tokens of a batch, and what comes out of it beside the logits."""
 
-    def __init__(self, counted_BL: Tensor | None = None, **columns: Tensor) -> None:
-        """`columns`: texts to read, as a batch has them."""
-        self.counted_BL = counted_BL
+    def __init__(self, counted_BL: Tensor | None = None, rows_R: Tensor | None = None, **columns: Tensor) -> None:
+        """`columns`: texts to read, as a batch has them; of these rows alone, if `rows_R` is given."""
+        self.counted_BL, self.rows_R = counted_BL, rows_R
         """True where a token counts in the loss."""
         self.columns = columns
         self.losses: list[Auxiliary] = []
@@ -64,6 +64,30 @@ class Context(NamedTuple):
     states_BCD: Tensor
     first_BC: Tensor
     """The first token of the sequence that may attend to each."""
+    since: Since | None = None
+    """How it came from an earlier one; null: it is another altogether."""
+
+    def with_rows(self, rows_R: Tensor, new: Context) -> Context:
+        """The same with other vectors in some rows, which may be more."""
+        width = max(self.first_BC.shape[1], new.first_BC.shape[1])
+        states_BCD, first_BC = (one.clone() for one in self.widened(width))
+        states_RCD, first_RC = new.widened(width)
+        states_BCD[rows_R], first_BC[rows_R] = states_RCD.to(states_BCD.dtype), first_RC
+        return Context(states_BCD, first_BC, Since(self.first_BC, rows_R))
+
+    def widened(self, width: int) -> tuple[Tensor, Tensor]:
+        """Its vectors and first tokens, with vectors after them that nobody may read."""
+        missing = width - self.first_BC.shape[1]
+        return F.pad(self.states_BCD, (0, 0, 0, missing)), F.pad(self.first_BC, (0, missing), value=NEVER)
+
+
+class Since(NamedTuple):
+    """What a context has that an earlier one had not."""
+
+    earlier_BC: Tensor
+    """The earlier one's `first_BC`: it is known by that."""
+    rows_R: Tensor
+    """The rows that are other ones now."""
 
 
 class Sight(NamedTuple):
@@ -80,6 +104,8 @@ class Sight(NamedTuple):
     context: Context | None = None
     past: int = 0
     """Tokens in the cache."""
+    real_BS: Tensor | None = None
+    """False at padding; null: there is none before a text."""
 
 
 class BlockPart(nn.Module):
@@ -184,7 +210,7 @@ class Trunk(nn.Module):
         turns = self._turns(past, length, attention_mask if cache else None)
         sight = _sight(input_ids_BL, turns, past, attention_mask)
         context = self._context(input_ids_BL, beside, cache)
-        sight = sight._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past)
+        sight = sight._replace(counted_BL=beside.counted_BL if beside else None, context=context, past=past, real_BS=attention_mask)
         told: list[Told] = []
         sight = self._remember(-1, x_BLD, sight, cache)
         for i, block in enumerate(self.blocks.children()):
@@ -228,6 +254,9 @@ class Trunk(nn.Module):
             return None
         if beside is not None and beside.columns:
             context: Context = self.reader.read(beside.columns, self.token_embedding)
+            if beside.rows_R is not None:
+                assert cache is not None
+                context = cache.context.with_rows(beside.rows_R, context)
         elif cache is not None:
             kept: Context | None = cache.context
             return kept

@@ -13,11 +13,12 @@ from torch import nn
 from shoal import data, models
 from shoal.config import Run
 from shoal.config.ranks import Place, reading
+from shoal.config.schema.model import Moe
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
 from shoal.errors import ShoalError
 from shoal.runs import plugins
-from shoal.runs.beginnings import begin, root_of
+from shoal.runs.beginnings import begin, passages_of, root_of
 from shoal.runs.checkpoint import Checkpoint, Checkpoints
 from shoal.runs.given import NOTHING, Given, players_of, samples_of, task_of
 from shoal.runs.going_on import Change, forbidden, listed
@@ -68,9 +69,7 @@ def assemble(
     trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `given` are live parts
     that a program has brought along. `joins`: for a worker, which gets its weights from a coordinator. `known`: the data, if loaded.
     """
-    policy = run.rlhf.policy if run.rlhf is not None else None
-    saved = tokenizer_of / "tokenizer" if tokenizer_of else root_of(policy) / "tokenizer" if policy else None
-    source = run.replace(data=run.data.replace(tokenizer=str(saved))) if saved and saved.is_dir() else run
+    source = _with_parts_of_policy(run, tokenizer_of)
     samples = known or samples_of(run, given, lambda: data.load(source, progress=progress))
     players = players_of(run, given, samples.info)
     answers = run.strategy.gives_answers and joins
@@ -84,6 +83,8 @@ def assemble(
     device = choose_device(run.training.device, here.local_rank if here else 0)
     if isinstance(task, PolicyGradient) and not answers:
         return _with_rollouts(run, samples, task, device, length, world)
+    if isinstance(task, PolicyGradient):
+        task.finder = samples.info.finder
     part = reading(run, rank, ranks)
     feed = feed_of(run, samples, part=part)
     steps = lengths.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
@@ -91,6 +92,23 @@ def assemble(
     if isinstance(task, Dpo):
         task.reference = task.reference.held(engine.hold, task.players["model"])
     return Parts(run, samples, engine, feed)
+
+
+def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
+    """A run that goes on keeps its tokenizer. A policy keeps that of the run that it goes on from, and reads the passages that it learned
+    to read, unless the settings name others."""
+    policy, retrieval = run.rlhf.policy if run.rlhf is not None else None, data.retrieval_of(run)
+    saved = own_folder / "tokenizer" if own_folder else root_of(policy) / "tokenizer" if policy else None
+    if saved is not None and saved.is_dir():
+        run = run.replace(data=run.data.replace(tokenizer=str(saved)))
+    if policy is None or retrieval is None or retrieval.index is not None or retrieval.passages is not None:
+        return run
+    index = (passages_of(own_folder) if own_folder is not None else None) or passages_of(root_of(policy))
+    if index is None:
+        return run
+    assert isinstance(run.model, Moe)
+    reading: Run = run.replace(model=run.model.replace(retrieval=retrieval.replace(index=str(index))))
+    return reading
 
 
 def _with_rollouts(
@@ -104,7 +122,7 @@ def _with_rollouts(
     reference = Reference(task.players["model"])  # before an engine cuts the networks into parts
     engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps)
     reward = run.rlhf.reward.builder()(run.rlhf.reward, run)
-    feed = RolloutFeed(run, task, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference)
+    feed = RolloutFeed(run, task, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference, samples.info.finder)
     return Parts(run, samples, engine, feed)
 
 
@@ -215,14 +233,7 @@ def expect_same_data(directory: RunDirectory, samples: data.Data) -> None:
 
 def read_beside(finder: data.PassageFinder | None, tokenizer: data.Tokenizer, context: str = "") -> models.ReadBeside | None:
     """What is read beside a text that is being written: passages that it finds, and a context that is given."""
-    given = {"context_ids": torch.tensor([[tokenizer.encode(context)]])} if context else {}
-    if finder is None:
-        return models.ReadBeside(lambda ids_BL: given, None) if given else None
-
-    def columns(ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
-        return given | finder.read_beside({"input_ids": ids_BL.cpu()}, [()] * len(ids_BL))
-
-    return models.ReadBeside(columns, finder.chunk_size)
+    return models.read_beside(finder, [tokenizer.encode(context)] if context else ())
 
 
 def write_text(

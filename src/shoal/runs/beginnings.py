@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,6 +23,17 @@ def root_of(policy: str) -> Path:
     """The folder of the run that a path means: a run, or one of its checkpoints."""
     folder = Path(policy)
     return folder.parent.parent if (folder / "state.json").exists() else folder
+
+
+def passages_of(root: Path) -> Path | None:
+    """The index that a run finds passages in: an exported one has it in its folder. None: it finds none."""
+    if (root / "passages").is_dir():
+        return root / "passages"
+    try:
+        known = json.loads((root / "data.json").read_text(encoding="utf-8")).get("passages")
+    except (OSError, ValueError):
+        return None
+    return Path(known) if known else None
 
 
 def begin(run: Run, players: dict[str, nn.Module], own_folder: Path | None) -> None:

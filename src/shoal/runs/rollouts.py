@@ -29,6 +29,7 @@ from shoal.data.limits import held_out_numbers
 from shoal.engines import Engine, World
 from shoal.errors import ShoalError
 from shoal.models.decoding import draws_of_group
+from shoal.models.reading import ReadBeside, columns_beside, read_beside
 from shoal.models.sampling import Sampled, sample
 from shoal.runs.rewards.interface import Answer, Score
 from shoal.tasks import Batch, credit
@@ -54,6 +55,11 @@ class Asked(NamedTuple):
     ids: list[int]
     text: str
     answer: str | None = None
+    context: str = ""
+    context_ids: tuple[int, ...] = ()
+    """What it reads beside the prompt."""
+    own: tuple[str, ...] = ()
+    """The documents that it is of, which it finds no passages in."""
 
 
 def prompts_of(run: Run, samples: data.Data) -> tuple[list[Asked], list[Asked]]:
@@ -63,27 +69,43 @@ def prompts_of(run: Run, samples: data.Data) -> tuple[list[Asked], list[Asked]]:
     if tokenizer is None:
         raise ShoalError("a policy needs text: data.source gives no tokens")
     if run.rlhf.prompts is not None:
-        asked = [_asked(prompt, tokenizer, longest) for prompt in data.read_prompts(run.rlhf.prompts)]
+        asked = [_asked(prompt, tokenizer, longest) for prompt in data.read_prompts(run.rlhf.prompts, data.reads_context(run))]
+        if data.reads_context(run) and samples.info.finder is None and not any(one.context for one in asked):
+            raise ShoalError(
+                f"model.cross_attention.enabled: there is nothing to attend to: no prompt of {run.rlhf.prompts} has a `context`, and "
+                "model.retrieval is off"
+            )
         held = held_out_numbers(len(asked), run.seed) if len(asked) > 1 else np.zeros(1, np.bool_)
         return [one for one, out in zip(asked, held, strict=True) if not out], [one for one, out in zip(asked, held, strict=True) if out]
     return _beginnings(samples.train, tokenizer, longest), _beginnings(samples.eval, tokenizer, longest)[:_HELD_OUT]
 
 
-def _asked(prompt: data.Prompt, tokenizer: data.Tokenizer, longest: int) -> Asked:
-    return Asked(tokenizer.encode(prompt.text)[-longest:], prompt.text, prompt.answer)
+def _asked(prompt: data.Prompt, tokenizer: data.Tokenizer, longest: int, own: tuple[str, ...] = ()) -> Asked:
+    context_ids = tuple(tokenizer.encode(prompt.context)) if prompt.context else ()
+    return Asked(tokenizer.encode(prompt.text)[-longest:], prompt.text, prompt.answer, prompt.context, context_ids, own)
 
 
 def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[Asked]:
     """The prompts of pairs, or the first tokens of texts."""
     if samples is None:
         return []
+    if isinstance(samples, data.ReadingSamples):  # passages are found when a prompt is answered
+        samples = samples.inner
     if isinstance(samples, data.PreferencePairs):
-        return [_asked(data.Prompt(pair.prompt), tokenizer, longest) for pair in samples.pairs if pair.prompt]
+        prompts = [(data.Prompt(pair.prompt, context=pair.context), (pair.origin,)) for pair in samples.pairs if pair.prompt]
+        return [_asked(prompt, tokenizer, longest, own) for prompt, own in prompts]
     if not isinstance(samples, data.Samples):
         raise ShoalError("data.streaming: prompts are taken from texts in memory, or from a file (rlhf.prompts)")
     some = range(0, len(samples), -(-len(samples) // _MOST_PROMPTS))
-    ids = samples.batch(some)["input_ids"][:, :longest].tolist()
-    return [Asked(row, tokenizer.decode(row)) for row in ids]
+    batch, origins = samples.batch(some), getattr(samples, "origins", None)
+    found = []
+    for place, number in enumerate(some):
+        row_L = batch["input_ids"][place]
+        ids = (row_L[batch["attention_mask"][place]] if "attention_mask" in batch else row_L)[:longest].tolist()
+        context_ids = [token for token in batch["context_ids"][place, 0].tolist() if token >= 0] if "context_ids" in batch else []
+        own = tuple(origins.of(number)) if origins is not None else ()
+        found.append(Asked(ids, tokenizer.decode(ids), None, tokenizer.decode(context_ids), tuple(context_ids), own))
+    return found
 
 
 class Rollout(NamedTuple):
@@ -124,9 +146,11 @@ class RolloutFeed:
         reward: Score,
         engine: Engine | None = None,
         reference: Reference | None = None,
+        finder: data.PassageFinder | None = None,
     ) -> None:
         """`task` must hold the policy as it is before it learns: a copy of that is the reference, where none is given. `engine`: what
-        steps the networks, and tells how they are held, how precisely they compute, and which processes learn together."""
+        steps the networks, and tells how they are held, how precisely they compute, and which processes learn together. `finder`: finds
+        the passages that the policy reads."""
         assert run.rlhf is not None
         if not prompts:
             raise ShoalError("there is no prompt to answer: set rlhf.prompts")
@@ -137,22 +161,21 @@ class RolloutFeed:
         self.group = run.rlhf.group
         """Answers to each prompt."""
         self.seed, self.pieces = run.seed, run.training.gradient_accumulation_steps
-        self.task, self.tokenizer = task, tokenizer
         self.warn: Callable[[str], None] = lambda text: None
-        self.prompts, self.held_out, self.reward = list(prompts), list(held_out), reward
+        self.task, self.tokenizer, self.reward = task, tokenizer, reward
+        self.prompts, self.held_out = list(prompts), list(held_out)
+        self._read_with(finder)
         self.reference = reference or Reference(task.players["model"])
         self.world = World()
         self.precision: Callable[[], AbstractContextManager[Any]] = nullcontext
         if engine is not None:
             self._learn_with(engine)
-        self.coefficient = self.settings.kl.coefficient
-        self.spread = credit.Spread()
+        self.coefficient, self.spread = self.settings.kl.coefficient, credit.Spread()
         self.epoch = self.position = 0
         self.buffer: Batch | None = None
-        self.figures: dict[str, float] = {}
         self._distance: float | None = None
-        self.first: dict[str, float] = {}
-        """Figures of the first rollout, to compare with."""
+        self.figures, self.first = dict[str, float](), dict[str, float]()
+        """Figures of the last rollout, and of the first one to compare with."""
 
     def _learn_with(self, engine: Engine) -> None:
         self.world, self.precision = engine.world, engine.precision
@@ -161,6 +184,16 @@ class RolloutFeed:
             raise ShoalError(
                 f"{self.world.size} processes share mini-batches of {self.micro_batch} answers: raise rlhf.ppo.mini_batch_size, or take "
                 "fewer devices"
+            )
+
+    def _read_with(self, finder: data.PassageFinder | None) -> None:
+        self.finder, ppo = finder, self.settings.ppo
+        self.reads_context = any(one.context_ids for one in [*self.prompts, *self.held_out])
+        if finder is not None and ppo.prompt_length + ppo.response_length <= finder.chunk_size:
+            raise ShoalError(
+                f"model.retrieval.chunk_size: what is found for a chunk is read by the tokens after it, and prompts of {ppo.prompt_length} "
+                f"tokens (rlhf.ppo.prompt_length) with answers of {ppo.response_length} (rlhf.ppo.response_length) have one chunk of "
+                f"{finder.chunk_size}: set it lower"
             )
 
     # --- the face of a feed ------------------------------------------------------------------------
@@ -268,6 +301,23 @@ class RolloutFeed:
         """The tokens of a prompt."""
         return self.prompt(number).ids
 
+    def contexts_of(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The tokens that are read beside the prompts of these numbers; none at all, where no prompt has any."""
+        return [list(self.prompt(number).context_ids) for number in numbers] if self.reads_context else []
+
+    def documents_of(self, numbers: Sequence[int]) -> list[list[str]]:
+        """The documents that the prompts are of, where passages are read."""
+        return [list(self.prompt(number).own) for number in numbers] if self.finder is not None else []
+
+    def _beside(self, asked: Sequence[Asked]) -> ReadBeside | None:
+        """What the policy reads beside the answers to these prompts."""
+        return read_beside(self.finder, [one.context_ids for one in asked] if self.reads_context else (), [one.own for one in asked])
+
+    def _text(self, asked: Sequence[Asked], drawn: Sampled) -> Text:
+        """Answers as the networks read them, with what they read beside them: the same as when they were written."""
+        text = as_text(*drawn[:4])
+        return text._replace(beside=columns_beside(self._beside(asked), text.input_ids_BL, text.mask_BL))
+
     def _learned_from(self, rollout: Rollout) -> Batch:
         """The answers of a rollout with what each of their tokens is worth."""
         settings = self.settings
@@ -308,6 +358,7 @@ class RolloutFeed:
                 pad_id=self.tokenizer.pad_id,
                 width=max(len(one.ids) for one in rows),
                 any_goes_on=self.world.any,
+                beside=self._beside([rows[number] for number in own]),
             )
         return self._gathered(self.scored([rows[number] for number in own], drawn, valued=valued), rows)
 
@@ -328,12 +379,12 @@ class RolloutFeed:
         drawn = Sampled(*map(whole, part.drawn[:6]))
         values_BT = None if part.values_BT is None else whole(part.values_BT)
         answers = self._answers(asked, drawn)
-        return Rollout(drawn, as_text(*drawn[:4]), answers, whole(part.scores_B), whole(part.difference_BT), values_BT)
+        return Rollout(drawn, self._text(asked, drawn), answers, whole(part.scores_B), whole(part.difference_BT), values_BT)
 
     def scored(self, asked: Sequence[Asked], drawn: Sampled, *, valued: bool = False) -> Rollout:
         """Answers with their scores, and how far each token is from what the reference would say. `asked`: the prompt of each. `valued`:
         also what is expected of each token, where somebody predicts that."""
-        ppo, text = self.settings.ppo, as_text(*drawn[:4])
+        ppo, text = self.settings.ppo, self._text(asked, drawn)
         with self.precision():
             reference_BT = self.reference.log_probs(text, ppo.temperature)[:, -ppo.response_length :]
             values_BT = self._expected(text, drawn) if valued else None
@@ -357,7 +408,7 @@ class RolloutFeed:
         found = []
         for one, row_T, real_T in zip(asked, drawn.answer_BT, drawn.real_BT, strict=True):
             ids = [token for token in row_T[real_T].tolist() if token != self.tokenizer.eos_id]
-            found.append(Answer(one.text, self.tokenizer.decode(ids), one.answer))
+            found.append(Answer(one.text, self.tokenizer.decode(ids), one.answer, one.context, one.own))
         return found
 
     def _paired(self, rollout: Rollout) -> Batch:

@@ -20,6 +20,7 @@ from shoal.models.mixtral import as_mixtral
 from shoal.models.trunk import Trunk
 from shoal.runs import plugins
 from shoal.runs.assembly import read_beside, write_text
+from shoal.runs.beginnings import passages_of
 from shoal.runs.checkpoint import Checkpoint, find, read_weights, save_weights
 from shoal.runs.run_directory import RunDirectory
 
@@ -67,14 +68,7 @@ def open_run(path: str, warn: Callable[[str], None]) -> Trained:
     SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
     for player in task.players.values():
         player.eval()
-    return Trained(run, task, checkpoint, tokenizer, root, _passages(root, raw))
-
-
-def _passages(root: Path, raw: dict[str, Any]) -> Path | None:
-    """Where the run's index is: an exported run has it in its folder."""
-    if (root / "passages").is_dir():
-        return root / "passages"
-    return Path(raw["passages"]) if "passages" in raw else None
+    return Trained(run, task, checkpoint, tokenizer, root, passages_of(root))
 
 
 def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bool = False, mixtral: bool = False) -> None:

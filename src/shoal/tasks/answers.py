@@ -8,7 +8,7 @@ Shapes: B batch, L tokens, N tokens that count, D width, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.tasks.base import Batch, Loss, Mean
-from shoal.tasks.language import IGNORED
+from shoal.tasks.language import IGNORED, READ_BESIDE
 from shoal.tasks.pieces import at_temperature, log_probs_of
 
 
@@ -29,13 +29,16 @@ class Text(NamedTuple):
     """The token that follows each; IGNORED in prompts and padding."""
     mask_BL: Tensor
     """False at padding, on either side."""
+    beside: Mapping[str, Tensor] = {}
+    """Texts that are read beside them, by the names of their columns."""
 
     @classmethod
     def of(cls, batch: Batch, side: str = "") -> Text:
-        return cls(*(batch[f"{side}{name}"] for name in ("input_ids", "labels", "attention_mask")))
+        ids_BL, labels_BL, mask_BL = (batch[f"{side}{name}"] for name in ("input_ids", "labels", "attention_mask"))
+        return cls(ids_BL, labels_BL, mask_BL, {name: batch[f"{side}{name}"] for name in READ_BESIDE if f"{side}{name}" in batch})
 
     def as_batch(self) -> Batch:
-        return {"input_ids": self.input_ids_BL, "labels": self.labels_BL, "attention_mask": self.mask_BL}
+        return {"input_ids": self.input_ids_BL, "labels": self.labels_BL, "attention_mask": self.mask_BL, **self.beside}
 
     @property
     def counted_BL(self) -> Tensor:
@@ -55,7 +58,7 @@ def given_to(model: Any, text: Text) -> dict[str, Any]:
     """What a model is given besides the tokens. Padding on the right needs no mask: a causal model never looks there."""
     given: dict[str, Any] = {} if bool(text.mask_BL[:, 0].all()) else {"attention_mask": text.mask_BL}
     if hasattr(model, "new_beside"):
-        given["beside"] = model.new_beside(counted_BL=text.counted_BL)
+        given["beside"] = model.new_beside(counted_BL=text.counted_BL, **text.beside)
     return given
 
 

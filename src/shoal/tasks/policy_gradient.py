@@ -42,6 +42,8 @@ class PolicyGradient:
 
     def __init__(self, players: dict[str, nn.Module], settings: Rlhf) -> None:
         self.players, self.settings, self.ppo = players, settings, settings.ppo
+        self.finder: Any = None
+        """What finds the passages that a worker's answers read; null: they read none, or others answer."""
         self.moved: list[Tensor] = []
         """Of each batch since the list was emptied: how far the policy has moved from the one that gave the answers, in nats added up
         over tokens, and how many tokens these are."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError, out_of_memory
 from shoal.models.decoding import draws_of_group
+from shoal.models.reading import read_beside
 from shoal.models.sampling import as_drawn, sample
 from shoal.tasks import Batch
 from shoal.updates.answers import pack
@@ -350,6 +351,11 @@ class UnitProducer:
         self.worker.tell(f"out of memory with {most} samples at once: going on with {self._most}")
 
 
+def _grouped(of_prompts: Sequence[Any], group: int) -> list[Any]:
+    """What belongs to prompts, for each of the answers to them."""
+    return [one for one in of_prompts for _ in range(group)]
+
+
 class AnswersProducer:
     """Answers to the prompts of a leased unit: their tokens, and nothing that a worker could have made up."""
 
@@ -364,12 +370,13 @@ class AnswersProducer:
         prompts, end = unit.given["prompts"], unit.given["end"]
         drawn = sample(
             engine.task.players["model"],
-            [ids for ids in prompts for _ in range(policy.group)],
+            _grouped(prompts, policy.group),
             max_new_tokens=policy.length,
             temperature=policy.temperature,
             draws=draws_of_group(policy.seed, unit.given["first"], prompts, policy.group),
             eos_id=end,
             pad_id=0,
+            beside=read_beside(engine.task.finder, *(_grouped(unit.given.get(name, ()), policy.group) for name in ("contexts", "own"))),
         )
         tokens_BT, weight = as_drawn(drawn), int(drawn.real_BT.sum())
         return Made(tokens_BT, {}, weight, len(tokens_BT), self.worker.weights.version, unit.batches, frames=pack(tokens_BT))

@@ -14,15 +14,20 @@ from shoal.config.schema.task import TEXT, Task
 from shoal.config.schema.updates import Updates
 
 
-@rule("task", "model.retrieval.enabled", "model.cross_attention.enabled", "model.episodic_memory.enabled")
-def answers_are_written_without_reading(settings: Settings, task: Task | None, finds: bool, attends: bool, remembers: bool) -> None:
-    """Prompts are padded on the left, and what a model reads is found by chunks from the left."""
-    if task is None or task.needs not in ("pairs", "prompts"):
+@rule("task", "strategy.kind", "model.episodic_memory.enabled", "rlhf.policy", "checkpoint.resume_from")
+def memories_are_read_only_in_feedback(
+    settings: Settings, task: Task | None, strategy: str, remembers: bool, policy: str | None, resumed: str | None
+) -> None:
+    """Learning from answers writes no episodes and replays none: a memory has what the model brought along."""
+    if not remembers or task is None or task.needs not in ("pairs", "prompts"):
         return
-    asked = {"model.retrieval.enabled": finds, "model.cross_attention.enabled": attends, "model.episodic_memory.enabled": remembers}
-    for path in (path for path, wanted in asked.items() if wanted):
-        message = f"in the task {task.kind} a model reads prompts and answers, and nothing beside them yet"
-        settings.report("not-built", message, path, "task.kind", help=f"set {path} to false")
+    name = "model.episodic_memory.enabled"
+    if Strategy.kinds[strategy].gives_answers:
+        message = f"a worker of the strategy {strategy} is sent the weights that it answers with, and not the episodes of a memory"
+        settings.report("not-built", message, name, "strategy.kind", help=f"set strategy.kind to local, or {name} to false")
+    elif task.needs == "pairs" and policy is None and resumed is None:
+        message = f"the task {task.kind} reads a memory and writes nothing into it, and a model that starts anew has an empty one"
+        settings.report("no-effect", message, name, "task.kind", severity="warning", help="set rlhf.policy to a run that has episodes")
 
 
 @rule("task", "model")

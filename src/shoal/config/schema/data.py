@@ -107,6 +107,8 @@ class Preferences(DataSource, built_by="shoal.data.text.load:load_preferences"):
     """Field of the better answer."""
     rejected_field: str = "rejected"
     """Field of the worse answer."""
+    context_field: str | None = None
+    """Field with a text that cross-attention reads beside both; null: `context`, where there is one and model.cross_attention.enabled."""
 
 
 class MixturePart(Section):

@@ -167,8 +167,8 @@ class Rlhf(Section):
 
     reward: Reward = SentimentReward()
     prompts: str | None = None
-    """File of prompts, one a line, or JSON objects with `prompt` and, for the reward `exact`, `answer`; null: those of the preference pairs
-    where data.source has some, else the beginnings of its texts."""
+    """File of prompts, one a line, or JSON objects with `prompt` and, for the reward `exact`, `answer`, and for cross-attention `context`;
+    null: those of the preference pairs where data.source has some, else the beginnings of its texts."""
     policy: str | None = None
     """Folder of the run whose model goes on learning; null: a model of Hugging Face as it is, or a small one that is trained first."""
     algorithm: Literal["ppo", "rloo", "grpo", "online-dpo"] = "ppo"

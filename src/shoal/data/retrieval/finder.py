@@ -112,7 +112,13 @@ class Finder:
     def read_beside(self, batch: Batch, own: Sequence[Sequence[str]]) -> Batch:
         """The columns for a whole batch."""
         texts, starts_B = texts_of(batch)
-        width = batch["input_ids"].shape[1]
+        return self._beside(texts, own, starts_B, batch["input_ids"].shape[1])
+
+    def beside_texts(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts: Sequence[int]) -> Batch:
+        """The columns for texts without padding, which begin at these columns of a batch."""
+        return self._beside(texts, own, torch.tensor(starts), max(map(len, texts)))
+
+    def _beside(self, texts: Sequence[Sequence[int]], own: Sequence[Sequence[str]], starts_B: torch.Tensor, width: int) -> Batch:
         found = self.neighbours(texts, own, max(1, (width - 1) // self.reading.chunk_size))
         return self.columns(torch.from_numpy(found), starts_B, width)
 

@@ -1,6 +1,6 @@
 """Samples and streams of text with the passages that their chunks find.
 
-Shapes: N samples, B of a batch, U chunks that are read by later ones, K passages of a chunk.
+Shapes: N samples, B of a batch, S texts of a sample, U chunks that are read by later ones, K passages of a chunk.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ class Known(Samples, Protocol):
 
 class ReadingSamples:
     """Samples in memory. A sample's passages are found when it is first asked for, and remembered, by all processes that load ahead:
-    a long text need not wait until all of them are found, and no epoch finds them again."""
+    a long text need not wait until all of them are found, and no epoch finds them again. Of a pair of answers each side finds its own."""
 
     def __init__(self, inner: Known, finder: Finder, longest: int) -> None:
         self.inner, self.finder = inner, finder
+        self._sides: tuple[str, ...] = getattr(inner, "sides", ("",))
+        """What the names of the columns of each text of a sample begin with."""
         chunks = max(1, (longest - 1) // finder.reading.chunk_size)
-        self._neighbours_NUK = torch.full((len(inner), chunks, finder.reading.top_k), -1, dtype=torch.int32)
+        self._neighbours_NSUK = torch.full((len(inner), len(self._sides), chunks, finder.reading.top_k), -1, dtype=torch.int32)
         self._known_N = torch.zeros(len(inner), dtype=torch.bool)
 
     def __len__(self) -> int:
@@ -45,15 +47,22 @@ class ReadingSamples:
         unknown = torch.unique(index[~self._known_N[index]])
         if len(unknown):
             self._find(unknown)
-        _, starts_B = texts_of(batch)
-        return batch | self.finder.columns(self._neighbours_NUK[index], starts_B, batch["input_ids"].shape[1])
+        for side, found_BUK in zip(self._sides, self._neighbours_NSUK[index].unbind(1), strict=True):
+            own = _side_of(batch, side)
+            columns = self.finder.columns(found_BUK, texts_of(own)[1], own["input_ids"].shape[1])
+            batch |= {f"{side}{name}": value for name, value in columns.items()}
+        return batch
 
     def _find(self, numbers: torch.Tensor) -> None:
-        texts, _ = texts_of(self.inner.batch(numbers))
-        own = [self.inner.origins.of(int(number)) for number in numbers]
-        found = self.finder.neighbours(texts, own, self._neighbours_NUK.shape[1])
-        self._neighbours_NUK[numbers] = torch.from_numpy(found)
+        batch, own = self.inner.batch(numbers), [self.inner.origins.of(int(number)) for number in numbers]
+        for place, side in enumerate(self._sides):
+            found = self.finder.neighbours(texts_of(_side_of(batch, side))[0], own, self._neighbours_NSUK.shape[2])
+            self._neighbours_NSUK[numbers, place] = torch.from_numpy(found)
         self._known_N[numbers] = True  # last: another process may look meanwhile
+
+
+def _side_of(batch: Batch, side: str) -> Batch:
+    return {name.removeprefix(side): value for name, value in batch.items() if name.startswith(side)}
 
 
 class ReadingStream:

@@ -18,7 +18,7 @@ from shoal.data.text.mixture import ChainedText, MixedText, probabilities
 from shoal.data.text.preferences import Pair, PreferencePairs, read_preferences
 from shoal.data.text.run_encoding import contents, find_encoding, joined_name, noun
 from shoal.data.text.samples import TextSamples, enough, joined, text_samples
-from shoal.data.text.sources import reads_context
+from shoal.data.text.sources import expect_reader, reads_context
 from shoal.errors import ShoalError
 
 
@@ -87,16 +87,17 @@ def _mix(samples: Sequence[TextSamples], parts: Sequence[TextPart], run: Run) ->
     return MixedText(samples, probabilities(names, weights, [len(part) for part in samples], run.data.mixing.temperature))
 
 
-def load_preferences(source: Preferences, run: Run, request: Request) -> Data | list[TextPart]:
+def load_preferences(source: Preferences, run: Run, request: Request) -> Loaded | list[TextPart]:
     """Pairs for a task that compares; for one that learns to write, the chosen answers, each after its prompt."""
-    pairs, apart, left_out = read_preferences(source)
+    expect_reader(source, run)
+    pairs, apart, left_out = read_preferences(source, reads_context(run))
     if run.chosen_task.needs == "tokens":
-        train, held = (Texts([Document(pair.chosen, prompt=pair.prompt) for pair in some]) for some in (pairs, apart))
+        train, held = (Texts([pair.document() for pair in some]) for some in (pairs, apart))
         return [TextPart(f"{Path(source.path).name}: chosen answers", train, held if apart else None)]
     return _load_pairs(pairs, apart, left_out, source, run, request)
 
 
-def _load_pairs(pairs: list[Pair], apart: list[Pair], left_out: int, source: Preferences, run: Run, request: Request) -> Data:
+def _load_pairs(pairs: list[Pair], apart: list[Pair], left_out: int, source: Preferences, run: Run, request: Request) -> Loaded:
     encoding = find_encoding(run, lambda: [text for pair in pairs for text in pair if text], request.folder, request.token)
     train, held_out = PreferencePairs(pairs, encoding), PreferencePairs(apart, encoding) if apart else None
     if held_out is None:
@@ -106,4 +107,6 @@ def _load_pairs(pairs: list[Pair], apart: list[Pair], left_out: int, source: Pre
     note = f" ({left_out} rows that prefer nothing left out)" if left_out else ""
     described = f"{Path(source.path).name}: {len(train):,} pairs of answers{note}"
     info = Info("text", described, vocab_size=encoding.tokenizer.vocab_size, tokenizer=encoding.tokenizer)
-    return Data(train, some_of(held_out, eval_count, run.seed) if held_out and eval_count else None, info)
+    expect_contexts(run, (pair.document() for pair in train.pairs))
+    data = Data(train, some_of(held_out, eval_count, run.seed) if held_out and eval_count else None, info)
+    return Loaded(data, lambda: (pair.document() for pair in train.pairs))

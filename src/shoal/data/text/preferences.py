@@ -10,9 +10,11 @@ import torch
 
 from shoal.config.schema.data import Preferences
 from shoal.data.interfaces import Batch, Indices, as_index
-from shoal.data.text.documents import Document
+from shoal.data.text.beside import Contexts, Origins, contexts_of
+from shoal.data.text.documents import Document, origin_of
 from shoal.data.text.encoding import Encoding, Sample, collate, encode, to_sample
 from shoal.data.text.files import by_split, decode, find_files, is_rows, open_file, read_rows
+from shoal.data.text.rows import CONTEXT
 from shoal.errors import ShoalError
 
 _TURN = "\n\nAssistant:"
@@ -26,27 +28,45 @@ class Pair(NamedTuple):
     prompt: str
     chosen: str
     rejected: str
+    context: str = ""
+    """A text to read beside the prompt and either answer."""
+
+    @property
+    def origin(self) -> str:
+        """The document that both answers are of: neither finds passages of the chosen one."""
+        return origin_of(self.prompt + self.chosen)
+
+    def document(self) -> Document:
+        """The chosen answer, to learn to write."""
+        return Document(self.chosen, self.prompt, origin=self.origin, context=self.context)
 
 
 class PreferencePairs:
     """Pairs as samples. A batch has `input_ids`, `labels` and `attention_mask` of both answers, named chosen_… and rejected_…;
-    the prompt is in the inputs and not in the labels."""
+    the prompt is in the inputs and not in the labels. Where any pair has a context, both have `context_ids`, too."""
+
+    sides = ("chosen_", "rejected_")
 
     def __init__(self, pairs: Sequence[Pair], encoding: Encoding) -> None:
         self.pairs = list(pairs)
         self._encoding = encoding._replace(batching="padded" if encoding.batching == "padded" else "dynamic")
         self._chosen = answer_samples([(pair.prompt, pair.chosen) for pair in pairs], encoding)
         self._rejected = answer_samples([(pair.prompt, pair.rejected) for pair in pairs], encoding)
+        self._contexts = _contexts([pair.context for pair in pairs], encoding)
+        numbers = torch.arange(len(self.pairs))
+        self.origins = Origins([pair.origin for pair in self.pairs], torch.stack([numbers, numbers], 1))
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def batch(self, indices: Indices) -> Batch:
-        numbers = as_index(indices).tolist()
+        index = as_index(indices)
         batch: Batch = {}
-        for side, samples in (("chosen", self._chosen), ("rejected", self._rejected)):
-            for name, tensor in collate([samples[number] for number in numbers], self._encoding).items():
-                batch[f"{side}_{name}"] = tensor
+        for side, samples in zip(self.sides, (self._chosen, self._rejected), strict=True):
+            columns = collate([samples[number] for number in index.tolist()], self._encoding)
+            if self._contexts is not None:
+                columns["context_ids"] = self._contexts.batch(index)
+            batch |= {f"{side}{name}": tensor for name, tensor in columns.items()}
         return batch
 
     def select(self, indices: torch.Tensor) -> Self:
@@ -65,20 +85,40 @@ def answer_samples(texts: Sequence[tuple[str, str]], encoding: Encoding) -> list
     return samples
 
 
-def read_preferences(source: Preferences) -> tuple[list[Pair], list[Pair], int]:
-    """Pairs to learn from, the source's own held-out pairs, and how many rows were left out since they prefer nothing."""
+def _contexts(texts: Sequence[str], encoding: Encoding) -> Contexts | None:
+    """The contexts of samples, of which some may have none; None: none has one."""
+    documents = [Document("", context=text) for text in texts]
+    samples = [to_sample(tokens) for tokens in encode(documents, encoding.tokenizer, [()] * len(documents))] if any(texts) else []
+    return contexts_of(samples, encoding.sequence_length) if samples else None
+
+
+def read_preferences(source: Preferences, reads_context: bool = False) -> tuple[list[Pair], list[Pair], int]:
+    """Pairs to learn from, the source's own held-out pairs, and how many rows were left out since they prefer nothing. `reads_context`:
+    whether each pair's context is wanted."""
+    context = (source.context_field or CONTEXT) if reads_context else None
     path = Path(source.path).expanduser()
     train, held_out = by_split(path, find_files(path))
-    pairs = [[pair for file in files for pair in _read(file, source)] for files in (train, held_out)]
+    pairs = [[pair for file in files for pair in _read(file, source, context)] for files in (train, held_out)]
     if not pairs[0]:
         raise ShoalError(f"data.source.path: there are no pairs in {path}")
     kept = [[pair for pair in part if pair.chosen != pair.rejected] for part in pairs]
     return kept[0], kept[1], sum(map(len, pairs)) - sum(map(len, kept))
 
 
-def _read(file: Path, source: Preferences) -> list[Pair]:
+def _read(file: Path, source: Preferences, context: str | None) -> list[Pair]:
     with open_file(file) as content:
-        return [_pair(row, where, source) for row, where, _, _ in read_rows(file, content)]
+        rows = [(row, where) for row, where, _, _ in read_rows(file, content)]
+    if context is None:
+        return [_pair(row, where, source) for row, where in rows]
+    return [_pair(row, where, source)._replace(context=_context(row, context, where)) for row, where in rows]
+
+
+def _context(row: dict[str, object], name: str, where: str) -> str:
+    """A text to read beside a row; empty where there is none. Raises ShoalError."""
+    value = row.get(name)
+    if value is not None and not isinstance(value, str):
+        raise ShoalError(f"{where}: `{name}` must be a text, and it is {type(value).__name__}")
+    return value or ""
 
 
 def _pair(row: dict[str, object], where: str, source: Preferences) -> Pair:
@@ -133,27 +173,29 @@ class Prompt(NamedTuple):
 
     text: str
     answer: str | None = None
+    context: str = ""
+    """A text to read beside it."""
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """Prompts, one a line, or JSON objects with a field `prompt` and perhaps an `answer`."""
-    prompts = [prompt for file in find_files(Path(path).expanduser()) for prompt in _prompts(file)]
+def read_prompts(path: str | Path, reads_context: bool = False) -> list[Prompt]:
+    """Prompts, one a line, or JSON objects with a field `prompt` and perhaps an `answer` and, where it is read, a `context`."""
+    prompts = [prompt for file in find_files(Path(path).expanduser()) for prompt in _prompts(file, reads_context)]
     if not prompts:
         raise ShoalError(f"there are no prompts in {path}")
     return prompts
 
 
-def _prompts(file: Path) -> list[Prompt]:
+def _prompts(file: Path, reads_context: bool) -> list[Prompt]:
     with open_file(file) as content:
         if not is_rows(file):
             return [Prompt(line) for line in decode(content.read(), str(file)).splitlines() if line.strip()]
-        return [_prompt(row, where) for row, where, _, _ in read_rows(file, content)]
+        return [_prompt(row, where, reads_context) for row, where, _, _ in read_rows(file, content)]
 
 
-def _prompt(row: dict[str, object], where: str) -> Prompt:
+def _prompt(row: dict[str, object], where: str, reads_context: bool) -> Prompt:
     prompt, answer = row.get(_PROMPT), row.get("answer")
     if isinstance(prompt, list):
         prompt = _dialogue(prompt, _PROMPT, where) + _TURN
     if not isinstance(prompt, str) or not prompt:
         raise ShoalError(f"{where}: `{_PROMPT}` must be a text: the fields are {', '.join(f'`{key}`' for key in row)}")
-    return Prompt(prompt, None if answer is None else str(answer))
+    return Prompt(prompt, None if answer is None else str(answer), _context(row, CONTEXT, where) if reads_context else "")

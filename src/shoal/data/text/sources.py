@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.config import Run
-from shoal.config.schema.data import HubDataset, Mixing, Mixture, Snli, Text, Wikitext
+from shoal.config.schema.data import HubDataset, Mixing, Mixture, Preferences, Snli, Text, Wikitext
 from shoal.data.hub.dataset import Request, open_dataset
 from shoal.data.text.documents import TextPart, Unit
 from shoal.data.text.files import open_text
@@ -26,9 +26,14 @@ def reads_context(run: Run) -> bool:
     return bool(cross_attention and cross_attention.enabled)
 
 
-def _fields(source: Text | HubDataset, run: Run) -> Fields:
+def expect_reader(source: Text | HubDataset | Preferences, run: Run) -> None:
+    """Raise ShoalError where a context is named that nobody reads."""
     if source.context_field is not None and not reads_context(run):
         raise ShoalError("data.source.context_field is read by cross-attention: set model.cross_attention.enabled, or leave it out")
+
+
+def _fields(source: Text | HubDataset, run: Run) -> Fields:
+    expect_reader(source, run)
     return Fields(source.text_field, source.context_field, reads_context(run))
 
 

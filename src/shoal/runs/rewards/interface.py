@@ -13,6 +13,10 @@ class Answer(NamedTuple):
     text: str
     expected: str | None = None
     """The right answer, where the prompts' file has one."""
+    context: str = ""
+    """A text that was read beside the prompt."""
+    own: tuple[str, ...] = ()
+    """The documents that the prompt is of: no passages of them are read."""
 
 
 def filled(question: str, answer: Answer) -> str:

@@ -11,6 +11,7 @@ from shoal.config import Run
 from shoal.config.schema.rlhf import TrainedReward
 from shoal.data.text.encoding import Encoding, collate
 from shoal.errors import ShoalError
+from shoal.models.reading import columns_beside, read_beside
 from shoal.runs.rewards.interface import Answer, Score
 from shoal.runs.trained import open_run
 from shoal.tasks.answers import Text, as_used
@@ -30,14 +31,23 @@ def build(settings: TrainedReward, run: Run) -> Score:
     model = task.players["model"]
     device = next(model.parameters()).device
 
+    finder = data.open_finder(trained.run, trained.passages, tokenizer) if trained.passages else None
+    context = data.reads_context(trained.run)
+
+    def text_of(answers: Sequence[Answer]) -> Text:
+        """Answers as the reward model reads them, with what it reads beside them."""
+        batch = collate(data.answer_samples([(answer.prompt, answer.text) for answer in answers], encoding), encoding)
+        text = Text.of({name: value.to(device) for name, value in batch.items()})
+        contexts = [tokenizer.encode(answer.context) if answer.context else [] for answer in answers] if context else ()
+        beside = read_beside(finder, contexts, [answer.own for answer in answers])
+        return text._replace(beside=columns_beside(beside, text.input_ids_BL, text.mask_BL))
+
     @torch.no_grad()
     def score(answers: Sequence[Answer]) -> list[float]:
         scores: list[float] = []
-        samples = data.answer_samples([(answer.prompt, answer.text) for answer in answers], encoding)
-        for start in range(0, len(samples), _AT_ONCE):
-            batch = collate(samples[start : start + _AT_ONCE], encoding)
+        for start in range(0, len(answers), _AT_ONCE):
             with as_used(model):
-                scores += task.score(Text.of({name: value.to(device) for name, value in batch.items()})).tolist()
+                scores += task.score(text_of(answers[start : start + _AT_ONCE])).tolist()
         return scores
 
     return score
