@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +70,16 @@ def weights_of(processes: Processes, run: str) -> dict[str, Tensor]:
     return dict(found.weights)
 
 
+def status_of(processes: Processes) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads((processes.folder / "run" / "status.json").read_text())
+    return status
+
+
+def accepted_in(processes: Processes) -> int:
+    """Contributions that the coordinator has taken."""
+    return int(status_of(processes)["contributions"].get("accepted", 0))
+
+
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     assert all(torch.equal(value, other[name]) for name, value in one.items())
@@ -126,6 +138,28 @@ def test_a_run_of_which_all_processes_are_killed_goes_on_in_the_middle_of_the_ro
     processes.audit("run")
 
 
+def test_an_interrupted_run_goes_on_in_the_middle_of_the_round(processes: Processes) -> None:
+    """One worker had sent what it learned in this round, the other one was at it."""
+    expected = undisturbed(processes)
+    coordinator, command = processes.coordinate(*PLUGIN)
+    (processes.folder / "w2.wish").write_text("wait 39")
+    first, second = joined(processes, command, "w1"), joined(processes, command, "w2")
+    wait_for(second, "waiting at step 39")
+    eventually(lambda: accepted_in(processes) == 3)  # both of round 1, and one of round 2
+    coordinator.send_signal(signal.SIGINT)
+    finished(first)
+    second.kill()
+    assert coordinator.wait(HANG_S) == 130
+    coordinator, command = processes.coordinate(*PLUGIN, "--resume")
+    workers = [joined(processes, command, name) for name in ("w1", "w2")]
+    for worker, where in zip(workers, ("at the end of round 2, after step 20", "in the middle of round 2, after step 16"), strict=True):
+        assert f"going on {where} of 20" in finished(worker)
+    finished(coordinator)
+    assert_equal(weights_of(processes, "run"), expected)
+    assert [steps_of(processes, name) for name in ("w1", "w2")] == [60, 39 + 60 - 36]
+    processes.audit("run")
+
+
 @pytest.mark.parametrize("first", ["w1", "w2"])
 def test_a_worker_that_is_killed_while_it_waits_for_the_others_does_not_compute_the_round_again(processes: Processes, first: str) -> None:
     """What it sent was taken. It waits for the others again, or begins the next round, with its optimizer as it was at the end."""
@@ -134,8 +168,7 @@ def test_a_worker_that_is_killed_while_it_waits_for_the_others_does_not_compute_
     (processes.folder / "w2.wish").write_text("wait 39")
     workers = {name: joined(processes, command, name) for name in ("w1", "w2")}
     wait_for(workers["w2"], "waiting at step 39")
-    status = processes.folder / "run" / "status.json"
-    eventually(lambda: json.loads(status.read_text())["contributions"].get("accepted") == 3)  # both of round 1, and its own of round 2
+    eventually(lambda: accepted_in(processes) == 3)  # both of round 1, and its own of round 2
     for worker in workers.values():
         worker.kill()
         worker.wait()
@@ -146,7 +179,7 @@ def test_a_worker_that_is_killed_while_it_waits_for_the_others_does_not_compute_
         workers[name] = joined(processes, command, name)
         wait_for(workers[name], words[name])
         if name == "w2":  # now the round ends
-            eventually(lambda: json.loads(status.read_text())["version"] >= 2)
+            eventually(lambda: status_of(processes)["version"] >= 2)
     for process in (*workers.values(), coordinator):
         finished(process)
     assert_equal(weights_of(processes, "run"), expected)

@@ -239,11 +239,12 @@ class MovementProducer:
         worker = self.worker
         self.asked_steps = news.header.get("inner_steps", self.asked_steps)
         self._count_steps()
+        ended = status == "accepted" and news.header.get("weights", "same") != "same"
         if status != "accepted":
             worker.weights.go_back()
-        elif news.header.get("weights", "same") != "same":
+        if ended:
             self.keeper.save(worker.weights.version, worker.outgoing.residual)
-        if status is not None:
+        if ended or status not in (None, "accepted", "finished"):  # a run that is interrupted may go on in this very round
             self.keeper.forget_half()
         if not self._restored:  # the worker has just come, or come back
             self._restored = True
