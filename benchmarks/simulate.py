@@ -30,7 +30,7 @@ from run import Row
 
 from shoal import strategies
 from shoal.config.load import File, Override, resolve
-from shoal.coordinator.doorkeeper import Bucket
+from shoal.coordinator.doorkeeper import Shares
 from shoal.coordinator.state import Bounds, Plan
 from shoal.simulate import Machine, simulate, together
 from shoal.simulate.learning import Drift, Timing
@@ -88,7 +88,7 @@ def simulated(kind: str, codec: str, workers: int, seconds: float) -> Report:
     steps = STEPS if STRATEGIES[kind].get("strategy.inner_steps") else 1
     hours = (WARM_UP_S + seconds) / 3600
     made: Any = World(scenario(kind, codec, workers), weather_named("calm", workers, 60 / steps, hours, 0), hours, 0, WARM_UP_S)
-    made.coordinator.door._proofs = Bucket(1e9, 1e9)  # joining is not what is measured
+    made.coordinator.door._proofs = Shares(1e9, 1e9)  # joining is not what is measured
     report: Report = made.run()
     assert not report.violations
     return report
