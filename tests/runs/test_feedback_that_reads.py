@@ -17,6 +17,7 @@ from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.runs.alone import prepare
 from shoal.runs.rewards.interface import Answer
+from shoal.runs.trained import open_run
 from shoal.tasks.answers import Text, as_used, log_probs
 
 pytest.importorskip("faiss", reason="retrieval needs faiss-cpu (shoal[rag])")
@@ -276,3 +277,26 @@ def test_a_reward_model_scores_answers_with_what_it_reads() -> None:
         answer = Answer(row["prompt"], row["chosen"], context=row["context"])
         assert score([answer])[0] == pytest.approx(float(one), abs=1e-4)
         assert score([answer._replace(context="something else")])[0] != pytest.approx(float(one), abs=1e-5)
+
+
+@pytest.mark.whole
+def test_a_policy_has_the_episodes_that_its_base_wrote_and_learning_leaves_them(folder: Path) -> None:
+    (folder / "texts").mkdir()
+    for number in range(30):
+        (folder / "texts" / f"{number}.txt").write_text(" ".join(random.Random(number).choices(["one", "two", "three"], k=60)))
+    Path("prompts.txt").write_text("\n".join("one two three four"[: 6 + number % 12] for number in range(20)))
+    memory = MEMORY | {"replay_rate": 0.5}
+    tree = PLANTED.replace("rows.jsonl", "texts").replace("batching: dynamic, ", "").replace("max_steps: 50", "max_steps: 3")
+    Path("run.yaml").write_text(tree.format(model=json.dumps(MODEL | {"episodic_memory": memory})))
+    ppo = "{rollout_size: 16, mini_batch_size: 8, epochs: 1, steps: 2, prompt_length: 20, response_length: 10}"
+    Path("rlhf.yaml").write_text(
+        f"training: {{max_steps: null, epochs: 1}}\nrlhf: {{reward: sentiment, prompts: prompts.txt, ppo: {ppo}}}\n"
+    )
+    assert main(["train", "run.yaml", "--rlhf_config", "rlhf.yaml", "--run-dir", "run"]) == 0
+    base, policy = (open_run(f"run/{name}", print).task.players["model"] for name in ("base", "policy"))
+    episodes: Any = base.memory
+    kept: Any = policy.memory
+    assert (episodes.importance_N > 0).any()
+    assert not torch.equal(base.state_dict()["norm.weight"], policy.state_dict()["norm.weight"])
+    for name, value in kept.state_dict().items():
+        assert torch.equal(value, episodes.state_dict()[name]), name

@@ -76,7 +76,8 @@ class _Chunks(NamedTuple):
     start_B: Tensor
     """The column of each row's first real token."""
     place_BL: Tensor
-    real_BL: Tensor
+    real_BL: Tensor | None
+    """False at padding; null: there is none."""
     first_B: Tensor
     """The chunk of each row's first new token."""
     complete_B: Tensor
@@ -95,7 +96,8 @@ class _Chunks(NamedTuple):
         before_B = count_BS[:, past - 1] if past else torch.zeros_like(count_BS[:, 0])
         first_B, complete_B = before_B // size, count_BS[:, -1] // size - before_B // size
         place_BL = (count_BS[:, past:] - 1).clamp(min=0)
-        return cls(size, past, real_BS.long().argmax(1), place_BL, real_BS[:, past:], first_B, complete_B, int(complete_B.max()))
+        real_BL = None if sight.real_BS is None else real_BS[:, past:]
+        return cls(size, past, real_BS.long().argmax(1), place_BL, real_BL, first_B, complete_B, int(complete_B.max()))
 
     @property
     def ends_BU(self) -> Tensor:
@@ -117,8 +119,8 @@ class _Chunks(NamedTuple):
         wide = max(self.complete, int(chunk_BL.max())) + 1
         empty = torch.zeros(B * wide, D, device=x_BLD.device)
         flat_N = (chunk_BL + wide * torch.arange(B, device=x_BLD.device)[:, None]).flatten()
-        real_BL1 = self.real_BL.unsqueeze(2)
-        return empty.index_add_(0, flat_N, torch.where(real_BL1, x_BLD.float(), 0.0).flatten(0, 1)).view(B, wide, D)
+        real_BLD = x_BLD.float() if self.real_BL is None else torch.where(self.real_BL.unsqueeze(2), x_BLD.float(), 0.0)
+        return empty.index_add_(0, flat_N, real_BLD.flatten(0, 1)).view(B, wide, D)
 
     def left(self, sums_BUD: Tensor) -> Tensor:
         """The sum [B, D] of each row's chunk that is not complete."""
@@ -191,7 +193,8 @@ class EpisodicMemory(Kept):
 
     def _codes(self, ids_BL: Tensor, chunks: _Chunks) -> Tensor:
         """A number for the tokens up to each, which tells beginnings of sequences apart. Padding has no part in it."""
-        return ((ids_BL.long() + 1) * self.powers_T[chunks.place_BL] * chunks.real_BL).cumsum(1)
+        terms_BL = (ids_BL.long() + 1) * self.powers_T[chunks.place_BL]
+        return (terms_BL if chunks.real_BL is None else terms_BL * chunks.real_BL).cumsum(1)
 
     def _nearest(self, sums_BUD: Tensor, codes_BL: Tensor, chunks: _Chunks, dtype: torch.dtype) -> Context:
         """What the chunks that are complete now recall, [B, U · K · V]."""
