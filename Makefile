@@ -27,12 +27,13 @@ demo: .venv/core
 	@$(BIN)/shoal demo
 
 test: .venv/dev
-	@$(BIN)/python -m pytest -n 3 --dist worksteal tests  # one more than two cores: a third of the time they wait for processes
+	@$(BIN)/python -m pytest -n 4 --dist worksteal -m "not long" tests  # more than two cores: a third of the time they wait for processes
 
 quick: .venv/dev
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not whole" tests
 
 chaos: .venv/dev
+	@$(BIN)/python -m pytest -q -m long tests
 	@$(BIN)/python -m pytest -q -s tests/chaos
 
 lint: .venv/dev

@@ -138,6 +138,7 @@ def test_a_run_of_which_all_processes_are_killed_goes_on_in_the_middle_of_the_ro
     processes.audit("run")
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_in_the_middle_of_the_round(processes: Processes) -> None:
     """One worker had sent what it learned in this round, the other one was at it."""
     expected = undisturbed(processes)
@@ -160,7 +161,7 @@ def test_an_interrupted_run_goes_on_in_the_middle_of_the_round(processes: Proces
     processes.audit("run")
 
 
-@pytest.mark.parametrize("first", ["w1", "w2"])
+@pytest.mark.parametrize("first", ["w1", pytest.param("w2", marks=pytest.mark.long)])
 def test_a_worker_that_is_killed_while_it_waits_for_the_others_does_not_compute_the_round_again(processes: Processes, first: str) -> None:
     """What it sent was taken. It waits for the others again, or begins the next round, with its optimizer as it was at the end."""
     expected = undisturbed(processes)
@@ -187,7 +188,7 @@ def test_a_worker_that_is_killed_while_it_waits_for_the_others_does_not_compute_
     processes.audit("run")
 
 
-@pytest.mark.parametrize("settings", [COLLECTIVES, SHARDED], ids=["collectives", "fsdp"])
+@pytest.mark.parametrize("settings", [COLLECTIVES, pytest.param(SHARDED, marks=pytest.mark.long)], ids=["collectives", "fsdp"])
 def test_a_worker_of_several_processes_goes_on_in_the_middle_of_its_round(processes: Processes, settings: tuple[str, ...]) -> None:
     """One of its processes is killed; all of them are started again, and each has kept its part."""
     expected = undisturbed(processes, *settings, workers=1)

@@ -82,7 +82,7 @@ def steps_in(run: Path) -> int:
     return (run / "metrics.jsonl").read_bytes().count(b"\n")
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_one_island_that_is_its_own_mean_is_plain_training(processes: Processes, engine: str) -> None:
     settings = ["--set", f"engine.kind={engine}"]
     alone = trained(processes, "alone", *settings)
@@ -250,6 +250,7 @@ def logs_in(folder: Path) -> list[str]:
     return [(folder / name).read_text() for name in ("torchrun.log", "other.log")]
 
 
+@pytest.mark.long
 def test_torchrun_on_two_machines_makes_each_an_island(processes: Processes) -> None:
     """Nobody says how many processes an island has, and the run still knows how long an epoch is."""
     settings = ["--set", "engine.kind=ddp", *DILOCO]
@@ -264,6 +265,7 @@ def test_torchrun_on_two_machines_makes_each_an_island(processes: Processes) -> 
     processes.audit("fleet")
 
 
+@pytest.mark.long
 def test_torchrun_starts_a_killed_fleet_again_from_what_it_confirmed(processes: Processes) -> None:
     """From Python, on two machines, of which each counts its own restarts. The program trains twice, and its variables are its own."""
     (processes.folder / "program.py").write_text(

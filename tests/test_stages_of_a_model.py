@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from commands import HANG_S, Processes, processes_in, wait_for
@@ -57,6 +58,7 @@ def killed_one(processes: Processes) -> None:
     os.kill(stages_of(processes.folder)[0], signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_machines_with_a_stage_each_learn_what_one_machine_learns_though_one_is_killed(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)

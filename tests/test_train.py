@@ -281,6 +281,7 @@ def test_mistakes_that_only_show_at_the_start_are_told(
     assert word in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_mnist_reaches_97_5_with_the_schedule_that_its_preset_speaks_of(folder: Path, shared_data: Path) -> None:
     more = ["--set", "training.schedule.kind=cosine", "--set", "logging.sinks=[]"]
     assert shoal("nn_config", "--set", f"data.source.path={shared_data / 'mnist'}", *more, "--run-dir", "run") == 0

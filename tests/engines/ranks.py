@@ -306,7 +306,7 @@ READING = {
     "num_layers": 2,
     "num_heads": 2,
     "max_seq_len": 12,
-    "experts": {"count": 2, "per_token": 1, "capacity_factor": None, "aux_loss_weight": 0.0},
+    "experts": {"count": 2, "per_token": 1, "capacity_factor": None, "aux_loss_weight": 0.5},
     "cross_attention": {"enabled": True, "every_layers": 1},
     "retrieval": {"enabled": True, "chunk_size": 3, "passage_tokens": 3},
 }

@@ -199,6 +199,7 @@ def test_a_run_that_is_asked_to_stop_stops_after_a_step_and_can_go_on(running: t
     assert f"interrupted after {steps} steps" in output
 
 
+@pytest.mark.long
 def test_torchrun_starts_a_killed_island_again_from_its_last_checkpoint(folder: Path, tmp_path: Path) -> None:
     kill = tmp_path / "rank.py"
     kill.write_text(

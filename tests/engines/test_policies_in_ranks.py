@@ -36,6 +36,7 @@ def test_policies_that_read_do_so_in_step(alone: dict[str, Any]) -> None:
     check(alone, (DDP, "reading"), (FSDP, "reading"))
 
 
+@pytest.mark.long
 @needs_deepspeed
 def test_policies_under_zero_learn_what_one_process_learns(alone: dict[str, Any]) -> None:
     check(alone, (ZERO[0], "with a head"), (ZERO[2], "PPO"), (ZERO[2], "reading"))

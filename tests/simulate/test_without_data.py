@@ -116,7 +116,23 @@ def test_a_model_of_the_hub_is_laid_out_from_its_configuration_alone(tmp_path: P
     assert found.parts.single.vector.device.type == "meta"
     with torch.device("meta"):
         whole = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
-    assert found.parameters == sum(value.numel() for value in whole.parameters())
+    size = sum(value.numel() for value in whole.parameters())
+    assert found.parameters == size
+    pytest.importorskip("peft")
+    run = run_of("demo-gpt", **settings, **{"model.lora.rank": 2})
+    small = sketch(run)
+    assert (small.parts.frozen, small.parameters < size / 10) == (size, True)
+    assert small.memory(run).weights == 4 * (size + small.parameters)
+    assert small.memory(run).gradients == 4 * small.parameters
+    assert small.operations(run) == 16 * (run.training.batch_size or 1) * (4 * size + 6 * small.parameters)
+
+
+def test_a_token_takes_the_operations_of_the_experts_that_it_visits() -> None:
+    one, two = (run_of("demo-gpt", **{"model.kind": "moe", "model.experts.per_token": visited}) for visited in (1, 2))
+    inner = sum(value.numel() for value in sketch(one).parts.single.task.players["model"].parameters() if value.dim() == 3)
+    assert inner
+    batch = (one.training.batch_size or 1) * (one.data.sequence_length or 0)
+    assert sketch(two).operations(two) - sketch(one).operations(one) == 6 * batch * inner / one.model.experts.count
 
 
 # --- the commands ------------------------------------------------------------------------------------

@@ -38,7 +38,10 @@ def test_a_rule_that_compares_keeps_what_was_learned(byzantine: Any, rule: str, 
     assert byzantine.accuracy(rule, attack, byzantine.PLAIN, 80, {}) > 0.95 * CLEAN
 
 
-@pytest.mark.parametrize("rule", ["trimmed mean", "Krum", "Bulyan"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("rule", ["trimmed mean", pytest.param("Krum", marks=LONG), pytest.param("Bulyan", marks=LONG)])
 def test_also_with_the_largest_one_per_cent_and_stale_weights(byzantine: Any, rule: str) -> None:
     assert byzantine.accuracy(rule, "sign flip", byzantine.SPARSE_AND_STALE, 200, {}) > 0.95 * CLEAN
 

@@ -491,6 +491,7 @@ def test_all_of_a_transaction_or_nothing(database: Database, server: PostgresSer
     assert desk.weights(-1) is not None
 
 
+@pytest.mark.long
 def test_growth_is_bounded(database: Database, server: PostgresServer, enter: Callable[..., UnitDesk]) -> None:
     """Four hundred iterations write 400 MB, and the database never takes near that room, however fast they come."""
     desk = enter()

@@ -52,10 +52,10 @@ def test_hostile_messages_are_malformed(make: Any) -> None:
             decode(make(dice), LIMITS)
 
 
-def test_a_hundred_thousand_hostile_messages() -> None:
+def test_thousands_of_hostile_messages() -> None:
     dice = random.Random(7)
     accepted = 0
-    for index in range(104_000):
+    for index in range(26_000):
         parts = hostile.ALL[index % len(hostile.ALL)](dice)
         try:
             number, message = decode(parts, LIMITS)
@@ -64,7 +64,7 @@ def test_a_hundred_thousand_hostile_messages() -> None:
         accepted += 1  # a mutation may hit a letter of a value: then it is a message like any other
         assert 0 <= number < 2**63
         check_plain(message.header)
-    assert accepted < 20_000
+    assert accepted < 5_000
 
 
 def check_plain(value: object) -> None:

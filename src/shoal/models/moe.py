@@ -69,7 +69,8 @@ class Moe(Trunk):
         routed = [own for own in told if f"{what}load_{end}" in own]
         if not routed:
             return
-        shares_LE = loads.shares(torch.stack([own[f"{what}load_{end}"] for own in routed]), self.training)
+        load_LE = torch.stack([own[f"{what}load_{end}"] for own in routed])
+        shares_LE = loads.shares(load_LE, self.training, learning=torch.is_grad_enabled())
         if not all(f"{what}probability_{end}" in own for own in routed):
             return
         probability_LE = torch.stack([own[f"{what}probability_{end}"] for own in routed])
@@ -92,11 +93,13 @@ class StepLoads(Kept):
 
     @left_alone
     @torch.no_grad()
-    def shares(self, load_LE: Tensor, training: bool) -> Tensor:
-        """The share of each in the choices of this step so far; when nothing is learned, in those of this batch."""
+    def shares(self, load_LE: Tensor, training: bool, *, learning: bool) -> Tensor:
+        """The share of each in the choices of this step so far; where a model learns from answers, and routes as in evaluation, in those of
+        this batch over all processes; when nothing is learned, in those of this batch."""
+        if training or learning:
+            load_LE = self.total(load_LE if self.counting else torch.zeros_like(load_LE))
         if training:
-            seen_LE = self.total(load_LE if self.counting else torch.zeros_like(load_LE))
-            load_LE = self.load_LE.add_(seen_LE)  # in place: a recording finds it there again
+            load_LE = self.load_LE.add_(load_LE)  # in place: a recording finds it there again
             self.seen = True
         return load_LE / load_LE.sum(1, keepdim=True).clamp(min=1)
 

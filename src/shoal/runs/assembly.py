@@ -51,6 +51,12 @@ class Parts(NamedTuple):
         assert isinstance(self.engine, SingleEngine)
         return self.engine
 
+    @property
+    def frozen(self) -> int:
+        """Weights that are used and not trained, such as those beside LoRA's small matrices."""
+        networks = self.engine.task.players.values()
+        return sum(value.numel() for network in networks for value in network.parameters() if not value.requires_grad)
+
 
 def assemble(
     run: Run,

@@ -234,6 +234,7 @@ def _cut(run: Run, agreed: Agreed) -> Cut:
         parameters=size,
         vocabulary=agreed.parts.data.info.vocab_size or 0,
         megabits=8e-6 * (codecs.encoded_bytes(run.updates.codec, size) + 4 * size),
+        frozen=agreed.parts.frozen,
     )
     return tasks_of(run, extent)
 

@@ -28,6 +28,8 @@ class Extent(NamedTuple):
     vocabulary: int
     megabits: float
     """What travels for a contribution, both ways."""
+    frozen: int = 0
+    """Weights that are not trained."""
 
 
 class Cut(NamedTuple):
@@ -45,7 +47,7 @@ def tasks_of(run: Run, extent: Extent) -> Cut:
     else:
         count = _count(extent)
         wanted = [ScheduledTask(id=f"task-{number + 1}", data_share=1 / count) for number in range(count)]
-    needs_gb = memory.of_training(run, extent.parameters, extent.vocabulary).gb
+    needs_gb = memory.of_training(run, extent.parameters, extent.vocabulary, extent.frozen).gb
     claims = {name: Claimed(host.flops, host.memory_gb, host.bandwidth_mbps) for name, host in run.cluster.hosts.items()}
     tasks = Tasks(_placed(wanted, extent, needs_gb), run.training.epochs, extent.grain, KINDS[run.scheduler.kind], claims, extent.megabits)
     return Cut(tasks, note)

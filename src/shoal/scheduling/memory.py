@@ -34,13 +34,13 @@ class Memory(NamedTuple):
         return Memory(weights, gradients, optimizer, self.activations)
 
 
-def of_training(run: Run, parameters: int, vocabulary: int = 0) -> Memory:
+def of_training(run: Run, parameters: int, vocabulary: int = 0, frozen: int = 0) -> Memory:
     """What one worker of one process takes. Weights, gradients and the optimizer are 32-bit; activations are those of one batch.
 
-    `vocabulary`: tokens that a language model chooses from.
+    `vocabulary`: tokens that a language model chooses from. `frozen`: weights beside the parameters, which are used and not trained.
     """
     kept = _activations(run, parameters, vocabulary, run.training.batch_size or 1, getattr(run.model, "num_layers", None))
-    return Memory(_FLOAT * parameters, _FLOAT * parameters, _FLOAT * _states(run) * parameters, kept)
+    return Memory(_FLOAT * (parameters + frozen), _FLOAT * parameters, _FLOAT * _states(run) * parameters, kept)
 
 
 def of_stage(run: Run, parameters: int, copied: int, layers: int, vocabulary: int, under_way: int) -> Memory:

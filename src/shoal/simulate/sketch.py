@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from shoal import data, models, strategies
 from shoal.config import Run
@@ -24,8 +25,8 @@ APART, SHARING = Ddp().kind, Fsdp().kind
 """Engines for a worker of several devices: each device has all of the weights, or they share them."""
 _EXCHANGES = {APART: 2, SHARING: 3}
 """How often as many numbers as the model has go from device to device in a step."""
-_PASSES = 6
-"""Operations for each weight and token: two forward, four backward."""
+_PASSES, _LEARNING = 4, 2
+"""Operations for each weight and token: two forward and two backward; and two more where the weight is trained."""
 
 
 class Sketch(NamedTuple):
@@ -48,7 +49,7 @@ class Sketch(NamedTuple):
 
     def memory(self, run: Run) -> memory.Memory:
         """What a worker takes, or each of its devices."""
-        whole = memory.of_training(run, self.parameters, self.parts.data.info.vocab_size or 0)
+        whole = memory.of_training(run, self.parameters, self.parts.data.info.vocab_size or 0, self.parts.frozen)
         return whole.shared(ranks_of(run)) if run.engine.kind == SHARING else whole
 
     def step_s(self, run: Run, kind: MachineKind) -> float:
@@ -73,8 +74,16 @@ class Sketch(NamedTuple):
                 "--step-s, not with flops"
             )
         tokens = run.data.sequence_length or getattr(run.model, "max_seq_len", None) or 1
-        again = 4 / 3 if run.training.gradient_checkpointing else 1.0
-        return again * _PASSES * self.parameters * tokens * (run.training.batch_size or 1)
+        weights = [value for player in self.parts.engine.task.players.values() for value in player.parameters()]
+        again = 2 if run.training.gradient_checkpointing else 0
+        each = sum((_PASSES + again + _LEARNING * value.requires_grad) * _used(run, value) for value in weights)
+        return each * tokens * (run.training.batch_size or 1)
+
+
+def _used(run: Run, weight: Tensor) -> float:
+    """Numbers of a weight that a token is multiplied with: of experts, whose matrices lie in one tensor, those that it visits."""
+    experts = getattr(run.model, "experts", None)
+    return weight.numel() * (experts.per_token / experts.count if experts is not None and weight.dim() == 3 else 1.0)
 
 
 def data_of(run: Run, count: int | None = None) -> data.Data:
