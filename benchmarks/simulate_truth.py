@@ -5,10 +5,10 @@ network (`--netem`), with each strategy: five real runs, and the simulation of t
     shoal simulate FILE --workers 4 --slowdown w1=2 … --weather cellular --cores 2
 
 A figure is foretold where the simulation is within 10 % of the mean of the real runs, or within twice their standard deviation. Nothing of
-the judged runs goes into it. Two inputs are measured before them: the processor time of a batch, by one worker alone without a slowdown and
-without weather; and how many processes of other people compete for the cores, by what share of them a loop on each core gets. The settings
-were chosen so that the simulation has rejected work: rounds that close before the slowest is there, and a bound on the lag that is about as
-large as the lag.
+the judged runs goes into it. Two inputs are measured before each of them: the processor time of a batch, by one worker alone without a
+slowdown and without weather; and how many processes of other people compete for the cores, by what share of them a loop on each core gets.
+The settings were chosen so that the simulation has rejected work: rounds that close before the slowest is there, and a bound on the lag
+that is about as large as the lag.
 
 The strategies' order by samples a second is to be the same, as far as their real rates are further apart than they vary.
 
@@ -81,6 +81,10 @@ def measured() -> Measured:
     return Measured(real_runs.watched(ALONE, (1.0,), "", _ALONE_S).batch_s, competing())
 
 
+def mean_of(several: list[Measured]) -> Measured:
+    return Measured(*(statistics.mean(values) for values in zip(*several, strict=True)))
+
+
 def competing() -> float:
     """How many processes of others a loop on each core shares the cores with."""
     cores = os.cpu_count() or 1
@@ -112,9 +116,9 @@ def measure() -> Iterator[Row]:
     for name, settings in STRATEGIES.items():
         if ONLY and name not in ONLY.split(","):
             continue
-        here = measured()
+        seen = [(measured(), real_runs.watched(COMMON | settings, SLOWDOWN, WEATHER, SECONDS)) for _ in range(RUNS)]
+        here, runs = mean_of([before for before, _ in seen]), [run for _, run in seen]
         told = foretold(COMMON | settings, SLOWDOWN, WEATHER, here)
-        runs = [real_runs.watched(COMMON | settings, SLOWDOWN, WEATHER, SECONDS) for _ in range(RUNS)]
         kept[name] = {"measured": here._asdict(), "real": [one._asdict() for one in runs], "simulated": told._asdict()}
         _write(kept)
         yield from rows_of(name, runs, told)
