@@ -106,6 +106,9 @@ def test_the_command_simulates_who_has_which_stage(tmp_path: Path, capsys: pytes
     assert "no machine is left for the stage" in capsys.readouterr().err
     assert main(["simulate", file, "--step-s", "1", "--set", "scheduler.tasks=[]", "--learn"]) == 2
     assert "of a pipeline times and bytes are simulated" in capsys.readouterr().err
+    for option, value in (("--plots", str(tmp_path / "plots")), ("--loss", "1")):
+        assert main(["simulate", file, "--step-s", "1", option, value]) == 2
+        assert "leave --plots and --loss out" in capsys.readouterr().err
     assert main(["simulate", file, "--step-s", "1", "--set", "scheduler.tasks=[]", "--set", "scheduler.kind=none"]) == 0
     assert "`stage-1` (layer 1, " in capsys.readouterr().out, "without tasks the faster machine has more layers"
 

@@ -68,6 +68,8 @@ def _pipelined(run: Run, arguments: argparse.Namespace) -> int:
     """One model over several machines: there is no coordinator whose decisions could be simulated."""
     from shoal.simulate.pipelined import pipelined
 
+    if arguments.plots or arguments.loss is not None:
+        raise ShoalError("of a pipeline there are no curves over time, and no loss: leave --plots and --loss out")
     report = pipelined(run, _asked(arguments))
     figures = {"samples_per_s": report.samples_per_s, "step_s": report.step.seconds, "bytes_per_step": report.step.bytes}
     if arguments.json:

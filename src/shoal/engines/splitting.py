@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -112,13 +113,15 @@ def _size(module: nn.Module) -> int:
 
 def _work(module: nn.Module) -> float:
     """Products for one token: one for each number of a matrix, and of a mixture's experts those that a token goes to."""
+    return sum(used for weight, used in numbers_used(module) if weight.dim() > 1)
+
+
+def numbers_used(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
+    """Each weight, and how many of its numbers a token meets: of a mixture's experts those that it goes to."""
     stacks = {id(one): layer for layer in module.modules() if isinstance(layer, Experts) for one in layer.parameters(recurse=False)}
-    total = 0.0
-    for parameter in module.parameters():
-        layer = stacks.get(id(parameter))
-        share = 1.0 if layer is None else layer.router.per_token / layer.count
-        total += share * parameter.numel() if parameter.dim() > 1 else 0.0
-    return total
+    for weight in module.parameters():
+        layer = stacks.get(id(weight))
+        yield weight, weight.numel() * (1.0 if layer is None else layer.router.per_token / layer.count)
 
 
 def _speed(device: torch.device) -> float:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal.transports.places import STRANGERS_S, Places
@@ -19,7 +20,13 @@ from shoal.updates.households import household
 MOST_CONNECTIONS = 1000
 
 
-def bounded_protocol() -> type[asyncio.Protocol]:
+def bounded_server(app: Any) -> uvicorn.Server:
+    """A server for an app, with such bounds."""
+    bounds: dict[str, Any] = {"http": _bounded_protocol(), "timeout_graceful_shutdown": 5, "h11_max_incomplete_event_size": 65536}
+    return uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", **bounds))
+
+
+def _bounded_protocol() -> type[asyncio.Protocol]:
     """What uvicorn speaks with its clients, for one server."""
     places = Places[Any](room_for(MOST_CONNECTIONS))
 

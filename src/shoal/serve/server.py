@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import uvicorn
-
 from shoal.errors import ShoalError
 from shoal.serve.app import make_app
-from shoal.serve.crowds import bounded_protocol
+from shoal.serve.crowds import bounded_server
 from shoal.serve.doors import Doors, bound, is_loopback
 from shoal.serve.engine import Engine
 from shoal.serve.opening import Served
@@ -70,16 +68,7 @@ class Service:
         self.driver = Driver(self.engine, warn)
         self.sockets = [bound(host, port) for port in ports]
         app: Any = Doors(make_app(served, self.engine), key)
-        self.server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                lifespan="off",
-                http=bounded_protocol(),
-                timeout_graceful_shutdown=5,
-                h11_max_incomplete_event_size=65536,
-            )
-        )
+        self.server = bounded_server(app)
 
     @property
     def ports(self) -> list[int]:

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import uvicorn
-
 from shoal.errors import ShoalError
 from shoal.runs.reading import RunFolder
-from shoal.serve.crowds import bounded_protocol
+from shoal.serve.crowds import bounded_server
 from shoal.serve.doors import Doors, bound, is_loopback
 from shoal.serve.watch_app import make_watch_app
 from shoal.serve.watched import Watch
@@ -36,15 +34,7 @@ class WatchServer:
         board = make_watch_app(Watch(folders), shows_invitation=not public, ending=self._is_ending, word=self.word)
         app: Any = Doors(board, token, GUARDED)
         self.socket = _first_bound(host, ports)
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            lifespan="off",
-            http=bounded_protocol(),
-            timeout_graceful_shutdown=5,
-            h11_max_incomplete_event_size=65536,
-        )
-        self.server = uvicorn.Server(config)
+        self.server = bounded_server(app)
 
     def _is_ending(self) -> bool:
         return self.server.should_exit

@@ -6,13 +6,13 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from shoal import data, models, strategies
 from shoal.config import Run
 from shoal.config.machines import MachineKind
 from shoal.config.schema.engine import Ddp, Fsdp
 from shoal.engines import SingleEngine
+from shoal.engines.splitting import numbers_used
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, ranks_of
 from shoal.runs.assembly import Parts, feed_of
@@ -74,16 +74,10 @@ class Sketch(NamedTuple):
                 "--step-s, not with flops"
             )
         tokens = run.data.sequence_length or getattr(run.model, "max_seq_len", None) or 1
-        weights = [value for player in self.parts.engine.task.players.values() for value in player.parameters()]
         again = 2 if run.training.gradient_checkpointing else 0
-        each = sum((_PASSES + again + _LEARNING * value.requires_grad) * _used(run, value) for value in weights)
+        weights = [one for player in self.parts.engine.task.players.values() for one in numbers_used(player)]
+        each = sum((_PASSES + again + _LEARNING * weight.requires_grad) * used for weight, used in weights)
         return each * tokens * (run.training.batch_size or 1)
-
-
-def _used(run: Run, weight: Tensor) -> float:
-    """Numbers of a weight that a token is multiplied with: of experts, whose matrices lie in one tensor, those that it visits."""
-    experts = getattr(run.model, "experts", None)
-    return weight.numel() * (experts.per_token / experts.count if experts is not None and weight.dim() == 3 else 1.0)
 
 
 def data_of(run: Run, count: int | None = None) -> data.Data:
