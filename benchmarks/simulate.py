@@ -3,7 +3,8 @@ five seconds included.
 
 The simulator drives the real coordinator with the real protocol and codecs on a virtual clock; updates have 10,000 numbers. Workers have
 all joined, and each has contributed, before the time counts. Only the coordinator's own processor time counts, for messages; `make bench
-BENCH=simulate` simulates a few minutes, `benchmarks/simulate.py hour` the whole hour of 600,000 contributions with `edp` and no codec.
+BENCH=simulate` simulates a few minutes, `benchmarks/simulate.py hour` the whole hour of 600,000 contributions with `edp` and no codec, and
+`benchmarks/simulate.py hour async int8` with another strategy and codec.
 
 `benchmarks/simulate.py learn` lets 200 workers really learn, with their gradients in calls for all of them and one by one.
 
@@ -157,18 +158,21 @@ def show_learning() -> None:
             print(f"{model}, {kind}, {LEARNERS} workers, {now.accepted:,} and {before.accepted:,} contributions: {figures}", flush=True)
 
 
+def show_hour(kind: str, codec: str) -> None:
+    began = time.process_time()
+    report = simulated(kind, codec, MANY, HOUR_S)
+    for name, text in report.rows():
+        print(f"{name:<14} {text}")
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    took_s = time.process_time() - began
+    print(f"{'whole':<14} {took_s:.0f} s of processor time, {memory:.2f} GiB, {report.accepted:,} contributions taken")
+
+
 def main() -> None:
     if sys.argv[1:2] == ["learn"]:
         return show_learning()
     if sys.argv[1:2] == ["hour"]:
-        began = time.process_time()
-        report = simulated("edp", "none", MANY, HOUR_S)
-        for name, text in report.rows():
-            print(f"{name:<14} {text}")
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        took_s = time.process_time() - began
-        print(f"{'whole':<14} {took_s:.0f} s of processor time, {memory:.2f} GiB, {report.accepted:,} contributions taken")
-        return None
+        return show_hour(*(sys.argv[2:4] or ("edp", "none")))
     if sys.argv[1:2] == ["flower"]:
         print(f"{flower_rate(int(sys.argv[2])):.1f} contributions/s")
         return None
