@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import tempfile
 import threading
@@ -125,7 +126,7 @@ def work(given: dict[str, Any]) -> None:
     from shoal.transports.weather import Proxy, profile
 
     invitation = given["invitation"]
-    proxy = Proxy(invitation["address"], profile(given["weather"])) if given["weather"] else None
+    proxy = Proxy(invitation["address"], profile(given["weather"]), secrets.randbits(32)) if given["weather"] else None
     address = invitation["address"] if proxy is None else proxy.address
     way = joining.Way(address, invitation["token"], invitation["key"], name=given["name"], slowdown=given["slowdown"])
     joined = joining.Joined(way, lambda text: None)

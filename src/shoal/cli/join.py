@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
@@ -104,7 +105,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         return _lead(crew, arguments, argv, invitation, working)
     weather, reached = None, invitation
     if arguments.netem:
-        weather, address = _through_weather(invitation.address, arguments.netem)
+        weather, address = _through_weather(invitation.address, arguments.netem, arguments.name or "")
         reached = invitation._replace(address=address)
     try:
         try:
@@ -259,14 +260,17 @@ def _configured(file: str) -> str:
     return access_of(settings).address
 
 
-def _through_weather(address: str, name: str) -> tuple[Proxy, str]:
+def _through_weather(address: str, name: str, worker: str) -> tuple[Proxy, str]:
+    """A link with this weather, and the address to use in place of the coordinator's. What a worker's link loses depends on its name: two
+    workers do not lose the same packets."""
     from shoal.transports.weather import Proxy, profile
 
+    seed = zlib.crc32(worker.encode())
     if not is_address(address):
-        weather = Proxy(address, profile(name), seed=0)
+        weather = Proxy(address, profile(name), seed)
         return weather, weather.address
     access = parse_address(address)
-    weather = Proxy(f"tcp://{bracketed(access.host)}:{access.port}", profile(name), seed=0)
+    weather = Proxy(f"tcp://{bracketed(access.host)}:{access.port}", profile(name), seed)
     reached = parse_tcp(weather.address)
     return weather, access._replace(host=reached.host, port=reached.port).address
 
