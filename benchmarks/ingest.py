@@ -6,6 +6,8 @@ gradient again and again. The peer is the least that ZeroMQ can do: a ROUTER tha
 that send without copying, the same number of processes, the same frames both ways, the same security, the better of one and two messages
 under way per sender. It looks at nothing, keeps nothing and computes nothing. `benchmarks/ingest.py where` tells where our time goes.
 
+`BENCH=ingest:ceiling` is the same for models of many sizes, with `edp` and weights back: contributions a second.
+
 Beside each ratio stands the processor time of a contribution, ours and the peer's: on a machine that is busy with other things the time on
 the wall says little.
 
@@ -44,6 +46,8 @@ from shoal.worker.protocol import Protocol, Receipt
 
 HIDDEN, SIZE = "[2048, 2976]", 4 * 6_270_762
 """An MLP on digits, and the bytes of its gradient."""
+CEILING = {4_810: "[64]", 85_002: "[256, 256]", 1_126_410: "[1024, 1024]", SIZE // 4: HIDDEN, 24_908_250: "[4096, 6000]"}
+"""Numbers in a model: its hidden layers."""
 SENDERS = 4
 SECONDS = 8.0
 WARM_UP_S = 2.0
@@ -85,6 +89,7 @@ class Outcome(NamedTuple):
     where: dict[str, float]
     processor_ms: tuple[float, float]
     """Of a contribution: where it is received, and where it is sent."""
+    contributions_per_s: float
 
 
 def exchange(serving: Helper, sender: str, **given: Any) -> Outcome:
@@ -104,7 +109,7 @@ def exchange(serving: Helper, sender: str, **given: Any) -> Outcome:
         before, after = [_processor_s(helpers, at) for at in span]
         answers = sum(helper.hear() for helper in senders)
         received, *sent = ((end - begin) * 1e3 / max(1, answers) for begin, end in zip(before, after, strict=True))
-        return Outcome(answers * size / 1e6 / SECONDS, serving.hear(), (received, sum(sent)))
+        return Outcome(answers * size / 1e6 / SECONDS, serving.hear(), (received, sum(sent)), answers / SECONDS)
     finally:
         for helper in helpers:
             helper.close()
@@ -116,22 +121,26 @@ def _processor_s(helpers: list[Helper], at: float) -> list[float]:
     return [seconds_of(helper.process.pid) for helper in helpers]
 
 
-def through_shoal(curve: bool, strategy: str, weights: bool, where: bool = False) -> Outcome:
+def through_shoal(curve: bool, strategy: str, weights: bool, where: bool = False, hidden: str = HIDDEN) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        serving = Helper(__file__, "serve", curve=curve, settings=STRATEGIES[strategy], folder=folder, where=where)
+        settings = STRATEGIES[strategy] | {"model.hidden_sizes": hidden}
+        serving = Helper(__file__, "serve", curve=curve, settings=settings, folder=folder, where=where)
         return exchange(serving, "send", weights=weights)
 
 
-def through_pyzmq(curve: bool, weights: bool) -> Outcome:
-    return max((_through_pyzmq(curve, weights, under_way) for under_way in (1, 2)), key=lambda outcome: outcome.megabytes_per_s)
+def through_pyzmq(curve: bool, weights: bool, size: int = SIZE) -> Outcome:
+    return max((_through_pyzmq(curve, weights, under_way, size) for under_way in (1, 2)), key=lambda outcome: outcome.megabytes_per_s)
 
 
-def _through_pyzmq(curve: bool, weights: bool, under_way: int) -> Outcome:
-    return exchange(Helper(__file__, "raw-serve", curve=curve, weights=weights, size=SIZE), "raw-send", under_way=under_way, size=SIZE)
+def _through_pyzmq(curve: bool, weights: bool, under_way: int, size: int) -> Outcome:
+    return exchange(Helper(__file__, "raw-serve", curve=curve, weights=weights, size=size), "raw-send", under_way=under_way, size=size)
 
 
-def measure() -> Iterator[Row]:
+def measure(part: str = "") -> Iterator[Row]:
     """About four minutes where nothing else runs: sixteen exchanges, each with five processes that must start."""
+    if part == "ceiling":
+        yield from ceiling()
+        return
     for curve, security in ((True, "CURVE"), (False, "PLAIN; peer: none")):
         for weights, back in ((False, "no weights back"), (True, "weights back")):
             peer = through_pyzmq(curve, weights)
@@ -140,6 +149,14 @@ def measure() -> Iterator[Row]:
                 name = f"ingest, {strategy}, {security}, {back}"
                 ratio = ours.megabytes_per_s / peer.megabytes_per_s
                 yield Row(name, ours.megabytes_per_s, peer.megabytes_per_s, "MB/s in", ratio, "≥ 0.6", _processors(ours, peer))
+
+
+def ceiling() -> Iterator[Row]:
+    """What a coordinator takes in at most, by the size of the model."""
+    for numbers, hidden in CEILING.items():
+        ours, peer = through_shoal(True, "edp, AdamW", True, hidden=hidden), through_pyzmq(True, True, 4 * numbers)
+        rates, note = (ours.contributions_per_s, peer.contributions_per_s), f"{ours.megabytes_per_s:.0f} MB/s in; {_processors(ours, peer)}"
+        yield Row(f"ingest, ceiling, {numbers:,} numbers", *rates, "contributions/s", rates[0] / rates[1], "", note)
 
 
 def _processors(ours: Outcome, peer: Outcome) -> str:
