@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shoal.coordinator import book, leases, machine, membership, rounds
+from shoal.coordinator import book, intake, leases, machine, membership, rounds
 from shoal.coordinator.effects import Persist, Reply
 from shoal.coordinator.policies import Barrier
 
@@ -15,14 +15,14 @@ Patch = Callable[[Any], None]
 
 def _forgets_repeats(patch: Any) -> None:
     """A contribution that comes again is a new one."""
-    real = machine.Coordinator._contribute
+    real = intake.Intake.take
 
-    def contribute(self: Any, event: Any, asked: Any, worker: Any) -> None:
-        self.state.sequences.pop(worker.name, None)
-        self.state.positions.pop(str(worker.seat), None)
+    def take(self: Any, event: Any, asked: Any, worker: Any) -> None:
+        self.host.state.sequences.pop(worker.name, None)
+        self.host.state.positions.pop(str(worker.seat), None)
         real(self, event, asked, worker)
 
-    patch.setattr(machine.Coordinator, "_contribute", contribute)
+    patch.setattr(intake.Intake, "take", take)
 
 
 def _confirms_before_it_keeps(patch: Any) -> None:
@@ -69,7 +69,7 @@ def _never_evicts(patch: Any) -> None:
 
 def _holds_answers_for_ever(patch: Any) -> None:
     """Whoever waits for a round hears nothing until it closes."""
-    patch.setattr(machine.Coordinator, "_reassure", lambda self: None)
+    patch.setattr(intake.Intake, "reassure", lambda self: None)
 
 
 def _drops_one_of_several(patch: Any) -> None:

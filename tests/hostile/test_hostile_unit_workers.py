@@ -144,8 +144,8 @@ def test_a_crowd_that_waits_for_units_is_not_looked_through_for_each_of_them(mon
     coordinator = cluster.coordinator
     assert coordinator.lender is not None
     assert len(coordinator.lender.claiming) == 20
-    at_work, looks = coordinator.at_work, list[int]()
-    monkeypatch.setattr(coordinator, "at_work", lambda: (looks.append(1), at_work())[1])
+    at_work, looks = coordinator.attendance.at_work, list[int]()
+    monkeypatch.setattr(coordinator.attendance, "at_work", lambda: (looks.append(1), at_work())[1])
     cluster.beat(ada)
     assert len(looks) == 1, "once for all who wait"
 

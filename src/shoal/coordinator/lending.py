@@ -26,20 +26,9 @@ from shoal.updates.messages import Claim, Contribute, Delivered, Failed
 NO_UNIT = -1
 
 
-class Host(Protocol):
-    """The coordinator that lends units."""
+class Attendance(Protocol):
+    """Who takes part, as far as units are concerned."""
 
-    plan: Plan
-    book: Book
-    now: float
-    claims: Claims
-
-    @property
-    def finished(self) -> bool: ...
-    def emit(self, *effects: Effect) -> None: ...
-    def record(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None: ...
-    def answer(self, caller: Any, header: dict[str, Any], worker: Worker, have: int) -> None: ...
-    def stop_for(self, reason: str) -> None: ...
     def has_failed_too_often(self, worker: Worker) -> bool:
         """Whether the worker is given no units for now, where others are here who have not failed so many in a row."""
         ...
@@ -51,6 +40,24 @@ class Host(Protocol):
     def blame(self, name: str, reason: str) -> None:
         """A worker of this name had a unit in vain, and has not said so itself."""
         ...
+
+
+class Host(Protocol):
+    """The coordinator that lends units."""
+
+    plan: Plan
+    book: Book
+    now: float
+    claims: Claims
+
+    @property
+    def attendance(self) -> Attendance: ...
+    @property
+    def finished(self) -> bool: ...
+    def emit(self, *effects: Effect) -> None: ...
+    def record(self, record: dict[str, Any], frames: Frames = (), decoded: tuple[Tensor, Tensor] | None = None) -> None: ...
+    def answer(self, caller: Any, header: dict[str, Any], worker: Worker, have: int) -> None: ...
+    def stop_for(self, reason: str) -> None: ...
 
 
 class Claiming(NamedTuple):
@@ -68,7 +75,7 @@ class Lender:
     def __init__(self, host: Host, cut: Cut, quorum: int) -> None:
         self.host, self.cut, self.quorum = host, cut, quorum
         plan = host.plan
-        self.leases = None if plan.leased_elsewhere else Leases(plan.lease_s, plan.attempts, plan.most_lag, host.at_work)
+        self.leases = None if plan.leased_elsewhere else Leases(plan.lease_s, plan.attempts, plan.most_lag, host.attendance.at_work)
         self.claiming: OrderedDict[str, Claiming] = OrderedDict()
         """By session, longest waiting first."""
         self._offered: list[int] = []
@@ -163,9 +170,9 @@ class Lender:
     def serve(self, longest_s: float) -> None:
         """Answer those who wait for a unit: with one, or with a word after the longest wait, or when the run is over."""
         none_left = self.host.finished or self.host.book.state.paused
-        others_work = bool(self.claiming) and any(True for _ in self.host.at_work())  # looked for once: a crowd may wait here
+        others_work = bool(self.claiming) and any(True for _ in self.host.attendance.at_work())  # looked for once: a crowd may wait here
         for session, claiming in list(self.claiming.items()):
-            paused = others_work and self.host.has_failed_too_often(claiming.worker)
+            paused = others_work and self.host.attendance.has_failed_too_often(claiming.worker)
             lease = None if none_left or paused else self._lease(claiming.worker)
             none_left = none_left or not (paused or self._any_waits)
             if lease is None and not self.host.finished and self.host.now - claiming.since < longest_s:
@@ -179,7 +186,7 @@ class Lender:
         """Count it with those whose units were taken away. That may keep them out, so it is done when everybody else was served."""
         blamed, self._blamed = self._blamed, []
         for name, reason in blamed:
-            self.host.blame(name, reason)
+            self.host.attendance.blame(name, reason)
 
     @property
     def _any_waits(self) -> bool:
