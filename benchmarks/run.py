@@ -48,11 +48,27 @@ def machine() -> str:
     return f"{name} ({platform.machine()}), {os.cpu_count()} cores{load}"
 
 
+class Stolen:
+    """The share of the processors' time that other machines on the same host took, from when this was made."""
+
+    def __init__(self) -> None:
+        self._before = self._ticks()
+
+    def __str__(self) -> str:
+        passed = [after - before for before, after in zip(self._before, self._ticks(), strict=True)]
+        return f", {passed[7] / max(1, sum(passed[:8])):.0%} of the time taken by other machines" if passed else ""
+
+    @staticmethod
+    def _ticks() -> list[int]:
+        file = Path("/proc/stat")
+        return [int(text) for text in file.read_text().splitlines()[0].split()[1:]] if file.exists() else []
+
+
 def main() -> None:
     sys.path.insert(0, str(HERE))
     sys.modules["run"] = sys.modules["__main__"]
     rows: list[Row] = []
-    on = machine()
+    on, stolen = machine(), Stolen()
     for name in sys.argv[1:] or DEFAULT:
         print(f"measuring {name} …", file=sys.stderr)
         module, *part = name.split(":")
@@ -60,7 +76,7 @@ def main() -> None:
             print(f"  {row.name}: {row.ours:.4g} {row.unit}, {row.ratio:.3g} of {row.peer:.4g}", file=sys.stderr, flush=True)
             rows.append(row)
     width = max((len(row.name) for row in rows), default=0)
-    print(f"on {on}")
+    print(f"on {on}{stolen}")
     print(f"{'':<{width}}  {'ours':>10}  {'peer':>10}  {'ratio':>7}  target")
     for row in rows:
         figures = f"{row.ours:>10.4g}  {row.peer:>10.4g}  {row.ratio:>7.3g}"
