@@ -8,6 +8,7 @@ Everything that is agreed goes through the run's transport, with its token and k
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -156,10 +157,12 @@ class Host:
         """`arguments`: those of `shoal train` for the process of the first stage."""
         self.run, self.arguments, self.tell = run, list(arguments), tell
         placing = Placing(run) if run.placed else None
-        self.folder = Path(run.coordinator.state_path or tempfile.mkdtemp(prefix="shoal-gathering-"))
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._at_end = contextlib.ExitStack()
+        state_path = run.coordinator.state_path or self._at_end.enter_context(tempfile.TemporaryDirectory(prefix="shoal-gathering-"))
+        folder = Path(state_path)
+        folder.mkdir(parents=True, exist_ok=True)
         expected = placing.expected if placing else run.cluster.num_workers or 1
-        self.server, self.invitation = listen(run, run.transport, hosts, self.folder, _LARGEST, expected)
+        self.server, self.invitation = listen(run, run.transport, hosts, folder, _LARGEST, expected)
         self.gathering = Gathering(expected, run.cluster.workers, placing.choose if placing else None)
         self.text = settings_text(run)
         self.process: nursery.Process | None = None
@@ -177,6 +180,7 @@ class Host:
         finally:
             self._end()
             self.server.close()
+            self._at_end.close()
         if self.failed:
             raise ShoalError(self.failed)
         return code
