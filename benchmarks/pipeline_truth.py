@@ -1,4 +1,5 @@
-"""Does a simulation foretell a pipeline? Real processes over gloo, and the simulation of the same settings from what a step takes alone.
+"""Does a simulation foretell a pipeline? Real processes over gloo, and the simulation of the same settings from what a step takes alone
+with the same micro-batches.
 
 `BENCH=pipeline-truth` lets every layer sleep for a known time in place of its computing, so that other programs on the machine count for
 little: it judges schedule, links and agreement. `BENCH=pipeline-truth:computing` lets the layers compute, for a machine with nothing else
@@ -95,12 +96,17 @@ def started(settings: dict[str, str], way: str, count: int) -> float:
 
 def measure(way: str = "sleeping") -> Iterator[Row]:
     common = QUIET | MODEL | WIDTH[way]
-    alone = started(common, way, 1)
+    alone = {parts: started(common | _in_parts(parts), way, 1) for parts in {case.micro_batches for case in CASES}}
     for case in CASES:
-        settings = common | case.settings()
-        foretold = pipelined(loaded(settings).run, Asked(step_s=alone)).step.seconds
+        settings, alone_s = common | case.settings(), alone[case.micro_batches]
+        foretold = pipelined(loaded(settings).run, Asked(step_s=alone_s)).step.seconds
         real = started(settings, way, len(case.shares))
-        yield Row(f"pipeline-truth, {case}", foretold, real, "s a step", foretold / real, "1 ± 0.1", f"{alone:.3g} s alone")
+        yield Row(f"pipeline-truth, {case}", foretold, real, "s a step", foretold / real, "1 ± 0.1", f"{alone_s:.3g} s alone")
+
+
+def _in_parts(parts: int) -> dict[str, str]:
+    """The same batch in so many pieces."""
+    return {"training.batch_size": str(BATCH // parts), "training.gradient_accumulation_steps": str(parts)}
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def test_a_withdrawn_guest_is_told_and_let_in_no_longer_and_the_others_go_on(liv
     assert laptop.step() == desktop.step() == "accepted"
     assert invite("eve", "--withdraw")[0] == 0
     eventually(lambda: list(live.coordinator.members.by_name) == ["ada"])
-    assert any("laptop is shown out: the invitation of eve was withdrawn" in note for note in live.notes)
+    eventually(lambda: any("laptop is shown out: the invitation of eve was withdrawn" in note for note in live.notes))
     with pytest.raises(Left, match="the invitation of eve was withdrawn"):
         laptop.step()  # over the connection that it has
     with pytest.raises(ShoalError):

@@ -65,7 +65,7 @@ def test_a_round_trip_by_satellite(server: ZmqServer) -> None:
     with answering(server), client_through(server, PROFILES["satellite"]._replace(loss=0)) as (client, _):
         assert seconds(client, Message({})) > 0.9  # connection, greetings and keys take several round trips
         trips = [seconds(client, Message({})) for _ in range(2)]
-    assert all(0.3 <= trip < 1.5 for trip in trips)
+    assert min(trips) >= 0.3
 
 
 def test_the_rate_is_capped_in_each_direction(server: ZmqServer) -> None:
@@ -76,8 +76,7 @@ def test_the_rate_is_capped_in_each_direction(server: ZmqServer) -> None:
             client.call(Message({}), PATIENCE_S)
             up = seconds(client, Message({}, (frame,)))
             down = seconds(client, Message({"want": 1}))
-    for took in (up, down):
-        assert 0.8 * 0.7 < took < 0.8 * 1.3 + 0.3
+    assert min(up, down) > 0.8 * 0.7  # and no upper bound: a busy machine may take any time
 
 
 def test_connections_share_the_link(server: ZmqServer) -> None:

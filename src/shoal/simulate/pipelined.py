@@ -13,7 +13,7 @@ from shoal.scheduling.splitting import Hands, split
 from shoal.simulate.machines import Machine
 from shoal.simulate.report import span
 from shoal.simulate.simulation import Asked, step_s_for, weather_for
-from shoal.simulate.sketch import data_of, sketch
+from shoal.simulate.sketch import Sketch, data_of, sketch
 from shoal.simulate.stages import Held, Step, held_by, step_of
 from shoal.strategies import lengths
 
@@ -66,7 +66,7 @@ def pipelined(run: Run, asked: Asked) -> PipelineReport:
         raise ShoalError("of a pipeline times and bytes are simulated: leave --learn, --false-workers and --cores out")
     found = sketch(run, data_of(run, asked.samples))
     layers, vocabulary = layers_of(found.parts.engine.task.players["model"]), found.parts.data.info.vocab_size or 0
-    step_s = asked.step_s or step_s_for(found, asked)
+    step_s = asked.step_s or _batch_s(found, asked)
     stages = staging.stages_of(run, layers, vocabulary) if run.placed else None
     machines = _machines(run, asked, len(stages) if stages else None, step_s)
     if stages is None:
@@ -77,6 +77,14 @@ def pipelined(run: Run, asked: Asked) -> PipelineReport:
     samples = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
     steps = lengths.alone(run, found.parts.feed.batches_per_epoch, 1)
     return PipelineReport(held, step_of(run, layers, held), samples, steps, asked.hours, staging.passes_of(run))
+
+
+def _batch_s(found: Sketch, asked: Asked) -> float:
+    """What a batch takes, in micro-batches as the engine has them: many small ones take a processor longer than one large."""
+    training, engine = found.run.training, found.run.engine
+    size = training.batch_size or 1
+    smaller = max(1, size // getattr(engine, "micro_batches", 1))
+    return size / smaller * step_s_for(sketch(found.run.replace(training=training.replace(batch_size=smaller)), found.parts.data), asked)
 
 
 def _machines(run: Run, asked: Asked, stages: int | None, step_s: float) -> list[Machine]:
