@@ -65,7 +65,8 @@ def test_a_round_trip_by_satellite(server: ZmqServer) -> None:
     with answering(server), client_through(server, PROFILES["satellite"]._replace(loss=0)) as (client, _):
         assert seconds(client, Message({})) > 0.9  # connection, greetings and keys take several round trips
         trips = [seconds(client, Message({})) for _ in range(2)]
-    assert min(trips) >= 0.3
+    assert all(0.3 <= trip for trip in trips)
+    assert min(trips) < 1.5
 
 
 def test_the_rate_is_capped_in_each_direction(server: ZmqServer) -> None:
@@ -74,9 +75,11 @@ def test_the_rate_is_capped_in_each_direction(server: ZmqServer) -> None:
     with answering(server, lambda request: Message({}, (frame,) if request.message.header else ())):
         with client_through(server, narrow) as (client, _):
             client.call(Message({}), PATIENCE_S)
-            up = seconds(client, Message({}, (frame,)))
-            down = seconds(client, Message({"want": 1}))
-    assert min(up, down) > 0.8 * 0.7  # and no upper bound: a busy machine may take any time
+            up = [seconds(client, Message({}, (frame,))) for _ in range(2)]
+            down = [seconds(client, Message({"want": 1})) for _ in range(2)]
+    assert Lane(narrow).carry(len(frame), 0.0) == pytest.approx(0.8)
+    for took in (up, down):  # the quicker one, and with room: a busy machine delivers late
+        assert 0.8 * 0.7 < min(took) < 0.8 * 4
 
 
 def test_connections_share_the_link(server: ZmqServer) -> None:

@@ -7,6 +7,7 @@ import getpass
 import json
 import os
 import platform
+import secrets
 import signal
 import sys
 import tempfile
@@ -261,11 +262,11 @@ def _configured(file: str) -> str:
 
 
 def _through_weather(address: str, name: str, worker: str) -> tuple[Proxy, str]:
-    """A link with this weather, and the address to use in place of the coordinator's. What a worker's link loses depends on its name: two
-    workers do not lose the same packets."""
+    """A link with this weather, and the address to use in place of the coordinator's. What a worker's link loses depends on its name, or
+    on chance where it has none: two workers do not lose the same packets."""
     from shoal.transports.weather import Proxy, profile
 
-    seed = zlib.crc32(worker.encode())
+    seed = zlib.crc32(worker.encode()) if worker else secrets.randbits(32)
     if not is_address(address):
         weather = Proxy(address, profile(name), seed)
         return weather, weather.address
