@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -376,7 +377,6 @@ def policies(world: World, *asked: str) -> dict[str, Any]:
 
 
 PIPELINE = json.dumps({"kind": "pipeline", "micro_batches": 2})
-GPIPE = json.dumps({"kind": "pipeline", "micro_batches": 2, "schedule": "gpipe"})
 DEEP = {"kind": "gpt", "hidden_size": 16, "num_layers": 3, "num_heads": 2, "max_seq_len": 12}
 DEEP_MIXTURE = MIXTURE | {"num_layers": 3}
 
@@ -489,8 +489,11 @@ class Halves(torch.nn.Module):
 
 def pipelines(world: World, folder: str) -> dict[str, Any]:
     """What a GPT and a mixture learn as pipelines; a checkpoint is left, and one of a pipeline of two is gone on with."""
-    asked = {"gpt": (DEEP, PIPELINE), "mixture": (DEEP_MIXTURE, PIPELINE), "gpipe": (DEEP, GPIPE)}
-    found: dict[str, Any] = {name: learned(pipeline_engine(world, model, json.loads(engine))) for name, (model, engine) in asked.items()}
+    first: Any = pipeline_engine(world, DEEP, json.loads(PIPELINE))
+    cut = [end - start for start, end in pairwise(first.bounds)]  # a layer's measured time decides, and another cut rounds otherwise
+    alike = json.loads(PIPELINE) | {"schedule": "gpipe", "layers": cut}
+    mixture, gpipe = pipeline_engine(world, DEEP_MIXTURE, json.loads(PIPELINE)), pipeline_engine(world, DEEP, alike)
+    found: dict[str, Any] = {name: learned(engine) for name, engine in {"gpt": first, "mixture": mixture, "gpipe": gpipe}.items()}
     found["dropped"] = dropped(world)
     if world.size == 2:
         saved(with_moments(world, PIPELINE), folder)
