@@ -112,13 +112,14 @@ def whole(run_dir: Path, arguments: list[str], *, threads: int | None = None) ->
 
 def _wait_for_records(run_dir: Path, process: subprocess.Popen[bytes], log: Path) -> None:
     until = time.monotonic() + _START_S
-    while not _records(run_dir):
+    while not records(run_dir):
         if process.poll() is not None or time.monotonic() > until:
             raise RuntimeError(f"no training: {log.read_text(errors='replace')[-2000:]}")
         time.sleep(0.1)
 
 
-def _records(run_dir: Path) -> list[dict[str, Any]]:
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run has noted of its training so far."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -126,7 +127,7 @@ def _records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _last(run_dir: Path) -> dict[str, Any]:
-    return _records(run_dir)[-1]
+    return records(run_dir)[-1]
 
 
 def _busy(pid: int) -> dict[int, float]:

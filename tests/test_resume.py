@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,31 @@ def test_a_completed_run_is_left_as_it_is(folder: Path) -> None:
     for _ in range(2):
         assert train("--run-dir", "run", "--resume") == 0
     assert records(folder / "run") == before
+
+
+HOLDER = """
+from pathlib import Path
+from shoal.coordinator.lock import Lock
+lock = Lock(Path("run"))
+lock.take()
+print("held", flush=True)
+input()
+"""
+
+
+def test_a_run_that_another_process_is_at_work_in_is_left_to_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("starter", "--epochs", "1", "--run-dir", "run") == 0
+    monkeypatch.setattr("shoal.runs.run_directory._ENDING_S", 0.0)
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        capsys.readouterr()
+        assert train("--run-dir", "run", "--resume") == 2
+        assert "another process is at work in run: end it first" in capsys.readouterr().err
+        holder.communicate("\n")
+    assert train("--run-dir", "run", "--resume") == 0
 
 
 def test_a_run_that_stopped_early_stays_stopped(folder: Path) -> None:

@@ -14,13 +14,15 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _NAME = "lock"
+_held_here: set[Path] = set()
+"""The folders whose locks this process has. It may look into one of them a second time."""
 
 
 class Lock:
     """The lock on a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._file = folder / _NAME, None  # type: tuple[Path, IO[bytes] | None]
+        self._path, self._file = (folder / _NAME).absolute(), None  # type: tuple[Path, IO[bytes] | None]
 
     def take(self) -> None:
         """Hold it until `release`. Raises ShoalError where another has it."""
@@ -33,11 +35,18 @@ class Lock:
                 file.close()
                 raise ShoalError(f"another coordinator is at work in {self._path.parent}: end it first, or choose another --run-dir")
             self._file = file
+            _held_here.add(self._path)
 
     def release(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+            _held_here.discard(self._path)
+
+
+def is_held_elsewhere(folder: Path) -> bool:
+    """Whether another process is at work in a folder on this machine."""
+    return (folder / _NAME).absolute() not in _held_here and is_held(folder)
 
 
 def is_held(folder: Path) -> bool:

@@ -123,7 +123,7 @@ def _begin_with(run: Run, run_dir: str | None, resume: bool, here: Place | None,
     directory, checkpoint = None, None
     if resume or (here is not None and here.restart):
         try:
-            directory, checkpoint = continued(run, run_dir, warn)
+            directory, checkpoint = continued(run, run_dir, warn, alone=True)
         except ShoalError:
             if resume:
                 raise  # else torchrun has started processes again that had not got as far as a folder

@@ -184,8 +184,11 @@ def tell_changes(found: list[Change], reporters: list[Reporter]) -> None:
             reporter.message(f"the run goes on with other settings:{listed(found)}")
 
 
-def continued(run: Run, run_dir: str | None, warn: Callable[[str], None]) -> tuple[RunDirectory, Checkpoint | None]:
-    """The run to go on with: the one that is named, or the newest with the same settings."""
+def continued(
+    run: Run, run_dir: str | None, warn: Callable[[str], None], alone: bool = False
+) -> tuple[RunDirectory, Checkpoint | None]:
+    """The run to go on with: the one that is named, or the newest with the same settings. `alone`: no coordinator will ask whether another
+    process is at work there, so it is asked here."""
     directory = RunDirectory(Path(run_dir)) if run_dir else _newest_like(run)
     if directory is None:
         raise ShoalError(f"there is no earlier run with these settings in {run.output_dir}: name one with --run-dir")
@@ -197,6 +200,8 @@ def continued(run: Run, run_dir: str | None, warn: Callable[[str], None]) -> tup
             f"others:{listed(different)}"
         )
     plugins.expect_those_of(directory.path)
+    if alone:
+        directory.free(warn)
     checkpoint = Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last).newest(warn)
     if checkpoint is None:
         warn(f"{directory.path} has no checkpoint yet: it starts over")

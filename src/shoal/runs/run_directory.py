@@ -29,7 +29,7 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.load import File, Loaded, resolve
 from shoal.config.show import show, to_yaml
-from shoal.coordinator.lock import Lock
+from shoal.coordinator.lock import Lock, is_held_elsewhere
 from shoal.errors import ShoalError
 from shoal.runs import plugins
 from shoal.runs.abandoned import clear, is_abandoned
@@ -38,8 +38,9 @@ from shoal.runs.going_on import Change, changes
 _SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "workers")
 """What a run that has begun leaves sooner or later, however it ends."""
 
-
 _MOST_EVENT_BYTES = 4 << 20
+_ENDING_S = 10.0
+"""How long a process may take to end that was told to, or killed: what it has started may live a moment longer."""
 
 
 class RunDirectory:
@@ -73,6 +74,17 @@ class RunDirectory:
         except OSError as error:
             raise ShoalError(f"cannot make the run's folder {path}: {error.strerror}") from None
         return cls(path, fresh).occupied()
+
+    def free(self, warn: Callable[[str], None]) -> RunDirectory:
+        """The same, as soon as no other process is at work in it. Raises ShoalError where one goes on."""
+        until = time.monotonic() + _ENDING_S
+        if is_held_elsewhere(self.path):
+            warn(f"another process is at work in {self.path}: waiting for it to end")
+        while is_held_elsewhere(self.path):
+            if time.monotonic() > until:
+                raise ShoalError(f"another process is at work in {self.path}: end it first, or choose another --run-dir")
+            time.sleep(0.1)
+        return self
 
     def occupied(self) -> RunDirectory:
         """The same, with its lock held by this process while it trains. One that has no lock to give is used without."""
