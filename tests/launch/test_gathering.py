@@ -31,6 +31,15 @@ def test_a_machine_that_fell_silent_while_it_waited_gets_no_place() -> None:
     assert set(gathering.places) == {"b", "c"}
 
 
+def test_a_crowd_that_asks_under_ever_new_names_is_not_remembered_for_ever() -> None:
+    gathering = Gathering(2, [])
+    for number in range(1500):
+        gathering.ask("crowd", f"c{number}", 0, 0.0)
+    assert len(gathering.members) == 1000
+    gathering.ask("second", "b", 0, 10.0)
+    assert set(gathering.members) == {"b"}, "the crowd has fallen silent"
+
+
 def test_after_a_loss_all_who_come_back_begin_at_once_and_fewer_after_a_while() -> None:
     gathering = Gathering(2, [])
     for number in (1, 2):

@@ -48,6 +48,8 @@ _GRACE_S = 30.0
 _LOOK_S = 0.2
 _GOODBYE_S = 5.0
 _LARGEST = 8 << 20
+_MOST_WAITING = 1000
+"""Machines that are remembered at a time. Whoever asks beyond them waits, and is remembered when others have fallen silent."""
 
 
 class Member(NamedTuple):
@@ -88,13 +90,19 @@ class Gathering:
 
     def ask(self, name: str, instance: str, last: int, now: float) -> int | None:
         """A machine asks, which last took part in start number `last`; its rank, or None: it must wait."""
-        self.members[instance] = Member(name, instance, now)
+        if len(self.members) >= _MOST_WAITING and instance not in self.members:
+            self.members = {one.instance: one for one in self.members.values() if self._is_there(one, now)}
+        if len(self.members) < _MOST_WAITING or instance in self.members:
+            self.members[instance] = Member(name, instance, now)
         return self.places.get(instance) if self.running and last < self.start else None
 
     def present(self, now: float) -> list[Member]:
         """Who waits: those that are listed first, in that order, then in the order of coming."""
-        there = [one for one in self.members.values() if now - one.seen_at < _SILENT_S]
+        there = [one for one in self.members.values() if self._is_there(one, now)]
         return sorted(there, key=lambda one: self.listed.index(one.name) if one.name in self.listed else len(self.listed))
+
+    def _is_there(self, member: Member, now: float) -> bool:
+        return now - member.seen_at < _SILENT_S
 
     def begin(self, now: float) -> bool:
         """Give out the places, if all are there, or if one was lost and has not come back for a while. Whether they begin."""

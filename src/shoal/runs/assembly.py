@@ -184,9 +184,7 @@ def tell_changes(found: list[Change], reporters: list[Reporter]) -> None:
             reporter.message(f"the run goes on with other settings:{listed(found)}")
 
 
-def continued(
-    run: Run, run_dir: str | None, warn: Callable[[str], None], alone: bool = False
-) -> tuple[RunDirectory, Checkpoint | None]:
+def continued(run: Run, run_dir: str | None, warn: Callable[[str], None], alone: bool = False) -> tuple[RunDirectory, Checkpoint | None]:
     """The run to go on with: the one that is named, or the newest with the same settings. `alone`: no coordinator will ask whether another
     process is at work there, so it is asked here."""
     directory = RunDirectory(Path(run_dir)) if run_dir else _newest_like(run)
