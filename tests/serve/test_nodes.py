@@ -83,6 +83,7 @@ class Machines:
     def __init__(self, server: Server, token: str, key: str | None) -> None:
         self.server, self.reached = server, Reached(server.address, token, key)
         self.running: dict[str, tuple[NodeProcess, threading.Thread]] = {}
+        self.problems: list[Exception] = []
 
     def join(self, name: str) -> None:
         node = NodeProcess(self.reached, name, slowdown=1.0, patience_s=0.0, tell=lambda text: None)
@@ -93,8 +94,8 @@ class Machines:
     def _work(self, node: NodeProcess) -> None:
         try:
             node.work()
-        except Exception:  # the test has ended, or pulled the plug
-            return
+        except Exception as problem:  # the test has ended, or pulled the plug, or something is wrong
+            self.problems.append(problem)
 
     def unplug(self, name: str, hub: Hub) -> None:
         """As when its process is killed: it says nothing more, and whoever started it notices."""
@@ -120,7 +121,9 @@ def spread(
     try:
         for name in names:
             machines.join(name)
-        wait_for(lambda: len([one for one in stages.machines() if one.alive]) == 1 + len(names))
+        wait_for(lambda: machines.problems or len([one for one in stages.machines() if one.alive]) == 1 + len(names))
+        if machines.problems:
+            raise machines.problems[0]
         yield Engine(stages, most_running=4, most_waiting=100, clock=time.monotonic), machines
     finally:
         stages.close()

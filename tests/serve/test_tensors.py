@@ -27,6 +27,20 @@ def test_tensors_arrive_in_pieces_and_are_kept_for_the_next_time():
     assert (first.received_bytes, second.received_bytes) == (4012, 0)
 
 
+def test_two_machines_that_share_a_folder_may_keep_the_same_tensor_at_once(monkeypatch):
+    rename = module.os.replace
+
+    def while_another_does_the_same(source, target):
+        monkeypatch.setattr(module.os, "replace", rename)
+        assert torch.equal(Fetched(Tensors(WEIGHTS).answer).get("a"), WEIGHTS["a"])
+        rename(source, target)
+
+    monkeypatch.setattr(module.os, "replace", while_another_does_the_same)
+    first = Fetched(Tensors(WEIGHTS).answer)
+    assert torch.equal(first.get("a"), WEIGHTS["a"])
+    assert len(list(first.folder.iterdir())) == 1
+
+
 def test_what_was_damaged_on_the_way_is_refused_and_not_kept():
     served = Tensors(WEIGHTS)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from shoal.cli import plan as command
 from shoal.cli.main import main
-from shoal.config.load import File, Loaded, Override, resolve
+from shoal.config.load import File, Loaded, Override, resolve, resolve_data
 from shoal.config.machines import MachineKind, read_machines
 from shoal.config.problems import ConfigError
 from shoal.config.schema.strategy import DiLoCo, Strategy
@@ -198,6 +199,15 @@ def test_the_command_says_plainly_when_a_model_fits_no_machine(tmp_path: Path, c
     assert "engine.kind=fsdp over" in told
     assert main(["plan", "starter"]) == 2
     assert "--machines FILE, or --measure" in capsys.readouterr().err
+
+
+def test_a_machine_is_timed_without_the_data_where_its_size_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"kind": "gpt", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_seq_len": 16}
+    tree = {"model": settings, "data": {"source": {"kind": "text", "path": "nowhere.txt"}, "tokenizer": "bytes"}}
+    run = resolve_data(tree, name="test", dialect="shoal", environ={}).run
+    (kind,) = command._measured(command._sketched(run, 10_000), 10_000).values()
+    assert kind.steps_per_s is not None
+    assert f"steps_per_s: {kind.steps_per_s:g}" in capsys.readouterr().out
 
 
 def test_machines_of_several_devices_are_planned_with_an_engine_that_fits_them() -> None:

@@ -44,12 +44,11 @@ def run(argv: list[str]) -> int:
         raise ShoalError("say for which machines to plan: --machines FILE, or --measure for machines like this one")
     if arguments.samples is not None and arguments.samples < 1:
         raise ShoalError("--samples must be more than 0")
-    loaded = require(load(arguments, overrides))
-    if arguments.measure is not None:
-        kinds = _joined(loaded.run, Path(arguments.measure)) if arguments.measure else _measured(loaded.run)
-    else:
-        kinds = dict(read_machines(arguments.machines))
-    planned = _planned(loaded.run, kinds, arguments, overrides)
+    run = require(load(arguments, overrides)).run
+    listed = None if arguments.measure == "" else _listed(run, arguments)
+    found = _sketched(run, arguments.samples)
+    kinds = _measured(found, arguments.samples) if listed is None else listed
+    planned = _planned(found, kinds, arguments, overrides)
     _print(planned, arguments.all)
     if arguments.out:
         _write(planned.first.loaded, Path(arguments.out))
@@ -57,17 +56,27 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _planned(run: Run, kinds: dict[str, MachineKind], arguments: argparse.Namespace, overrides: list[Override]) -> Planned:
+def _listed(run: Run, arguments: argparse.Namespace) -> dict[str, MachineKind]:
+    """The machines of a file, or those who joined a run."""
+    return dict(read_machines(arguments.machines)) if arguments.machines else _joined(run, Path(arguments.measure))
+
+
+def _sketched(run: Run, samples: int | None) -> Sketch:
+    from shoal.simulate.sketch import data_of, sketch
+
+    return sketch(run, data_of(run, samples))
+
+
+def _planned(found: Sketch, kinds: dict[str, MachineKind], arguments: argparse.Namespace, overrides: list[Override]) -> Planned:
     from shoal.simulate.planning import plan
-    from shoal.simulate.sketch import data_of, devices_of, sharing, sketch
+    from shoal.simulate.sketch import devices_of, sharing
 
     def variant(settings: Mapping[str, Any]) -> Loaded:
         further = [Override(path, scalar(value), f"--set {path}={scalar(value)}") for path, value in settings.items()]
         return load(arguments, [*overrides, *further])
 
-    found = sketch(run, data_of(run, arguments.samples))
     print(f"data: {found.parts.data.info.name}")
-    nobody = _tell_of_memory(found, sharing(run, devices_of(kinds)), kinds)
+    nobody = _tell_of_memory(found, sharing(found.run, devices_of(kinds)), kinds)
     try:
         return plan(found, kinds, variant, _progress, arguments.seed)
     except ShoalError as error:
@@ -82,14 +91,13 @@ def _progress(number: int, count: int, text: str) -> None:
 # --- this machine -------------------------------------------------------------------------------------
 
 
-def _measured(run: Run) -> dict[str, MachineKind]:
+def _measured(found: Sketch, samples: int | None) -> dict[str, MachineKind]:
     """This machine, as often as the run expects workers; what was found is printed as a line for a file of machines."""
-    from shoal.runs.assembly import assemble
-    from shoal.simulate import measured_step_s
+    from shoal.simulate import measured_step_s, to_be_timed
 
-    parts = assemble(run)
+    parts = to_be_timed(found, samples, "leave --samples out, or list your machines with --machines FILE")
     steps_per_s = float(f"{1 / measured_step_s(parts):.3g}")
-    kind = MachineKind(count=run.cluster.num_workers or 1, memory_gb=_memory_gb(parts.engine.device), steps_per_s=steps_per_s)
+    kind = MachineKind(count=found.run.cluster.num_workers or 1, memory_gb=_memory_gb(parts.engine.device), steps_per_s=steps_per_s)
     memory = "" if kind.memory_gb is None else f"memory_gb: {kind.memory_gb:g}, "
     print(f"this machine, for a file of machines:\n  this: {{count: {kind.count}, {memory}steps_per_s: {steps_per_s:g}}}\n")
     return {"this": kind}

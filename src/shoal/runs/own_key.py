@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 from pathlib import Path
 
 from shoal.config.environment import state_folder
@@ -38,7 +39,7 @@ class KeyFile:
     def write(self, identity: Identity) -> None:
         """Keep a key, for this user's eyes alone. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")  # never half a key
+        partial = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")  # never half a key
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
             file.write(identity.secret)
         os.replace(partial, self.path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,9 +162,13 @@ class Fetched:
 
 def _write(path: Path, raw: bytearray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(raw)
-    os.replace(partial, path)
+    # Machines that share the folder may receive the same tensor at once
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        partial.write_bytes(raw)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _read(path: Path, key: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from shoal.simulate.machines import Machine, Weather, listed, weather_named
 from shoal.simulate.report import Report
-from shoal.simulate.simulation import measured_step_s, simulate
+from shoal.simulate.simulation import measured_step_s, simulate, to_be_timed
 from shoal.simulate.world import Scenario, World
 
-__all__ = ["Machine", "Report", "Scenario", "Weather", "World", "listed", "measured_step_s", "simulate", "weather_named"]
+__all__ = ["Machine", "Report", "Scenario", "Weather", "World", "listed", "measured_step_s", "simulate", "to_be_timed", "weather_named"]

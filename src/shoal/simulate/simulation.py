@@ -181,9 +181,16 @@ def step_s_for(found: Sketch, asked: Asked) -> float:
     needs_gb, told = found.memory(run).gb, "say what it takes with --step-s S, or how fast a machine is with --flops F"
     if needs_gb > _MOST_TIMED_GB:
         raise ShoalError(f"a batch of this model needs {needs_gb:,.1f} GB, which is too much to time one here: {told}")
-    if not is_read(run, asked.samples) and run.chosen_task.needs in ("pairs", "prompts"):
+    return measured_step_s(to_be_timed(found, asked.samples, told))
+
+
+def to_be_timed(found: Sketch, samples: int | None, told: str) -> Parts:
+    """What computes a few batches here. `samples`: how many the data has, where it is not read; `told`: what to do where that is not
+    enough. Raises ShoalError."""
+    run = found.run
+    if not is_read(run, samples) and run.chosen_task.needs in ("pairs", "prompts"):
         raise ShoalError(f"a batch of the task {run.chosen_task.kind} cannot be timed without its data: {told}")
-    return measured_step_s(assemble(run, length=lambda _: 1, known=found.parts.data))
+    return assemble(run, length=lambda _: 1, known=found.parts.data)
 
 
 def measured_step_s(parts: Parts) -> float:

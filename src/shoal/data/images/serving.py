@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import secrets
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -122,7 +123,7 @@ def fetched(offer: Offer, get: Callable[[int], bytes | None], folder: Path, prog
     digests = _checked(get(0), offer.digest)
     if len(digests) != offer.pieces * _DIGEST_BYTES:
         raise ShoalError("the list of the class's images is not the one announced: join again")
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}.partial")
     try:
         with partial.open("wb") as written:
             for number in range(1, offer.pieces + 1):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,8 +111,8 @@ def build_index(passages: Passages, encoder: Encoder, folder: Path, about: dict[
 
 
 def _write(index: Index, about: dict[str, Any]) -> None:
-    # Two processes of this machine may build the same index: each in a folder of its own, and one of them stays
-    partial = index.folder.with_name(f".{index.folder.name}.{os.getpid()}.partial")
+    # Two processes, or two machines that share the folder, may build the same index: each in a folder of its own, and one of them stays
+    partial = index.folder.with_name(f".{index.folder.name}.{secrets.token_hex(8)}.partial")
     try:
         partial.mkdir(parents=True)
         lines = (
