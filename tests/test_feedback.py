@@ -134,6 +134,7 @@ def test_a_large_model_without_a_base_is_refused_with_the_command_to_type(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_two_processes_train_every_phase_and_one_goes_on_with_what_they_left(tmp_path: Path) -> None:
     two = ("--set", "engine.kind=ddp", "--set", "launch.devices_per_node=2", "--set", "training.device=cpu")
     command = ("train", "gpu/tiny", "--rlhf_config", "rlhf/test_cpu", *SMALL, "--set", "rlhf.ppo.steps=2", *two, "--run-dir", "run")

@@ -95,7 +95,10 @@ def undisturbed(processes: Processes, *settings: str, workers: int = 2, more: in
 
 @pytest.mark.parametrize(
     ("settings", "more", "dies", "kept", "told"),
-    [((), 0, 33, 30, "round 2, after step 10 of 20"), (STREAMING, 3, 38, 36, "round 4, after step 6 of 10")],
+    [
+        ((), 0, 33, 30, "round 2, after step 10 of 20"),
+        pytest.param(STREAMING, 3, 38, 36, "round 4, after step 6 of 10", marks=pytest.mark.long),
+    ],
     ids=["plain", "streaming"],
 )
 def test_a_worker_that_is_killed_goes_on_in_the_middle_of_its_round(
@@ -188,7 +191,8 @@ def test_a_worker_that_is_killed_while_it_waits_for_the_others_does_not_compute_
     processes.audit("run")
 
 
-@pytest.mark.parametrize("settings", [COLLECTIVES, pytest.param(SHARDED, marks=pytest.mark.long)], ids=["collectives", "fsdp"])
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [COLLECTIVES, SHARDED], ids=["collectives", "fsdp"])
 def test_a_worker_of_several_processes_goes_on_in_the_middle_of_its_round(processes: Processes, settings: tuple[str, ...]) -> None:
     """One of its processes is killed; all of them are started again, and each has kept its part."""
     expected = undisturbed(processes, *settings, workers=1)

@@ -152,6 +152,7 @@ def over_collectives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tens
         return weights
 
 
+@pytest.mark.long
 def test_a_command_that_calls_collectives_a_transport_still_trains_as_it_did(
     processes: Processes, over_collectives: dict[str, Tensor]
 ) -> None:
@@ -200,6 +201,7 @@ def summary_of(run: Path) -> dict[str, Any]:
 HERE = ("--nproc-per-node", "2", "--standalone", "--max-restarts", "1")
 
 
+@pytest.mark.long
 def test_torchrun_starts_the_processes_of_an_island(processes: Processes) -> None:
     coordinator, command = processes.coordinate("--set", "engine.kind=fsdp", *PLAIN)
     with torchrun(processes.folder, *HERE[:3], "-m", "shoal", *command) as worker:

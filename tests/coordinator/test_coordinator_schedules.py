@@ -69,7 +69,7 @@ def examples(count: int) -> Any:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@examples(60)
+@examples(30)
 @given(schedule=SCHEDULE, workers=st.integers(1, 4), steps=st.sampled_from([4, 10**6]))
 def test_whatever_happens_nothing_confirmed_is_lost_or_doubled(
     name: str, schedule: list[tuple[str, int]], workers: int, steps: int

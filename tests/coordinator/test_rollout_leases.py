@@ -179,7 +179,7 @@ def test_honest_workers_pass_and_others_are_found_within_ten_units_and_named(tmp
     assert all(len(line["answers"]) == 6 for line in made), "unit, version and hash of each"
 
 
-@pytest.mark.parametrize("model", [None, READING], ids=["gpt", "reading"])
+@pytest.mark.parametrize("model", [None, pytest.param(READING, marks=pytest.mark.long)], ids=["gpt", "reading"])
 def test_the_same_answers_lead_to_the_numbers_of_one_machine(tmp_path: Path, model: dict[str, Any] | None) -> None:
     """Six units by two workers are one rollout of a run alone, and so are the steps that follow."""
     room = Room(settings(tmp_path, model=model))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data import Feed, load, load_tokenizer
@@ -74,6 +74,7 @@ def test_without_mixing_parts_come_one_after_the_other() -> None:
     assert order != chained.order(1, 1).tolist()
 
 
+@settings(max_examples=30)
 @given(at=st.integers(0, 30), shards=st.integers(1, 3))
 def test_a_feed_of_a_mixture_goes_on_exactly(at: int, shards: int) -> None:
     def feed(index: int) -> Feed:

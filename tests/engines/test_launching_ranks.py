@@ -91,6 +91,7 @@ def test_a_sharded_run_goes_on_in_one_process(sharded: Path, monkeypatch: pytest
     assert main(["generate", "two", "--max-new-tokens", "5"]) == 0
 
 
+@pytest.mark.long
 def test_a_sharded_run_goes_on_in_three_processes(sharded: Path) -> None:
     train(sharded.parent, resumed(sharded, "three"), "fsdp", 3, "--resume", "--set", "training.batch_size=4")
     assert losses(sharded.parent / "three") == pytest.approx(losses(sharded), rel=1e-5)

@@ -31,6 +31,7 @@ def test_policies_under_ddp_and_fsdp_learn_what_one_process_learns(alone: dict[s
     check(alone, (DDP, "PPO"), (DDP, "online DPO"), (FSDP, "PPO"), (FSDP, "with a head"), (FSDP, "RLOO"))
 
 
+@pytest.mark.long
 def test_policies_that_read_do_so_in_step(alone: dict[str, Any]) -> None:
     """Rows of different lengths find something new at different tokens, in one process and not in the other."""
     check(alone, (DDP, "reading"), (FSDP, "reading"))

@@ -136,20 +136,25 @@ def crowd(outside: Access, sources: Sequence[str], words: bytes) -> Iterator[Cal
     holding = [threading.Thread(target=hold, args=(source,)) for source in sources]
     for thread in holding:
         thread.start()
-    for _ in holding:
-        assert ready.acquire(timeout=30.0)
-    yield lambda: opened[0]
-    stop.set()
-    for thread in holding:
-        thread.join()
+    try:
+        for _ in holding:
+            assert ready.acquire(timeout=30.0)
+        yield lambda: opened[0]
+    finally:
+        stop.set()
+        for thread in holding:
+            thread.join()
 
 
 @pytest.mark.parametrize("words", [b"", SSL_REQUEST], ids=["silent", "one word each"])
 @pytest.mark.parametrize("sources", [["127.0.0.1"], ["127.0.0.2", "127.0.0.3"]], ids=["at the student's address", "at two others"])
-def test_a_student_is_let_in_at_once_beside_strangers_who_take_all_places(outside: Access, sources: list[str], words: bytes) -> None:
+def test_a_student_is_let_in_beside_strangers_who_take_all_places(outside: Access, sources: list[str], words: bytes) -> None:
+    """At once, or, on a busy machine where its greeting takes longer than theirs, when it tries again as workers do."""
     with crowd(outside, sources, words) as opened:
         for _ in range(3):
-            connect(outside).close()
+            student = Line(outside.address)
+            assert student.run(lambda connection: connection.info.user, 60.0) == "class"
+            student.close()
         assert opened() >= tls_front.MOST_STRANGERS_AT_ONE * len(sources)
 
 

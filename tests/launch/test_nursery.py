@@ -86,6 +86,7 @@ def test_who_was_forked_asks_the_same_nursery(folder: Path) -> None:
     process.stdin.close()
 
 
+@pytest.mark.long
 def test_what_it_started_goes_on_without_a_nursery_and_the_next_start_makes_another(folder: Path) -> None:
     first = started(folder, "waits.py")
     wait_for_output(folder, "here")

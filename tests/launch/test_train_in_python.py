@@ -245,6 +245,7 @@ def test_several_workers_share_what_a_configuration_for_one_describes(tmp_path: 
     assert (result.status, result.contributions["accepted"]) == ("completed", 6)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_run_through_a_database_of_its_own(tmp_path: Path) -> None:
     pytest.importorskip("psycopg")

@@ -117,6 +117,7 @@ rlhf:
 """
 
 
+@pytest.mark.long
 @pytest.mark.whole
 def test_a_planted_fact_can_be_rewarded_only_while_it_is_indexed(folder: Path) -> None:
     """What a name means stands in the passages alone. The policy finds them in the index of the run that it goes on from."""

@@ -86,7 +86,7 @@ def test_gradients_of_a_group_are_those_that_each_computes_by_itself(name: str, 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.long)])
 def test_workers_that_learn_together_learn_what_they_would_alone(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file, settings = MODELS[name]
     run = run_of(file, **settings, **STRATEGIES[strategy])

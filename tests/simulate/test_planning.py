@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli import plan as command
+from shoal.cli import plan as plan_command
 from shoal.cli.main import main
 from shoal.config.load import File, Loaded, Override, resolve, resolve_data
 from shoal.config.machines import MachineKind, read_machines
@@ -90,6 +90,7 @@ def test_a_barrier_is_not_chosen_where_one_machine_is_ten_times_slower() -> None
     assert found.alone == ("fast", 640.0)
 
 
+@pytest.mark.long
 def test_slow_links_make_workers_learn_alone_for_longer_and_fast_ones_do_not() -> None:
     wide = {"model.hidden_sizes": [400, 400]}
     slow = planned({"far": FAST.replace(count=3, bandwidth_mbps=2.0, latency_ms=100.0)}, **wide)
@@ -205,7 +206,7 @@ def test_a_machine_is_timed_without_the_data_where_its_size_is_given(capsys: pyt
     settings = {"kind": "gpt", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_seq_len": 16}
     tree = {"model": settings, "data": {"source": {"kind": "text", "path": "nowhere.txt"}, "tokenizer": "bytes"}}
     run = resolve_data(tree, name="test", dialect="shoal", environ={}).run
-    (kind,) = command._measured(command._sketched(run, 10_000), 10_000).values()
+    (kind,) = plan_command._measured(plan_command._sketched(run, 10_000), 10_000).values()
     assert kind.steps_per_s is not None
     assert f"steps_per_s: {kind.steps_per_s:g}" in capsys.readouterr().out
 

@@ -100,8 +100,11 @@ def test_a_fragment_is_all_that_is_on_its_way(cluster: Callable[..., Any]) -> No
     "settings",
     [
         {"strategy": {"fragments": 3, "overlap_steps": 2}},
-        {"strategy": {"fragments": 2}, "updates": {"codec": {"kind": "int4"}}},
-        {"strategy": {"outer": {"learning_rate": 1.0, "momentum": 0.0}}, "updates": {"codec": {"kind": "topk", "ratio": 0.1}}},
+        pytest.param({"strategy": {"fragments": 2}, "updates": {"codec": {"kind": "int4"}}}, marks=pytest.mark.long),
+        pytest.param(
+            {"strategy": {"outer": {"learning_rate": 1.0, "momentum": 0.0}}, "updates": {"codec": {"kind": "topk", "ratio": 0.1}}},
+            marks=pytest.mark.long,
+        ),
         {"strategy": {"fragments": 2}, "updates": {"codec": {"kind": "topk", "ratio": 0.2, "values": "ternary"}}},
         {"strategy": {"fragments": 2, "outer": {"name": "Muon", "learning_rate": 0.1}}},
         {"strategy": {"quorum": 2, "grace_s": 0.05}},

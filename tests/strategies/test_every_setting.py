@@ -153,7 +153,7 @@ def test_a_rule_makes_of_each_round_what_its_arithmetic_says(
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["kind"])
-@pytest.mark.parametrize("strategy", ["edp", "async"])
+@pytest.mark.parametrize("strategy", ["edp", pytest.param("async", marks=pytest.mark.long)])
 def test_without_rounds_a_rule_learns_beside_a_worker_that_pulls_all_weights_down(
     cluster: Callable[..., Any], strategy: str, rule: Any
 ) -> None:
