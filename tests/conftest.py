@@ -38,7 +38,8 @@ STARTERS = {"subprocess", "multiprocessing", "torch.multiprocessing", "shoal.lau
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A folder of whole runs is not even read where whole runs are not asked for. None leaves the choice to others."""
-    return True if config.option.markexpr == "not whole" and collection_path.name in WHOLE_RUNS and collection_path.is_dir() else None
+    whole = collection_path.name in WHOLE_RUNS and collection_path.is_dir()
+    return True if whole and config.option.markexpr.startswith("not whole") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -164,7 +164,8 @@ def test_an_interrupted_run_goes_on_in_the_middle_of_the_round(processes: Proces
     processes.audit("run")
 
 
-@pytest.mark.parametrize("first", ["w1", pytest.param("w2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("first", ["w1", "w2"])
 def test_a_worker_that_is_killed_while_it_waits_for_the_others_does_not_compute_the_round_again(processes: Processes, first: str) -> None:
     """What it sent was taken. It waits for the others again, or begins the next round, with its optimizer as it was at the end."""
     expected = undisturbed(processes)

@@ -82,7 +82,8 @@ def steps_in(run: Path) -> int:
     return (run / "metrics.jsonl").read_bytes().count(b"\n")
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_one_island_that_is_its_own_mean_is_plain_training(processes: Processes, engine: str) -> None:
     settings = ["--set", f"engine.kind={engine}"]
     alone = trained(processes, "alone", *settings)
@@ -163,6 +164,7 @@ def test_a_command_that_calls_collectives_a_transport_still_trains_as_it_did(
     assert_same(weights_of(processes.folder / "formerly"), over_collectives, 0.0)
 
 
+@pytest.mark.long
 def test_collectives_go_on_with_the_very_optimizers_they_had(processes: Processes, over_collectives: dict[str, Tensor]) -> None:
     """Each process has an optimizer of its own, and keeps it: a run in two parts is a run in one."""
     settings = [*DILOCO, *COLLECTIVES]

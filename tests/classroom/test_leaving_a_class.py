@@ -56,7 +56,7 @@ def wait_for(happened: Callable[[], Any], what: str) -> None:
 @pytest.mark.parametrize(
     "strategy", [{"strategy": {"kind": "workunits", "batches_per_unit": 2, "units_per_update": 1}}, {"strategy": {"kind": "async"}}]
 )
-@pytest.mark.parametrize("gone", ["cut off", "not there"])
+@pytest.mark.parametrize("gone", ["cut off", pytest.param("not there", marks=pytest.mark.long)])
 def test_a_student_whose_database_is_gone_leaves_when_it_is_first_asked_to(
     school: School, monkeypatch: pytest.MonkeyPatch, strategy: dict[str, Any], gone: str
 ) -> None:

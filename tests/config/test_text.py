@@ -286,7 +286,7 @@ SCALARS = (
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(st.dictionaries(KEYS, TREES, max_size=5))
 def test_no_tree_raises(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
     import yaml

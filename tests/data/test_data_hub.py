@@ -111,8 +111,10 @@ def test_subset_is_a_configuration_or_a_slice() -> None:
     assert Subset.parse("test[10%:20%]") == Subset(split="test", start="10%", stop="20%")
 
 
-@pytest.mark.parametrize("kind", ["folder", "saved"])
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [("folder", 0), ("saved", 0), pytest.param("folder", 2, marks=pytest.mark.whole), pytest.param("saved", 2, marks=pytest.mark.long)],
+)
 def test_a_stream_goes_on_exactly(request: pytest.FixtureRequest, hub_of: Make, kind: str, workers: int) -> None:
     def feed() -> Feed:
         data = hub_of(request.getfixturevalue(kind), data__streaming=True)
@@ -133,7 +135,7 @@ def test_a_stream_goes_on_exactly(request: pytest.FixtureRequest, hub_of: Make, 
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("kind", ["folder", "saved"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("saved", marks=pytest.mark.long)])
 def test_processes_share_the_rows_of_a_stream(request: pytest.FixtureRequest, hub_of: Make, kind: str) -> None:
     """The datasets library shards by itself in such a process, which must not come on top."""
     data = hub_of(request.getfixturevalue(kind), data__streaming=True)

@@ -158,7 +158,14 @@ PROMPTS, LENGTHS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [8], list(range(30))], [12, 2
 
 
 @pytest.mark.parametrize(
-    ("kind", "machines"), [("gpt", 1), ("gpt", 3), ("hash", 2), ("switch", 3), ("llama", 2), ("gpt2", 2), ("qwen2", 2)]
+    ("kind", "machines"),
+    [
+        ("gpt", 1),
+        ("gpt", 3),
+        ("switch", 3),
+        ("qwen2", 2),
+        *(pytest.param(kind, 2, marks=pytest.mark.long) for kind in ("hash", "llama", "gpt2")),
+    ],
 )
 def test_several_machines_write_the_tokens_of_one(kind, machines):
     model, described = make(kind)

@@ -27,7 +27,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name].cpu() - other[name].cpu()).detach().abs().max()) for name in one)
 
 
-@pytest.mark.parametrize("base", [DIGITS, GPT], ids=["digits", "gpt"])
+@pytest.mark.parametrize("base", [DIGITS, pytest.param(GPT, marks=pytest.mark.long)], ids=["digits", "gpt"])
 def test_syncps_is_one_process_with_the_combined_batch(cluster: Callable[..., Any], alone: Callable[..., Any], base: Any) -> None:
     together = cluster(base, SYNCPS)
     single = alone(base, {"training": {"batch_size": 3 * base["training"]["batch_size"]}})
@@ -52,7 +52,7 @@ def test_one_worker_that_leases_one_batch_at_a_time_is_one_process(cluster: Call
     assert distance(together.weights, single.engine.weights()) == 0.0
 
 
-@pytest.mark.parametrize("strategy", [EDP, ASYNC], ids=["edp", "async"])
+@pytest.mark.parametrize("strategy", [EDP, pytest.param(ASYNC, marks=pytest.mark.long)], ids=["edp", "async"])
 def test_without_rounds_the_quality_is_the_same(cluster: Callable[..., Any], alone: Callable[..., Any], strategy: Any) -> None:
     together = cluster(DIGITS, strategy)
     single = alone(DIGITS)

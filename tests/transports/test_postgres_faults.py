@@ -217,7 +217,7 @@ def own_postgres() -> Iterator[PostgresProcess]:
         yield server
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["restart", "crash"])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGQUIT], ids=["restart", "crash"])
 def test_a_run_survives_the_server(own_postgres: PostgresProcess, how: signal.Signals) -> None:
     database = Database(own_postgres)
     server = PostgresServer(database.conninfo(), max_frame_bytes=10_000_000)
