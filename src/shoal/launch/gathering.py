@@ -59,6 +59,9 @@ class Member(NamedTuple):
     instance: str
     seen_at: float
 
+    def is_there(self, now: float) -> bool:
+        return now - self.seen_at < _SILENT_S
+
 
 Choose = Callable[[Sequence[Member]], Mapping[str, int]]
 """Says who of some machines has which stage, by instance; the coordinator's own is HERE. Raises ShoalError where a stage has nobody."""
@@ -91,18 +94,15 @@ class Gathering:
     def ask(self, name: str, instance: str, last: int, now: float) -> int | None:
         """A machine asks, which last took part in start number `last`; its rank, or None: it must wait."""
         if len(self.members) >= _MOST_WAITING and instance not in self.members:
-            self.members = {one.instance: one for one in self.members.values() if self._is_there(one, now)}
+            self.members = {one.instance: one for one in self.members.values() if one.is_there(now)}
         if len(self.members) < _MOST_WAITING or instance in self.members:
             self.members[instance] = Member(name, instance, now)
         return self.places.get(instance) if self.running and last < self.start else None
 
     def present(self, now: float) -> list[Member]:
         """Who waits: those that are listed first, in that order, then in the order of coming."""
-        there = [one for one in self.members.values() if self._is_there(one, now)]
+        there = [one for one in self.members.values() if one.is_there(now)]
         return sorted(there, key=lambda one: self.listed.index(one.name) if one.name in self.listed else len(self.listed))
-
-    def _is_there(self, member: Member, now: float) -> bool:
-        return now - member.seen_at < _SILENT_S
 
     def begin(self, now: float) -> bool:
         """Give out the places, if all are there, or if one was lost and has not come back for a while. Whether they begin."""
