@@ -42,10 +42,14 @@ def text_of(answer: httpx.Response) -> str:
 
 
 def free(service: Service) -> bool:
-    """Whether every place is free again, within a few tokens."""
-    end = time.monotonic() + 20
-    while service.engine.busy and time.monotonic() < end:
+    """Whether every place is free again, soon: the engine's thread gives them back one after the other."""
+    end = time.monotonic() + 60
+    while not (freed := _is_free(service)) and time.monotonic() < end:
         time.sleep(0.01)
+    return freed
+
+
+def _is_free(service: Service) -> bool:
     return not service.engine.busy and service.engine.stages.rows.requests == set(service.engine.prefixes.texts)
 
 
