@@ -27,7 +27,7 @@ demo: .venv/core
 	@$(BIN)/shoal demo
 
 test: .venv/dev
-	@$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long" tests  # one more than two cores: now and then a test waits for processes
+	@$(BIN)/python -m pytest -n 4 --dist worksteal -m "not long" tests  # more than two cores: a third of the time they wait for processes
 
 quick: .venv/dev
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not whole and not long" tests
