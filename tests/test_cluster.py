@@ -50,11 +50,11 @@ def workers_in(folder: Path) -> list[int]:
 
 
 def test_train_starts_workers_and_leaves_none_behind(processes: Processes, tmp_path: Path) -> None:
-    code, output = processes.run("train", "config.yaml", "--workers", "2", "--run-dir", "run")
+    code, output = processes.run("train", "config.yaml", "--workers", "2", "--run-dir", "run", "--epochs", "5")
     assert code == 0, output
     assert re.search(r"completed after \d+ steps, \d+ samples", output)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["metrics"]["eval"]["accuracy"] > 0.5, "it has learned; how much depends on who was late, so on the machine"
+    assert summary["metrics"]["eval"]["accuracy"] > 0.8, "after five epochs also where many contributions come late"
     assert summary["received_bytes"] > 0
     assert not workers_in(tmp_path)
     processes.audit("run")

@@ -199,7 +199,7 @@ def continued(run: Run, run_dir: str | None, warn: Callable[[str], None], alone:
         )
     plugins.expect_those_of(directory.path)
     if alone:
-        directory.free(warn)
+        directory.wait_until_free(warn)
     checkpoint = Checkpoints(directory.path / "checkpoints", run.checkpoint.keep_last).newest(warn)
     if checkpoint is None:
         warn(f"{directory.path} has no checkpoint yet: it starts over")

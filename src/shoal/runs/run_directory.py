@@ -75,8 +75,8 @@ class RunDirectory:
             raise ShoalError(f"cannot make the run's folder {path}: {error.strerror}") from None
         return cls(path, fresh).occupied()
 
-    def free(self, warn: Callable[[str], None]) -> RunDirectory:
-        """The same, as soon as no other process is at work in it. Raises ShoalError where one goes on."""
+    def wait_until_free(self, warn: Callable[[str], None]) -> None:
+        """Wait for another process that is at work here to end. Raises ShoalError where it goes on."""
         until = time.monotonic() + _ENDING_S
         if is_held_elsewhere(self.path):
             warn(f"another process is at work in {self.path}: waiting for it to end")
@@ -84,7 +84,6 @@ class RunDirectory:
             if time.monotonic() > until:
                 raise ShoalError(f"another process is at work in {self.path}: end it first, or choose another --run-dir")
             time.sleep(0.1)
-        return self
 
     def occupied(self) -> RunDirectory:
         """The same, with its lock held by this process while it trains. One that has no lock to give is used without."""
