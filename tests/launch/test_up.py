@@ -70,7 +70,7 @@ def test_a_fleet_by_ssh_restarts_who_is_killed_and_down_leaves_nothing(by_ssh: P
         assert running(Path("run")) is not None
         ledger = by_ssh / "run" / "coordinator" / "ledger.jsonl"
         wait_until(lambda: ledger.exists() and '"ann"' in ledger.read_text() and '"bo"' in ledger.read_text())
-        assert (by_ssh / "homes" / "ada@ann" / ".shoal").exists(), "the user and the address of the file are ssh's"
+        wait_until(lambda: _has_a_receipt(by_ssh / "homes" / "ada@ann") and _has_a_receipt(by_ssh / "homes" / "bo"))
         killed = _process_in(by_ssh / "homes" / "bo")
         os.kill(killed, signal.SIGKILL)
         wait_until(lambda: _process_in(by_ssh / "homes" / "bo") not in (0, killed))
@@ -86,6 +86,11 @@ def test_a_fleet_by_ssh_restarts_who_is_killed_and_down_leaves_nothing(by_ssh: P
     assert "2 files" in capsys.readouterr().out, "the receipts came back"
     assert main(["down", "run"]) == 2
     assert "nothing is up" in capsys.readouterr().err
+
+
+def _has_a_receipt(home: Path) -> bool:
+    """A worker writes a receipt down after the entry in the ledger. Its home is that of the user and the address which the file names."""
+    return any(b"\n" in file.read_bytes() for file in home.glob(".shoal/*/*.jsonl"))
 
 
 def _process_in(home: Path) -> int:
@@ -108,6 +113,25 @@ def test_machines_that_are_not_fit_are_named_with_what_to_do(by_ssh: Path, capsy
     wheel = ["--set", "launch.ssh.python=no-such-python", "--set", "launch.ssh.wheel=shoal-0.0.1-py3-none-any.whl"]
     assert main(["up", "fleet.yaml", *more, *wheel, "--run-dir", "b"]) == 2
     assert f"no wheel of version {__version__}" in capsys.readouterr().err
+
+
+def test_receipts_are_deleted_on_a_machine_only_when_they_are_here(by_ssh: Path) -> None:
+    from shoal.config.load import File, resolve
+    from shoal.runs.inviting import Invitation
+
+    run = resolve([File("fleet.yaml")], [], environ={}).run
+    said: list[str] = []
+    made = over_ssh.SshWorkers(run, by_ssh / "w", Invitation("tcp://h:1", "t", None), {"ann": (), "nobody": ()}, said.append)
+    made.pythons = {"ann": "python3", "nobody": "python3"}
+    room = by_ssh / "homes" / "ann" / made.rooms["ann"]
+    room.mkdir(parents=True)
+    (room / "ann.jsonl").write_text('["ann", 2]\n')
+    (by_ssh / "w" / "ann.jsonl").write_text('["ann", 1]\n')
+    made.close()
+    assert (by_ssh / "w" / "ann.jsonl").read_text() == '["ann", 1]\n["ann", 2]\n', "those of before a resume stay"
+    assert not room.parent.exists()
+    assert [line.startswith(f"warning: the receipts of nobody stay in nobody:{made.rooms['nobody']}") for line in said] == [True]
+    assert said[0].endswith("ssh: no route")
 
 
 def test_every_machine_is_told_the_address_under_which_it_reaches_the_server(folder: Path) -> None:

@@ -137,11 +137,16 @@ class SshWorkers(LocalWorkers):
             list(pool.map(self._clear, [worker for worker in self.workers if worker.name in self.pythons]))
 
     def _clear(self, worker: LocalWorker) -> None:
-        room = self.rooms[worker.name]
-        command = f"cat {room}/{shlex.quote(worker.name)}.jsonl; rm -rf {room}; rmdir {_ROOM} 2>/dev/null"  # an installation stays
-        done = self._run(worker.name, command, _CHECK_S)
-        if done.stdout:
-            (self.folder / f"{worker.name}.jsonl").write_text(done.stdout, encoding="utf-8")
+        """The receipts are here before they are deleted there; where they cannot be fetched, all stays as it is. An installation stays."""
+        room, receipts = self.rooms[worker.name], f"{shlex.quote(worker.name)}.jsonl"
+        fetched = self._run(worker.name, f"test ! -e {room}/{receipts} || cat {room}/{receipts}", _CHECK_S)
+        if fetched.returncode:
+            where = f"{self.target(worker.name)}:{room}"
+            self.notify(f"warning: the receipts of {worker.name} stay in {where}, and an audit lacks them: {_last(fetched.stderr)}")
+            return
+        with (self.folder / f"{worker.name}.jsonl").open("a", encoding="utf-8") as kept:  # a resumed run has some from before
+            kept.write(fetched.stdout)
+        self._run(worker.name, f"rm -rf {room}; rmdir {_ROOM} 2>/dev/null", _CHECK_S)
 
 
 def _word(path: str) -> str:
