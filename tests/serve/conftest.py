@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="serving needs uvicorn: pip install 'shoal
 from serving import running, small_served
 
 from commands import HANG_S
-from shoal.serve import hub
+from shoal.serve import fleet, hub
 from shoal.serve.server import Service
 
 
@@ -26,8 +26,10 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(autouse=True)
 def patient_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines that hold layers are threads of the test: one that is silent waits for its turn on a busy machine, and is not lost."""
+    """Machines that hold layers are threads of the test: one that is silent waits for its turn on a busy machine, and is not lost. One that
+    was lost is shown for as long as the test takes."""
     monkeypatch.setattr(hub, "SILENCE_S", HANG_S)
+    monkeypatch.setattr(fleet, "_SHOWN_S", HANG_S)
 
 
 FLAGS = [
