@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import HANG_S
 from shoal.config.schema.data import Loader
 from shoal.data import Batch, Feed
 from shoal.data.interfaces import Indices
@@ -36,7 +37,6 @@ settings = {"training": {"max_steps": 1_000_000, "batch_size": 2, "device": "cpu
 if __name__ == "__main__":
     shoal.train(settings, model=torch.nn.Linear(1, 1), data=Mine(), loss=loss, run_dir="run", progress=False)
 """
-PATIENCE_S = 60.0
 
 
 class Pids:
@@ -94,7 +94,7 @@ def program(folder: Path, text: str) -> Iterator[subprocess.Popen[str]]:
 
 def loading_in(folder: Path) -> int:
     """The process whose batches have arrived."""
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + HANG_S
     while time.monotonic() < until:
         if found := list(folder.glob("loaded-*")):
             return int(found[0].name.removeprefix("loaded-"))
@@ -107,7 +107,7 @@ def parent_of(pid: int) -> int:
 
 
 def wait_until_gone(pid: int) -> None:
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + HANG_S
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < until, f"process {pid} is still there"
         time.sleep(0.02)

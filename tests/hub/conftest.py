@@ -13,6 +13,9 @@ from fake_hub import FakeHub, serving
 from huggingface_hub import constants
 from huggingface_hub.utils._http import default_client_factory
 
+from commands import HANG_S
+from shoal.data.hub.access import hub_answers
+
 TOKEN = "hf_never_to_be_seen"
 
 
@@ -22,6 +25,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("shoal.watch.pusher.FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr("shoal.watch.hub.LAST_PUSH_S", HANG_S)
+    monkeypatch.setattr(hub_answers, "__defaults__", (HANG_S,))
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))  # its own retries
     with serving() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
@@ -29,6 +34,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield hub
     for thread in threading.enumerate():
         if thread.name == "hub":
-            thread.join(300)
+            thread.join(HANG_S)
             assert not thread.is_alive()
     huggingface_hub.set_client_factory(default_client_factory)

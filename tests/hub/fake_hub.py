@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
+from commands import HANG_S
+
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -84,7 +86,7 @@ class FakeHub:
     def paths(self) -> list[str]:
         return [f"{asked.method} {asked.path}" for asked in self.asked]
 
-    def wait_for(self, found: Any, within_s: float = 60.0) -> None:
+    def wait_for(self, found: Any, within_s: float = HANG_S) -> None:
         """Until `found()`; it is looked at after each request."""
         with self.changed:
             assert self.changed.wait_for(found, within_s), self.paths()
@@ -219,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = Asked(self.command, self.path, dict(self.headers), self._body())
         if fault is not None and fault.status == "hang":
             hub.note(asked)
-            hub.over.wait(60)
+            hub.over.wait(HANG_S)
             self.close_connection = True
             return
         status, content, headers = hub.answer(asked) if fault is None else (fault.status, {"error": fault.message}, fault.headers)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fake_hub import FakeHub
+from fake_hub import FakeHub, Fault
 from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 
-from commands import HANG_S, run_python
+from commands import HANG_S, eventually, run_python
 from shoal.cli.main import main
 from shoal.watch.hub_repository import PushError
 from shoal.watch.pusher import Pusher
@@ -143,13 +143,25 @@ CASES = {
 }
 
 
+def give_up_once_told(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """A run waits for its last upload until the hub has failed for this reason, however long that takes, and then for a moment."""
+    finish = Pusher.finish
+
+    def finish_once_told(self: Pusher[Any], within_s: float) -> None:
+        eventually(lambda: any(reason in told for told in list(self._told)))
+        finish(self, 0.5)
+
+    monkeypatch.setattr(Pusher, "finish", finish_once_told)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_whatever_the_hub_does_the_run_ends_well(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     path, status, times, arrives, says, headers = CASES[case]
-    monkeypatch.setattr("shoal.watch.hub_repository.REQUEST_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("shoal.watch.hub.LAST_PUSH_S", 30.0 if arrives else 3.0)
+    monkeypatch.setattr("shoal.watch.hub_repository.REQUEST_TIMEOUT_S", 0.5 if status == "hang" else HANG_S)
+    if not arrives:
+        give_up_once_told(monkeypatch, says)
     hub.fail(path, status, times=times, **headers)
     assert train() == 0
     error = capsys.readouterr().err
@@ -168,12 +180,19 @@ def test_whatever_the_hub_does_the_run_ends_well(
 def test_a_hub_that_never_answers_costs_the_run_nothing_but_the_last_wait(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.watch.hub.LAST_PUSH_S", 0.5)
+    asks, finish = "POST /api/repos/create", Pusher.finish
+
+    def finish_once_asked(self: Pusher[Any], within_s: float) -> None:
+        hub.wait_for(lambda: asks in hub.paths())
+        finish(self, 0.5)
+
+    monkeypatch.setattr(Pusher, "finish", finish_once_asked)
+    monkeypatch.setattr("shoal.watch.hub_repository.REQUEST_TIMEOUT_S", 2 * HANG_S)
     hub.fail("create", "hang", times=99)
     assert train(steps=40, interval=1) == 0
     assert "the hub took longer than" in capsys.readouterr().err
-    assert json.loads(Path("run/summary.json").read_text())["wall_s"] < 20
-    assert hub.paths().count("POST /api/repos/create") == 1, "one state under way, one waiting"
+    assert json.loads(Path("run/summary.json").read_text())["wall_s"] < HANG_S / 2, "nobody waited for an answer"
+    assert hub.paths().count(asks) == 1, "one state under way, one waiting"
 
 
 def test_there_is_no_hub(hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +203,7 @@ def test_there_is_no_hub(hub: FakeHub, capsys: pytest.CaptureFixture[str], monke
     with socket.socket() as taken:  # bound and not listening: nobody answers there
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
-        monkeypatch.setattr("shoal.watch.hub.LAST_PUSH_S", 1.0)
+        give_up_once_told(monkeypatch, "ConnectError")
         assert train() == 0
     assert "ConnectError" in capsys.readouterr().err
 
@@ -199,18 +218,18 @@ def test_a_reason_is_told_once_and_the_end_tells_it_again(hub: FakeHub, capsys: 
 
 def test_the_hub_is_asked_again_after_the_time_it_named(hub: FakeHub) -> None:
     at: list[float] = []
-    note = hub.note
+    fault_for = hub.fault_for
 
-    def timed(asked: Any) -> None:
-        if "create" in asked.path:
-            at.append(time.monotonic())
-        note(asked)
+    def timed(path: str) -> Fault | None:
+        if "create" in path:
+            at.append(time.monotonic())  # before it is answered
+        return fault_for(path)
 
-    hub.note = timed  # type: ignore[method-assign]
+    hub.fault_for = timed  # type: ignore[method-assign]
     hub.fail("create", 429, Retry_After="2")
     assert train() == 0
     assert len(at) == 2
-    assert at[1] - at[0] >= 1.9
+    assert at[1] - at[0] >= 2
     assert_end_is_there(hub)
 
 
@@ -328,27 +347,25 @@ def test_a_newer_state_takes_the_place_of_the_one_that_waits() -> None:
     for step in (2, 3, 4):
         pusher.offer(State(step))
     go_on.set()
-    pusher.finish(30)
+    pusher.finish(HANG_S)
     assert sent == [1, 4]
     assert pusher.pushed_step == 4
 
 
 def test_what_failed_is_tried_again_with_the_newest_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.watch.pusher.FIRST_WAIT_S", 30.0)
+    monkeypatch.setattr("shoal.watch.pusher.FIRST_WAIT_S", 2.0 * HANG_S)
     tried: list[int] = []
-    failed = threading.Event()
 
     def send(state: State) -> None:
         tried.append(state.step)
         if len(tried) == 1:
-            failed.set()
             raise PushError("the weather")
 
     pusher = Pusher(send)
     pusher.offer(State(1))
-    assert failed.wait(HANG_S)
+    assert "the weather" in pusher.messages.get(timeout=HANG_S)  # said when it knows how long it is to wait
     pusher.offer(State(2))
-    pusher.finish(30)
+    pusher.finish(HANG_S)
     assert tried == [1, 2], "the end does not wait for its turn"
     assert pusher.trouble == ""
 
@@ -362,5 +379,5 @@ def test_an_error_nobody_thought_of_does_not_end_the_thread() -> None:
     pusher.offer(State(1))
     assert "oops" in pusher.messages.get(timeout=HANG_S)
     pusher.offer(State(2))
-    pusher.finish(30)
+    pusher.finish(HANG_S)
     assert pusher.pushed_step == 2

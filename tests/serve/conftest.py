@@ -14,6 +14,7 @@ pytest.importorskip("uvicorn", reason="serving needs uvicorn: pip install 'shoal
 from serving import running, small_served
 
 from commands import HANG_S
+from shoal.serve import fleet, hub
 from shoal.serve.server import Service
 
 
@@ -21,6 +22,14 @@ from shoal.serve.server import Service
 def service() -> Iterator[Service]:
     with running(small_served(), ports=2) as one:
         yield one
+
+
+@pytest.fixture(autouse=True)
+def patient_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines that hold layers are threads of the test: one that is silent waits for its turn on a busy machine, and is not lost. One that
+    was lost is shown for as long as the test takes."""
+    monkeypatch.setattr(hub, "SILENCE_S", HANG_S)
+    monkeypatch.setattr(fleet, "_SHOWN_S", HANG_S)
 
 
 FLAGS = [

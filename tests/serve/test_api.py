@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import shutil
 import subprocess
+import threading
 import time
 from itertools import pairwise
 
@@ -17,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import running, small_model, small_served
 
+from commands import HANG_S
 from shoal.config.fields import Secret
 from shoal.errors import ShoalError
 from shoal.models.decoding import Warp
@@ -33,7 +36,15 @@ def url(service: Service, port: int = 0) -> str:
 
 
 def chat(service: Service, **fields) -> httpx.Response:
-    return httpx.post(f"{url(service)}/v1/chat/completions", json=ASK | fields, timeout=60)
+    return httpx.post(f"{url(service)}/v1/chat/completions", json=ASK | fields, timeout=HANG_S)
+
+
+def get(service: Service, path: str, **headers: str) -> httpx.Response:
+    return httpx.get(f"{url(service)}{path}", headers=headers, timeout=HANG_S)
+
+
+def post(service: Service, body: bytes, kind: str = "application/json") -> httpx.Response:
+    return httpx.post(f"{url(service)}/v1/chat/completions", content=body, headers={"content-type": kind}, timeout=HANG_S)
 
 
 def text_of(answer: httpx.Response) -> str:
@@ -43,7 +54,7 @@ def text_of(answer: httpx.Response) -> str:
 
 def free(service: Service) -> bool:
     """Whether every place is free again, soon: the engine's thread gives them back one after the other."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + HANG_S
     while not (freed := _is_free(service)) and time.monotonic() < end:
         time.sleep(0.01)
     return freed
@@ -116,7 +127,8 @@ def test_curl_prints_the_words_as_they_come(service):
     if curl is None:
         pytest.skip("there is no curl here")
     words = [curl, "-sN", "-H", "Content-Type: application/json", "-d", json.dumps(ASK | {"stream": True})]
-    told = subprocess.run([*words, f"{url(service)}/v1/chat/completions"], capture_output=True, text=True, check=True, timeout=60).stdout
+    words.append(f"{url(service)}/v1/chat/completions")
+    told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=HANG_S).stdout
     pieces = [line.removeprefix("data: ") for line in told.splitlines() if line]
     assert pieces[-1] == "[DONE]"
     assert "".join(json.loads(piece)["choices"][0]["delta"].get("content", "") for piece in pieces[:-1]) == text_of(chat(service))
@@ -170,20 +182,21 @@ def test_the_seed_decides_the_text_and_without_one_it_differs(service):
 
 def test_both_ports_serve_the_same(service):
     assert len(set(service.ports)) == 2
-    answers = [httpx.post(f"{url(service, port)}/v1/chat/completions", json=ASK, timeout=60) for port in (0, 1)]
+    answers = [httpx.post(f"{url(service, port)}/v1/chat/completions", json=ASK, timeout=HANG_S) for port in (0, 1)]
     assert text_of(answers[0]) == text_of(answers[1])
 
 
-def test_health_readiness_and_figures(service):
-    assert httpx.get(f"{url(service)}/health").json()["status"] == "ok"
+def test_health_readiness_and_figures(service, monkeypatch):
+    monkeypatch.setattr("shoal.serve.app._READY_S", HANG_S)  # a moment is long enough on any machine
+    assert get(service, "/health").json()["status"] == "ok"
     before = service.engine.tokens_written
     service.engine.wrote_at = float("-inf")  # what was written long ago says nothing
-    ready = httpx.get(f"{url(service)}/ready", timeout=30)
+    ready = get(service, "/ready")
     assert ready.status_code == 200
     assert service.engine.tokens_written == before + 1
-    assert httpx.get(f"{url(service)}/ready", timeout=30).status_code == 200
+    assert get(service, "/ready").status_code == 200
     assert service.engine.tokens_written == before + 1, "a token went through a moment ago"
-    figures = httpx.get(f"{url(service)}/metrics").text
+    figures = get(service, "/metrics").text
     assert "shoal_requests_running 0" in figures
     assert f"shoal_written_tokens_total {max(before, service.engine.tokens_written)}" in figures
 
@@ -194,8 +207,8 @@ def test_a_model_that_does_not_work_is_not_ready(monkeypatch):
 
     monkeypatch.setattr(OneNode, "_read", broken)
     with running(small_served()) as service:
-        assert httpx.get(f"{url(service)}/ready", timeout=30).status_code == 503
-        assert httpx.get(f"{url(service)}/health", timeout=30).status_code == 200
+        assert get(service, "/ready").status_code == 503
+        assert get(service, "/health").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -223,17 +236,17 @@ def test_a_fault_names_its_parameter(service, fields, param):
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"model": NaN}', b"[" * 100_000, b'{"model": 1' + b"0" * 9999 + b"}"])
 def test_a_body_that_is_no_request_is_refused(service, body):
-    answer = httpx.post(f"{url(service)}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    answer = post(service, body)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_half_a_character_is_refused_and_plain_text_is_no_request(service):
     body = json.dumps(ASK | {"messages": [{"role": "user", "content": "\ud800"}]}).encode()
-    answer = httpx.post(f"{url(service)}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    answer = post(service, body)
     assert answer.status_code == 400
-    assert httpx.post(f"{url(service)}/v1/chat/completions", content=body, headers={"content-type": "text/plain"}).status_code == 415
-    assert httpx.get(f"{url(service)}/v1/nothing").json()["error"]["type"] == "invalid_request_error"
+    assert post(service, body, "text/plain").status_code == 415
+    assert get(service, "/v1/nothing").json()["error"]["type"] == "invalid_request_error"
 
 
 anything = st.recursive(
@@ -269,7 +282,8 @@ def test_any_body_is_read_or_refused(fields, whole):
 
 
 def test_a_client_that_hangs_up_frees_its_place(service):
-    with httpx.stream("POST", f"{url(service)}/v1/chat/completions", json=ASK | {"max_tokens": 200, "stream": True}, timeout=60) as stream:
+    body = ASK | {"max_tokens": 200, "stream": True}
+    with httpx.stream("POST", f"{url(service)}/v1/chat/completions", json=body, timeout=HANG_S) as stream:
         next(stream.iter_lines())
     assert free(service)
     assert service.engine.tokens_written > 0
@@ -278,16 +292,26 @@ def test_a_client_that_hangs_up_frees_its_place(service):
     assert free(service)
 
 
-def test_a_full_queue_says_when_to_come_again():
-    with running(small_served(small_model(4096), max_running=1, max_waiting=1)) as service:
-        body = ASK | {"max_tokens": 4000, "stream": True}
-        with httpx.stream("POST", f"{url(service)}/v1/chat/completions", json=body, timeout=60) as first:
+def test_a_full_queue_says_when_to_come_again(monkeypatch):
+    come, read, asked = threading.Event(), OneNode._read, itertools.count()
+
+    def after_all_have_come(self, work):
+        if next(asked):  # the first answer has begun, and does not end before the others have asked
+            come.wait(HANG_S)
+        return read(self, work)
+
+    monkeypatch.setattr(OneNode, "_read", after_all_have_come)
+    with running(small_served(max_running=1, max_waiting=1)) as service, contextlib.ExitStack() as ending:
+        ending.callback(come.set)
+        body = ASK | {"max_tokens": 200, "stream": True}
+        with httpx.stream("POST", f"{url(service)}/v1/chat/completions", json=body, timeout=HANG_S) as first:
             lines = first.iter_lines()  # httpx hangs up when nobody holds this
             next(lines)
-            with httpx.stream("POST", f"{url(service)}/v1/chat/completions", json=body, timeout=60):
+            with httpx.stream("POST", f"{url(service)}/v1/chat/completions", json=body, timeout=HANG_S):
                 refused = chat(service)
                 assert refused.status_code == 429
                 assert refused.headers["retry-after"] == "1"
+        come.set()
         assert free(service)
 
 
@@ -303,10 +327,10 @@ def test_with_a_key_only_its_holder_may_ask():
     key = "a-long-and-secret-key"
     with running(small_served(api_key=Secret(key))) as service:
         assert chat(service).status_code == 401
-        assert httpx.get(f"{url(service)}/health").status_code == 200
-        wrong = httpx.get(f"{url(service)}/v1/models", headers={"authorization": "Bearer a-long-and-secret-kez"})
+        assert get(service, "/health").status_code == 200
+        wrong = get(service, "/v1/models", authorization="Bearer a-long-and-secret-kez")
         assert wrong.json()["error"]["code"] == "invalid_api_key"
-        assert httpx.get(f"{url(service)}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+        assert get(service, "/v1/models", authorization=f"Bearer {key}").status_code == 200
 
 
 def test_without_a_key_nobody_from_elsewhere_is_let_in(service):
@@ -315,7 +339,7 @@ def test_without_a_key_nobody_from_elsewhere_is_let_in(service):
             refuse_open_door(host, None)
     with pytest.raises(ShoalError, match="16 letters"):
         refuse_open_door("0.0.0.0", "short")
-    answer = httpx.get(f"{url(service)}/v1/models", headers={"host": "evil.example:8080"})
+    answer = get(service, "/v1/models", host="evil.example:8080")
     assert answer.status_code == 403
     assert answer.headers["content-security-policy"].startswith("default-src 'self'")
 

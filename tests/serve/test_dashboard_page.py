@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,11 @@ def test_whoever_watches_from_elsewhere_types_the_token_and_is_not_told_how_to_j
         sync_api.expect(page.get_by_role("region", name="Workers").locator("tbody tr")).to_have_count(200)
 
 
+def answered(page: Any) -> AbstractContextManager[Any]:
+    """Until the server has answered an order. What the page says of it may be about the order before, and goes away."""
+    return page.expect_response(lambda response: response.url.endswith("/orders"))
+
+
 def test_the_owner_pauses_and_evicts_and_others_see_no_button(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, given = write_run(tmp_path / "run"), list[tuple[str, str | None]]()
     monkeypatch.setattr("shoal.serve.watch_app.owner_in", lambda path: path)
@@ -209,13 +214,15 @@ def test_the_owner_pauses_and_evicts_and_others_see_no_button(browser: Any, tmp_
         home, _, word = address.partition("#")
         with opened(browser, home, f"#{word}") as page:
             page.on("dialog", lambda asked: asked.accept())
-            page.locator("#pause").click()
+            with answered(page):
+                page.locator("#pause").click()
             sync_api.expect(page.locator("#said")).to_contain_text("<script>")
             assert page.evaluate("location.hash") == "", "the word does not stay in the address"
             page.locator("body").press("e")
-            page.get_by_role("button", name="Evict zoe").click()
-            page.locator("#stop").click()
-            page.wait_for_function("document.getElementById('said').textContent.length > 0")
+            with answered(page):
+                page.get_by_role("button", name="Evict zoe").click()
+            with answered(page):
+                page.locator("#stop").click()
         with opened(browser, home, "#view=class") as page:
             sync_api.expect(page.locator("#class-workers-title")).to_have_text("3 laptops help")
             sync_api.expect(page.locator("#owner")).to_be_hidden()

@@ -17,17 +17,46 @@ from shoal.serve.engine import Engine
 from shoal.serve.holding import Held, Holder, Place, Reading
 from shoal.serve.hops import Handing, Seen, open_inbox
 from shoal.serve.orders import order_from, order_message, packed, unpacked
+from shoal.serve.pipeline import Pipeline
 from shoal.serve.routes import Door, Onward, Order
 from shoal.serve.rows import Rows
 from shoal.transports import Message, new_keys
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever does not answer at once when it is probed waits for its turn on a busy machine, and can be reached."""
+    monkeypatch.setattr(hops, "_PROBE_S", HANG_S)
+
+
+@pytest.fixture
+def patient_hands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of whoever is handed something."""
+    monkeypatch.setattr(hops, "_PASS_S", HANG_S)
+
+
+@contextmanager
+def layers_as_told() -> Iterator[set[tuple[str, Place]]]:
+    """Which layers machines have loaded, as they tell."""
+    loaded, held = set[tuple[str, Place]](), Pipeline.held
+
+    def noted(self: Pipeline, name: str, place: Place) -> None:
+        loaded.add((name, place))
+        held(self, name, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pipeline, "held", noted)
+        yield loaded
+
+
 @contextmanager
 def three(*names: str) -> Iterator[tuple[Engine, Machines, torch.nn.Module, Counter]]:
-    """A server and machines over encrypted TCP, and a count of the readings that the server itself gave to each."""
+    """A server and machines over encrypted TCP, and a count of the readings that the server itself gave to each. All have loaded their
+    layers: whoever has not yet cannot use what another machine hands to it."""
     model, described = make("gpt")
-    with spread(model, described, list(names), keys=new_keys()) as (engine, machines):
+    with layers_as_told() as loaded, spread(model, described, list(names), keys=new_keys()) as (engine, machines):
         even_stops(engine, 3)
+        wait_for(lambda: {(stop.name, stop.place) for stop in engine.stages.fleet.current.stops} <= loaded)
         brought: Counter[str] = Counter()
         send = engine.stages.fleet.send
 
@@ -59,8 +88,8 @@ def straight(engine: Engine) -> bool:
     return any(engine.stages.fleet.direct.values())
 
 
-def test_what_one_machine_has_read_goes_straight_to_the_next_and_the_server_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hops, "_PASS_S", HANG_S)  # on a busy machine a moment of silence is no refusal
+@pytest.mark.usefixtures("patient_hands")
+def test_what_one_machine_has_read_goes_straight_to_the_next_and_the_server_keeps_it() -> None:
     with three("pi1", "pi2") as (engine, _, model, brought):
         wait_for(lambda: straight(engine))
         assert write(engine, listeners()) == alone(model, PROMPTS, LENGTHS)
@@ -110,6 +139,7 @@ def test_a_machine_that_cannot_be_reached_is_served_through_the_server(monkeypat
         assert not straight(engine)
 
 
+@pytest.mark.usefixtures("patient_hands")
 def test_what_a_machine_cannot_use_yet_is_brought_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     can_read, asked = Seen.can_read, Counter()
 
@@ -137,6 +167,7 @@ def test_what_comes_late_or_twice_is_not_read_again() -> None:
     assert 7 in seen._ended
 
 
+@pytest.mark.usefixtures("patient_hands")
 def test_a_door_opens_only_for_those_whom_the_server_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hops, "needs_keys", lambda settings, hosts: True)
     got: list[Order] = []
@@ -198,6 +229,7 @@ def test_a_message_with_nonsense_in_it_is_refused_or_harmless(int8: bool) -> Non
 onward = Onward("pi2", Place(1, 2), Door("tcp://127.0.0.1:9", "token", None))
 
 
+@pytest.mark.usefixtures("patient_hands")
 def test_a_machine_goes_on_to_take_what_others_hand_to_it_after_something_went_wrong() -> None:
     got, told = list[int](), list[str]()
 
@@ -227,12 +259,12 @@ def test_the_server_survives_whatever_a_machine_says_it_has_done() -> None:
         done = [{"kind": "read", **about}, {"kind": "held", "place": [0, 1]}, {"kind": "unheld", "place": [0, 1], "problem": "none"}]
         for said in ({}, *mutated(enter), *mutated(done)):
             if isinstance(said, dict):
-                client.call(Message(said), 5.0)
+                client.call(Message(said), HANG_S)
             else:
-                session = client.call(Message(enter), 5.0).header["session"]
-                client.call(Message({"kind": "done", "session": session, "done": said}, (bytes(96),)), 5.0)
+                session = client.call(Message(enter), HANG_S).header["session"]
+                client.call(Message({"kind": "done", "session": session, "done": said}, (bytes(96),)), HANG_S)
             engine.stages.hub.guests.clear()
-        assert client.call(Message({"kind": "node"}), 5.0).header["kind"] == "model"
+        assert client.call(Message({"kind": "node"}), HANG_S).header["kind"] == "model"
         client.close()
 
 
@@ -245,10 +277,10 @@ def test_the_words_of_a_machine_cannot_steer_the_servers_terminal(monkeypatch: p
         monkeypatch.setattr(hub.pipeline, "fail", lambda trip, why: words.append(why))
         monkeypatch.setattr(hub.pipeline, "unheld", lambda name, place, why: words.append(why))
         client = machines.reached.client()
-        entered = client.call(Message({"kind": "enter", "layer_s": 1.0, "memory_bytes": 1e9, "name": "\x1b[2Jpi"}), 5.0).header
+        entered = client.call(Message({"kind": "enter", "layer_s": 1.0, "memory_bytes": 1e9, "name": "\x1b[2Jpi"}), HANG_S).header
         steering = "\x1b]0;owned\x07" * 100
         done = [{"kind": "failed", "trip": 1, "problem": steering}, {"kind": "unheld", "place": [0, 1], "problem": steering}]
-        client.call(Message({"kind": "done", "session": entered["session"], "done": done}), 5.0)
+        client.call(Message({"kind": "done", "session": entered["session"], "done": done}), HANG_S)
         client.close()
     assert entered["name"] == "?[2Jpi"
     assert len([word for word in words if "owned" in word]) == 2
@@ -273,13 +305,19 @@ def test_hidden_states_travel_exactly_or_off_by_a_254th_of_a_tokens_largest_numb
 
 def test_int8_travels_only_where_it_is_asked_for() -> None:
     model, described = make("gpt")
-    sizes = {}
+    sizes: Counter[bool] = Counter()
     for settings in ({}, {"hidden_states": "int8"}):
         with spread(model, described, ["pi1"], keys=new_keys(), **settings) as (engine, _):
             even_stops(engine, 2)
+            hub, take = engine.stages.hub, engine.stages.hub._take
+
+            def weighed(node, header, frames, hub=hub, take=take) -> None:
+                sizes[hub.int8] += sum(map(len, frames))  # and not the signs of life, which are more the longer it takes
+                take(node, header, frames)
+
+            hub._take = weighed
             heard = listeners()
             found, wanted = write(engine, heard), alone(model, PROMPTS, LENGTHS)
             assert found == wanted or settings
             assert [len(tokens) for tokens in found] == LENGTHS
-            sizes[engine.stages.hub.int8] = engine.stages.hub.server.traffic.received_bytes
-    assert sizes[True] < sizes[False]
+    assert 0 < sizes[True] < sizes[False]

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from serving import running, small_served
 
+from commands import HANG_S
 from shoal.config.fields import Secret
 from shoal.config.schema import Run
 from shoal.config.schema.rlhf import JudgeReward
@@ -38,7 +39,8 @@ def test_a_judge_elsewhere_is_asked_about_each_answer(service, monkeypatch: pyte
     found = judge.builder()(judge, None)(answers)
     for answer, score in zip(answers, found, strict=True):
         body = {"model": "tiny", "messages": [{"role": "user", "content": f"{answer.prompt}{answer.text}?"}], "max_tokens": 1}
-        told = httpx.post(f"{address}/chat/completions", json=body | {"temperature": 0, "logprobs": True, "top_logprobs": 20}, timeout=60)
+        body |= {"temperature": 0, "logprobs": True, "top_logprobs": 20}
+        told = httpx.post(f"{address}/chat/completions", json=body, timeout=HANG_S)
         assert told.status_code == 200, told.text
         assert len(told.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 20
         assert score == pytest.approx(verdict(told.json()), abs=1e-6)

@@ -11,6 +11,7 @@ from test_batching import Heard, alone, finish, job, make_model
 from test_nodes import alone as alone_whole
 from test_nodes import even_stops, make, spread
 
+from commands import HANG_S
 from shoal.serve.engine import Engine
 from shoal.serve.prefixes import SHORTEST, Prefixes
 from shoal.serve.stages import OneNode, Work
@@ -143,9 +144,9 @@ def test_a_client_is_told_what_was_not_read_again() -> None:
     with running(small_served()) as service:
         address = f"http://127.0.0.1:{service.ports[0]}"
         ask = {"model": "tiny", "prompt": "once upon a time there was", "max_tokens": 4, "temperature": 0}
-        answers = [httpx.post(f"{address}/v1/completions", json=ask, timeout=60).json() for _ in range(2)]
+        answers = [httpx.post(f"{address}/v1/completions", json=ask, timeout=HANG_S).json() for _ in range(2)]
         assert answers[0]["choices"] == answers[1]["choices"]
         assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, 25]
-        figures = httpx.get(f"{address}/metrics", timeout=60).text
+        figures = httpx.get(f"{address}/metrics", timeout=HANG_S).text
     assert "shoal_reused_tokens_total 25\n" in figures
     assert "shoal_kept_tokens 29\n" in figures

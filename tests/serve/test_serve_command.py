@@ -10,7 +10,7 @@ import httpx
 import pytest
 from serving import running, small_served
 
-from commands import processes_in, wait_for
+from commands import HANG_S, processes_in, wait_for
 from shoal.cli.main import main
 from shoal.config.load import File, parse_override, resolve
 from shoal.errors import ShoalError
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def complete(port: int, name: str, prompt: str, **fields) -> str:
     body = {"model": name, "prompt": prompt, "max_tokens": 8, "seed": 4} | fields
-    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=HANG_S)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
 
@@ -75,7 +75,7 @@ def test_a_folder_of_hugging_face_is_served(tmp_path, shared_data):
     assert served.start_ids == (1,)
     with running(served) as service:
         body = {"model": "stories", "prompt": config["reference"]["prompt_ids"], "max_tokens": 40, "temperature": 0}
-        answer = httpx.post(f"http://127.0.0.1:{service.ports[0]}/v1/completions", json=body, timeout=60).json()
+        answer = httpx.post(f"http://127.0.0.1:{service.ports[0]}/v1/completions", json=body, timeout=HANG_S).json()
     written = config["reference"]["greedy_ids"][:40]
     assert answer["choices"][0]["text"] == tokens.decode(written)
 

@@ -50,6 +50,7 @@ def test_who_asks_nothing_is_shown_out_after_a_moment(monkeypatch: pytest.Monkey
 def test_who_asked_something_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crowds, "MOST_CONNECTIONS", 16)
     with running(small_served()) as service, httpx.Client(base_url=f"http://127.0.0.1:{service.ports[0]}", timeout=HANG_S) as client:
+        service.server.config.timeout_keep_alive = HANG_S  # uvicorn ends who is silent for five seconds; here only a crowd could
         first = client.get("/health").extensions["network_stream"].get_extra_info("client_addr")
         with contextlib.ExitStack() as held:
             for _ in range(11):

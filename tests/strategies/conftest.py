@@ -12,6 +12,7 @@ import pytest
 import torch
 from layered import loaded, merged
 
+from commands import HANG_S
 from shoal.config.load import parse_override
 from shoal.config.schema.cluster import InProcess
 from shoal.runs.cluster_loop import ClusterLoop
@@ -67,6 +68,7 @@ def cluster_in(parent: Path) -> Callable[..., Outcome]:
         loop, invitation = prepare(made, run_dir=str(folder), resume=False, reporters=[*reporters], workers=workers, transport=InProcess())
         joined: list[Joined] = []
         problems: list[BaseException] = []
+        all_here = threading.Barrier(workers)  # a run without rounds could be over before the last one comes, who would look for it in vain
 
         def work(number: int) -> None:
             try:
@@ -77,9 +79,11 @@ def cluster_in(parent: Path) -> Callable[..., Outcome]:
                 worker.prepare()
                 joined.append(worker)
                 change(worker)
+                all_here.wait(HANG_S)
                 worker.work()
             except BaseException as problem:
                 problems.append(problem)
+                all_here.abort()
                 loop.goodbye_s, loop.recorder.stopping = 0.0, "a worker failed"
 
         threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(1, workers + 1)]
