@@ -546,10 +546,12 @@ def test_who_holds_up_others_is_disconnected_and_the_fifth_time_shut_out(
 def test_the_watchdog_ends_what_takes_longer_than_its_time_and_lets_it_be_before(
     database: Database, server: PostgresServer, eve: Access, statement: str, state: str, times: str, said: str
 ) -> None:
-    with contextlib.closing(connected(eve)) as student, database.connect() as owner:
-        pid = student.info.backend_pid
-        problems = in_a_thread(lambda: [student.execute(text.encode()) for text in ("BEGIN", statement)])
-        now = "SELECT state, query FROM pg_stat_activity WHERE pid = %s"
+    with (
+        contextlib.closing(connected(eve)) as student,
+        database.connect() as owner,
+        in_a_thread(lambda: [student.execute(text.encode()) for text in ("BEGIN", statement)]) as problems,
+    ):
+        pid, now = student.info.backend_pid, "SELECT state, query FROM pg_stat_activity WHERE pid = %s"
         eventually(lambda: owner.execute(now, (pid,)).fetchone() == (state, statement))  # a transaction idles before its statement, too
         owner.execute("SELECT shoal.watch()")
         assert (server.notes(), problems.empty()) == ([], True), "all is well within the usual times"
@@ -570,30 +572,36 @@ def test_the_watchdog_ends_who_holds_up_others_and_those_go_on(
         handed_in = (hostile._secret, kept.id, kept.lease, kept.iteration, b"x")
         keeper.execute("SELECT shoal.submit(%b, %b::int8, %b, %b::int8, %b, '{}', '{}', false)", handed_in)
         keeper.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
-        outcome = in_a_thread(lambda: honest.submit(unit, {}, [b"x"]))
-        eventually(lambda: bool(owner.execute("SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock'").fetchall()))
-        owner.execute("SELECT shoal.watch(p_blocking => %s)", (PATIENCE_S,))
-        assert server.notes() == []
-        owner.execute("SELECT shoal.watch(p_blocking => 0)")
-        assert outcome.get(timeout=PATIENCE_S) == "accepted"
+        with in_a_thread(lambda: honest.submit(unit, {}, [b"x"])) as outcome:
+            eventually(lambda: bool(owner.execute("SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock'").fetchall()))
+            owner.execute("SELECT shoal.watch(p_blocking => %s)", (PATIENCE_S,))
+            assert server.notes() == []
+            owner.execute("SELECT shoal.watch(p_blocking => 0)")
+            assert outcome.get(timeout=PATIENCE_S) == "accepted"
         assert f"warning: a connection of {eve.user} was ended: it held up others" in server.notes()
     for desk in (honest, hostile):
         desk.close()
 
 
-def in_a_thread(work: Callable[[], object]) -> queue.SimpleQueue[object]:
-    """What came of it, once it has come."""
+@contextlib.contextmanager
+def in_a_thread(work: Callable[[], object]) -> Iterator[queue.SimpleQueue[object]]:
+    """What came of it, once it has come. The thread ends before its connection is closed: psycopg closes one that another thread waits
+    on, and the next connection, which gets the same descriptor, is then lost with "server closed the connection unexpectedly"."""
     found: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             if (result := work()) is not None and not isinstance(result, list):
                 found.put(result)
-        except psycopg.Error as problem:
+        except Exception as problem:  # the test looks at it
             found.put(problem)
 
-    threading.Thread(target=run, daemon=True).start()
-    return found
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        thread.join(PATIENCE_S)
 
 
 def test_only_students_are_watched(database: Database, server: PostgresServer) -> None:
