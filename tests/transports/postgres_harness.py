@@ -22,6 +22,8 @@ import pytest
 from shoal.transports.postgres import schema
 
 PASSWORD = "correct-horse"
+CONNECT_S = 120
+"""Instead of the five seconds that our own connections wait for a server: this one is there, however busy the machine is."""
 _numbers = itertools.count(1)
 
 
@@ -86,7 +88,7 @@ class PostgresProcess:
         return psycopg.connect(self.conninfo("admin", database), autocommit=True)
 
     def conninfo(self, role: str, database: str) -> str:
-        return f"postgresql://{role}:{PASSWORD}@127.0.0.1:{self.port}/{database}"
+        return f"postgresql://{role}:{PASSWORD}@127.0.0.1:{self.port}/{database}?connect_timeout={CONNECT_S}"
 
     def close(self) -> None:
         self.stop()
