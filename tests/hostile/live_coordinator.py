@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import secrets
 import threading
 import time
@@ -72,13 +73,22 @@ class Live:
             learner.vector.copy_(snapshot.weights["vector"])
             self.driver.recover(snapshot)
         self.driver.open()
-        self._ending = threading.Event()
+        self._ending, self._orders = threading.Event(), queue.SimpleQueue[Callable[[], None]]()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         while not self._ending.is_set():
             self.driver.step(0.05)
+            while not self._orders.empty():
+                self._orders.get()()
+
+    def in_its_thread(self, work: Callable[[], None]) -> None:
+        """Do something with the driver or the coordinator, which belong to the thread that serves."""
+        done = threading.Event()
+        self._orders.put(lambda: (work(), done.set())[0])
+        self.server.wake()
+        assert done.wait(PATIENCE_S)
 
     def end(self) -> None:
         """A client that nobody closes would wait for its connection wherever Python happens to collect it."""
