@@ -161,7 +161,7 @@ def is_ended(line: socket.socket) -> bool:
 def test_strangers_who_take_all_places_keep_no_worker_out(
     server: XmlRpcServer, sources: list[str], words: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.transports.places.STRANGERS_S", PATIENCE_S)  # else those who came first leave of themselves, where coming takes long
+    monkeypatch.setattr("shoal.transports.places.STRANGERS_S", PATIENCE_S)  # else the first leave of themselves, where coming takes long
     worker = XmlRpcClient(server.address, token=TOKEN, max_frame_bytes=LIMIT)
     assert worker.call(Message({"first": "here"}), PATIENCE_S).header["echo"] == {"first": "here"}
     with contextlib.ExitStack() as held:
