@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from school import School
 
+from commands import HANG_S
 from shoal.launch import EmbeddedPostgres
 from shoal.transports.postgres.access import create_database
 
@@ -31,4 +32,4 @@ def school(server: EmbeddedPostgres, tmp_path: Path) -> Iterator[School]:
     for worker in made.workers:
         worker.stop()
     for thread in made.threads:
-        thread.join(300)
+        thread.join(HANG_S)

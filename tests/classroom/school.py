@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from commands import HANG_S
 from shoal.config.fields import Secret
 from shoal.config.load import Loaded, resolve_data
 from shoal.config.schema.cluster import Postgres
@@ -23,6 +24,16 @@ DIGITS: dict[str, Any] = {
     "strategy": {"kind": "workunits", "batches_per_unit": 2, "units_per_update": 3},
     "coordinator": {"heartbeat_interval_s": 1.0},
 }
+
+
+def all_there(count: int) -> Callable[[Joined], None]:
+    """For workers that a test wants to see: none of them begins before so many have joined, or the quicker ones could do all the work."""
+    come = threading.Barrier(count)
+
+    def wait(worker: Joined) -> None:
+        come.wait(HANG_S)
+
+    return wait
 
 
 class School:
@@ -64,7 +75,7 @@ class School:
         def work() -> None:
             try:
                 receipts = self.folder / "run" / "workers" / f"{name}.jsonl"
-                joined = Joined(Way(self.student.address, "", None, name=name, receipts=receipts, patience_s=30.0), lambda text: None)
+                joined = Joined(Way(self.student.address, "", None, name=name, receipts=receipts, patience_s=HANG_S), lambda text: None)
                 joined.prepare()
                 self.workers.append(joined)
                 change(joined)
@@ -94,6 +105,6 @@ class School:
 
     def finish(self) -> None:
         for thread in self.threads:
-            thread.join(300)
+            thread.join(HANG_S)
         assert not self.problems, self.problems
         assert not any(thread.is_alive() for thread in self.threads)

@@ -154,7 +154,7 @@ class Victims:
         """Whether it answers a stranger's sign of life: it says that it does not know it, and nothing else happens."""
         line = ClientLine(self.invitation["address"], self.invitation["token"], self.invitation["key"])
         try:
-            return bool(line.call({"kind": "heartbeat", "session": "nobody", "number": 1, "state": "probing"}, (), 0.5).header)
+            return bool(line.call({"kind": "heartbeat", "session": "nobody", "number": 1, "state": "probing"}, (), 5.0).header)
         except Lost:
             return None
         finally:
@@ -196,8 +196,10 @@ class Victims:
         try:
             assert worker.end(15.0) == 0, self.told(name)
         except subprocess.TimeoutExpired:
-            assert "joined as" not in worker.told, worker.told
-            worker.kill()
+            if "joined as" in worker.told:
+                assert worker.end(_START_S) == 0, self.told(name)
+            else:
+                worker.kill()
 
     def told(self, who: str) -> str:
         return (self.folder / f"{who}.log").read_text(errors="replace")[-2000:]

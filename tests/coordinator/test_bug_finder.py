@@ -6,6 +6,8 @@ import pytest
 from bug_finder import Found, drawn, look
 from planted_mistakes import MISTAKES
 
+from commands import HANG_S
+
 QUICK = ["a contribution that comes again is taken again", "a snapshot forgets open rounds", "that a round closed is not kept"]
 QUICK += ["what two journals hold is counted twice"]
 
@@ -13,7 +15,7 @@ QUICK += ["what two journals hold is counted twice"]
 @pytest.mark.parametrize("mistake", QUICK)
 def test_a_planted_mistake_is_found_and_shrunk(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MISTAKES[mistake](monkeypatch)
-    found = look(0, longest_s=60.0)
+    found = look(0, longest_s=HANG_S)
     assert isinstance(found, Found), f"none of {found} schedules broke a promise"
     assert len(found.case.schedule) <= 15
     assert found.case.broken(), "the story can be told again"
@@ -21,7 +23,7 @@ def test_a_planted_mistake_is_found_and_shrunk(mistake: str, monkeypatch: pytest
 
 
 def test_a_coordinator_without_mistakes_breaks_no_promise() -> None:
-    assert look(1000, longest_s=30.0, most=40) == 40
+    assert look(1000, longest_s=HANG_S, most=40) == 40
 
 
 def test_a_seed_draws_the_same_schedule_for_ever() -> None:

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from commands import HANG_S
 from shoal.coordinator.effects import Effect, Entry, Persist, Reply
 from shoal.coordinator.scribe import WORTH_BYTES, Scribe
 from shoal.errors import ShoalError
@@ -23,7 +24,7 @@ class Desk:
         self.scribe = Scribe(self.append, self.carry_out, self.wrote.release)
 
     def append(self, record: Persist) -> None:
-        if len(record.frames) and not self.may_write.wait(10.0):
+        if len(record.frames) and not self.may_write.wait(HANG_S):
             raise TimeoutError
         if self.problem is not None:
             raise self.problem
@@ -49,7 +50,7 @@ def test_an_answer_waits_until_its_record_is_written() -> None:
     desk.scribe.go_on()
     assert desk.done == []
     desk.may_write.set()
-    assert desk.wrote.acquire(timeout=10.0)
+    assert desk.wrote.acquire(timeout=HANG_S)
     desk.scribe.go_on()
     assert desk.done == ["wrote 1", "entered", "answered 1"]
     desk.scribe.close()

@@ -66,7 +66,7 @@ def test_a_run_finishes_and_keeps_its_state_beside_a_thousand_idle_connections(t
         place = addresses.parse(worker.way.address)
         for number in range(IDLE):
             here = (f"127.0.0.{2 + number // 50}", 0)  # of twenty machines: each may have a few
-            ending.enter_context(socket.create_connection((place.host, place.port), timeout=30, source_address=here))
+            ending.enter_context(socket.create_connection((place.host, place.port), timeout=HANG_S, source_address=here))
         worker.work()
         said = told + "".join(coordinator.communicate(HANG_S))
         assert coordinator.returncode == 0, said

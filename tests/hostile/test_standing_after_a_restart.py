@@ -37,7 +37,7 @@ def restarted(live: Live) -> None:
 
 
 def restarted_from_a_snapshot(live: Live) -> None:
-    live.driver.snapshot()
+    live.in_its_thread(live.driver.snapshot)
     live.restart()
 
 
@@ -73,9 +73,16 @@ def test_failures_in_a_row_are_counted_over_leaving_and_coming_back(living: Call
 
 def test_who_is_let_in_again_is_so_after_a_restart_and_one_result_clears_a_name(living: Callable[..., Live]) -> None:
     live, identity = living(units=True), Identity.new()
-    live.coordinator.record({"kind": "quarantined", "worker": "eve", "guest": "", "out": True})
-    live.coordinator.record({"kind": "blamed", "worker": "ada", "failed": 4})
-    live.coordinator.record({"kind": "quarantined", "worker": "eve", "guest": "", "out": False})
+
+    def keep() -> None:
+        coordinator = live.coordinator
+        coordinator._effects = []
+        coordinator.record({"kind": "quarantined", "worker": "eve", "guest": "", "out": True})
+        coordinator.record({"kind": "blamed", "worker": "ada", "failed": 4})
+        coordinator.record({"kind": "quarantined", "worker": "eve", "guest": "", "out": False})
+        live.driver._carry_out(coordinator._effects)
+
+    live.in_its_thread(keep)
     assert Honest(live, "ada").manage() == "accepted"
     live.restart()
     assert Honest(live, "eve", identity).manage() == "accepted"

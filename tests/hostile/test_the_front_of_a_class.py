@@ -25,6 +25,8 @@ from shoal.transports.postgres.enrolment import own_access
 from shoal.transports.postgres.line import Line
 from shoal.updates.households import household
 
+PATIENCE_S = 300.0
+"""After this time something hangs: a busy machine takes many times as long as a quiet one."""
 SSL_REQUEST = struct.pack("!ii", 8, 80877103)
 
 
@@ -45,13 +47,13 @@ def outside(server: EmbeddedPostgres) -> Access:
 
 
 def raw(outside: Access) -> socket.socket:
-    return socket.create_connection((outside.host, outside.port), 10.0)
+    return socket.create_connection((outside.host, outside.port), PATIENCE_S)
 
 
 def test_a_student_joins_encrypted_and_knows_the_server_by_its_certificate(outside: Access, tmp_path: Path) -> None:
-    mine = own_access(outside, "mia", tmp_path, 5.0)
+    mine = own_access(outside, "mia", tmp_path, PATIENCE_S)
     line = Line(mine.address)
-    assert line.run(lambda connection: (connection.pgconn.ssl_in_use, connection.info.user), 5.0) == (True, "student-mia")
+    assert line.run(lambda connection: (connection.pgconn.ssl_in_use, connection.info.user), PATIENCE_S) == (True, "student-mia")
     line.close()
     assert (tmp_path / next(tmp_path.iterdir())).stat().st_mode & 0o077 == 0, "nobody else reads the password"
 
@@ -119,7 +121,7 @@ def crowd(outside: Access, sources: Sequence[str], words: bytes) -> Iterator[Cal
         held: list[socket.socket] = []
         while not stop.is_set():
             while len(held) < tls_front.MOST_STRANGERS_AT_ONE:
-                held.append(socket.create_connection((outside.host, outside.port), 10.0, source_address=(source, 0)))
+                held.append(socket.create_connection((outside.host, outside.port), PATIENCE_S, source_address=(source, 0)))
                 with contextlib.suppress(OSError):
                     held[-1].sendall(words)
                 opened[0] += 1
@@ -138,7 +140,7 @@ def crowd(outside: Access, sources: Sequence[str], words: bytes) -> Iterator[Cal
         thread.start()
     try:
         for _ in holding:
-            assert ready.acquire(timeout=30.0)
+            assert ready.acquire(timeout=PATIENCE_S)
         yield lambda: opened[0]
     finally:
         stop.set()
@@ -153,7 +155,7 @@ def test_a_student_is_let_in_beside_strangers_who_take_all_places(outside: Acces
     with crowd(outside, sources, words) as opened:
         for _ in range(3):
             student = Line(outside.address)
-            assert student.run(lambda connection: connection.info.user, 60.0) == "class"
+            assert student.run(lambda connection: connection.info.user, PATIENCE_S) == "class"
             student.close()
         assert opened() >= tls_front.MOST_STRANGERS_AT_ONE * len(sources)
 
@@ -210,13 +212,13 @@ def test_one_address_leaves_some_of_the_places_for_those_who_are_let_in() -> Non
 
 def test_a_client_that_one_address_has_too_many_of_hears_why(outside: Access, server: EmbeddedPostgres, tmp_path: Path) -> None:
     most = int(MOST_OUTSIDE * 3 / 4)
-    eves = [own_access(outside, f"eve-{number}", tmp_path, 5.0) for number in range(-(-most // 8))]
+    eves = [own_access(outside, f"eve-{number}", tmp_path, PATIENCE_S) for number in range(-(-most // 8))]
     with contextlib.ExitStack() as held:
         for number in range(most):
-            held.enter_context(connect(eves[number // 8]))
+            held.enter_context(connect(eves[number // 8], timeout_s=int(PATIENCE_S)))
         with pytest.raises(psycopg.OperationalError, match="as many connections from your address as one address may have"):
             psycopg.connect(eves[-1]._replace(options="sslmode=require").address)
-        mia = own_access(outside, "mia", tmp_path, 5.0)  # who only enrols is a stranger, and strangers have places of their own
+        mia = own_access(outside, "mia", tmp_path, PATIENCE_S)  # who only enrols is a stranger, and strangers have places of their own
         mine = _through(outside, "127.0.0.2", held)
         connect(mia._replace(host="127.0.0.1", port=mine)).close()
 
@@ -237,7 +239,7 @@ def _through(outside: Access, source: str, held: contextlib.ExitStack) -> int:
         with contextlib.suppress(OSError):
             while True:
                 client = listener.accept()[0]
-                there = socket.create_connection((outside.host, outside.port), 10.0, source_address=(source, 0))
+                there = socket.create_connection((outside.host, outside.port), PATIENCE_S, source_address=(source, 0))
                 for pair in ((client, there), (there, client)):
                     threading.Thread(target=pump, args=pair, daemon=True).start()
 
@@ -252,7 +254,7 @@ def test_the_database_tells_addresses_apart_though_all_come_through_the_front(
     with contextlib.ExitStack() as held:
         other = outside._replace(port=_through(outside, "127.0.0.2", held))
         for name, way in (("here", outside), ("here-too", outside), ("there", other)):
-            own_access(way, name, tmp_path / name, 5.0)
+            own_access(way, name, tmp_path / name, PATIENCE_S)
     with connect(server.access) as owner:
         query = "SELECT enrolled_from FROM shoal.roles WHERE name = ANY (%s) ORDER BY name"
         here, here_too, there = owner.execute(query, (["student-here", "student-here-too", "student-there"],)).fetchall()
@@ -280,13 +282,13 @@ def test_who_enrols_stays_a_stranger_and_gives_its_place_up(outside: Access, tmp
             held.enter_context(contextlib.suppress(psycopg.OperationalError))
             held.enter_context(connect(outside))
         for number in range(3):
-            own_access(outside, f"late-{number}", tmp_path, 5.0)
+            own_access(outside, f"late-{number}", tmp_path, PATIENCE_S)
 
 
 def test_memory_of_a_students_connection_is_bounded(
     server: EmbeddedPostgres, outside: Access, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eve = own_access(outside, "eve", tmp_path, 5.0)
+    eve = own_access(outside, "eve", tmp_path, PATIENCE_S)
     with connect(eve) as greedy:
         greedy.execute("SET work_mem = '2000GB'")
         with pytest.raises(psycopg.Error, match="out of memory"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from postgres_harness import Database
+from transport_harness import PATIENCE_S
 
 from shoal.coordinator.leases import PATIENCE_LEASES, GivenUp, Leases
 from shoal.transports.databases import parse
@@ -236,7 +237,7 @@ class StudentsKeeper(PostgresKeeper):
 
     def __init__(self, database: Database, folder: Path, *students: str) -> None:
         super().__init__(database)
-        self.accesses = {name: own_access(parse(database.conninfo("class")), name, folder / name, 5.0) for name in students}
+        self.accesses = {name: own_access(parse(database.conninfo("class")), name, folder / name, PATIENCE_S) for name in students}
         self._enter()
 
     def _set_patience(self) -> None:
@@ -261,5 +262,6 @@ class StudentsKeeper(PostgresKeeper):
         super().close()
         with self.database.connect() as owner:
             for access in self.accesses.values():
-                owner.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = %s", (access.user,))
+                ended = "SELECT pg_terminate_backend(pid, %s) FROM pg_stat_activity WHERE usename = %s"
+                owner.execute(ended, (int(1000 * PATIENCE_S), access.user))
                 owner.execute("SELECT shoal.dismiss(%s)", (access.user,))

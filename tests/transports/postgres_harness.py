@@ -22,6 +22,8 @@ import pytest
 from shoal.transports.postgres import schema
 
 PASSWORD = "correct-horse"
+CONNECT_S = 120
+"""Instead of the five seconds that our own connections wait for a server: this one is there, however busy the machine is."""
 _numbers = itertools.count(1)
 
 
@@ -85,8 +87,19 @@ class PostgresProcess:
     def connect(self, database: str) -> psycopg.Connection[Any]:
         return psycopg.connect(self.conninfo("admin", database), autocommit=True)
 
+    def execute_alone(self, statement: str) -> None:
+        """With a database that nobody uses. PostgreSQL waits five seconds for connections that were ended: not long, where it is busy."""
+        deadline = time.monotonic() + 300
+        with self.connect("postgres") as connection:
+            while True:
+                try:
+                    connection.execute(statement.encode())
+                    return
+                except psycopg.errors.ObjectInUse:
+                    assert time.monotonic() < deadline, statement
+
     def conninfo(self, role: str, database: str) -> str:
-        return f"postgresql://{role}:{PASSWORD}@127.0.0.1:{self.port}/{database}"
+        return f"postgresql://{role}:{PASSWORD}@127.0.0.1:{self.port}/{database}?connect_timeout={CONNECT_S}"
 
     def close(self) -> None:
         self.stop()
@@ -99,8 +112,7 @@ class Database:
     def __init__(self, server: PostgresProcess) -> None:
         self.server = server
         self.name = f"test_{next(_numbers)}"
-        with server.connect("postgres") as connection:
-            connection.execute(f"CREATE DATABASE {self.name} TEMPLATE prepared")
+        server.execute_alone(f"CREATE DATABASE {self.name} TEMPLATE prepared")
         with self.connect() as connection:
             schema.init(connection)  # who may use a database does not come with its template
             connection.execute("ALTER ROLE student CONNECTION LIMIT -1")  # here it is a whole class's
@@ -124,8 +136,7 @@ class Database:
             )
 
     def drop(self) -> None:
-        with self.server.connect("postgres") as connection:
-            connection.execute(f"DROP DATABASE {self.name} WITH (FORCE)")
+        self.server.execute_alone(f"DROP DATABASE {self.name} WITH (FORCE)")
 
 
 @contextlib.contextmanager

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 from postgres_harness import Database
-from transport_harness import Calling, answering, take
+from transport_harness import PATIENCE_S, Calling, answering, take
 
 from shoal.transports import Message, Unreachable
-from shoal.transports.postgres import PostgresClient, PostgresServer, mailbox
+from shoal.transports.postgres import PostgresClient, PostgresServer, line, mailbox
 from shoal.transports.postgres.store import Journal
 
 LARGE = bytes(range(256)) * 12_000
@@ -48,18 +48,19 @@ def test_a_frame_that_many_are_answered_with_is_stored_once(
     assert count(database, "flyers") == 2
     with answering(server, lambda request: Message({})):
         for client in clients:
-            client.call(Message({}), 10.0)
+            client.call(Message({}), PATIENCE_S)
     server._flyers.clear()
     server.carry_out(server.drop_flyers)
     assert (count(database, "flyers"), count(database, "flyer_parts")) == (0, 0)
 
 
 def test_nothing_is_left_of_what_was_answered_abandoned_or_hung_up(
-    database: Database, server: PostgresServer, clients: list[PostgresClient]
+    database: Database, server: PostgresServer, clients: list[PostgresClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(line, "_FINISHING_S", PATIENCE_S)  # who is cut off, as a call that takes longer is, says no goodbye
     answered, impatient, going = clients
     with answering(server):
-        answered.call(Message({}, (LARGE,)), 10.0)
+        answered.call(Message({}, (LARGE,)), PATIENCE_S)
     with pytest.raises(Unreachable):
         impatient.call(Message({}, (LARGE,)), 0.3)
     call = Calling(going, Message({}, (LARGE,)))
@@ -79,7 +80,7 @@ def test_answers_that_nobody_fetched_are_thrown_away(
     database: Database, server: PostgresServer, clients: list[PostgresClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with answering(server):
-        clients[0].call(Message({}, (LARGE,)), 10.0)
+        clients[0].call(Message({}, (LARGE,)), PATIENCE_S)
     assert count(database, "replies") == 1
     monkeypatch.setattr(mailbox, "_ABANDONED_S", 0.0)
     server._tidied_at = time.monotonic() - 60.0

@@ -9,6 +9,7 @@ import psycopg
 import pytest
 from postgres_harness import Database
 from psycopg import errors
+from transport_harness import PATIENCE_S
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, Unreachable
@@ -178,10 +179,11 @@ def test_a_role_of_another_kind_loses_what_it_could(database: Database) -> None:
 
 
 def test_a_wrong_password_is_refused_and_a_missing_server_is_not(database: Database) -> None:
-    for conninfo in (database.conninfo("student").replace(":correct", ":wrong"), database.conninfo("student") + "_no"):
+    right = database.conninfo("student")
+    for conninfo in (right.replace(":correct", ":wrong"), right.replace(database.name, f"{database.name}_no")):
         client = PostgresClient(conninfo, max_frame_bytes=1000)
         with pytest.raises(Refused, match=r"does not take this password|there is no database") as problem:
-            client.call(Message({}), 5.0)
+            client.call(Message({}), PATIENCE_S)
         assert "correct-horse" not in str(problem.value)
         client.close()
     desk = UnitDesk("postgresql://student:pw@127.0.0.1:1/none", poll_interval_s=1.0, patience_s=0.2)

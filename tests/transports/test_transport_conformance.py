@@ -168,9 +168,17 @@ def test_a_client_waits_for_a_server_that_is_not_there_yet(harness: Harness, ser
         assert call.answer().header["echo"] == {"early": True}
 
 
-def test_a_late_answer_is_not_taken_for_the_next(harness: Harness, server: Server, client: Client) -> None:
+def ask_in_vain(harness: Harness, server: Server, client: Client, message: Message) -> None:
+    """A question that arrives, and whose answer the client does not wait for. It is connected before: a connection that is not made
+    within that short time is dropped, and the question with it."""
+    with answering(server):
+        client.call(Message({}), PATIENCE_S)
     with pytest.raises(Unreachable):
-        client.call(Message({"call": "first"}), harness.short_s)
+        client.call(message, harness.short_s)
+
+
+def test_a_late_answer_is_not_taken_for_the_next(harness: Harness, server: Server, client: Client) -> None:
+    ask_in_vain(harness, server, client, Message({"call": "first"}))
     (first,) = take(server)
     second_call = Calling(client, Message({"call": "second"}))
     (second,) = take(server)
@@ -234,8 +242,7 @@ def test_close_ends_a_call_in_progress(server: Server, client: Client) -> None:
 
 
 def test_a_peer_that_is_gone_is_ignored(harness: Harness, server: Server, client: Client) -> None:
-    with pytest.raises(Unreachable):
-        client.call(Message({}), harness.short_s)
+    ask_in_vain(harness, server, client, Message({}))
     (request,) = take(server)
     client.close()
     for _ in range(10):
@@ -280,14 +287,14 @@ def test_a_wrong_server_key_is_explained(harness: Harness, server: Server) -> No
 
 
 def test_a_peer_that_asks_too_fast_is_told(harness: Harness) -> None:
-    server = harness.serve(rate=Rate(per_second=1.0, burst=5.0))
+    server = harness.serve(rate=Rate(per_second=1e-3, burst=5.0))  # no permit comes back, however long the calls take
     client, other = harness.connect(server.address), harness.connect(server.address)
     with answering(server):
         answers = [client.call(Message({}), PATIENCE_S).header for _ in range(12)]
         assert client is not other
         assert other.call(Message({}), PATIENCE_S).header == {"echo": {}}
     refused = [header for header in answers if header.get("kind") == "refused"]
-    assert len(refused) >= 4
+    assert len(refused) == 12 - 5
     assert {header["reason"] for header in refused} == {"too-fast"}
     assert server.traffic.refused == {"too-fast": len(refused)}
 
@@ -309,7 +316,7 @@ def test_what_is_too_large_is_refused_and_the_server_goes_on(harness: Harness, e
     with answering(server):
         assert honest.call(Message({}, (bytes(100_000),)), PATIENCE_S)
         try:
-            header = greedy.call(Message({}, (bytes(100_000 + excess),)), 2.0).header
+            header = greedy.call(Message({}, (bytes(100_000 + excess),)), 2.0 if excess > 65_536 else PATIENCE_S).header
             assert (header["kind"], header["reason"]) == ("refused", "oversized")
             assert server.traffic.refused["oversized"] == 1
         except (Unreachable, Refused):

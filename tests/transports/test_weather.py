@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from transport_harness import KEYS, PATIENCE_S, TOKEN, Calling, answering, call_until_answered, take
+from transport_harness import KEYS, PATIENCE_S, TOKEN, Calling, answering, call_until_answered, eventually, take
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Unreachable, addresses
@@ -47,6 +47,18 @@ def seconds(client: ZmqClient, message: Message) -> float:
     return time.monotonic() - began
 
 
+def trips_until(most_s: float, client: ZmqClient, message: Message) -> list[float]:
+    """What calls take, until one takes less than this: a busy machine delivers many of them late."""
+    trips: list[float] = []
+
+    def try_one() -> bool:
+        trips.append(seconds(client, message))
+        return trips[-1] < most_s
+
+    eventually(try_one)
+    return trips
+
+
 def test_the_profiles_are_those_of_the_notes() -> None:
     assert {name: tuple(each)[:4] for name, each in PROFILES.items()} == {
         "good": (20, 5, 0.001, 100),
@@ -64,9 +76,8 @@ def test_the_profiles_are_those_of_the_notes() -> None:
 def test_a_round_trip_by_satellite(server: ZmqServer) -> None:
     with answering(server), client_through(server, PROFILES["satellite"]._replace(loss=0)) as (client, _):
         assert seconds(client, Message({})) > 0.9  # connection, greetings and keys take several round trips
-        trips = [seconds(client, Message({})) for _ in range(2)]
+        trips = trips_until(1.5, client, Message({}))
     assert all(trip >= 0.3 for trip in trips)
-    assert min(trips) < 1.5
 
 
 def test_the_rate_is_capped_in_each_direction(server: ZmqServer) -> None:
@@ -75,11 +86,10 @@ def test_the_rate_is_capped_in_each_direction(server: ZmqServer) -> None:
     with answering(server, lambda request: Message({}, (frame,) if request.message.header else ())):
         with client_through(server, narrow) as (client, _):
             client.call(Message({}), PATIENCE_S)
-            up = [seconds(client, Message({}, (frame,))) for _ in range(2)]
-            down = [seconds(client, Message({"want": 1})) for _ in range(2)]
+            up = trips_until(0.8 * 4, client, Message({}, (frame,)))
+            down = trips_until(0.8 * 4, client, Message({"want": 1}))
     assert Lane(narrow).carry(len(frame), 0.0) == pytest.approx(0.8)
-    for took in (up, down):  # the quicker one, and with room: a busy machine delivers late
-        assert 0.8 * 0.7 < min(took) < 0.8 * 4
+    assert min(up + down) > 0.8 * 0.7
 
 
 def test_connections_share_the_link(server: ZmqServer) -> None:
@@ -226,11 +236,11 @@ def test_ends_of_streams_get_through() -> None:
 
 
 def test_nothing_is_left_when_it_closes() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # some of an earlier test's may end meanwhile
     proxy = Proxy("tcp://127.0.0.1:9", CLEAR)
     place = addresses.parse(proxy.address)
     with socket.create_connection((place.host, place.port), timeout=PATIENCE_S) as line:
         with contextlib.suppress(ConnectionError):
             assert line.recv(1) == b""  # nobody is behind it
     proxy.close()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before

@@ -148,13 +148,14 @@ def eventually(holds: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None
 
 
 def call_until_answered(client: Client, message: Message, timeout_s: float = PATIENCE_S) -> Message:
-    """As a worker does: ask again while nobody answers."""
-    deadline = time.monotonic() + timeout_s
+    """As a worker does: ask again while nobody answers. It waits longer each time, as a slow machine may need."""
+    deadline, wait_s = time.monotonic() + timeout_s, 1.0
     while True:
         try:
-            return client.call(message, 1.0)
+            return client.call(message, wait_s)
         except Unreachable:
             assert time.monotonic() < deadline, "nobody ever answered"
+            wait_s *= 2
 
 
 def resident_bytes() -> int:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import socket
 import struct
 
+from transport_harness import PATIENCE_S
+
 from shoal.transports import addresses
 
 
 def plain_peer(address: str, token: str) -> socket.socket:
     """A connection that has passed the PLAIN handshake as a DEALER (https://rfc.zeromq.org/spec/23 and 24)."""
     target = addresses.parse(address)
-    line = socket.create_connection((target.host, target.port), timeout=10)
+    line = socket.create_connection((target.host, target.port), timeout=PATIENCE_S)
     line.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + b"\0" + bytes(31))
     _exactly(line, 64)
     line.sendall(command(b"\x05HELLO" + _short(b"shoal") + _short(token.encode())))
