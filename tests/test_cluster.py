@@ -220,7 +220,7 @@ def _gone(pid: int) -> None:
     except ProcessLookupError:
         return
     try:
-        ready, _, _ = select.select([descriptor], [], [], 30)
+        ready, _, _ = select.select([descriptor], [], [], HANG_S)
         assert ready, f"process {pid} was left behind"
     finally:
         os.close(descriptor)
