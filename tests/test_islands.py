@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commands import HANG_S, Processes, processes_in, wait_for
+from commands import HANG_S, Processes, eventually, processes_in, wait_for
 from shoal.runs.checkpoint import Checkpoints
 from shoal.transports.addresses import free_port
 
@@ -30,8 +30,9 @@ checkpoint: {strategy: steps, every_steps: 4, keep_last: 9}
 logging: {every_steps: 1}
 transport: {port: 0}
 launch: {devices_per_node: 2}
-coordinator: {heartbeat_interval_s: 1.0}
+coordinator: {heartbeat_interval_s: 100.0}
 """
+"""Nobody who is silent for some seconds is taken for dead: rounds would close without them, and lead to other numbers."""
 DILOCO = ["--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4"]
 PLAIN = [*DILOCO, "--set", "strategy.outer.learning_rate=1.0", "--set", "strategy.outer.momentum=0.0"]
 """With one worker this is plain training: the outer step is the inner ones."""
@@ -123,7 +124,7 @@ def test_an_island_that_loses_a_process_comes_back_and_the_others_never_stop(pro
     assert run.returncode == 130, output
     logs = [path.read_text() for path in (processes.folder / "run" / "workers").glob("*.log")]
     assert sum("starting all again" in log for log in logs) == 1
-    assert not ranks_in(processes.folder), "none is left behind"
+    eventually(lambda: not ranks_in(processes.folder))  # none is left behind, also of an island that was ended because it took its time
     processes.audit("run")
 
 
