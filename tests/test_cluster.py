@@ -26,6 +26,7 @@ coordinator: {heartbeat_interval_s: 1.0}
 """
 PARAMETERS = 64 * 16 + 16 + 16 * 10 + 10
 LONG = ["--set", "training.epochs=1000"]
+PLUGIN = ("--plugin", str(Path(__file__).with_name("watched_parts.py")))
 CONTRIBUTED = r"{}: .* [1-9]\d* accepted"
 """In the table of the workers, which comes with the first step, and then every few seconds."""
 
@@ -37,12 +38,13 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
         yield made
 
 
-def workers_in(folder: Path) -> list[int]:
-    """Worker processes that were started in a folder."""
+def workers_in(folder: Path, *words: str) -> list[int]:
+    """Worker processes that were started in a folder, those with these words in their command."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if b"join" in (path / "cmdline").read_bytes().replace(b"\0", b" ").split() and (path / "cwd").resolve() == folder.resolve():
+            command = (path / "cmdline").read_text(errors="replace").replace("\0", " ").split()
+            if {"join", *words} <= set(command) and (path / "cwd").resolve() == folder.resolve():
                 found.append(int(path.name))
         except OSError:
             continue
@@ -77,15 +79,21 @@ def test_xmlrpc_gives_the_same_kind_of_run(processes: Processes, tmp_path: Path)
 
 
 def test_units_are_leased_without_a_database_and_each_batch_is_learned_from_once(processes: Processes, tmp_path: Path) -> None:
-    """One of the workers is killed while it has a unit: somebody else does that one."""
+    """One of the workers is killed in the middle of a unit: somebody else does that one. Until then nobody gets beyond a first unit."""
+    with (tmp_path / "config.yaml").open("w") as file:
+        file.write(CONFIG.replace("{kind: mlp, hidden_sizes: [16]}", "{kind: forgetful}") + "task: {kind: watched}\n")
+    for name in ("w1", "w2", "w3"):
+        (tmp_path / f"{name}.wish").write_text("hold 2")
     units = ("strategy.kind=workunits", "strategy.batches_per_unit=2", "strategy.units_per_update=2", "training.epochs=6")
     settings = [word for setting in units for word in ("--set", setting)]
-    run = processes.start("train", "config.yaml", "--workers", "3", "--run-dir", "run", *settings)
+    run = processes.start("train", "config.yaml", "--workers", "3", "--run-dir", "run", *PLUGIN, *settings)
     ledger = tmp_path / "run" / "coordinator" / "ledger.jsonl"
-    while not ledger.exists() or not ledger.read_text():
-        assert run.poll() is None
+    while not (held := [path.stem for path in tmp_path.glob("*.steps") if path.stat().st_size == 2]):
+        assert run.poll() is None, run.communicate()
         time.sleep(0.01)
-    os.kill(workers_in(tmp_path)[0], signal.SIGKILL)
+    (worker,) = workers_in(tmp_path, held[0])
+    os.kill(worker, signal.SIGKILL)
+    (tmp_path / "go").touch()
     output, _ = run.communicate(timeout=HANG_S)
     assert run.returncode == 0, output
     assert "signal 9" in output
@@ -182,17 +190,17 @@ def test_workers_end_with_the_process_that_started_them_and_the_run_goes_on_with
 ) -> None:
     run = processes.start("train", "config.yaml", "--workers", "2", "--run-dir", "run", *LONG)
     wait_for(run, r"step \d+")
+    eventually(lambda: len(workers_in(tmp_path)) == 2)  # one is enough for a step
     started = workers_in(tmp_path)
-    assert len(started) == 2
     run.kill()
     run.communicate()
     for pid in started:
         _gone(pid)
-    for more in ([], ["--workers", "1"]):
+    for count, more in ((2, []), (1, ["--workers", "1"])):
         again = processes.start("train", "--run-dir", "run", "--resume", *more)
         wait_for(again, "resumed from")
         wait_for(again, r"step \d+")
-        assert len(workers_in(tmp_path)) == (1 if more else 2)
+        eventually(lambda expected=count: len(workers_in(tmp_path)) == expected)
         again.send_signal(signal.SIGINT)
         again.communicate(timeout=HANG_S)
         assert json.loads((tmp_path / "run" / "coordinator" / "secrets.json").read_text())["expected"] == 2
@@ -220,7 +228,7 @@ def _gone(pid: int) -> None:
     except ProcessLookupError:
         return
     try:
-        ready, _, _ = select.select([descriptor], [], [], 30)
+        ready, _, _ = select.select([descriptor], [], [], HANG_S)
         assert ready, f"process {pid} was left behind"
     finally:
         os.close(descriptor)
@@ -262,9 +270,9 @@ DILOCO = [
 
 @pytest.mark.long
 def test_diloco_with_workers_started_here(processes: Processes, tmp_path: Path) -> None:
-    """Beside the threads of ZeroMQ, and with processes that load ahead."""
-    loads_ahead = ("--set", "data.loader.num_workers=1")
-    processes.here("train", "config.yaml", "--workers", "2", "--run-dir", "run", *DILOCO, *loads_ahead)
+    """Beside the threads of ZeroMQ, and with processes that load ahead. Nobody is taken for dead in a pause of some seconds."""
+    more = ("--set", "data.loader.num_workers=1", "--set", "coordinator.heartbeat_interval_s=100")
+    processes.here("train", "config.yaml", "--workers", "2", "--run-dir", "run", *DILOCO, *more)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 6
     assert summary["samples"] == 6 * 10 * 2 * 16

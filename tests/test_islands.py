@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commands import HANG_S, Processes, processes_in, wait_for
+from commands import HANG_S, Processes, eventually, processes_in, wait_for
 from shoal.runs.checkpoint import Checkpoints
 from shoal.transports.addresses import free_port
 
@@ -30,8 +30,9 @@ checkpoint: {strategy: steps, every_steps: 4, keep_last: 9}
 logging: {every_steps: 1}
 transport: {port: 0}
 launch: {devices_per_node: 2}
-coordinator: {heartbeat_interval_s: 1.0}
+coordinator: {heartbeat_interval_s: 100.0}
 """
+"""Nobody who is silent for some seconds is taken for dead: rounds would close without them, and lead to other numbers."""
 DILOCO = ["--set", "strategy.kind=diloco", "--set", "strategy.inner_steps=4"]
 PLAIN = [*DILOCO, "--set", "strategy.outer.learning_rate=1.0", "--set", "strategy.outer.momentum=0.0"]
 """With one worker this is plain training: the outer step is the inner ones."""
@@ -64,17 +65,32 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: flo
         torch.testing.assert_close(value, other[name], rtol=tolerance, atol=tolerance)
 
 
+def titles_in(folder: Path) -> dict[int, str]:
+    """What `ps` shows of each process that was started in a folder."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (path / "cwd").resolve() == folder.resolve():
+                found[int(path.name)] = (path / "cmdline").read_text(errors="replace")
+    return found
+
+
 def ranks_in(folder: Path) -> list[int]:
     """Processes of islands, those that do not speak for theirs, in the order they were started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            title = (path / "cmdline").read_bytes()
-            if b"[rank 1]" in title and (path / "cwd").resolve() == folder.resolve():
-                found.append(int(path.name))
-        except OSError:
-            continue
-    return sorted(found)
+    return sorted(pid for pid, title in titles_in(folder).items() if "[rank 1]" in title)
+
+
+@contextlib.contextmanager
+def held_up(folder: Path, rank: int) -> Iterator[None]:
+    """Whoever starts the processes of an island again, of which this is one, does not do so meanwhile."""
+    titles = titles_in(folder)
+    name = titles[rank].partition("--name ")[2].split()[0]
+    (leader,) = (pid for pid, title in titles.items() if f"--name {name} " in title and "[rank " not in title)
+    os.kill(leader, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(leader, signal.SIGCONT)
 
 
 def steps_in(run: Path) -> int:
@@ -114,16 +130,17 @@ def test_an_island_that_loses_a_process_comes_back_and_the_others_never_stop(pro
     run = processes.start("train", "config.yaml", "--run-dir", "run", "--workers", "2", *settings)
     wait_for(run, r"w2: .* [1-9]\d* accepted")
     first, _ = ranks_in(processes.folder)
-    os.kill(first, signal.SIGKILL)
-    died = steps_in(processes.folder / "run")
+    with held_up(processes.folder, first):
+        os.kill(first, signal.SIGKILL)
+        died = steps_in(processes.folder / "run")
+        eventually(lambda: steps_in(processes.folder / "run") > died + 1)  # the other one goes on, beyond what the island may have sent
     wait_for(run, r"w\d (joined|came back)")  # the island, again
-    assert steps_in(processes.folder / "run") > died, "the other one went on"
     run.send_signal(signal.SIGINT)
     output, _ = run.communicate(timeout=HANG_S)
     assert run.returncode == 130, output
     logs = [path.read_text() for path in (processes.folder / "run" / "workers").glob("*.log")]
     assert sum("starting all again" in log for log in logs) == 1
-    assert not ranks_in(processes.folder), "none is left behind"
+    eventually(lambda: not ranks_in(processes.folder))  # none is left behind, also of an island that was ended because it took its time
     processes.audit("run")
 
 

@@ -114,7 +114,6 @@ def test_the_pages_show_commands() -> None:
     assert sum(len(script.values[0]) for script in SCRIPTS) >= 20
 
 
-@pytest.mark.timeout(300)
 def test_the_examples_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     examples = blocks("python", PYTHON)

@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,25 @@ data:
 training: {max_steps: 40, batch_size: 4, gradient_accumulation_steps: 2, schedule: {kind: cosine, warmup_steps: 5}}
 evaluation: {batches: 2}
 """
+DIES = """\
+import os, signal
+from shoal.cli.main import main
+from shoal.engines import SingleEngine
+before = SingleEngine.step
+def step(self, batches):
+    if self.step_count == 18:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return before(self, batches)
+SingleEngine.step = step
+raise SystemExit(main())
+"""
+"""A whole run takes a second: whoever kills it from outside may come when it is over."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "dies.py").write_text(DIES)
     (tmp_path / "gan.yaml").write_text(GAN)
     (tmp_path / "mixture.yaml").write_text(MIXTURE)
     (tmp_path / "one.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
@@ -57,8 +72,8 @@ def shoal(*arguments: str) -> int:
     return main(["train", *arguments])
 
 
-def start(folder: Path, *arguments: str) -> Command:
-    return Command(["-m", "shoal", "train", *arguments], folder, errors=True)
+def start(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "shoal")) -> Command:
+    return Command([*program, "train", *arguments], folder, errors=True)
 
 
 def end(process: Command) -> int:
@@ -94,10 +109,8 @@ def test_killed_and_resumed_is_the_same_as_not_killed(folder: Path, case: str) -
     """To the bit, as processes of their own: what else a process has computed may change how the next sum is rounded."""
     arguments = [*CASES[case], "--set", "checkpoint.every_steps=7", "--set", "logging.every_steps=3"]
     assert end(start(folder, *arguments, "--run-dir", "whole")) == 0
-    killed = start(folder, *arguments, "--run-dir", "killed")
-    wait_for_step(killed, folder / "killed", 18)
-    killed.kill()
-    killed.wait()
+    assert end(start(folder, *arguments, "--run-dir", "killed", program=["dies.py"])) == -signal.SIGKILL
+    assert records(folder / "killed")[-1]["step"] == 18
     assert not (folder / "killed" / "summary.json").exists()
     assert end(start(folder, "--run-dir", "killed", "--resume")) == 0
     assert records(folder / "killed") == records(folder / "whole")

@@ -1,8 +1,12 @@
-"""A plugin of the tests: a task that counts its steps in a file for each process, and stops at one of them where a file says so."""
+"""A plugin of the tests: a task that counts its steps in a file for each process, and stops at one of them where a file says so.
+
+The file says `die 3` or `wait 3`; with `hold 3` the process goes on when there is a file called `go`.
+"""
 
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -45,7 +49,10 @@ class WatchedTask(Classification):
         if what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         print(f"waiting at step {step}", flush=True)
-        signal.pause()
+        if what == "wait":
+            signal.pause()
+        while not Path("go").exists():
+            time.sleep(0.01)
 
 
 class Forgetful(Model):

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from commands import HANG_S
 from shoal.config.load import File, Override, resolve
 from shoal.coordinator.audit import audit, missing_above
 from shoal.coordinator.evidence import gather
@@ -39,13 +40,13 @@ def test_rounds_of_syncps_go_up_to_a_run_that_applies_each_update_when_it_comes(
     ended: dict[str, dict[str, Any]] = {}
     upper = threading.Thread(target=lambda: ended.update(above=above.loop.train()))
     upper.start()
-    joined = Joined(Way(*above.invitation, name="left", patience_s=60.0), lambda text: None)
+    joined = Joined(Way(*above.invitation, name="left", patience_s=HANG_S), lambda text: None)
     below = settings_of(joined.welcome.header, overrides(BELOW))
     relay = prepare(below, run_dir=str(tmp_path / "left"), resume=False, reporters=[], workers=2, above=joined)
     workers = WorkerThreads(tmp_path / "left" / "workers", relay.invitation, ["ada", "ben"], NOTHING, lambda text: None)
     workers.start()
     ended["left"] = relay.loop.train()
-    upper.join(60)
+    upper.join(HANG_S)
     workers.close()
     for made in (relay, above):
         made.loop.server.close()

@@ -227,7 +227,6 @@ def loss(model, batch):
 """
 
 
-@pytest.mark.timeout(300)  # two processes that import everything
 def test_functions_that_are_named_serve_worker_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_parts.py").write_text(PARTS)
     monkeypatch.chdir(tmp_path)
@@ -239,14 +238,12 @@ def test_functions_that_are_named_serve_worker_processes(tmp_path: Path, monkeyp
     assert_close(weights(threads_or_not.model), weights(alone.model), 1e-5)
 
 
-@pytest.mark.timeout(300)
 def test_several_workers_share_what_a_configuration_for_one_describes(tmp_path: Path) -> None:
     result = train("starter", workers=2, overrides=["training.max_steps=3", "evaluation.strategy=never"], run_dir=tmp_path / "run")
     assert (result.status, result.contributions["accepted"]) == ("completed", 6)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_a_run_through_a_database_of_its_own(tmp_path: Path) -> None:
     pytest.importorskip("psycopg")
     settings = ["strategy.kind=workunits", "transport.kind=postgres", "training.max_steps=2", "strategy.units_per_update=2"]
@@ -390,7 +387,6 @@ def config(tmp_path: Path) -> TrainerConfig:
 OURS = ["data.tokenizer=bytes", "training.device=cpu", "logging.every_steps=1"]
 
 
-@pytest.mark.timeout(300)  # two processes that import everything
 def test_a_trainer_config_trains_with_diloco(config: TrainerConfig, tmp_path: Path) -> None:
     result = train(config, workers=1, overrides=OURS, run_dir=tmp_path / "run", progress=False)
     assert (result.status, result.steps) == ("completed", 3)

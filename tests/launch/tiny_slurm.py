@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from commands import HANG_S
 from shoal.transports.addresses import free_port
 
-PATIENCE_S = 60.0
 CONF = """\
 ClusterName=tiny
 SlurmctldHost=localhost
@@ -54,7 +54,7 @@ def tiny_slurm(folder: Path) -> Iterator[dict[str, str]]:
     commands = [[controller, "-D", "-c"], *([daemon, "-D", "-N", name] for name in ("n1", "n2"))]
     running = [subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for command in commands]
     try:
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + HANG_S
         while "idle n[1-2]" not in " ".join(_told(["sinfo", "--noheader"], environ).split()):
             assert time.monotonic() < until, (folder / "slurmctld.log").read_text()
             time.sleep(0.1)

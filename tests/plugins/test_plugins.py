@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import Processes, processes_in
+from commands import HANG_S, Processes, processes_in
 from shoal.cli.main import main
 from shoal.config import plugins
 from shoal.config.load import File, Loaded, resolve, resolve_data
@@ -120,7 +120,7 @@ def test_a_worker_without_the_plugin_or_with_another_version_is_refused(processe
     assert (code, "other/my_parts.py has" in output) == (2, True), output
     code, output = processes.run(*command)
     assert code == 0, output
-    assert coordinator.wait(60) == 0
+    assert coordinator.wait(HANG_S) == 0
 
 
 def test_every_example_of_the_documentation_runs_as_a_plugin(processes: Processes, folder: Path) -> None:

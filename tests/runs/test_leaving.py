@@ -26,7 +26,8 @@ SETTINGS = {
     "strategy": {"kind": "async"},
     "coordinator": {"heartbeat_interval_s": 30.0},
 }
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
+"""Whoever takes longer hangs. A busy machine takes many times as long as a quiet one."""
 
 
 class Heard(Reporter):
@@ -81,7 +82,9 @@ def wait_for(happened: Callable[[], Any], what: str) -> None:
 
 
 def test_a_worker_whose_coordinator_is_gone_leaves_when_it_is_first_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a sign of life it waits for nothing, least of all for an answer of its own: that would take longer than this test."""
     monkeypatch.setattr("shoal.runs.joining._SIGN_S", 0.3)
+    monkeypatch.setattr("shoal.worker.protocol.ANSWER_S", 10 * PATIENCE_S)
     with coordinating(tmp_path) as coordinator:
         told: list[str] = []
         worker = Joined(Way(*coordinator.invitation, name="w"), told.append)
@@ -91,11 +94,9 @@ def test_a_worker_whose_coordinator_is_gone_leaves_when_it_is_first_asked_to(tmp
         wait_for(lambda: coordinator.loop.coordinator.state.version > 3, "the run goes on")
         coordinator.freeze()
         wait_for(lambda: worker.protocol.waits, "the worker asks somebody who does not answer")
-        asked_at = time.monotonic()
         worker.stop()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-        assert time.monotonic() - asked_at < 5.0, "without a sign of life it waits for nothing, least of all for an answer of its own"
         assert told[-1] == "nobody answers: leaving without saying goodbye"
 
 

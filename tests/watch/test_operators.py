@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from commands import HANG_S
 from shoal.cli.completion import words
 from shoal.cli.main import COMMANDS, main
 from shoal.launch import examining
@@ -102,7 +103,7 @@ def test_a_dashboard_beside_a_run_is_a_process_that_ends_with_it(tmp_path: Path)
     run = write_run(tmp_path / "run", 1.0, 1)
     with dashboard(run) as told:
         metrics = urllib.parse.urljoin(told.split(" at ")[1], "/metrics")  # the address itself also has the owner's secret
-        with urllib.request.urlopen(metrics, timeout=60) as answer:
+        with urllib.request.urlopen(metrics, timeout=HANG_S) as answer:
             assert b'shoal_version{run="run"} 8' in answer.read()
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(metrics, timeout=60)
+        urllib.request.urlopen(metrics, timeout=HANG_S)

@@ -26,7 +26,7 @@ _BEGIN_S = 60.0
 _USUAL_START_S, _LEAST_S = 20.0, 10.0
 """Where the start takes longer than usual, so much less is trained, but never less than this: a demo has an end on a slow machine, too."""
 _AFTER_S = 15.0
-"""How long to wait, when time is up, until the run is seen to go on after the last thing that befell it."""
+"""How long to wait, when time is up, until the run is seen to go on after the last thing that befell it, with all who joined."""
 _ALONE_S = 10.0
 _FOREWORD = """\
 Everything below runs on this machine, and takes about {seconds:.0f} seconds and a start.
@@ -100,7 +100,7 @@ def _play(scene: Scene, stage: Stage, seconds: float, began: float) -> Seen:
     start, told, waiting = time.monotonic(), 0.0, list(scene.happenings)
     seconds = max(_LEAST_S, seconds - max(0.0, start - began - _USUAL_START_S))
     back = 0
-    while (elapsed := time.monotonic() - start) < seconds or waiting or (stage.seen().version <= back and elapsed < seconds + _AFTER_S):
+    while (elapsed := time.monotonic() - start) < seconds or waiting or (elapsed < seconds + _AFTER_S and not _goes_on(stage, back)):
         if waiting and elapsed >= waiting[0].share * seconds:
             _happen(waiting.pop(0), scene, stage, began)
             told, back = time.monotonic(), stage.seen().version
@@ -111,6 +111,11 @@ def _play(scene: Scene, stage: Stage, seconds: float, began: float) -> Seen:
             break
         time.sleep(_LOOK_S)
     return stage.seen()
+
+
+def _goes_on(stage: Stage, back: int) -> bool:
+    """Whether the run has come further than it was, and all who joined have a part in it: who came late may still be loading."""
+    return stage.seen().version > back and all(stage.takes_part(name) for name in stage.workers)
 
 
 def _first_update(stage: Stage) -> None:

@@ -99,10 +99,11 @@ def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
     with started(made, reporters, download if speaks else None, arguments) as ready:
         loop = ready.loop
         loop.message(headline(made, loop))
-        if made.asked.invite:
-            show_invitation(ready, made.asked.hosts)
-        with stopping_on_signals(loop), _watched(loop, made.asked.watch and speaks):
-            outcome = ready.train()
+        with stopping_on_signals(loop):  # before the invitation: whoever reads that may want the run to end
+            if made.asked.invite:
+                show_invitation(ready, made.asked.hosts)
+            with _watched(loop, made.asked.watch and speaks):
+                outcome = ready.train()
         return show_outcome(loop, outcome, _command(made)) if speaks else 0, loop.engine.world
 
 

@@ -114,6 +114,11 @@ class Stage:
         """`kill -9` for a worker."""
         self._end(self.workers[name])
 
+    def takes_part(self, name: str) -> bool:
+        """Whether something of a worker has counted; of one that has ended nothing more is to come."""
+        receipts = self.run / "workers" / f"{name}.jsonl"
+        return self.workers[name].poll() is not None or (receipts.exists() and receipts.stat().st_size > 0)
+
     def crash(self) -> None:
         """`kill -9` for the coordinator."""
         assert self.coordinator is not None

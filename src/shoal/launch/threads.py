@@ -11,8 +11,9 @@ from shoal.runs.given import Given
 from shoal.runs.inviting import Invitation
 from shoal.runs.joining import Joined, Way
 
-_PATIENCE_S = 5.0
-"""How long a worker looks for a coordinator that is gone: it was in this process, so it does not come back."""
+_PATIENCE_S, _LEAVING_S = 60.0, 10.0
+"""How long a worker waits for an answer: on a busy machine, where many join at once, the coordinator takes its time. And how long one that
+is to leave is waited for."""
 
 
 class WorkerThread:
@@ -82,4 +83,4 @@ class WorkerThreads:
             worker.stop()
         for worker in self.workers:
             if worker.thread.ident is not None:
-                worker.thread.join(2 * _PATIENCE_S)
+                worker.thread.join(_LEAVING_S)
