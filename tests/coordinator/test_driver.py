@@ -223,6 +223,56 @@ def test_a_coordinator_that_dies_twice_loses_nothing_it_confirmed(tmp_path: Path
     assert violations(world) == []
 
 
+def dead_in_the_midst(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said of workers that are taken for dead before the run is over; afterwards those of these tests say nothing more."""
+    said: list[str] = []
+
+    def say(world: World, text: str) -> None:
+        if "is taken for dead" in text and not world.driver.coordinator.finished:
+            said.append(text)
+
+    monkeypatch.setattr(World, "say", say)
+    return said
+
+
+def test_nobody_is_taken_for_dead_because_the_coordinator_was_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = dead_in_the_midst(monkeypatch)
+
+    def pause(world: World) -> None:
+        """Everything on the machine stands still for a minute: what was due in between comes after it."""
+        world.now += 60.0
+        world.heap = [(when + 60.0, order, what) for when, order, what in world.heap]
+
+    world = live(tmp_path, STRATEGIES["syncps"], 4, (6.0, pause), (80.0, pause))
+    assert world.versions == list(range(1, 25))
+    assert said == []
+
+
+def test_who_died_while_the_coordinator_was_away_is_taken_for_dead_soon_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = dead_in_the_midst(monkeypatch)
+    world = World(tmp_path, STRATEGIES["syncps"], 4)
+    for name in ("w0", "w1"):
+        Walker(world, name, 1.0)
+    gone = Walker(world, "gone", 1.0)
+    world.at(6.0, lambda: setattr(gone, "speak", lambda: None))
+    world.at(7.0, lambda: setattr(world.driver, "_tick_at", world.now - 60.0))
+    world.run()
+    assert [text.partition(" ")[0] for text in said] == ["gone"]
+
+
+def test_a_coordinator_that_is_always_slow_judges_all_the_same(tmp_path: Path) -> None:
+    world, asked = World(tmp_path, STRATEGIES["async"], 1), list[Any]()
+    Walker(world, "silent", 1.0)
+    while not world.driver.coordinator.members.by_name:
+        world.now, _, what = heapq.heappop(world.heap)
+        what()
+    world.wire.ask = lambda message, answer: asked.append(message)  # type: ignore[method-assign]
+    for _ in range(6):
+        world.now += 10.0  # between any two looks at what has come
+        world.driver.step(0.0)
+    assert not world.driver.coordinator.members.by_name
+
+
 def test_a_question_that_no_worker_of_ours_asks_is_refused_and_counted(tmp_path: Path) -> None:
     world, heard = World(tmp_path, STRATEGIES["async"], 1), list[Any]()
     world.wire.ask(Message({"kind": "join", "name": 7}), heard.append)

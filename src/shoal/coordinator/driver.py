@@ -66,6 +66,7 @@ class Driver:
         self.snapshots = SnapshotWriter(around.store, around.watcher.say, around.threads)
         self._replaying = False
         self._tick_at = 0.0
+        self._listens_until: float | None = None
         self._long_journal = max(_LEAST_JOURNAL_BYTES, _JOURNAL_STATES * 16 * coordinator.learner.vector.numel())
 
     # --- the service -------------------------------------------------------------------------------
@@ -79,6 +80,7 @@ class Driver:
         if self.board is not None:
             self.store.carry_out(self.board.publish)
         self._carry_out([effect for effect in effects if not (goes_on and isinstance(effect, Issue) and effect.version == version)])
+        self._tick_at = self.around.clock()
 
     def step(self, timeout_s: float = TICK_S) -> bool:
         """Serve what comes in within the time. Return whether time has passed enough for the coordinator to hear of it."""
@@ -86,12 +88,24 @@ class Driver:
         now = self.around.clock()
         if now < self._tick_at:
             return False
+        if self._may_judge(now):
+            self.happen(Tick())
         self._tick_at = now + TICK_S
-        self.happen(Tick())
         for note in self.board.notes(now) if self.board is not None else ():
             self.around.watcher.say(note)
         if self.snapshots.due(self._journal_is_long(), now):
             self.snapshot(wait=False)
+        return True
+
+    def _may_judge(self, now: float) -> bool:
+        """Whether the silence of workers is their own. A coordinator that was away (stopped, or its whole machine was) first listens for as
+        long as a sign of life takes to come. One that is always slow judges after that all the same."""
+        interval_s = self.coordinator.members.heartbeat_interval_s
+        if self._listens_until is None and now - self._tick_at > interval_s:
+            self._listens_until = now + interval_s
+        if self._listens_until is not None and now < self._listens_until:
+            return False
+        self._listens_until = None
         return True
 
     def happen(self, event: Event) -> None:

@@ -136,7 +136,8 @@ class Membership:
     """All workers that are here. Seats and sequence numbers are remembered for those that come back."""
 
     def __init__(self, heartbeat_interval_s: float, most_sessions: int = 10_000) -> None:
-        self.timeout_s, self.most_sessions = MISSED_HEARTBEATS * heartbeat_interval_s, most_sessions
+        self.heartbeat_interval_s, self.timeout_s = heartbeat_interval_s, MISSED_HEARTBEATS * heartbeat_interval_s
+        self.most_sessions = most_sessions
         self.by_session: OrderedDict[str, Worker] = OrderedDict()
         """Who has been silent for longest comes first."""
         self.by_name: dict[str, Worker] = {}
