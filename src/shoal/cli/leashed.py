@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 
-from shoal.cli.main import main
+from shoal.cli.main import program
 
 _MOST_BYTES = 4096
 
@@ -23,4 +22,4 @@ def _follow() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_follow, name="leash", daemon=True).start()
-    sys.exit(main())
+    program()

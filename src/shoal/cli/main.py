@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from shoal import __version__
+from shoal.ending import end
 from shoal.errors import ShoalError
 
 COMMANDS = {
@@ -51,6 +53,11 @@ commands:
 
 `shoal COMMAND --help` tells more. `shoal --version` prints the version.
 """
+
+
+def program() -> NoReturn:
+    """The program `shoal`, from its arguments to its end."""
+    end(main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from shoal.config.load import Override
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import place
 from shoal.errors import ShoalError
-from shoal.launch.starting import Arguments, Asked, Plan, Way, headline, plan, started
+from shoal.launch.starting import Arguments, Asked, Plan, Way, headline, load_beside, plan, started
 from shoal.launch.watching import check_dashboard, dashboard
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def train(made: Plan, arguments: Arguments = lambda names: dict.fromkeys(names, 
 
 
 def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
+    load_beside(made)  # before torch is loaded here
     from shoal.watch.progress import progress_for
     from shoal.watch.sinks import sinks_for
 

@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
+from shoal.ending import end
 from shoal.errors import ShoalError
 
 _LOADED = (
@@ -406,5 +407,10 @@ def main() -> NoReturn:
     order = server.serve()
     if order is not None:
         _become(order)
-        _run(order["arguments"])
-    raise SystemExit(0)
+        try:
+            _run(order["arguments"])
+        except SystemExit as ended:
+            if not isinstance(ended.code, int | None):
+                raise
+            end(ended.code or 0)
+    end(0)

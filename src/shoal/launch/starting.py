@@ -303,6 +303,12 @@ def started(
         raise ShoalError(in_words_of((parsed.layer.dialect for parsed in plan.loaded.files), str(error))) from error
 
 
+def load_beside(plan: Plan) -> None:
+    """Let the process that will start workers load its libraries while this one loads its own. It may be called early, and again."""
+    if plan.way is Way.COORDINATES and (plan.workers or not plan.asked.invite) and plan.run.transport.kind != "in-process":
+        nursery.prepare()
+
+
 @contextmanager
 def _put_together(
     plan: Plan, reporters: list[Reporter], progress: Progress | None, arguments: Arguments, given: Given
@@ -313,8 +319,7 @@ def _put_together(
     assert plan.way is Way.COORDINATES, plan.way
     from shoal.launch.grounds import ground_for
 
-    if (plan.workers or not plan.asked.invite) and plan.run.transport.kind != "in-process":
-        nursery.prepare()  # it loads while this process does
+    load_beside(plan)
     asked, hosts = plan.asked, _hosts(plan)
     with ground_for(plan.run, asked.run_dir, asked.resume, hosts, asked.invite) as ground:
         from shoal.runs.coordinating import prepare

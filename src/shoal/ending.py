@@ -1,0 +1,22 @@
+"""The end of a process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from contextlib import suppress
+from typing import NoReturn
+
+
+def end(code: int) -> NoReturn:
+    """End this process as the interpreter does, but for its memory: threads are waited for, what asked to be called at the end is called,
+    what was printed is written. To take torch apart in memory, object by object, would take a second of a core; the system frees it at
+    once. Files and sockets have been closed by those who opened them."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # nobody reads it any more, or it was closed, or there is none
+            stream.flush()
+    os._exit(code)
