@@ -77,6 +77,7 @@ def test_what_is_there_is_not_written_over(capsys: pytest.CaptureFixture[str]) -
     assert not list(Path().glob("*other*"))
 
 
+@pytest.mark.whole
 def test_adapters_are_exported_alone_and_peft_loads_them_to_the_same_logits(capsys: pytest.CaptureFixture[str]) -> None:
     peft = pytest.importorskip("peft")
     shape = transformers.GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)

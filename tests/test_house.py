@@ -255,6 +255,7 @@ USED_BY_OTHERS = {
 }
 
 
+@pytest.mark.whole
 def test_vulture_finds_no_dead_code() -> None:
     finder = Vulture()
     finder.scavenge([str(SOURCE)])

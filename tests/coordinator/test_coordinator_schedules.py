@@ -77,6 +77,7 @@ def test_whatever_happens_nothing_confirmed_is_lost_or_doubled(
     live_through(name, schedule, workers, steps)
 
 
+@pytest.mark.whole
 def test_the_schedules_are_as_hard_as_they_claim() -> None:
     """All that can go wrong does go wrong in them."""
     crashes, confirmed, several, outcomes = 0, 0, 0, set[str]()
