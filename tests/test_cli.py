@@ -205,3 +205,9 @@ def test_a_process_that_ends_waits_for_its_threads_and_writes_all_that_was_print
     )
     done = subprocess.run([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stdout.split("\n")) == (3, ["printed", "waited for", "called", ""])
+
+
+def test_a_profiler_tells_what_it_saw_of_a_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cProfile", "-o", str(tmp_path / "seen"), "-m", "shoal", "--version"]
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=HANG_S, check=False).returncode == 0
+    assert (tmp_path / "seen").stat().st_size > 0
