@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from shoal.errors import ShoalError
 from shoal.updates import privacy
 from shoal.updates.privacy import Accountant, add_noise_, epsilon, sample_level_multiplier
 
-dp_accounting = pytest.importorskip("dp_accounting")
+pytestmark = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="needs shoal[privacy]")
 
 
 def test_noise_has_the_spread_of_clip_times_multiplier_and_repeats_with_its_seed() -> None:
@@ -28,6 +29,8 @@ def test_noise_has_the_spread_of_clip_times_multiplier_and_repeats_with_its_seed
 
 @pytest.mark.parametrize(("noise", "rate", "steps"), [(1.0, 0.01, 1), (1.1, 0.004, 1000), (0.6, 0.2, 37), (4.0, 1.0, 100)])
 def test_epsilon_is_the_one_of_the_whole_composition(noise: float, rate: float, steps: int) -> None:
+    import dp_accounting  # it takes seconds, and only the process that comes here needs it
+
     event = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise)), steps)
     accountant = dp_accounting.rdp.RdpAccountant()
     accountant.compose(event)
