@@ -211,3 +211,11 @@ def test_a_profiler_tells_what_it_saw_of_a_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cProfile", "-o", str(tmp_path / "seen"), "-m", "shoal", "--version"]
     assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=HANG_S, check=False).returncode == 0
     assert (tmp_path / "seen").stat().st_size > 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_output_that_a_full_disk_does_not_take_is_told() -> None:
+    with open("/dev/full", "w") as full:
+        command, environ = [sys.executable, "-m", "shoal", "--version"], {**os.environ, "PYTHONUNBUFFERED": ""}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S, check=False, env=environ)
+    assert (done.returncode, done.stderr) == (1, "error: not all that was printed could be written: No space left on device\n")

@@ -19,6 +19,12 @@ def end(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # nobody reads it any more, or it was closed, or there is none
+        try:
             stream.flush()
+        except (BrokenPipeError, ValueError, AttributeError):  # nobody reads it any more, or it was closed, or there is none
+            pass
+        except OSError as error:  # the disk is full
+            with suppress(OSError):
+                os.write(2, f"error: not all that was printed could be written: {error.strerror}\n".encode())
+            code = code or 1
     os._exit(code)
