@@ -31,7 +31,7 @@ from run import Row
 
 from shoal import strategies
 from shoal.config.load import File, Override, resolve
-from shoal.coordinator.doorkeeper import Shares
+from shoal.coordinator.members.authentication import Shares
 from shoal.coordinator.state import Bounds, Plan
 from shoal.simulate import Machine, simulate, together
 from shoal.simulate.learning import Drift, Timing

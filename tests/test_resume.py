@@ -67,7 +67,7 @@ def test_a_completed_run_is_left_as_it_is(folder: Path) -> None:
 
 HOLDER = """
 from pathlib import Path
-from shoal.coordinator.lock import Lock
+from shoal.coordinator.durable.lock import Lock
 lock = Lock(Path("run"))
 lock.take()
 print("held", flush=True)

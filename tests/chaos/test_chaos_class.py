@@ -15,7 +15,7 @@ import torch
 from school import School
 from test_class_at_work import covered, train, violations
 
-from shoal.coordinator.units import Cut
+from shoal.coordinator.units.cut import Cut
 from shoal.launch import EmbeddedPostgres
 from shoal.runs.joining import Joined
 from shoal.runs.lines import BoardLine

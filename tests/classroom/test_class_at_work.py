@@ -17,8 +17,8 @@ from school import DIGITS, School, all_there
 from commands import HANG_S
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
-from shoal.coordinator.audit import audit
-from shoal.coordinator.evidence import gather_from, gather_receipts
+from shoal.coordinator.audit.files import gather_from, gather_receipts
+from shoal.coordinator.audit.run import audit
 from shoal.errors import ShoalError
 from shoal.runs import joining
 from shoal.runs.cluster_loop import ClusterLoop

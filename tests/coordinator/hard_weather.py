@@ -16,7 +16,7 @@ from tiny_cluster import RATE, Numbers, believing, contribution, nameplate
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Persist, Reply
-from shoal.coordinator.intake import LONGEST_WAIT_S
+from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S
 from shoal.coordinator.state import Called, Concluded, Event, Opened, Plan, Tick
 from shoal.strategies import Policies
 from shoal.updates import codecs

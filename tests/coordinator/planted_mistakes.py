@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shoal.coordinator import book, intake, leases, machine, membership, rounds
+from shoal.coordinator import machine
+from shoal.coordinator.durable import replayed_state
 from shoal.coordinator.effects import Persist, Reply
+from shoal.coordinator.members import table
 from shoal.coordinator.policies import Barrier
+from shoal.coordinator.rounds.open_rounds import contributions, open_rounds
+from shoal.coordinator.units.cut import leases
 
 Patch = Callable[[Any], None]
 """Given pytest's monkeypatch."""
@@ -15,14 +19,14 @@ Patch = Callable[[Any], None]
 
 def _forgets_repeats(patch: Any) -> None:
     """A contribution that comes again is a new one."""
-    real = intake.Intake.take
+    real = contributions.Intake.take
 
     def take(self: Any, event: Any, asked: Any, worker: Any) -> None:
         self.host.state.sequences.pop(worker.name, None)
         self.host.state.positions.pop(str(worker.seat), None)
         real(self, event, asked, worker)
 
-    patch.setattr(intake.Intake, "take", take)
+    patch.setattr(contributions.Intake, "take", take)
 
 
 def _confirms_before_it_keeps(patch: Any) -> None:
@@ -61,20 +65,20 @@ def _waits_for_the_dead(patch: Any) -> None:
 
 def _never_evicts(patch: Any) -> None:
     """Whoever is silent stays, and rounds that closed without somebody wait for it again."""
-    patch.setattr(membership.Membership, "silent", lambda self, now: None)
-    patch.setattr(rounds.Rounds, "miss", lambda self, number: None)
+    patch.setattr(table.Membership, "silent", lambda self, now: None)
+    patch.setattr(open_rounds.Rounds, "miss", lambda self, number: None)
     patch.setattr(Barrier, "deadline_s", 1e9, raising=False)
     _waits_for_the_dead(patch)
 
 
 def _holds_answers_for_ever(patch: Any) -> None:
     """Whoever waits for a round hears nothing until it closes."""
-    patch.setattr(intake.Intake, "reassure", lambda self: None)
+    patch.setattr(contributions.Intake, "reassure", lambda self: None)
 
 
 def _drops_one_of_several(patch: Any) -> None:
     """Of several contributions of a worker in a round only the last is kept."""
-    real = rounds.Rounds.hold
+    real = open_rounds.Rounds.hold
 
     def hold(self: Any, number: int, held: Any) -> None:
         there = self.open.get(number)
@@ -82,7 +86,7 @@ def _drops_one_of_several(patch: Any) -> None:
             del there.held[key]
         real(self, number, held)
 
-    patch.setattr(rounds.Rounds, "hold", hold)
+    patch.setattr(open_rounds.Rounds, "hold", hold)
 
 
 def _lends_twice(patch: Any) -> None:
@@ -106,18 +110,18 @@ def _lends_twice(patch: Any) -> None:
 
 def _counts_a_share_twice(patch: Any) -> None:
     """A late contribution is weighed twice by its lag."""
-    real = book.Book._combine
+    real = replayed_state.Book._combine
 
     def combine(self: Any, held: Any) -> Any:
         update, buffers, share = real(self, held)
         return update, buffers, share * held[0].record["share"]
 
-    patch.setattr(book.Book, "_combine", combine)
+    patch.setattr(replayed_state.Book, "_combine", combine)
 
 
 def _counts_the_head_of_a_journal_again(patch: Any) -> None:
     """What a journal repeats of the one before it, since the disk took no snapshot between them, is counted once more."""
-    patch.setattr(rounds.Rounds, "holds", lambda self, record: False)
+    patch.setattr(open_rounds.Rounds, "holds", lambda self, record: False)
 
 
 MISTAKES: dict[str, Patch] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.coordinator.audit import audit
-from shoal.coordinator.evidence import Evidence, Receipt, gather_from
+from shoal.coordinator.audit.files import Evidence, Receipt, gather_from
+from shoal.coordinator.audit.run import audit
 
 
 @pytest.mark.parametrize(("waiting", "found"), [([("mia", 3)], 0), ([("mia", 4)], 1), ([], 1)])

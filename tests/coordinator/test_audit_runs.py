@@ -15,9 +15,9 @@ from tiny_cluster import FakeWorker, strategy_of
 
 from shoal.cli.main import main
 from shoal.config.schema.strategy import Async
-from shoal.coordinator.ledger import sealed
-from shoal.coordinator.lock import Lock
-from shoal.coordinator.seals import key_in, seal
+from shoal.coordinator.durable.ledger import sealed
+from shoal.coordinator.durable.lock import Lock
+from shoal.coordinator.durable.receipt_seal import key_in, seal
 
 Lines = list[dict[str, Any]]
 
@@ -225,7 +225,7 @@ def test_a_live_run_is_not_blamed_for_what_changed_while_it_was_read(
         write_ledger(run, lines[: len(lines) - 8 + 4 * min(2, next(looks))])  # while the journal is at its end already
         return True
 
-    monkeypatch.setattr("shoal.coordinator.lock.is_held", grows)
+    monkeypatch.setattr("shoal.coordinator.durable.lock.is_held", grows)
     lock.take()
     try:
         assert main(["audit", str(run)]) == 0

@@ -9,8 +9,8 @@ import torch
 from tiny_cluster import RATE, Cluster, FakeWorker, encoded, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
-from shoal.coordinator.journal import Journal
-from shoal.coordinator.membership import MOST_NAMES
+from shoal.coordinator.durable.journal import Journal
+from shoal.coordinator.members.table import MOST_NAMES
 from shoal.coordinator.state import Concluded, Interrupted
 from shoal.updates.messages import PROTOCOL, BadMessage, Join, parse
 
@@ -234,7 +234,7 @@ def test_what_a_worker_says_of_itself_does_not_steer_a_terminal() -> None:
 
 
 def test_ever_new_names_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.coordinator.membership.MOST_NAMES", 50)
+    monkeypatch.setattr("shoal.coordinator.members.table.MOST_NAMES", 50)
     assert MOST_NAMES > 50
     cluster, a = alone()
     cluster.coordinator.members.most_sessions = 50

@@ -11,8 +11,8 @@ from tiny_cluster import Cluster, strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs
 from shoal.config.schema.updates import Int8Codec, NoCodec, Updates
-from shoal.coordinator.publisher import Publisher
-from shoal.coordinator.rounds import Rounds
+from shoal.coordinator.rounds.open_rounds import Rounds
+from shoal.coordinator.rounds.weights_publisher import Publisher
 from shoal.coordinator.state import Bounds, Held
 
 STRATEGIES = {

@@ -14,7 +14,7 @@ from tiny_cluster import strategy_of
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import Updates
 from shoal.coordinator.state import Plan, Task, Tasks
-from shoal.coordinator.units import Cut
+from shoal.coordinator.units.cut import Cut
 from shoal.scheduling import KINDS
 from shoal.strategies import Policies
 

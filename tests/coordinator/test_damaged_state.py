@@ -16,11 +16,11 @@ from tiny_cluster import Numbers
 
 from shoal.cli.main import main
 from shoal.coordinator import Coordinator
-from shoal.coordinator.audit import audit
+from shoal.coordinator.audit.files import gather
+from shoal.coordinator.audit.run import audit
 from shoal.coordinator.driver import Captured, Driver, Surroundings
-from shoal.coordinator.evidence import gather
-from shoal.coordinator.journal import journals, path_of
-from shoal.coordinator.records import Reading
+from shoal.coordinator.durable.journal import journals, path_of
+from shoal.coordinator.durable.records import Reading
 from shoal.errors import ShoalError
 from shoal.runs.checkpoint import Checkpoints
 from shoal.runs.keeping import Files

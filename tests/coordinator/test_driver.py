@@ -17,12 +17,12 @@ from tiny_cluster import Numbers, believing, contribution, nameplate, strategy_o
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator import Coordinator
-from shoal.coordinator.audit import audit
+from shoal.coordinator.audit.files import gather
+from shoal.coordinator.audit.run import audit
 from shoal.coordinator.driver import Captured, Driver, Surroundings
 from shoal.coordinator.effects import Published
-from shoal.coordinator.evidence import gather
 from shoal.coordinator.state import Exited, Plan
-from shoal.coordinator.units import Cut
+from shoal.coordinator.units.cut import Cut
 from shoal.runs.keeping import Files
 from shoal.strategies import Policies
 from shoal.transports import Traffic

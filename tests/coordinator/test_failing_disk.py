@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from test_journal_recovery import STRATEGIES, Durable, kept
 from tiny_cluster import FakeWorker
 
-from shoal.coordinator import journal as journal_module
-from shoal.coordinator.journal import Journal, journals
-from shoal.coordinator.ledger import Ledger
-from shoal.coordinator.snapshot_writer import SnapshotWriter
+from shoal.coordinator.durable import journal as journal_module
+from shoal.coordinator.durable.journal import Journal, journals
+from shoal.coordinator.durable.ledger import Ledger
+from shoal.coordinator.durable.snapshots import SnapshotWriter
 from shoal.errors import ShoalError
 from shoal.runs import checkpoint as checkpoint_module
 from shoal.runs.checkpoint import Checkpoints

@@ -15,9 +15,9 @@ import torch
 from tiny_cluster import Cluster, FakeWorker, strategy_of
 
 from shoal.config.schema.strategy import Async, SyncPs
-from shoal.coordinator.journal import Journal, journals, path_of
-from shoal.coordinator.ledger import Ledger
-from shoal.coordinator.records import HEAD_BYTES, Reading
+from shoal.coordinator.durable.journal import Journal, journals, path_of
+from shoal.coordinator.durable.ledger import Ledger
+from shoal.coordinator.durable.records import HEAD_BYTES, Reading
 from shoal.errors import ShoalError
 from shoal.runs.checkpoint import Checkpoints
 
@@ -82,7 +82,7 @@ def test_a_journal_written_over_an_old_one_never_takes_its_records_for_its_own(t
 WRITER = """
 import sys
 from pathlib import Path
-from shoal.coordinator.journal import Journal
+from shoal.coordinator.durable.journal import Journal
 journal = Journal(Path(sys.argv[1]))
 for seq in range(10_000):
     if seq % 5 == 0:

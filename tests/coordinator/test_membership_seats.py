@@ -10,7 +10,7 @@ from typing import Any
 from tiny_cluster import Cluster, strategy_of
 
 from shoal.config.schema.strategy import Async
-from shoal.coordinator.membership import Membership, Seats, Worker
+from shoal.coordinator.members.table import Membership, Seats, Worker
 from shoal.updates.messages import PROTOCOL, Join
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import Codec, Fp16Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec
-from shoal.coordinator import publisher as publishing
-from shoal.coordinator.publisher import Bulletin, Notice, Publisher
+from shoal.coordinator.rounds.open_rounds import weights_publisher as publishing
+from shoal.coordinator.rounds.weights_publisher import Bulletin, Notice, Publisher
 from shoal.updates import codecs
 
 CODECS = (NoCodec(), Fp16Codec(), Int8Codec(), Int4Codec(), TopKCodec(ratio=0.05), TopKCodec(values="int4"))

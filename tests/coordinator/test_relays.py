@@ -18,9 +18,9 @@ from torch import Tensor
 
 from shoal.config.schema.updates import Codec, Int4Codec, NoCodec, Updates
 from shoal.coordinator import Coordinator
-from shoal.coordinator.audit import missing_above
+from shoal.coordinator.audit.files import gather
+from shoal.coordinator.audit.run import missing_above
 from shoal.coordinator.driver import Captured, Driver, Surroundings
-from shoal.coordinator.evidence import gather
 from shoal.coordinator.state import Above, Adopted, Plan, Upstream
 from shoal.runs.keeping import Files
 from shoal.updates import codecs

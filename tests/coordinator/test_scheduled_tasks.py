@@ -12,9 +12,9 @@ from tiny_cluster import Cluster, FakeWorker, believing, strategy_of
 
 from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.coordinator import Coordinator
-from shoal.coordinator.audit import audit
+from shoal.coordinator.audit.files import gather
+from shoal.coordinator.audit.run import audit
 from shoal.coordinator.driver import Driver
-from shoal.coordinator.evidence import gather
 from shoal.coordinator.state import Claimed, Exited, Task, Tasks
 from shoal.scheduling import KINDS
 

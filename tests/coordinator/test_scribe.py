@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from commands import HANG_S
+from shoal.coordinator.durable.journal_writer import WORTH_BYTES, Scribe
 from shoal.coordinator.effects import Effect, Entry, Persist, Reply
-from shoal.coordinator.scribe import WORTH_BYTES, Scribe
 from shoal.errors import ShoalError
 
 LARGE = bytes(WORTH_BYTES)

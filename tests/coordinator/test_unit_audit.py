@@ -6,9 +6,9 @@ from pathlib import Path
 
 from test_driver import STRATEGIES, Walker, World
 
-from shoal.coordinator.audit import Report, audit
+from shoal.coordinator.audit.files import gather
+from shoal.coordinator.audit.run import Report, audit
 from shoal.coordinator.driver import Driver
-from shoal.coordinator.evidence import gather
 
 
 class Units(World):

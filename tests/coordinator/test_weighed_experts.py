@@ -9,7 +9,7 @@ from tiny_cluster import RATE, Numbers, strategy_of
 
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import NoCodec, Updates
-from shoal.coordinator.book import Book
+from shoal.coordinator.durable.replayed_state import Book
 from shoal.coordinator.state import Plan
 from shoal.updates import codecs
 from shoal.updates.experts import ExpertBlocks

@@ -15,7 +15,7 @@ from shoal.config.schema.updates import Krum, NoCodec, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published
 from shoal.coordinator.state import Concluded, LeaseResult, Opened, Plan
-from shoal.coordinator.units import Cut, Settled
+from shoal.coordinator.units.cut import Cut, Settled
 from shoal.updates import codecs
 from shoal.updates.messages import BadMessage, Delivered, Failed, parse, parse_from_leases
 

@@ -19,7 +19,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import Captured, Driver, Surroundings
 from shoal.coordinator.effects import Published
 from shoal.coordinator.state import Bounds, Plan
-from shoal.coordinator.units import Cut
+from shoal.coordinator.units.cut import Cut
 from shoal.runs.keeping import Files
 from shoal.transports import Message, new_token
 from shoal.transports.zeromq import ZmqClient, ZmqServer

@@ -14,7 +14,7 @@ import pytest
 from live_coordinator import SAMPLES, TOKENS, Honest, Live, ask, proved
 from transport_harness import KEYS, PATIENCE_S, eventually, resident_bytes
 
-from shoal.coordinator.claims import LARGEST_FIGURE
+from shoal.coordinator.rounds.plausibility import LARGEST_FIGURE
 from shoal.coordinator.state import Bounds
 from shoal.errors import ShoalError
 from shoal.runs.inviting import Guests

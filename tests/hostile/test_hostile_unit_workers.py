@@ -12,9 +12,9 @@ from tiny_cluster import Cluster, FakeWorker, contribution, strategy_of
 from shoal.config.schema.strategy import WorkUnits
 from shoal.config.schema.updates import NoCodec
 from shoal.coordinator import Coordinator
-from shoal.coordinator.leases import PATIENCE_LEASES
 from shoal.coordinator.state import Bounds, Called, Opened
-from shoal.coordinator.units import Cut
+from shoal.coordinator.units.cut import Cut
+from shoal.coordinator.units.leases import PATIENCE_LEASES
 from shoal.updates import codecs
 from shoal.updates.messages import Asked, header_of, parse
 from shoal.worker.protocol import Left, Unit

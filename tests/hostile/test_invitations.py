@@ -11,8 +11,8 @@ from live_coordinator import TOKEN, Honest, Live
 from transport_harness import KEYS, eventually
 
 from shoal.cli.main import main
-from shoal.coordinator.audit import audit
-from shoal.coordinator.evidence import gather
+from shoal.coordinator.audit.files import gather
+from shoal.coordinator.audit.run import audit
 from shoal.coordinator.state import Bounds
 from shoal.errors import ShoalError
 from shoal.runs.inviting import Guests, Secrets

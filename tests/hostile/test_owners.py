@@ -16,8 +16,8 @@ from transport_harness import KEYS, eventually
 
 from shoal.cli.main import main
 from shoal.config.schema.cluster import Coordinator as CoordinatorSettings
-from shoal.coordinator.audit import audit
-from shoal.coordinator.evidence import gather
+from shoal.coordinator.audit.files import gather
+from shoal.coordinator.audit.run import audit
 from shoal.runs.inviting import Invitation
 from shoal.runs.owning import keep_owner
 from shoal.runs.prometheus import shown_to_prometheus

@@ -11,7 +11,7 @@ import pytest
 from live_coordinator import Honest, Live
 from transport_harness import eventually
 
-from shoal.coordinator.claims import MOST_UNRECORDED
+from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED
 from shoal.errors import ShoalError
 from shoal.updates.identities import Identity
 

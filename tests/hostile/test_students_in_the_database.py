@@ -19,7 +19,7 @@ from psycopg import errors
 from rich.console import Console
 
 from shoal.cli.status import _drawn
-from shoal.coordinator.bulletin_board import Notes
+from shoal.coordinator.units.database_leases import Notes
 from shoal.transports import Message, Refused
 from shoal.transports.databases import Access, parse
 from shoal.transports.postgres import PostgresServer, UnitDesk, schema

@@ -8,8 +8,8 @@ from typing import Any
 
 from commands import HANG_S
 from shoal.config.load import File, Override, resolve
-from shoal.coordinator.audit import audit, missing_above
-from shoal.coordinator.evidence import gather
+from shoal.coordinator.audit.files import gather
+from shoal.coordinator.audit.run import audit, missing_above
 from shoal.launch.threads import WorkerThreads
 from shoal.runs.coordinating import prepare
 from shoal.runs.given import NOTHING

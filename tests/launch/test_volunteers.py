@@ -15,8 +15,8 @@ from commands import HANG_S
 from shoal.cli.main import main
 from shoal.config.load import File, Override, resolve
 from shoal.config.presets import find
-from shoal.coordinator.audit import audit
-from shoal.coordinator.evidence import gather
+from shoal.coordinator.audit.files import gather
+from shoal.coordinator.audit.run import audit
 from shoal.launch.postgres import EmbeddedPostgres
 from shoal.launch.threads import WorkerThreads
 from shoal.runs.coordinating import prepare

@@ -13,8 +13,8 @@ from torch import nn
 
 from shoal import train
 from shoal.cli.main import main
-from shoal.coordinator.journal import journals, path_of
-from shoal.coordinator.records import Reading
+from shoal.coordinator.durable.journal import journals, path_of
+from shoal.coordinator.durable.records import Reading
 from shoal.errors import ShoalError
 from shoal.runs.recorder import Recorder, Reporter
 

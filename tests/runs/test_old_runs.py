@@ -15,8 +15,8 @@ import torch
 
 from shoal.cli.main import main
 from shoal.config.load import File, Loaded, resolve
-from shoal.coordinator.journal import journals, path_of
-from shoal.coordinator.records import Reading, head_of
+from shoal.coordinator.durable.journal import journals, path_of
+from shoal.coordinator.durable.records import Reading, head_of
 from shoal.runs import alone
 from shoal.runs.coordinating import prepare
 from shoal.runs.recorder import Reporter

@@ -16,7 +16,7 @@ from shoal import train
 from shoal.cli.main import main
 from shoal.cli.top import drawn
 from shoal.config.schema.updates import Bulyan, Krum, Mean, MultiKrum, NoMixing
-from shoal.coordinator.ledger import Ledger
+from shoal.coordinator.durable.ledger import Ledger
 from shoal.runs.history import History
 from shoal.runs.reading import RunFolder, Tail, clean, newest_run
 from shoal.updates import rules

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from commands import HANG_S
-from shoal.coordinator.ledger import Ledger
+from shoal.coordinator.durable.ledger import Ledger
 from shoal.runs.inviting import keep_line
 from shoal.runs.reading import RunFolder
 from shoal.serve.watch_server import WatchServer

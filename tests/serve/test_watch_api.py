@@ -13,7 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from shoal.cli.main import main
-from shoal.coordinator.ledger import Ledger
+from shoal.coordinator.durable.ledger import Ledger
 from shoal.errors import ShoalError
 from shoal.runs.inviting import keep_line
 from shoal.runs.prometheus import exposition

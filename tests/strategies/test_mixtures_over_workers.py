@@ -9,7 +9,7 @@ import pytest
 import torch
 from layered import loaded, merged
 
-from shoal.coordinator import book
+from shoal.coordinator.durable import replayed_state as book
 from shoal.engines.experts import expert_blocks
 from shoal.runs.assembly import assemble
 from shoal.updates.experts import ExpertBlocks, believable, combine_apart, mean_by_experts

@@ -11,8 +11,8 @@ import torch
 from layered import loaded, merged
 from test_mixtures_over_workers import MOE, STRATEGIES, biases
 
-from shoal.coordinator.audit import audit
-from shoal.coordinator.evidence import gather
+from shoal.coordinator.audit.files import gather
+from shoal.coordinator.audit.run import audit
 from shoal.errors import ShoalError
 from shoal.models.moe import Moe
 from shoal.updates.holding import size_of

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lease_keepers import ATTEMPTS, LEASE_S, Claimed, Keeper, PostgresKeeper, PureKeeper, StudentsKeeper
 from postgres_harness import Database, PostgresProcess
 
-from shoal.coordinator.leases import NO_RESULT_IN_TIME, PATIENCE_LEASES, RESULT_WAS_UNUSABLE, WORKER_IS_GONE
+from shoal.coordinator.units.leases import NO_RESULT_IN_TIME, PATIENCE_LEASES, RESULT_WAS_UNUSABLE, WORKER_IS_GONE
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.coordinator.audit import Report
-    from shoal.coordinator.evidence import Evidence
+    from shoal.coordinator.audit.files import Evidence
+    from shoal.coordinator.audit.run import Report
 
 _MOST_SHOWN = 20
 _MORE_LOOKS = 4
@@ -67,7 +67,7 @@ def _made_again(folder: Path, settings: Any, most: int) -> list[str]:
 
 def _across(folder: Path, settings: Any, relay: Path) -> list[str]:
     """What a relay passed on to the run and is not there. The relay is read first: what it tells of is then in what is read after it."""
-    from shoal.coordinator.audit import missing_above
+    from shoal.coordinator.audit.run import missing_above
 
     found: list[str] = []
     below, _ = _from_files(relay, _settings(relay), [], [], found)
@@ -89,7 +89,7 @@ def _audited(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, b
 
 
 def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, bool]:
-    from shoal.coordinator.audit import audit
+    from shoal.coordinator.audit.run import audit
 
     violations: list[str] = []
     own = _receipts(folder / "workers") if (folder / "workers").is_dir() else []
@@ -102,8 +102,8 @@ def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, boo
 
 
 def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[Evidence, bool]:
-    from shoal.coordinator.evidence import gather
-    from shoal.coordinator.lock import is_held
+    from shoal.coordinator.audit.files import gather
+    from shoal.coordinator.durable.lock import is_held
 
     state = _state_of(folder, settings)
     if not (state / "ledger.jsonl").exists():
@@ -117,7 +117,7 @@ def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Pa
     from shoal.cli.options import parse, parser
 
     with place_of(*parse(parser("audit", ""), [str(folder)])) as place, connected(place.access) as connection:
-        from shoal.coordinator.evidence import gather_from, gather_receipts
+        from shoal.coordinator.audit.files import gather_from, gather_receipts
         from shoal.transports.postgres.view import damage, look, trail
 
         seen = look(connection)

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.coordinator.bulletin_board import BulletinBoard
+from shoal.coordinator.driver_interfaces import Board, Saved, Server, Store, Watcher
+from shoal.coordinator.durable.journal_writer import Scribe
+from shoal.coordinator.durable.snapshots import SnapshotWriter
 from shoal.coordinator.effects import Dismiss, Effect, Entry, Issue, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.machine import Coordinator
-from shoal.coordinator.scribe import Scribe
-from shoal.coordinator.snapshot_writer import SnapshotWriter
 from shoal.coordinator.state import Called, Event, Opened, Tick
-from shoal.coordinator.store import Board, Saved, Server, Store, Watcher
+from shoal.coordinator.units.database_leases import BulletinBoard
 from shoal.updates.messages import BadMessage, Message, Request, parse
 
 TICK_S = 0.1

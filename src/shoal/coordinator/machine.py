@@ -12,19 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.coordinator.attendance import Attendance
-from shoal.coordinator.book import Book
-from shoal.coordinator.claims import Claims
-from shoal.coordinator.closing import Closing
-from shoal.coordinator.doorkeeper import Doorkeeper
+from shoal.coordinator.durable.replayed_state import Book
 from shoal.coordinator.effects import Effect, Frames, Note, Persist, Published, Reply, Stop
-from shoal.coordinator.intake import LONGEST_WAIT_S, NO_WEIGHTS, Intake
-from shoal.coordinator.lending import Lender
-from shoal.coordinator.membership import Membership, Worker
-from shoal.coordinator.orders import Orders
-from shoal.coordinator.pacing import steps_for
+from shoal.coordinator.members.authentication import Doorkeeper
+from shoal.coordinator.members.lifecycle import Attendance
+from shoal.coordinator.members.table import Membership, Worker
+from shoal.coordinator.owner_commands import Orders
 from shoal.coordinator.policies import Policies
-from shoal.coordinator.publisher import MOST_SETS, PartPublisher, Publisher
+from shoal.coordinator.rounds.closing import Closing
+from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S, NO_WEIGHTS, Intake
+from shoal.coordinator.rounds.inner_steps import steps_for
+from shoal.coordinator.rounds.plausibility import Claims
+from shoal.coordinator.rounds.weights_publisher import MOST_SETS, PartPublisher, Publisher
 from shoal.coordinator.state import (
     Adopted,
     Called,
@@ -42,7 +41,8 @@ from shoal.coordinator.state import (
     Upstream,
     Waiting,
 )
-from shoal.coordinator.tasking import Taskmaster
+from shoal.coordinator.units.leasing import Lender
+from shoal.coordinator.units.tasks import Taskmaster
 from shoal.errors import printable
 from shoal.updates.holding import Experts, size_of, told
 from shoal.updates.messages import Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Hold, Join, Leave, Order, Pull

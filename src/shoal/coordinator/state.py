@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.config.schema.updates import Updates
 from shoal.coordinator.effects import Frames
-from shoal.coordinator.units import Cut
+from shoal.coordinator.units.cut import Cut
 from shoal.scheduling import Matching
 from shoal.updates.episodes import EpisodeRows
 from shoal.updates.experts import ExpertBlocks

@@ -6,9 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-from shoal.coordinator.journal import journals, path_of
-from shoal.coordinator.lock import was_held
-from shoal.coordinator.records import Reading
+from shoal.coordinator.durable.journal import journals, path_of
+from shoal.coordinator.durable.lock import was_held
+from shoal.coordinator.durable.records import Reading
 from shoal.errors import ShoalError
 
 _SIGNS_OF_LEARNING = ("summary.json", "metrics.jsonl", "checkpoints", "coordinator/ledger.jsonl")

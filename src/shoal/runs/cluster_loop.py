@@ -12,9 +12,9 @@ import torch
 
 from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import Captured, Driver, Surroundings
+from shoal.coordinator.driver_interfaces import Board, Saved, Server, Store
 from shoal.coordinator.effects import Published
 from shoal.coordinator.state import Above, Concluded, Exited, Interrupted
-from shoal.coordinator.store import Board, Saved, Server, Store
 from shoal.engines import StepResult
 from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shoal.config import Run
 from shoal.config.schema.cluster import Postgres, Transport
-from shoal.coordinator.store import Board, Store
+from shoal.coordinator.driver_interfaces import Board, Store
 from shoal.data.images.serving import cut, images_to_serve, offered
 from shoal.errors import ShoalError
 from shoal.runs.assembly import continued

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.coordinator.journal import Journal
-from shoal.coordinator.ledger import Ledger
-from shoal.coordinator.seals import key_in
+from shoal.coordinator.durable.journal import Journal
+from shoal.coordinator.durable.ledger import Ledger
+from shoal.coordinator.durable.receipt_seal import key_in
 from shoal.runs.checkpoint import Checkpoints
 
 Result = TypeVar("Result")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Run
-from shoal.coordinator.store import Saved
+from shoal.coordinator.driver_interfaces import Saved
 from shoal.errors import ShoalError
 from shoal.runs.checkpoint import Checkpoint, Checkpoints
 from shoal.runs.run_directory import RunDirectory

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal.coordinator.journal import Journal, journals, path_of
-from shoal.coordinator.ledger import lines_of
-from shoal.coordinator.lock import Lock
-from shoal.coordinator.records import NOWHERE, Damaged, Place, Reading, follows, readable_after
-from shoal.coordinator.seals import key_in, seal
-from shoal.coordinator.store import Saved
+from shoal.coordinator.driver_interfaces import Saved
+from shoal.coordinator.durable.journal import Journal, journals, path_of
+from shoal.coordinator.durable.ledger import lines_of
+from shoal.coordinator.durable.lock import Lock
+from shoal.coordinator.durable.receipt_seal import key_in, seal
+from shoal.coordinator.durable.records import NOWHERE, Damaged, Place, Reading, follows, readable_after
 from shoal.errors import ShoalError
 from shoal.runs.checkpoint import Checkpoint, Checkpoints
 

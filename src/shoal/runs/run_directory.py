@@ -29,7 +29,7 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.load import File, Loaded, resolve
 from shoal.config.show import show, to_yaml
-from shoal.coordinator.lock import Lock, is_held_elsewhere
+from shoal.coordinator.durable.lock import Lock, is_held_elsewhere
 from shoal.errors import ShoalError
 from shoal.runs import plugins
 from shoal.runs.abandoned import clear, is_abandoned

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from shoal.config import Run
 from shoal.config.schema.updates import Privacy
 from shoal.coordinator import Coordinator
-from shoal.coordinator.membership import Worker
-from shoal.coordinator.store import Board
+from shoal.coordinator.driver_interfaces import Board
+from shoal.coordinator.members.table import Worker
 from shoal.errors import ShoalError
 from shoal.runs.history import History
 from shoal.runs.recorder import Members, Recorder

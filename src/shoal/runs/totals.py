@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.coordinator import Coordinator
-from shoal.coordinator.store import Traffic
+from shoal.coordinator.driver_interfaces import Traffic
 
 
 class Totals:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from shoal.coordinator.driver_interfaces import Saved
 from shoal.coordinator.effects import Frames
-from shoal.coordinator.store import Saved
 from shoal.transports import Traffic
 from shoal.updates.messages import Message, Request
 

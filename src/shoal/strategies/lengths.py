@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shoal.config import Run
 from shoal.config.rules.training import fitting
 from shoal.coordinator.policies import Every
-from shoal.coordinator.units import Cut
+from shoal.coordinator.units.cut import Cut
 from shoal.errors import ShoalError
 from shoal.strategies.policies import Extent, Length
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.coordinator.policies import Every, Everything
-from shoal.coordinator.units import Cut
+from shoal.coordinator.units.cut import Cut
 from shoal.engines.learners import Apply, OptimizerStep
 from shoal.updates.fragments import Span, spans
 from shoal.updates.layout import Layout

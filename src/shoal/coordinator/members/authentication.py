@@ -13,7 +13,7 @@ import hmac
 from collections import OrderedDict
 from typing import NamedTuple
 
-from shoal.coordinator.membership import Membership, Worker
+from shoal.coordinator.members.table import Membership, Worker
 from shoal.coordinator.state import Bounds, State
 from shoal.updates.households import household
 from shoal.updates.identities import is_proved

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from shoal.coordinator.evidence import Evidence, Line, digest_of
-from shoal.coordinator.unit_audit import UnitAudit
+from shoal.coordinator.audit.files import Evidence, Line, digest_of
+from shoal.coordinator.audit.units import UnitAudit
 
 Key = tuple[str, int]
 """A worker, and the number of a contribution."""

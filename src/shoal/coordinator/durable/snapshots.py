@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.coordinator.driver_interfaces import Store
 from shoal.coordinator.effects import Frames
-from shoal.coordinator.store import Store
 from shoal.errors import ShoalError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0

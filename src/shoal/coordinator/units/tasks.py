@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from shoal.coordinator.effects import Effect, Note
-from shoal.coordinator.membership import Membership, Worker
-from shoal.coordinator.rounds import Rounds
+from shoal.coordinator.members.table import Membership, Worker
+from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.state import Piece, State, Tasks
 from shoal.scheduling import Burden, Job, Machine, lacking, worth_stealing
 from shoal.scheduling.matching import fits

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shoal.coordinator.doorkeeper import Bucket
+from shoal.coordinator.driver_interfaces import Board
 from shoal.coordinator.effects import Effect, Issue, Published
 from shoal.coordinator.machine import Coordinator
-from shoal.coordinator.publisher import Bulletin, Notice
+from shoal.coordinator.members.authentication import Bucket
+from shoal.coordinator.rounds.weights_publisher import Bulletin, Notice
 from shoal.coordinator.state import LeaseResult, Spoiled
-from shoal.coordinator.store import Board
 from shoal.errors import printable
 from shoal.updates.messages import BadMessage, Request, parse_from_leases
 

@@ -6,15 +6,15 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from shoal.coordinator.doorkeeper import Bucket, Doorkeeper, Refusal
 from shoal.coordinator.effects import Effect, Note, Reply
-from shoal.coordinator.lending import Lender
-from shoal.coordinator.membership import Membership, Worker
+from shoal.coordinator.members.authentication import Bucket, Doorkeeper, Refusal
+from shoal.coordinator.members.table import Membership, Worker
 from shoal.coordinator.policies import Policies
-from shoal.coordinator.publisher import PartPublisher
-from shoal.coordinator.rounds import Rounds
+from shoal.coordinator.rounds.open_rounds import Rounds
+from shoal.coordinator.rounds.weights_publisher import PartPublisher
 from shoal.coordinator.state import Called, Plan, State, Waiting
-from shoal.coordinator.tasking import Taskmaster
+from shoal.coordinator.units.leasing import Lender
+from shoal.coordinator.units.tasks import Taskmaster
 from shoal.errors import printable
 from shoal.updates.messages import PROTOCOL, Gone, Join
 

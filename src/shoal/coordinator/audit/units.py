@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from shoal.coordinator.evidence import Evidence
+from shoal.coordinator.audit.files import Evidence
 from shoal.errors import printable
 
 _MOST_NAMED = 8

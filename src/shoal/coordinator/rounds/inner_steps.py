@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from itertools import islice
 
-from shoal.coordinator.membership import Membership, Worker
+from shoal.coordinator.members.table import Membership, Worker
 from shoal.coordinator.policies import Policies
 from shoal.coordinator.state import Plan
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shoal.coordinator.durable.lock import Lock
+from shoal.coordinator.durable.records import MARK_BYTES, NOWHERE, Damaged, Head, Place, Reading, follows, new_head, parts_of
 from shoal.coordinator.effects import Frames
-from shoal.coordinator.lock import Lock
-from shoal.coordinator.records import MARK_BYTES, NOWHERE, Damaged, Head, Place, Reading, follows, new_head, parts_of
 from shoal.errors import ShoalError
 
 _AT_ONCE: Callable[[int, list[memoryview]], int] | None = getattr(os, "writev", None)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from shoal.coordinator.book import Book
-from shoal.coordinator.claims import Claims
+from shoal.coordinator.durable.replayed_state import Book
 from shoal.coordinator.effects import Effect, Frames, Issue, Note, Stop
-from shoal.coordinator.leases import HELD_TOO_LONG, GivenUp, Leases
-from shoal.coordinator.membership import Worker
+from shoal.coordinator.members.table import Worker
+from shoal.coordinator.rounds.plausibility import Claims
 from shoal.coordinator.state import LeaseResult, Plan, delivered
-from shoal.coordinator.units import ISSUED_PER_QUORUM, LEAST_ISSUED, Cut
+from shoal.coordinator.units.cut import ISSUED_PER_QUORUM, LEAST_ISSUED, Cut
+from shoal.coordinator.units.leases import HELD_TOO_LONG, GivenUp, Leases
 from shoal.errors import printable
 from shoal.updates import codecs, staleness
 from shoal.updates.messages import Claim, Contribute, Delivered, Failed

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from shoal.config.schema.updates import Bucketing
-from shoal.coordinator.book import Book
+from shoal.coordinator.durable.replayed_state import Book
 from shoal.coordinator.effects import Note, Stop
-from shoal.coordinator.membership import MISSED_HEARTBEATS
+from shoal.coordinator.members.table import MISSED_HEARTBEATS
 from shoal.coordinator.policies import Policies
-from shoal.coordinator.rounds import Rounds
+from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.state import Plan
 
 GATHERING_S = 30.0

@@ -7,17 +7,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shoal.coordinator.attendance import Attendance
-from shoal.coordinator.book import Book
-from shoal.coordinator.claims import MOST_UNRECORDED, Claims
+from shoal.coordinator.durable.receipt_seal import seal
+from shoal.coordinator.durable.replayed_state import Book
 from shoal.coordinator.effects import Effect, Frames, Reply
-from shoal.coordinator.lending import Lender
-from shoal.coordinator.membership import Membership, Worker
+from shoal.coordinator.members.lifecycle import Attendance
+from shoal.coordinator.members.table import Membership, Worker
 from shoal.coordinator.policies import Policies
-from shoal.coordinator.rounds import Rounds
-from shoal.coordinator.seals import seal
+from shoal.coordinator.rounds.open_rounds import Rounds
+from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED, Claims
 from shoal.coordinator.state import Called, Plan, State, Waiting, accepted
-from shoal.coordinator.tasking import Taskmaster
+from shoal.coordinator.units.leasing import Lender
+from shoal.coordinator.units.tasks import Taskmaster
 from shoal.updates import codecs
 from shoal.updates.answers import InexactAnswers, digest
 from shoal.updates.messages import Contribute

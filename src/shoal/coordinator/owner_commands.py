@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from shoal.coordinator.doorkeeper import Doorkeeper
 from shoal.coordinator.effects import Dismiss, Effect, Note, Reply
-from shoal.coordinator.membership import Membership
+from shoal.coordinator.members.authentication import Doorkeeper
+from shoal.coordinator.members.table import Membership
 from shoal.coordinator.state import Called, Plan, State
 from shoal.updates.messages import Order
 

@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import NoCodec, NoMixing
+from shoal.coordinator.durable.receipt_seal import digest_of
 from shoal.coordinator.effects import Effect, Entry, Frames, Published
 from shoal.coordinator.policies import Policies
-from shoal.coordinator.rounds import Rounds
-from shoal.coordinator.seals import digest_of
+from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.state import Held, Learner, Piece, Plan, State, Upstream, former_key_of, ledger_line, mean_metrics
-from shoal.coordinator.units import Settled
+from shoal.coordinator.units.cut import Settled
 from shoal.updates import codecs, rules
 from shoal.updates.answers import digest
 from shoal.updates.episodes import EpisodeRows

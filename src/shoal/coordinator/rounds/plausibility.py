@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from shoal.coordinator.state import Plan
-from shoal.coordinator.units import Unit
+from shoal.coordinator.units.cut import Unit
 from shoal.updates.holding import why_not_held
 from shoal.updates.messages import Contribute, Delivered
 

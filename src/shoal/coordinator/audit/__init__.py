@@ -1,0 +1,1 @@
+"""`shoal audit`: checks what a run wrote, independently of the code that wrote it."""

@@ -1,0 +1,1 @@
+"""What survives a crash: journal, snapshots, ledger, and the state replayed from them."""

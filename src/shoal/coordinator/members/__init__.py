@@ -1,0 +1,1 @@
+"""Who takes part: sessions and seats, joining and leaving, authentication."""

@@ -1,0 +1,1 @@
+"""Work units and scheduled tasks: cut from the data, leased, renewed and re-issued."""
