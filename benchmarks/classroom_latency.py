@@ -7,7 +7,7 @@ version: read what was handed in, aggregate, an Adam step for each network, jour
 coordinator's time goes, too.
 
 All records of a round are written when it closes, so their checksums are on this way: with zlib's the journal took 36 ms of processor
-time a round, with those of `updates/checksums.py` it takes 7 (Neoverse-N1, 25 MB a gradient, three of them).
+time a round, with those of `protocol/checksums.py` it takes 7 (Neoverse-N1, 25 MB a gradient, three of them).
 
 100 ms are the goal, and on two cores, where database, coordinator and three workers take turns, they are out of reach without a codec.
 The way of one round on a Xeon of 2.5 GHz, in ms after the last `submit`: 2 to 28 the gradient is read, to 31 decoded, to 47 averaged, to 61
@@ -132,7 +132,7 @@ def coordinate(given: dict[str, Any]) -> None:
     from shoal.config.load import resolve_data
     from shoal.config.schema.cluster import Postgres
     from shoal.runs.coordinating import prepare
-    from shoal.updates import codecs
+    from shoal.updates.codecs.build import build as codecs
 
     folder, codec = given.pop("folder"), given.pop("codec")
     settings = DCGAN | {"transport": {"kind": "postgres", "host": given["host"], "port": given["port"]}}
@@ -180,7 +180,7 @@ def work(given: dict[str, Any]) -> None:
     import torch
 
     from shoal.config.schema.updates import Int8Codec, NoCodec
-    from shoal.updates import codecs
+    from shoal.updates.codecs.build import build as codecs
 
     desk = UnitDesk(given["address"], poll_interval_s=60.0)
     welcome = desk.welcome(30.0)

@@ -21,8 +21,8 @@ from shoal.config.schema.strategy import OuterOptimizer
 from shoal.engines.experts import expert_blocks
 from shoal.engines.learners import OuterStep
 from shoal.runs.assembly import Parts, assemble, feed_of, held_out
-from shoal.updates import rules
 from shoal.updates.experts import mean_by_experts
+from shoal.updates.rules.aggregation import aggregation
 
 TEXT = Path(__file__).parents[2] / "shared" / "data" / "text" / "tinyshakespeare.txt"
 ROUNDS, INNER, SEEDS = 12, 25, (1, 2, 3)
@@ -69,7 +69,7 @@ def trained(cap: float | None, seed: int, lies: bool = False) -> float:
 def combined(shared: Any, cap: float | None, vectors: list[Tensor], reports: list[Tensor]) -> Tensor:
     weights, room, blocks = torch.ones(len(vectors)), torch.empty_like(vectors[0]), expert_blocks(shared, cap)
     if blocks is None or cap is None:
-        return rules.mean_of_vectors(vectors, weights, room)
+        return aggregation.mean_of_vectors(vectors, weights, room)
     return mean_by_experts(blocks, vectors, weights, torch.stack([blocks.loads_of(one) for one in reports]), room)
 
 

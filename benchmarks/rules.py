@@ -6,7 +6,7 @@ with a double-precision reference, written apart.
 On a Neoverse-N1 (aarch64), in processor time of one core: Krum 122 ms, 1.05 times the best Gram product there (NumPy's, 116 ms; torch's
 takes 157); Bulyan 398 ms, 56 times as fast as Flower's function; the trimmed mean 267 ms, 3.5 times. Flower's run on one core, ours on
 all, so two cores double the last two. They miss 100 and 10 there: nearly all of their time is NumPy's sort of 43 values, 187 ns a column.
-A partition takes 816, torch's top-k 631 and its sort 1,287, a sorting network of whole rows 286 (`shoal/updates/columns.py`).
+A partition takes 816, torch's top-k 631 and its sort 1,287, a sorting network of whole rows 286 (`shoal/updates/rules/sorted_columns.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from run import Row
 
-from shoal.updates import rules
-from shoal.updates.mixing import nearest_neighbour_mixing
+from shoal.updates.rules.aggregation import aggregation
+from shoal.updates.rules.mixing import nearest_neighbour_mixing
 
 COUNT, SIZE, FALSE, TRIM = 43, 1_000_000, 10, 0.3
 ROUNDS = 9
@@ -137,14 +137,14 @@ def reference(stack: NDArray[np.float32]) -> dict[str, Doubles]:
 def ours(stack: torch.Tensor) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Seconds, interleaved, and results."""
     sides: dict[str, Callable[[], torch.Tensor]] = {
-        "mean": lambda: rules.mean(stack),
-        "krum": lambda: rules.krum(stack, FALSE),
-        "multi-krum": lambda: rules.multi_krum(stack, FALSE),
-        "bulyan": lambda: rules.bulyan(stack, FALSE),
-        "trimmed mean": lambda: rules.trimmed_mean(stack, TRIM),
-        "median": lambda: rules.median(stack),
-        "geometric median": lambda: rules.geometric_median(stack),
-        "centered clipping": lambda: rules.centered_clipping(stack, None, 100.0, 1),
+        "mean": lambda: aggregation.mean(stack),
+        "krum": lambda: aggregation.krum(stack, FALSE),
+        "multi-krum": lambda: aggregation.multi_krum(stack, FALSE),
+        "bulyan": lambda: aggregation.bulyan(stack, FALSE),
+        "trimmed mean": lambda: aggregation.trimmed_mean(stack, TRIM),
+        "median": lambda: aggregation.median(stack),
+        "geometric median": lambda: aggregation.geometric_median(stack),
+        "centered clipping": lambda: aggregation.centered_clipping(stack, None, 100.0, 1),
         "nearest neighbours": lambda: nearest_neighbour_mixing(stack, FALSE),
     }
     results = {name: side() for name, side in sides.items()}

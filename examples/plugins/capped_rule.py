@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from shoal.plugins import Aggregation, PositiveFloat, builds
-from shoal.updates.mixing import Contributions
+from shoal.updates.rules.mixing import Contributions
 
 
 class CappedMean(Aggregation):

@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 
 from shoal.plugins import Codec, builds
-from shoal.updates.blocks import Floats
-from shoal.updates.coder import Coder
-from shoal.updates.frames import Frame, Frames, expect_frames, frame_of, values_of
+from shoal.protocol.frames import Frame, Frames, expect_frames, frame_of, values_of
+from shoal.updates.codecs.base import Coder
+from shoal.updates.parallel_blocks import Floats
 
 
 class Sign(Codec):

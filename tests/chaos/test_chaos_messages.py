@@ -14,8 +14,8 @@ import torch
 from test_driver import STRATEGIES, Walker, World
 from tiny_cluster import nameplate
 
+from shoal.protocol.messages import ACTIONS, KINDS, PROTOCOL, Message, Request, parse
 from shoal.transports import wire
-from shoal.updates.messages import ACTIONS, KINDS, PROTOCOL, Message, Request, parse
 
 MESSAGES = 120_000
 LIMITS = wire.Limits(1 << 20, 64 << 10)

@@ -18,7 +18,7 @@ from test_rollout_leases import CHEATS, Room, answers_to, settings
 
 from commands import HANG_S, processes_in
 from shoal.cli.main import main
-from shoal.updates.answers import pack
+from shoal.updates.answer_frames import pack
 
 CONFIG = """\
 dialect: shoal

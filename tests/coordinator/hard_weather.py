@@ -18,9 +18,9 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Persist, Reply
 from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S
 from shoal.coordinator.state import Called, Concluded, Event, Opened, Plan, Tick
+from shoal.protocol.messages import PROTOCOL, Asked, Leave
 from shoal.strategies import Policies
-from shoal.updates import codecs
-from shoal.updates.messages import PROTOCOL, Asked, Leave
+from shoal.updates.codecs.build import build
 from shoal.worker.protocol import Protocol, Receipt, Seated, Unit
 
 SIZE = 2
@@ -215,7 +215,7 @@ class World:
         worker.steps += 1
 
     def encoded(self, value: float) -> Any:
-        return codecs.encode(self.plan.updates.codec, torch.full((SIZE,), value), None)
+        return build.encode(self.plan.updates.codec, torch.full((SIZE,), value), None)
 
     def send(self, worker: Traveller) -> None:
         """Put the protocol's question on its way; an earlier one may still be."""

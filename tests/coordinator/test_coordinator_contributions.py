@@ -12,7 +12,7 @@ from shoal.config.schema.strategy import Async, Edp, SyncPs
 from shoal.coordinator.durable.journal import Journal
 from shoal.coordinator.members.table import MOST_NAMES
 from shoal.coordinator.state import Concluded, Interrupted
-from shoal.updates.messages import PROTOCOL, BadMessage, Join, parse
+from shoal.protocol.messages import PROTOCOL, BadMessage, Join, parse
 
 ASYNC = strategy_of(Async(max_staleness=50))
 SYNC = strategy_of(SyncPs(round_timeout_s=10.0))
@@ -249,7 +249,7 @@ def test_ever_new_names_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _leaving(cluster: Cluster, call: int) -> object:
     from shoal.coordinator.state import Called
-    from shoal.updates.messages import Leave
+    from shoal.protocol.messages import Leave
 
     cluster.calls += 1
     return Called(cluster.calls, Leave(cluster.answers[call]["session"], 0))

@@ -22,10 +22,10 @@ from shoal.coordinator.driver import Captured, Driver, Surroundings
 from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.records import Reading
 from shoal.errors import ShoalError
+from shoal.protocol.messages import Message
 from shoal.runs.checkpoint import Checkpoints
 from shoal.runs.keeping import Files
 from shoal.runs.repairing import confirmed_in, refuse_forgotten
-from shoal.updates.messages import Message
 
 DAMAGES = 105
 """Of each strategy below: more than 200 together."""

@@ -23,11 +23,11 @@ from shoal.coordinator.driver import Captured, Driver, Surroundings
 from shoal.coordinator.effects import Published
 from shoal.coordinator.state import Exited, Plan
 from shoal.coordinator.units.cut import Cut
+from shoal.protocol.messages import PROTOCOL, Message, Request, header_of
 from shoal.runs.keeping import Files
 from shoal.strategies import Policies
 from shoal.transports import Traffic
-from shoal.updates import codecs
-from shoal.updates.messages import PROTOCOL, Message, Request, header_of
+from shoal.updates.codecs.build import build
 from shoal.worker.protocol import Protocol, Receipt, Seated, Unit
 from shoal.worker.receipts import Receipts
 
@@ -169,7 +169,7 @@ class Walker:
         self.world.at(self.world.random.uniform(0.0, 0.05), self.speak)
 
     def compute(self) -> None:
-        protocol, frames = self.protocol, codecs.encode(NoCodec(), torch.ones(2), None)
+        protocol, frames = self.protocol, build.encode(NoCodec(), torch.ones(2), None)
         if not self.world.strategy.feed.leased:
             self.place = (self.place[0], self.place[1] + 1)
             protocol.contribute(contribution(*self.place, protocol.have), frames, pulls=True)

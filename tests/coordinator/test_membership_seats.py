@@ -11,7 +11,7 @@ from tiny_cluster import Cluster, strategy_of
 
 from shoal.config.schema.strategy import Async
 from shoal.coordinator.members.table import Membership, Seats, Worker
-from shoal.updates.messages import PROTOCOL, Join
+from shoal.protocol.messages import PROTOCOL, Join
 
 
 def test_the_first_free_seat_is_given_away() -> None:

@@ -6,7 +6,7 @@ import pytest
 from tiny_cluster import Cluster, strategy_of
 
 from shoal.config.schema.strategy import Async, SyncPs
-from shoal.updates.messages import ACTIONS, BadMessage, Order, parse
+from shoal.protocol.messages import ACTIONS, BadMessage, Order, parse
 from shoal.worker.protocol import Left
 
 OWNER = "ab" * 32

@@ -22,9 +22,9 @@ from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import missing_above
 from shoal.coordinator.driver import Captured, Driver, Surroundings
 from shoal.coordinator.state import Above, Adopted, Plan, Upstream
+from shoal.protocol.messages import PROTOCOL, Message, header_of
 from shoal.runs.keeping import Files
-from shoal.updates import codecs
-from shoal.updates.messages import PROTOCOL, Message, header_of
+from shoal.updates.codecs.build import build
 from shoal.worker.protocol import Protocol
 from shoal.worker.receipts import Receipts
 from shoal.worker.relay import Climber
@@ -48,9 +48,9 @@ class Learner(Walker):
     def compute(self) -> None:
         codec = self.world.updates.codec
         if self.residual is None:
-            self.residual = codecs.residual_for(codec, 2)
+            self.residual = build.residual_for(codec, 2)
         self.place = (self.place[0], self.place[1] + 1)
-        frames = codecs.encode(codec, gradient(self.protocol.name, self.place[1]), self.residual)
+        frames = build.encode(codec, gradient(self.protocol.name, self.place[1]), self.residual)
         made = contribution(*self.place, self.protocol.have, weight=weight(self.protocol.name))
         self.protocol.contribute(made, frames, pulls=True)
         self.speak()

@@ -20,13 +20,13 @@ from shoal.coordinator.state import Opened
 from shoal.models.context import WithCrossAttention
 from shoal.models.decoding import draws_of_group
 from shoal.models.sampling import as_drawn, sample
+from shoal.protocol.frames import UpdateError
 from shoal.runs.alone import prepare as prepare_alone
 from shoal.runs.assembly import assemble
 from shoal.runs.coordinating import agree, plan_of
 from shoal.runs.given import NOTHING
 from shoal.runs.rewards.interface import Answer
-from shoal.updates.answers import InexactAnswers, digest, pack, unpack
-from shoal.updates.frames import UpdateError
+from shoal.updates.answer_frames import InexactAnswers, digest, pack, unpack
 from shoal.worker.contributions import AnswersProducer
 from shoal.worker.protocol import Unit
 

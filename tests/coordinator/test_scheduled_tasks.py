@@ -201,7 +201,7 @@ def test_a_task_that_fits_nobody_is_named_and_the_others_are_done() -> None:
 
 
 def test_a_worker_that_no_task_fits_is_told_why_it_is_not_let_in() -> None:
-    from shoal.updates.messages import PROTOCOL, Join
+    from shoal.protocol.messages import PROTOCOL, Join
 
     cluster = Tasked(cut(2, claims={"pi": Claimed(memory_gb=1.0)}, memory_gb=4.0))
     answer = cluster.answers[cluster.ask_in(Join("pi", PROTOCOL, {}))]

@@ -32,7 +32,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Published, Reply
 from shoal.coordinator.state import Called, Concluded, Event, LeaseResult, Opened, Plan, Spoiled, Tick, former_key_of, key_of
 from shoal.coordinator.units.cut import Cut
-from shoal.updates import messages
+from shoal.protocol import messages
 
 TRACES: list[dict[str, Any]] = json.loads(gzip.decompress((Path(__file__).parent / "traces.json.gz").read_bytes()))
 SETTINGS = {"syncps": SyncPs, "edp": Edp, "async": Async, "diloco": DiLoCo, "workunits": WorkUnits}

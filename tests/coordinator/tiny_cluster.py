@@ -18,9 +18,9 @@ from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Effect, Entry, Note, Persist, Published, Reply, Stop
 from shoal.coordinator.state import Called, Plan, Tick
+from shoal.protocol.messages import PROTOCOL, Asked, Contribute, Join, header_of, parse
 from shoal.strategies import Policies
-from shoal.updates import codecs
-from shoal.updates.messages import PROTOCOL, Asked, Contribute, Join, header_of, parse
+from shoal.updates.codecs.build import build
 from shoal.worker.protocol import Protocol
 
 RATE = 0.25
@@ -204,7 +204,7 @@ class Cluster:
             return self.say(worker, **other)
         worker.position += 1
         protocol.have = max(0, protocol.have)
-        content = codecs.encode(self.updates.codec, torch.full_like(self.learner.vector, value), None) if frames is None else frames
+        content = build.encode(self.updates.codec, torch.full_like(self.learner.vector, value), None) if frames is None else frames
         protocol.contribute(contribution(worker.epoch, worker.position, protocol.have, value), content, pulls=True)
         return self.say(worker, **other)
 
@@ -238,4 +238,4 @@ class Cluster:
 
 
 def encoded(*values: float) -> tuple[memoryview, ...]:
-    return codecs.encode(NoCodec(), torch.tensor(values), None)
+    return build.encode(NoCodec(), torch.tensor(values), None)

@@ -9,7 +9,7 @@ from tiny_cluster import Cluster, FakeWorker, nameplate, strategy_of
 
 from shoal.config.schema.strategy import Async
 from shoal.coordinator.state import Called
-from shoal.updates.messages import PROTOCOL, Join
+from shoal.protocol.messages import PROTOCOL, Join
 
 ASYNC = strategy_of(Async(max_staleness=50))
 

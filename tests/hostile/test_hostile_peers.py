@@ -17,6 +17,8 @@ from transport_harness import KEYS, PATIENCE_S, eventually, resident_bytes
 from shoal.coordinator.rounds.plausibility import LARGEST_FIGURE
 from shoal.coordinator.state import Bounds
 from shoal.errors import ShoalError
+from shoal.protocol.identities import Identity
+from shoal.protocol.messages import PROTOCOL, Gone, Join
 from shoal.runs.inviting import Guests
 from shoal.runs.joining import Way
 from shoal.transports import Message, addresses
@@ -24,8 +26,6 @@ from shoal.transports.keys import Keys
 from shoal.transports.rate import Rate
 from shoal.transports.zeromq.crowding import RESERVED_DESCRIPTORS, Crowd
 from shoal.transports.zeromq.sockets import PIECE_BYTES
-from shoal.updates.identities import Identity
-from shoal.updates.messages import PROTOCOL, Gone, Join
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from transport_harness import eventually
 
 from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED
 from shoal.errors import ShoalError
-from shoal.updates.identities import Identity
+from shoal.protocol.identities import Identity
 
 
 @pytest.fixture

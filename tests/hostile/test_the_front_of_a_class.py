@@ -17,13 +17,13 @@ import pytest
 
 from shoal.launch import grounds
 from shoal.launch.postgres import MOST_OUTSIDE, EmbeddedPostgres
+from shoal.protocol.address_groups import household
 from shoal.transports import Refused, tls_front
 from shoal.transports.databases import Access
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
 from shoal.transports.postgres.line import Line
-from shoal.updates.households import household
 
 PATIENCE_S = 300.0
 """After this time something hangs: a busy machine takes many times as long as a quiet one."""

@@ -11,13 +11,13 @@ from shoal.config import Run
 from shoal.coordinator import Barrier, Discounted
 from shoal.models.shapes import Shapes
 from shoal.plugins import Aggregation, Codec, Model, PositiveFloat, PositiveInt, PositiveShare, Strategy, Task, builds
+from shoal.protocol.frames import expect_frames, frame_of, values_of
 from shoal.strategies import Policies
 from shoal.strategies.lengths import in_updates
 from shoal.tasks import Batch, Loss, TaskInfo
 from shoal.tasks.classification import Classification
-from shoal.updates.coder import Coder
-from shoal.updates.frames import expect_frames, frame_of, values_of
-from shoal.updates.mixing import Contributions
+from shoal.updates.codecs.base import Coder
+from shoal.updates.rules.mixing import Contributions
 
 
 class Patient(Strategy):

@@ -13,9 +13,9 @@ import pytest
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.config.schema.cluster import Zmq
+from shoal.protocol.messages import Contribute
 from shoal.runs.coordinating import prepare
 from shoal.runs.joining import Joined, Way
-from shoal.updates.messages import Contribute
 from shoal.watch.sinks import LossCurve
 
 SETTINGS: dict[str, Any] = {

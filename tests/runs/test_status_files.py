@@ -19,7 +19,7 @@ from shoal.config.schema.updates import Bulyan, Krum, Mean, MultiKrum, NoMixing
 from shoal.coordinator.durable.ledger import Ledger
 from shoal.runs.history import History
 from shoal.runs.reading import RunFolder, Tail, clean, newest_run
-from shoal.updates import rules
+from shoal.updates.rules.aggregation import aggregation
 
 
 @pytest.fixture(scope="module")
@@ -196,14 +196,14 @@ def test_rules_that_choose_say_whom_they_left_out(rule: Any) -> None:
     stack = torch.randn(9, 50, generator=torch.Generator().manual_seed(0))
     stack[4] += 100.0
     dropped: set[int] = set()
-    rules.combine(rule, NoMixing(), stack, torch.ones(9), None, 0, dropped)
+    aggregation.combine(rule, NoMixing(), stack, torch.ones(9), None, 0, dropped)
     assert 4 in dropped
     assert dropped != set(range(9))
 
 
 def test_a_mean_leaves_out_nobody() -> None:
     dropped: set[int] = set()
-    rules.combine(Mean(), NoMixing(), torch.randn(4, 5), torch.ones(4), None, 0, dropped)
+    aggregation.combine(Mean(), NoMixing(), torch.randn(4, 5), torch.ones(4), None, 0, dropped)
     assert dropped == set()
 
 

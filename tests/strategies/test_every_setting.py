@@ -19,7 +19,7 @@ from shoal.config.schema.cluster import InProcess
 from shoal.runs.assembly import assemble, feed_of
 from shoal.runs.coordinating import prepare
 from shoal.runs.joining import Joined
-from shoal.updates import rules
+from shoal.updates.rules.aggregation import aggregation
 from shoal.watch import classroom
 from shoal.watch.progress import PlainProgress, figures
 
@@ -111,7 +111,7 @@ def centered_clipping(radius: float, iterations: int) -> Callable[[torch.Tensor]
     last: list[torch.Tensor] = []
 
     def combine(stack: torch.Tensor) -> torch.Tensor:
-        last[:] = [rules.centered_clipping(stack, last[0] if last else None, radius, iterations)]
+        last[:] = [aggregation.centered_clipping(stack, last[0] if last else None, radius, iterations)]
         return last[0]
 
     return combine
@@ -120,12 +120,12 @@ def centered_clipping(radius: float, iterations: int) -> Callable[[torch.Tensor]
 def combination(rule: dict[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
     """What a rule's settings say, in the functions that tests/updates compares with numpy."""
     return {
-        "trimmed-mean": lambda stack: rules.trimmed_mean(stack, 0.3),
-        "median": rules.median,
-        "geometric-median": rules.geometric_median,
-        "krum": lambda stack: rules.krum(stack, 1),
-        "multi-krum": lambda stack: rules.multi_krum(stack, 1),
-        "bulyan": lambda stack: rules.bulyan(stack, 1),
+        "trimmed-mean": lambda stack: aggregation.trimmed_mean(stack, 0.3),
+        "median": aggregation.median,
+        "geometric-median": aggregation.geometric_median,
+        "krum": lambda stack: aggregation.krum(stack, 1),
+        "multi-krum": lambda stack: aggregation.multi_krum(stack, 1),
+        "bulyan": lambda stack: aggregation.bulyan(stack, 1),
         "centered-clipping": centered_clipping(0.1, 3),
     }[rule["kind"]]
 
@@ -177,13 +177,13 @@ def lie(joined: Joined) -> None:
 def neighbours_averaged(stack: torch.Tensor) -> torch.Tensor:
     """The median, after each contribution became the mean of the three of four that are nearest to it."""
     nearest = torch.cdist(stack.double(), stack.double()).argsort(dim=1)[:, :3]
-    return rules.median(torch.stack([stack[near].mean(0) for near in nearest]))
+    return aggregation.median(torch.stack([stack[near].mean(0) for near in nearest]))
 
 
 @pytest.mark.parametrize(
     ("mixing", "combine"),
     [
-        ({"kind": "none"}, rules.median),
+        ({"kind": "none"}, aggregation.median),
         ({"kind": "bucketing", "size": 4}, lambda stack: stack.mean(0)),  # the median of one bucket, which holds all
         ({"kind": "nearest-neighbours", "byzantine": 1}, neighbours_averaged),
     ],

@@ -13,7 +13,7 @@ from test_mixtures_over_workers import MOE, REMEMBERED, STRATEGIES
 from shoal.engines import SingleEngine
 from shoal.runs.assembly import assemble
 from shoal.runs.keepsake import Keepsakes, Occasions
-from shoal.updates.packing import packed
+from shoal.updates.state_packing import packed
 from shoal.worker.keeping import Beginning, HalfRound
 from shoal.worker.protocol import Seated
 

@@ -15,7 +15,7 @@ from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.errors import ShoalError
 from shoal.models.moe import Moe
-from shoal.updates.holding import size_of
+from shoal.updates.expert_subsets import size_of
 
 PARTS = {1: ("engine.experts=[0,1,2]",), 2: ("engine.experts=[1,2,3]",)}
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shoal.errors import ShoalError
-from shoal.updates import rules
-from shoal.updates.gram import gram, squared_distances
+from shoal.updates.rules.aggregation import aggregation
+from shoal.updates.rules.gram import gram, squared_distances
 
 Doubles = NDArray[np.float64]
 
@@ -49,32 +49,32 @@ def reference_bulyan(values: Doubles, byzantine: int) -> Doubles:
 def test_column_rules_equal_numpy(count: int, size: int, ratio: float, seed: int) -> None:
     values = stack(count, size, seed)
     exact = values.double().numpy()
-    dropped = rules.trimmed_at_each_end(count, ratio)
+    dropped = aggregation.trimmed_at_each_end(count, ratio)
     expected = np.sort(exact, axis=0)[dropped : count - dropped].mean(0)
-    assert np.allclose(rules.trimmed_mean(values, ratio).numpy(), expected, atol=1e-5)
-    assert np.allclose(rules.median(values).numpy(), np.median(exact, axis=0), atol=1e-6)
-    assert np.allclose(rules.mean(values).numpy(), exact.mean(0), atol=1e-5)
+    assert np.allclose(aggregation.trimmed_mean(values, ratio).numpy(), expected, atol=1e-5)
+    assert np.allclose(aggregation.median(values).numpy(), np.median(exact, axis=0), atol=1e-6)
+    assert np.allclose(aggregation.mean(values).numpy(), exact.mean(0), atol=1e-5)
 
 
 def test_a_trim_of_0_3_drops_15_percent_at_each_end() -> None:
-    assert rules.trimmed_at_each_end(20, 0.3) == 3
-    assert rules.trimmed_at_each_end(10, 0.2) == 1
-    assert rules.trimmed_at_each_end(3, 1.0) == 1
+    assert aggregation.trimmed_at_each_end(20, 0.3) == 3
+    assert aggregation.trimmed_at_each_end(10, 0.2) == 1
+    assert aggregation.trimmed_at_each_end(3, 1.0) == 1
 
 
 def test_a_trim_drops_at_least_one_at_each_end_from_three_contributions_on() -> None:
     """Else every documented example, of three to six contributions, would be the plain mean."""
-    assert [rules.trimmed_at_each_end(count, 0.3) for count in (1, 2, 3, 4, 5, 6, 13, 14)] == [0, 0, 1, 1, 1, 1, 1, 2]
-    assert rules.trimmed_at_each_end(5, 0.0) == 0, "who asks for none gets none"
+    assert [aggregation.trimmed_at_each_end(count, 0.3) for count in (1, 2, 3, 4, 5, 6, 13, 14)] == [0, 0, 1, 1, 1, 1, 1, 2]
+    assert aggregation.trimmed_at_each_end(5, 0.0) == 0, "who asks for none gets none"
     values = torch.tensor([[0.0], [1.0], [1e9]])
-    assert rules.trimmed_mean(values, 0.3).tolist() == [1.0]
+    assert aggregation.trimmed_mean(values, 0.3).tolist() == [1.0]
 
 
 def test_a_weighted_mean_weighs_by_samples() -> None:
     values = stack(3, 10)
     weights = torch.tensor([1, 2, 5])
     expected = (values.double() * weights[:, None] / 8).sum(0)
-    assert torch.allclose(rules.mean(values, weights).double(), expected, atol=1e-6)
+    assert torch.allclose(aggregation.mean(values, weights).double(), expected, atol=1e-6)
 
 
 @settings(max_examples=25)
@@ -82,8 +82,8 @@ def test_a_weighted_mean_weighs_by_samples() -> None:
 def test_krum_and_bulyan_equal_the_reference(byzantine: int, more: int, size: int, seed: int) -> None:
     values = stack(4 * byzantine + 3 + more, size, seed)
     exact = values.double().numpy()
-    assert torch.equal(rules.krum(values, byzantine), values[reference_krum(exact, byzantine)])
-    assert np.allclose(rules.bulyan(values, byzantine).numpy(), reference_bulyan(exact, byzantine), atol=1e-5)
+    assert torch.equal(aggregation.krum(values, byzantine), values[reference_krum(exact, byzantine)])
+    assert np.allclose(aggregation.bulyan(values, byzantine).numpy(), reference_bulyan(exact, byzantine), atol=1e-5)
 
 
 def test_distances_survive_a_large_common_part() -> None:
@@ -111,7 +111,7 @@ def test_distances_among_the_honest_survive_an_attacker_of_any_length(large: flo
     expected = torch.from_numpy(reference_distances(values[honest].double().numpy()))
     assert torch.allclose(distances[honest][:, honest], expected, rtol=1e-4)
     assert distances[[1, 4]][:, honest].min() > 100 * expected.max()
-    assert torch.equal(rules.krum(values, 2), values[honest][reference_choice(values[honest], 3)])
+    assert torch.equal(aggregation.krum(values, 2), values[honest][reference_choice(values[honest], 3)])
 
 
 def reference_choice(values: torch.Tensor, neighbours: int) -> int:
@@ -123,7 +123,12 @@ def test_a_rule_leaves_the_contributions_as_they_were() -> None:
     for size in (1, 2000):
         values = stack(7, size)
         before = values.clone()
-        for rule in (rules.median, lambda s: rules.trimmed_mean(s, 0.5), lambda s: rules.bulyan(s, 1), lambda s: rules.krum(s, 1)):
+        for rule in (
+            aggregation.median,
+            lambda s: aggregation.trimmed_mean(s, 0.5),
+            lambda s: aggregation.bulyan(s, 1),
+            lambda s: aggregation.krum(s, 1),
+        ):
             rule(values)
             assert torch.equal(values, before)
 
@@ -131,14 +136,14 @@ def test_a_rule_leaves_the_contributions_as_they_were() -> None:
 def test_bulyan_survives_a_value_that_would_swallow_a_running_sum() -> None:
     values = 1 + 0.01 * stack(11, 500)
     values[0, 7], values[1, 9] = 1e30, -1e30
-    assert (rules.bulyan(values, 2) - 1).abs().max() < 0.1
+    assert (aggregation.bulyan(values, 2) - 1).abs().max() < 0.1
 
 
 def test_too_few_contributions_are_refused() -> None:
     with pytest.raises(ShoalError, match="needs 7 contributions, there are 6"):
-        rules.krum(stack(6, 3), 2)
+        aggregation.krum(stack(6, 3), 2)
     with pytest.raises(ShoalError, match="needs 11 contributions"):
-        rules.bulyan(stack(10, 3), 2)
+        aggregation.bulyan(stack(10, 3), 2)
 
 
 @pytest.mark.parametrize("rule", ["krum", "multi-krum", "bulyan", "trimmed", "median", "geometric", "clipping"])
@@ -147,13 +152,13 @@ def test_two_attackers_of_eleven_do_not_move_it_far_and_the_mean_they_do(rule: s
     attacked = honest.clone()
     attacked[[2, 7]] = -50.0 * torch.ones(200)
     robust = {
-        "krum": lambda s: rules.krum(s, 2),
-        "bulyan": lambda s: rules.bulyan(s, 2),
-        "trimmed": lambda s: rules.trimmed_mean(s, 0.4),
-        "median": rules.median,
-        "multi-krum": lambda s: rules.multi_krum(s, 2),
-        "geometric": rules.geometric_median,
-        "clipping": lambda s: rules.centered_clipping(s, torch.ones(200), 2.0, 3),
+        "krum": lambda s: aggregation.krum(s, 2),
+        "bulyan": lambda s: aggregation.bulyan(s, 2),
+        "trimmed": lambda s: aggregation.trimmed_mean(s, 0.4),
+        "median": aggregation.median,
+        "multi-krum": lambda s: aggregation.multi_krum(s, 2),
+        "geometric": aggregation.geometric_median,
+        "clipping": lambda s: aggregation.centered_clipping(s, torch.ones(200), 2.0, 3),
     }[rule]
     assert (robust(attacked) - 1).abs().mean() < 0.2
-    assert (rules.mean(attacked) - 1).abs().mean() > 5
+    assert (aggregation.mean(attacked) - 1).abs().mean() > 5

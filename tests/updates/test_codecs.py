@@ -12,19 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.schema.updates import Codec, Fp16Codec, Int4Codec, Int8Codec, NoCodec, TernaryCodec, TopKCodec
-from shoal.updates import dense, sparse
-from shoal.updates.blocks import BLOCK
-from shoal.updates.codecs import (
+from shoal.updates.codecs.build import (
     UpdateError,
     apply_changes,
     borrow,
     decode,
     decode_into,
+    dense,
     encode,
     encode_changes,
     encoded_bytes,
     residual_for,
+    sparse,
 )
+from shoal.updates.parallel_blocks import BLOCK
 
 SPARSE = [
     TopKCodec(),

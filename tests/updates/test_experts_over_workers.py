@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shoal.config.schema.updates import Bulyan, CenteredClipping, GeometricMedian, Krum, Median, MultiKrum, NearestNeighbours, NoMixing
-from shoal.updates import rules
 from shoal.updates.experts import ExpertBlocks, believable, capped_shares, combine_apart, mean_by_experts, stretches
+from shoal.updates.rules.aggregation import aggregation
 
 PARTS = ([0, 5, 8], [1, 2, 6], [3, 4, 7])
 BLOCKS = ExpertBlocks(spans_X=(((1, 3), (6, 7)), ((3, 5), (7, 8))), layers=1, per_token=1, cap=2.0)
@@ -106,7 +106,7 @@ def test_a_rule_looks_at_each_expert_as_if_there_were_nothing_else(rule: Any, mi
     state = torch.randn(9, generator=torch.Generator().manual_seed(4))
     found, after = combine_apart(BLOCKS, rule, mixing, stack, weights, state, 0)
     for columns in PARTS:
-        expected, kept = rules.combine(rule, mixing, stack[:, columns].contiguous(), weights, state[columns], 0)
+        expected, kept = aggregation.combine(rule, mixing, stack[:, columns].contiguous(), weights, state[columns], 0)
         torch.testing.assert_close(found[columns], expected)
         assert after is not None
         assert kept is not None
@@ -122,7 +122,7 @@ def test_what_is_false_in_one_expert_only_is_found_there() -> None:
     stack = 1 + torch.randn(7, 9, generator=torch.Generator().manual_seed(5)) * torch.tensor([9.0, 0.1, 0.1, 9, 9, 9, 0.1, 9, 9])
     stack[0] = stack[1:].mean(0)
     stack[0, PARTS[1]] = -3.0
-    whole = rules.krum(stack, 1)
+    whole = aggregation.krum(stack, 1)
     assert torch.equal(whole, stack[0])
     apart, _ = combine_apart(BLOCKS, Krum(byzantine=1), NoMixing(), stack, torch.ones(7), None, 0)
     assert float((apart[PARTS[1]] - 1).abs().max()) < 0.5

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.updates.expert_subsets import Part, mean_of_reports, mean_over_holders, part_of, size_of, told, why_not_held
 from shoal.updates.experts import ExpertBlocks, capped_shares
-from shoal.updates.holding import Part, mean_of_reports, mean_over_holders, part_of, size_of, told, why_not_held
 
 LAYERS, EXPERTS, WIDTH, TRUNK = 2, 4, 3, 5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.updates.identities import Identity, is_proved, is_signed, public_of, sign
+from shoal.protocol.identities import Identity, is_proved, is_signed, public_of, sign
 
 VECTORS = [
     (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.updates import rooms
-from shoal.updates.checksums import crc32
+from shoal.protocol import buffer_pool as rooms
+from shoal.protocol.checksums import crc32
 
 SIZE = rooms.WORTH_BYTES
 

@@ -25,9 +25,9 @@ from shoal.config.schema.updates import (
     TrimmedMean,
 )
 from shoal.errors import ShoalError
-from shoal.updates import rules
-from shoal.updates.blocks import BLOCK
-from shoal.updates.mixing import bucketing, nearest_neighbour_mixing
+from shoal.updates.parallel_blocks import BLOCK
+from shoal.updates.rules.aggregation import aggregation as rules
+from shoal.updates.rules.mixing import bucketing, nearest_neighbour_mixing
 
 Doubles = NDArray[np.float64]
 

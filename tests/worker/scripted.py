@@ -11,8 +11,8 @@ import torch
 
 from shoal.config.schema.updates import Codec, NoCodec, Updates
 from shoal.engines import StepResult
-from shoal.updates.frames import frame_of
-from shoal.updates.messages import PROTOCOL
+from shoal.protocol.frames import frame_of
+from shoal.protocol.messages import PROTOCOL
 from shoal.worker.contributions import Gradients, UnitGradient
 from shoal.worker.courier import Answer, Courier, Lost
 from shoal.worker.policies import LeasedUnits, OwnShard, Pulling

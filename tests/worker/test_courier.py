@@ -8,7 +8,7 @@ import pytest
 from scripted import WELCOME, Line, courier_of, scripted, weights
 
 from shoal.errors import ShoalError
-from shoal.updates.messages import Contribute
+from shoal.protocol.messages import Contribute
 from shoal.worker.courier import Answer, Lost
 from shoal.worker.protocol import Frames, News, Receipt, Seated
 from shoal.worker.times import LinkTimes

@@ -5,7 +5,7 @@ A family is a class of settings, and each of its kinds a class below it:
     class Codec(Part):
         '''How an update travels.'''
 
-    class Fp16Codec(Codec, built_by="shoal.updates.dense:half"):
+    class Fp16Codec(Codec, built_by="shoal.updates.codecs.dense:half"):
         '''16-bit floats: half the bytes.'''
         kind: Literal["fp16"] = "fp16"
 

@@ -18,7 +18,7 @@ from shoal.coordinator.effects import Dismiss, Effect, Entry, Issue, Note, Persi
 from shoal.coordinator.machine import Coordinator
 from shoal.coordinator.state import Called, Event, Opened, Tick
 from shoal.coordinator.units.database_leases import BulletinBoard
-from shoal.updates.messages import BadMessage, Message, Request, parse
+from shoal.protocol.messages import BadMessage, Message, Request, parse
 
 TICK_S = 0.1
 _LEAST_JOURNAL_BYTES = 128 << 20

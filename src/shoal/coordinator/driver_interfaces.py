@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from shoal.coordinator.effects import Frames, Published
-from shoal.updates.messages import Message, Request
+from shoal.protocol.messages import Message, Request
 
 Result = TypeVar("Result")
 

@@ -44,8 +44,8 @@ from shoal.coordinator.state import (
 from shoal.coordinator.units.leasing import Lender
 from shoal.coordinator.units.tasks import Taskmaster
 from shoal.errors import printable
-from shoal.updates.holding import Experts, size_of, told
-from shoal.updates.messages import Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Hold, Join, Leave, Order, Pull
+from shoal.protocol.messages import Asked, Claim, Contribute, Fail, GiveBack, Gone, Heartbeat, Hold, Join, Leave, Order, Pull
+from shoal.updates.expert_subsets import Experts, size_of, told
 
 _STUCK = "stuck"
 """What a worker says that has made no progress for many leases: the thread that gives signs of life goes on whatever happens."""

@@ -13,7 +13,7 @@ from shoal.coordinator.effects import Dismiss, Effect, Note, Reply
 from shoal.coordinator.members.authentication import Doorkeeper
 from shoal.coordinator.members.table import Membership
 from shoal.coordinator.state import Called, Plan, State
-from shoal.updates.messages import Order
+from shoal.protocol.messages import Order
 
 
 class Host(Protocol):

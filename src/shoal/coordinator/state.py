@@ -13,12 +13,12 @@ from torch import Tensor
 from shoal.config.schema.updates import Updates
 from shoal.coordinator.effects import Frames
 from shoal.coordinator.units.cut import Cut
+from shoal.protocol.messages import Asked, Contribute, Delivered, FromLeases
 from shoal.scheduling import Matching
 from shoal.updates.episodes import EpisodeRows
+from shoal.updates.expert_subsets import Experts
 from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
-from shoal.updates.holding import Experts
-from shoal.updates.messages import Asked, Contribute, Delivered, FromLeases
 
 Key = tuple[str, int]
 """A worker, and the number of one of its contributions."""

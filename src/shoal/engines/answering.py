@@ -28,10 +28,10 @@ from shoal.errors import ShoalError
 from shoal.models.decoding import Warp, draws_of_group, gap
 from shoal.models.reading import ReadBeside, columns_beside, read_beside
 from shoal.models.sampling import Sampled, answered, as_drawn, padded, sample
+from shoal.protocol.frames import Frame, UpdateError
 from shoal.tasks import Batch
 from shoal.tasks.answers import as_text, as_used, chosen, log_softmax
-from shoal.updates.answers import InexactAnswers, unpack
-from shoal.updates.frames import Frame, UpdateError
+from shoal.updates.answer_frames import InexactAnswers, unpack
 
 _AT_ONCE = 8
 """Answers in one pass: the probabilities of all tokens are there at once."""

@@ -26,6 +26,7 @@ from shoal.config.ranks import Place, environment_of
 from shoal.errors import ShoalError
 from shoal.launch import nursery
 from shoal.launch.ranks import LOST
+from shoal.protocol.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
 from shoal.runs import staging
 from shoal.runs.given import factories_of
 from shoal.runs.inviting import Invitation, listen
@@ -34,7 +35,6 @@ from shoal.runs.run_directory import settings_text
 from shoal.runs.welcome import configuration
 from shoal.transports import Message, Request
 from shoal.transports.addresses import free_port, interface_of, parse
-from shoal.updates.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
 from shoal.worker.courier import Lost
 
 ASK, FAILED = "stage", "stage-failed"

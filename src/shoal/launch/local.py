@@ -28,7 +28,7 @@ _PAUSE_S, _LASTED_S = 1.0, 10.0
 
 def fair_threads(workers: int) -> int:
     """Threads for each of so many workers. The coordinator beside them has one: it mostly waits."""
-    from shoal.updates.blocks import usable_cores
+    from shoal.updates.parallel_blocks import usable_cores
 
     return max(1, usable_cores() // max(1, workers))
 

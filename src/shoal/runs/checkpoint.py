@@ -29,9 +29,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.protocol.checksums import crc32
 from shoal.runs.sharded import Shards, hand_over, write_shards
-from shoal.updates.checksums import crc32
-from shoal.updates.packing import packed, unpacked
+from shoal.updates.state_packing import packed, unpacked
 from shoal.worker.interfaces import Writers
 
 _FORMAT = 3

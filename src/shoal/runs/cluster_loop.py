@@ -18,6 +18,7 @@ from shoal.coordinator.state import Above, Concluded, Exited, Interrupted
 from shoal.engines import StepResult
 from shoal.engines.learners import EngineLearner
 from shoal.errors import ShoalError
+from shoal.protocol.messages import Message
 from shoal.runs.assembly import Parts, held_out
 from shoal.runs.attendance import Attendance
 from shoal.runs.checkpoint import Checkpoint, save_weights
@@ -33,7 +34,6 @@ from shoal.strategies import Length, Policies
 from shoal.tasks import Draws
 from shoal.updates import privacy
 from shoal.updates.fragments import Span
-from shoal.updates.messages import Message
 
 _LOOK_EVERY_S = 1.0
 _GOODBYE_S, _PARTING_S = 120.0, 15.0

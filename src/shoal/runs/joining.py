@@ -23,6 +23,8 @@ from shoal.data.images.serving import Offer, fetched, is_without_images
 from shoal.engines import Meeting, World
 from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
+from shoal.protocol.identities import Identity
+from shoal.protocol.messages import PROTOCOL, Gone, header_of
 from shoal.runs.assembly import Parts, Progress, feed_of
 from shoal.runs.given import NOTHING, Given
 from shoal.runs.going_on import shape
@@ -33,8 +35,6 @@ from shoal.runs.own_key import KeyFile
 from shoal.runs.recorder import peak_memory
 from shoal.runs.welcome import configuration, parts_for
 from shoal.strategies import Policies
-from shoal.updates.identities import Identity
-from shoal.updates.messages import PROTOCOL, Gone, header_of
 from shoal.worker.courier import Courier, Lost, Pulse
 from shoal.worker.interfaces import Feed
 from shoal.worker.protocol import Frames, Left, Protocol

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from shoal.config.environment import state_folder
 from shoal.errors import ShoalError
+from shoal.protocol.identities import Identity
 from shoal.runs.inviting import Invitation
-from shoal.updates.identities import Identity
 
 _SECRET = re.compile(r"[0-9a-f]{64}")
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
+from shoal.protocol.identities import Identity
+from shoal.protocol.messages import Order, header_of
 from shoal.runs.inviting import Invitation
 from shoal.runs.reading import GOING_ON, RunFolder, clean, whole_status
 from shoal.transports.connect import connect
 from shoal.transports.interface import Client, Message, Unreachable
 from shoal.transports.private_files import write_private
-from shoal.updates.identities import Identity
-from shoal.updates.messages import Order, header_of
 
 FILE = "owner.json"
 _ANSWER_S = 10.0

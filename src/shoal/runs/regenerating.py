@@ -21,7 +21,7 @@ from shoal.runs.assembly import assemble
 from shoal.runs.checkpoint import read
 from shoal.runs.run_directory import RunDirectory
 from shoal.strategies import of
-from shoal.updates.answers import digest, pack
+from shoal.updates.answer_frames import digest, pack
 
 _EDGE, _EDGE_HALF = 1e-5, 1e-3
 """How far another machine's rounding moves the edge between two tokens, as a share of all probability; and in half precision."""

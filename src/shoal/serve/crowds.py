@@ -13,9 +13,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from shoal.protocol.address_groups import household
 from shoal.transports.places import STRANGERS_S, Places
 from shoal.transports.zeromq.crowding import room_for
-from shoal.updates.households import household
 
 MOST_CONNECTIONS = 1000
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal.errors import ShoalError, printable
+from shoal.protocol.messages import Frame
 from shoal.serve.holding import Holder, Place
 from shoal.serve.orders import carry_out, door_from, order_message, unpacked
 from shoal.serve.pipeline import Pipeline
 from shoal.serve.routes import HERE, Node, Order
 from shoal.serve.tensors import Tensors
 from shoal.transports import Message, Request, Server
-from shoal.updates.messages import Frame
 
 SILENCE_S = 10.0
 """After so long without a word a machine is taken for lost. Its process tells that it lives twice a second."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
+from shoal.protocol.messages import Frame
 from shoal.serve.holding import Holder, Place, free_memory
 from shoal.serve.hops import Handing, Inbox, Seen, open_inbox
 from shoal.serve.orders import carry_out, order_from, packed
@@ -20,7 +21,6 @@ from shoal.serve.routes import Onward, Order
 from shoal.serve.skeletons import skeleton_of
 from shoal.serve.tensors import PIECE_BYTES, Fetched
 from shoal.transports import Client, Message, Refused, Unreachable, connect
-from shoal.updates.messages import Frame
 
 FRAME_BYTES = 1 << 28
 """The largest frame between the server and a machine: hidden states of a long piece of a prompt."""

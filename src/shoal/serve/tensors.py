@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.config.environment import state_folder
 from shoal.errors import ShoalError
-from shoal.updates.messages import Frame
+from shoal.protocol.messages import Frame
 
 PIECE_BYTES = 8 << 20
 """Bytes of a tensor in one message."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shoal.coordinator.driver_interfaces import Saved
 from shoal.coordinator.effects import Frames
+from shoal.protocol.messages import Message, Request
 from shoal.transports import Traffic
-from shoal.updates.messages import Message, Request
 
 Result = TypeVar("Result")
 _MIXING, _WORD = 1_000_003, 0xFFFFFFFF

@@ -14,6 +14,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.driver import TICK_S, Captured, Driver, Surroundings
 from shoal.coordinator.effects import Published
 from shoal.coordinator.state import Called, Concluded, Learner, Plan
+from shoal.protocol.messages import EMPTY, Asked, Contribute, Message
 from shoal.simulate.learning import Learning, Timing, seeded
 from shoal.simulate.links import Cores, Link
 from shoal.simulate.machines import Machine, Weather
@@ -22,7 +23,6 @@ from shoal.simulate.report import POINTS, Moment, Report
 from shoal.simulate.timeline import Timeline
 from shoal.simulate.worker import VirtualWorker
 from shoal.strategies import Policies
-from shoal.updates.messages import EMPTY, Asked, Contribute, Message
 from shoal.worker.protocol import SLOWEST_LINK, Frames, Question, Receipt
 from shoal.worker.worker import WorkerPolicies
 

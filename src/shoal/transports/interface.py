@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from shoal.errors import ShoalError
+from shoal.protocol.messages import Frame, Message, Request
 from shoal.transports.keys import Keys
-from shoal.updates.messages import Frame, Message, Request
 
 __all__ = ["Client", "Frame", "Message", "Poster", "Refused", "Request", "Server", "Traffic", "Unreachable"]
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.protocol.address_groups import household
 from shoal.transports import addresses
 from shoal.transports.places import Beginnings, Places, hang_up
-from shoal.updates.households import household
 
 _MOST_CONNECTIONS = 32
 _IDLE_S = 10.0

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from torch import Tensor
 
-from shoal.updates.blocks import Floats, in_blocks
+from shoal.updates.parallel_blocks import Floats, in_blocks
 
 _EXACT = 1e-25, 1e30
 """Between these a sum of squares of 32-bit floats neither overflowed nor lost much to underflow."""

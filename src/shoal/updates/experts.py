@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.config.schema import updates as schema
 from shoal.updates.fragments import Span
-from shoal.updates.rules import combine, mean_of_vectors
+from shoal.updates.rules.aggregation import combine, mean_of_vectors
 
 
 class ExpertBlocks(NamedTuple):

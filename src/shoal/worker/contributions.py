@@ -17,7 +17,7 @@ from shoal.models.decoding import draws_of_group
 from shoal.models.reading import read_beside
 from shoal.models.sampling import as_drawn, sample
 from shoal.tasks import Batch
-from shoal.updates.answers import pack
+from shoal.updates.answer_frames import pack
 from shoal.updates.fragments import Span
 from shoal.worker.interfaces import Feed, StepResult, Window
 from shoal.worker.keeping import Beginning, HalfRound, Keeper

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from typing import Protocol as Interface
 
 from shoal.errors import ShoalError
-from shoal.updates.messages import Pull, header_of
+from shoal.protocol.messages import Pull, header_of
 from shoal.worker.protocol import ANSWER_S, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, Protocol, Question
 from shoal.worker.times import LinkTimes
 

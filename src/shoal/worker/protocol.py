@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError, printable
-from shoal.updates.identities import Identity
-from shoal.updates.messages import LONGEST_REASON, Asked, Claim, Contribute, Fail, GiveBack, Heartbeat, Hold, Join, Leave, Pull
+from shoal.protocol.identities import Identity
+from shoal.protocol.messages import LONGEST_REASON, Asked, Claim, Contribute, Fail, GiveBack, Heartbeat, Hold, Join, Leave, Pull
 
 Frames = Sequence[bytes | memoryview]
 SLOWEST_LINK = 50_000

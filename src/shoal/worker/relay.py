@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from shoal.config.schema.updates import Codec, NoCodec
-from shoal.updates import codecs
-from shoal.updates.messages import Contribute
+from shoal.protocol.messages import Contribute
+from shoal.updates.codecs.build import build
 from shoal.worker.protocol import Event, Frames, News, Protocol, Receipt
 from shoal.worker.receipts import Receipts
 
@@ -69,7 +69,7 @@ class Climber:
     def frames(self) -> list[memoryview]:
         """The weights above, as they are written down."""
         vectors = [self.weights, self.statistics] if self.statistics.numel() else [self.weights]
-        return [frame for vector in vectors for frame in codecs.encode(_PLAIN, vector.clone(), None)]
+        return [frame for vector in vectors for frame in build.encode(_PLAIN, vector.clone(), None)]
 
     def _learn(self, news: News) -> None:
         header, kind = news.header, news.header.get("weights", "same")
@@ -77,7 +77,7 @@ class Climber:
         if kind == "same":
             return
         extra = self.statistics.numel()
-        codecs.renew(self.weights, kind, self.codec, news.frames[:-1] if extra else news.frames)
+        build.renew(self.weights, kind, self.codec, news.frames[:-1] if extra else news.frames)
         if extra:
-            codecs.decode(_PLAIN, extra, news.frames[-1:], out=self.statistics)
+            build.decode(_PLAIN, extra, news.frames[-1:], out=self.statistics)
         self.version = int(header["version"])

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from shoal.config.schema.updates import Updates
 from shoal.errors import ShoalError
+from shoal.protocol.messages import Contribute
 from shoal.updates.fragments import Span
-from shoal.updates.messages import Contribute
 from shoal.worker.contributions import Gradients, Made
 from shoal.worker.courier import Courier, Pending
 from shoal.worker.interfaces import Feed

@@ -8,7 +8,7 @@ from shoal.config.parts import Part
 
 
 class Codec(Part, noun="codec"):
-    """How an update travels: as frames of bytes, and back. Built by a function of its settings: a `shoal.updates.coder.Coder`."""
+    """How an update travels: as frames of bytes, and back. Built by a function of its settings: a `shoal.updates.codecs.base.Coder`."""
 
     sparse: ClassVar[bool] = False
     """Whether it leaves out most of the numbers, so that the updates of two workers hardly overlap."""
@@ -23,13 +23,13 @@ class Codec(Part, noun="codec"):
         return self
 
 
-class NoCodec(Codec, built_by="shoal.updates.dense:plain"):
+class NoCodec(Codec, built_by="shoal.updates.codecs.dense:plain"):
     """32-bit floats as they are."""
 
     kind: Literal["none"] = "none"
 
 
-class Fp16Codec(Codec, built_by="shoal.updates.dense:half"):
+class Fp16Codec(Codec, built_by="shoal.updates.codecs.dense:half"):
     """16-bit floats: half the bytes."""
 
     kind: Literal["fp16"] = "fp16"
@@ -37,7 +37,7 @@ class Fp16Codec(Codec, built_by="shoal.updates.dense:half"):
     """What rounding lost is added to the next update."""
 
 
-class Int8Codec(Codec, built_by="shoal.updates.dense:eight_bits"):
+class Int8Codec(Codec, built_by="shoal.updates.codecs.dense:eight_bits"):
     """8-bit integers with a scale per chunk: a quarter of the bytes."""
 
     kind: Literal["int8"] = "int8"
@@ -45,7 +45,7 @@ class Int8Codec(Codec, built_by="shoal.updates.dense:eight_bits"):
     """What rounding lost is added to the next update."""
 
 
-class Int4Codec(Codec, built_by="shoal.updates.dense:four_bits"):
+class Int4Codec(Codec, built_by="shoal.updates.codecs.dense:four_bits"):
     """4-bit integers with a scale per chunk: an eighth of the bytes, near enough. For updates that many steps made."""
 
     kind: Literal["int4"] = "int4"
@@ -53,7 +53,7 @@ class Int4Codec(Codec, built_by="shoal.updates.dense:four_bits"):
     """What rounding lost is added to the next update."""
 
 
-class TernaryCodec(Codec, built_by="shoal.updates.trits:ternary"):
+class TernaryCodec(Codec, built_by="shoal.updates.codecs.ternary:ternary"):
     """−1, 0 or 1 times a scale per chunk: a twentieth of the bytes. For updates that many steps made."""
 
     kind: Literal["ternary"] = "ternary"
@@ -61,7 +61,7 @@ class TernaryCodec(Codec, built_by="shoal.updates.trits:ternary"):
     """What rounding lost is added to the next update."""
 
 
-class TopKCodec(Codec, built_by="shoal.updates.topk:TopK"):
+class TopKCodec(Codec, built_by="shoal.updates.codecs.topk:TopK"):
     """Only the largest values."""
 
     kind: Literal["topk"] = "topk"
@@ -81,7 +81,7 @@ class TopKCodec(Codec, built_by="shoal.updates.topk:TopK"):
 
 
 class Aggregation(Part, noun="aggregation rule"):
-    """How contributions become one update. Built by a function of its settings and of `shoal.updates.mixing.Contributions`: the update."""
+    """How contributions become one update. Built by a function of its settings and of `shoal.updates.rules.mixing.Contributions`: the update."""
 
     withstands: ClassVar[tuple[int, int] | None] = None
     """a and b of the a·f + b contributions that withstand f false ones, where `byzantine` is f; None: one contribution is enough."""
@@ -91,14 +91,14 @@ class Aggregation(Part, noun="aggregation rule"):
     """Contributions from different workers from which on it withstands a false one. With fewer it works, and is no more than the mean."""
 
 
-class Mean(Aggregation, built_by="shoal.updates.rules:by_mean"):
+class Mean(Aggregation, built_by="shoal.updates.rules.aggregation:by_mean"):
     """The mean, weighted by samples. One false contribution can move it anywhere."""
 
     kind: Literal["mean"] = "mean"
     by_column = True
 
 
-class TrimmedMean(Aggregation, built_by="shoal.updates.rules:by_trimmed_mean"):
+class TrimmedMean(Aggregation, built_by="shoal.updates.rules.aggregation:by_trimmed_mean"):
     """The mean without the extremes, per coordinate."""
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"
@@ -108,7 +108,7 @@ class TrimmedMean(Aggregation, built_by="shoal.updates.rules:by_trimmed_mean"):
     """Share that is dropped, half of it at each end; never fewer than one at each end from three contributions on. 0: none."""
 
 
-class Median(Aggregation, built_by="shoal.updates.rules:by_median"):
+class Median(Aggregation, built_by="shoal.updates.rules.aggregation:by_median"):
     """The middle value, per coordinate."""
 
     kind: Literal["median"] = "median"
@@ -116,7 +116,7 @@ class Median(Aggregation, built_by="shoal.updates.rules:by_median"):
     works_from = 3
 
 
-class GeometricMedian(Aggregation, built_by="shoal.updates.rules:by_geometric_median"):
+class GeometricMedian(Aggregation, built_by="shoal.updates.rules.aggregation:by_geometric_median"):
     """The point with the least sum of distances to all contributions; fewer than half of them cannot move it far."""
 
     kind: Literal["geometric-median"] = "geometric-median"
@@ -127,7 +127,7 @@ class GeometricMedian(Aggregation, built_by="shoal.updates.rules:by_geometric_me
     """Least distance that counts, as a share of the middle one."""
 
 
-class Krum(Aggregation, built_by="shoal.updates.rules:by_krum"):
+class Krum(Aggregation, built_by="shoal.updates.rules.aggregation:by_krum"):
     """The contribution closest to its neighbours; needs 2f+3 contributions."""
 
     kind: Literal["krum"] = "krum"
@@ -136,7 +136,7 @@ class Krum(Aggregation, built_by="shoal.updates.rules:by_krum"):
     """f, the false contributions to withstand; null: a quarter of the contributions, or what they allow if that is less."""
 
 
-class MultiKrum(Aggregation, built_by="shoal.updates.rules:by_multi_krum"):
+class MultiKrum(Aggregation, built_by="shoal.updates.rules.aggregation:by_multi_krum"):
     """The mean of the contributions closest to their neighbours; needs 2f+3 contributions."""
 
     kind: Literal["multi-krum"] = "multi-krum"
@@ -147,7 +147,7 @@ class MultiKrum(Aggregation, built_by="shoal.updates.rules:by_multi_krum"):
     """Contributions that are averaged; null: all but f."""
 
 
-class Bulyan(Aggregation, built_by="shoal.updates.rules:by_bulyan"):
+class Bulyan(Aggregation, built_by="shoal.updates.rules.aggregation:by_bulyan"):
     """Krum again and again, then a trimmed mean of what it chose; needs 4f+3 contributions."""
 
     kind: Literal["bulyan"] = "bulyan"
@@ -156,7 +156,7 @@ class Bulyan(Aggregation, built_by="shoal.updates.rules:by_bulyan"):
     """f, the false contributions to withstand; null: a quarter of the contributions, or what they allow if that is less."""
 
 
-class CenteredClipping(Aggregation, built_by="shoal.updates.rules:by_centered_clipping"):
+class CenteredClipping(Aggregation, built_by="shoal.updates.rules.aggregation:by_centered_clipping"):
     """From the last update towards each contribution, by a limited length; a false one moves it no further than that."""
 
     kind: Literal["centered-clipping"] = "centered-clipping"

@@ -25,7 +25,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from shoal.coordinator.effects import Frames
 from shoal.errors import ShoalError
-from shoal.updates.checksums import crc32
+from shoal.protocol.checksums import crc32
 
 MAGIC = b"SHOALJ2\n"
 MARK_BYTES = 8

@@ -40,12 +40,13 @@ from shoal.coordinator.policies import Policies
 from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.state import Held, Learner, Piece, Plan, State, Upstream, former_key_of, ledger_line, mean_metrics
 from shoal.coordinator.units.cut import Settled
-from shoal.updates import codecs, rules
-from shoal.updates.answers import digest
+from shoal.protocol.messages import Contribute
+from shoal.updates.answer_frames import digest
+from shoal.updates.codecs.build import build
 from shoal.updates.episodes import EpisodeRows
+from shoal.updates.expert_subsets import Experts, Part, mean_of_reports, mean_over_holders, size_of
 from shoal.updates.experts import ExpertBlocks, combine_apart, mean_by_experts
-from shoal.updates.holding import Experts, Part, mean_of_reports, mean_over_holders, size_of
-from shoal.updates.messages import Contribute
+from shoal.updates.rules.aggregation import aggregation
 
 _PLAIN = NoCodec()
 _NOTHING = torch.empty(0)
@@ -118,12 +119,12 @@ class Book:
         if experts and self.plan.experts is not None:
             size = size_of(self.plan.experts, experts)
         if not frames or (extra and len(frames) < 2):
-            raise codecs.UpdateError("frames are missing")
+            raise build.UpdateError("frames are missing")
         body, tail = (frames[:-1], frames[-1:]) if extra else (frames, ())
-        vector = codecs.borrow(self.plan.updates.codec, size, body)
+        vector = build.borrow(self.plan.updates.codec, size, body)
         if vector is None:
             vector = self._decode(size, body)
-        return vector, codecs.decode(_PLAIN, extra, tail) if extra else _NOTHING
+        return vector, build.decode(_PLAIN, extra, tail) if extra else _NOTHING
 
     def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "", experts: Experts = ()) -> tuple[Tensor, Tensor]:
         """What came of a unit. Raises UpdateError. `worker`: who sent it now; empty: it was taken before."""
@@ -146,8 +147,8 @@ class Book:
     def _decode(self, size: int, frames: Frames) -> Tensor:
         room = self._room(size)
         try:
-            return codecs.decode(self.plan.updates.codec, size, frames, out=room)
-        except codecs.UpdateError:
+            return build.decode(self.plan.updates.codec, size, frames, out=room)
+        except build.UpdateError:
             self._leave([room])
             raise
 
@@ -201,7 +202,7 @@ class Book:
             if "unit" in record:
                 return self.decode_unit(frames, record["unit"], record["base"], experts=experts)
             return self.decode(frames, record["round"], experts)
-        except codecs.UpdateError:
+        except build.UpdateError:
             added = self._told_since()
             if not added:
                 raise
@@ -352,8 +353,8 @@ class Book:
         kept = [(one.record, one.frames) for one in held]
         update, buffers, share = self._combine(held)
         codec = self.plan.updates.codec
-        residual = codecs.residual_for(codec, update.numel()) if self.residual is None else self.residual.clone()
-        frames = [*codecs.encode(codec, update * share, residual), *(codecs.encode(_PLAIN, buffers, None) if buffers.numel() else ())]
+        residual = build.residual_for(codec, update.numel()) if self.residual is None else self.residual.clone()
+        frames = [*build.encode(codec, update * share, residual), *(build.encode(_PLAIN, buffers, None) if buffers.numel() else ())]
         self.upward = Upward(record, kept, self._contribution(held), frames, residual)
 
     def _contribution(self, held: list[Held]) -> Contribute:
@@ -390,8 +391,8 @@ class Book:
     def _whole(self, frames: Frames) -> tuple[Tensor, Tensor]:
         """Weights and statistics that are sent as they are."""
         extra = self.learner.buffers.numel()
-        vector = codecs.decode(_PLAIN, self.learner.vector.numel(), frames[:-1] if extra else frames)
-        return vector, codecs.decode(_PLAIN, extra, frames[-1:]) if extra else _NOTHING
+        vector = build.decode(_PLAIN, self.learner.vector.numel(), frames[:-1] if extra else frames)
+        return vector, build.decode(_PLAIN, extra, frames[-1:]) if extra else _NOTHING
 
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
         """What is taken and not yet in a version: records that belong to the journal that follows a snapshot."""
@@ -417,7 +418,7 @@ class Book:
         if updates.aggregation.kind == "mean" and isinstance(updates.mixing, NoMixing):
             return self._mean(held, weights), buffers, 1.0
         stack, experts = torch.stack([one.vector for one in held]), self._experts(held)
-        combine = rules.combine if experts is None or not experts.apart else partial(combine_apart, experts)
+        combine = aggregation.combine if experts is None or not experts.apart else partial(combine_apart, experts)
         dropped: set[int] = set()
         update, self.centre = combine(updates.aggregation, updates.mixing, stack, weights, self.centre, seed, dropped)
         self._dropped = [held[place].record["worker"] for place in sorted(dropped)]
@@ -446,7 +447,7 @@ class Book:
         vectors, room = [one.vector for one in held], self._room(held[0].vector.numel())
         experts = self._experts(held)
         if experts is None or experts.cap is None:
-            return rules.mean_of_vectors(vectors, weights, room)
+            return aggregation.mean_of_vectors(vectors, weights, room)
         loads = torch.stack([experts.loads_of(one.buffers) for one in held])
         return mean_by_experts(experts, vectors, weights, loads, room)
 
@@ -468,7 +469,7 @@ class Book:
         if self.plan.experts is not None and any(one.experts for one in held):
             together = mean_of_reports(self.plan.experts, stack, weights, [one.experts for one in held])
         else:
-            together = rules.mean(stack, weights) if self.plan.updates.aggregation.kind == "mean" else rules.median(stack)
+            together = aggregation.mean(stack, weights) if self.plan.updates.aggregation.kind == "mean" else aggregation.median(stack)
         return together if self.plan.episodes is None else self.plan.episodes.put(together, stack)
 
     def write_off(self) -> list[Effect]:
@@ -503,8 +504,8 @@ def one_of_each_worker(held: list[Held], episodes: EpisodeRows | None = None) ->
 
 def _mean_of(held: list[Held], episodes: EpisodeRows | None) -> Held:
     weights = torch.tensor([one.record["weight"] for one in held], dtype=torch.float64)
-    vector = rules.mean_of_vectors([one.vector for one in held], weights, torch.empty_like(held[0].vector))
+    vector = aggregation.mean_of_vectors([one.vector for one in held], weights, torch.empty_like(held[0].vector))
     reports = torch.stack([one.buffers for one in held])
-    buffers = rules.mean(reports, weights)
+    buffers = aggregation.mean(reports, weights)
     buffers = buffers if episodes is None else episodes.put(buffers, reports)
     return Held(held[0].record | {"weight": float(weights.sum())}, (), vector, buffers)

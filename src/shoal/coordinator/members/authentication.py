@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from shoal.coordinator.members.table import Membership, Worker
 from shoal.coordinator.state import Bounds, State
-from shoal.updates.households import household
-from shoal.updates.identities import is_proved
-from shoal.updates.messages import LONGEST_NAME, Gone, Join, Order
+from shoal.protocol.address_groups import household
+from shoal.protocol.identities import is_proved
+from shoal.protocol.messages import LONGEST_NAME, Gone, Join, Order
 
 _NONCE_S = 60.0
 _MOST_ADDRESSES = 1024

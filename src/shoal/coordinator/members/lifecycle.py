@@ -16,7 +16,7 @@ from shoal.coordinator.state import Called, Plan, State, Waiting
 from shoal.coordinator.units.leasing import Lender
 from shoal.coordinator.units.tasks import Taskmaster
 from shoal.errors import printable
-from shoal.updates.messages import PROTOCOL, Gone, Join
+from shoal.protocol.messages import PROTOCOL, Gone, Join
 
 _UNSEATED = -1
 _NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0

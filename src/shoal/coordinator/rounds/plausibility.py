@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from shoal.coordinator.state import Plan
 from shoal.coordinator.units.cut import Unit
-from shoal.updates.holding import why_not_held
-from shoal.updates.messages import Contribute, Delivered
+from shoal.protocol.messages import Contribute, Delivered
+from shoal.updates.expert_subsets import why_not_held
 
 LARGEST_FIGURE = 1e12
 _MOST_FIGURES, _MOST_OF_ONE = 4096, 256

@@ -16,7 +16,7 @@ from shoal.coordinator.members.authentication import Bucket
 from shoal.coordinator.rounds.weights_publisher import Bulletin, Notice
 from shoal.coordinator.state import LeaseResult, Spoiled
 from shoal.errors import printable
-from shoal.updates.messages import BadMessage, Request, parse_from_leases
+from shoal.protocol.messages import BadMessage, Request, parse_from_leases
 
 _NOTES_EVERY_S = 1.0
 _NOTES_PER_S, _NOTES_AT_ONCE = 1.0, 200.0

@@ -18,10 +18,10 @@ from shoal.coordinator.effects import Effect, Note
 from shoal.coordinator.members.table import Membership, Worker
 from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.state import Piece, State, Tasks
+from shoal.protocol.messages import Contribute
 from shoal.scheduling import Burden, Job, Machine, lacking, worth_stealing
 from shoal.scheduling.matching import fits
 from shoal.scheduling.speeds import believed
-from shoal.updates.messages import Contribute
 
 _STUCK_INTERVALS = 10
 """A worker that has sent nothing for so many of its usual intervals has its piece given to others."""

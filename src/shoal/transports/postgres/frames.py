@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
+from shoal.protocol.buffer_pool import room
 from shoal.transports import wire
 from shoal.transports.interface import Frame
 from shoal.transports.postgres.line import Connection
-from shoal.updates.rooms import room
 
 PART_BYTES = 1 << 18
 """Measured over loopback: smaller parts cost statements, larger ones copies."""

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
+from shoal.protocol.checksums import crc32
 from shoal.transports.postgres.server import PostgresServer
 from shoal.transports.postgres.store import Damaged, Journal
-from shoal.updates.checksums import crc32
 
 
 class SoundRecords(NamedTuple):

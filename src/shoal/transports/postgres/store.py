@@ -20,12 +20,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.protocol.checksums import crc32
 from shoal.transports.interface import Frame
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres.line import Connection
 from shoal.transports.postgres.server import PostgresServer
-from shoal.updates.checksums import crc32
-from shoal.updates.packing import packed, unpacked
+from shoal.updates.state_packing import packed, unpacked
 
 Frames = Sequence[Frame]
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from shoal.updates.households import household
+from shoal.protocol.address_groups import household
 
 RESERVED_DESCRIPTORS = 256
 """For files, processes and whatever else the run opens."""

@@ -137,7 +137,7 @@ class _Pieces:
     def part(self, size: int) -> memoryview:
         if size <= PIECE_BYTES:
             return self._of(size)
-        from shoal.updates.rooms import room  # NumPy is loaded where long frames come
+        from shoal.protocol.buffer_pool import room  # NumPy is loaded where long frames come
 
         whole = room(size)
         for start in range(0, size, PIECE_BYTES):

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.config.schema.updates import Codec
-from shoal.updates.blocks import Floats
-from shoal.updates.coder import Blockwise, Coder
-from shoal.updates.dense import chunks, rows_of
-from shoal.updates.frames import Frame, Frames, UpdateError, expect_frames, frame_of, values_of
+from shoal.protocol.frames import Frame, Frames, UpdateError, expect_frames, frame_of, values_of
+from shoal.updates.codecs.base import Blockwise, Coder
+from shoal.updates.codecs.dense import chunks, rows_of
+from shoal.updates.parallel_blocks import Floats
 
 CHUNK = 1024
 PER_BYTE = 5

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.updates.frames import Frame, UpdateError, expect_frames, frame_of, values_of
+from shoal.protocol.frames import Frame, UpdateError, expect_frames, frame_of, values_of
 
 
 class InexactAnswers(UpdateError):

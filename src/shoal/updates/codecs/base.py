@@ -11,8 +11,8 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from shoal.updates.blocks import BLOCK, Floats, all_finite, in_blocks, scratch
-from shoal.updates.frames import Frame, Frames, UpdateError
+from shoal.protocol.frames import Frame, Frames, UpdateError
+from shoal.updates.parallel_blocks import BLOCK, Floats, all_finite, in_blocks, scratch
 
 
 class Coder:

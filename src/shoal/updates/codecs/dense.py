@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.config.schema.updates import Codec
-from shoal.updates.blocks import Floats, in_blocks, scratch
-from shoal.updates.coder import Blockwise, Coder, expect_finite
-from shoal.updates.frames import Frame, Frames, UpdateError, expect_frames, frame_of, values_of
+from shoal.protocol.frames import Frame, Frames, UpdateError, expect_frames, frame_of, values_of
+from shoal.updates.codecs.base import Blockwise, Coder, expect_finite
+from shoal.updates.parallel_blocks import Floats, in_blocks, scratch
 
 _LARGEST_HALF = 65504.0
 _SMALLEST_PEAK = np.float32(1e-36)

@@ -15,10 +15,10 @@ from torch import Tensor
 from shoal.config.derive import default_byzantine, quorum
 from shoal.config.schema import updates as schema
 from shoal.errors import ShoalError
-from shoal.updates.blocks import BLOCK, Floats, in_blocks, scratch
-from shoal.updates.columns import by_sorted_columns, mean_of, nearest_the_median
-from shoal.updates.gram import gram, squared_distances, weighted_sum
-from shoal.updates.mixing import Contributions
+from shoal.updates.parallel_blocks import BLOCK, Floats, in_blocks, scratch
+from shoal.updates.rules.gram import gram, squared_distances, weighted_sum
+from shoal.updates.rules.mixing import Contributions
+from shoal.updates.rules.sorted_columns import by_sorted_columns, mean_of, nearest_the_median
 
 Doubles = NDArray[np.float64]
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.updates.blocks import Floats, all_finite, in_blocks
-from shoal.updates.frames import Frame, UpdateError, expect_frames, frame_of, values_of
+from shoal.protocol.frames import Frame, UpdateError, expect_frames, frame_of, values_of
+from shoal.updates.parallel_blocks import Floats, all_finite, in_blocks
 
 Positions = NDArray[np.int64]
 Bits = NDArray[np.int32]

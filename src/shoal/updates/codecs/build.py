@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import Codec, NoCodec
-from shoal.updates import sparse
-from shoal.updates.frames import Frame, Frames, UpdateError, frame_of
+from shoal.protocol.frames import Frame, Frames, UpdateError, frame_of
+from shoal.updates.codecs.build import sparse
 
 __all__ = [
     "Frames",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.updates.experts import ExpertBlocks, capped_shares, stretches
-from shoal.updates.rules import mean_of_vectors
+from shoal.updates.rules.aggregation import mean_of_vectors
 
 Experts = tuple[int, ...]
 """Numbers of experts, the same in every layer, in ascending order; none: all of them."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from shoal.config.schema.updates import NoCodec, TopKCodec
-from shoal.updates import sparse
-from shoal.updates.blocks import Floats
-from shoal.updates.coder import Coder
-from shoal.updates.frames import Frame, Frames, expect_frames
+from shoal.protocol.frames import Frame, Frames, expect_frames
+from shoal.updates.codecs.base import Coder
+from shoal.updates.codecs.build import sparse
+from shoal.updates.parallel_blocks import Floats
 
 
 class TopK(Coder):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.updates.blocks import Floats, in_blocks
+from shoal.updates.parallel_blocks import Floats, in_blocks
 
 _BLOCK_BYTES = 1 << 20
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.config.derive import default_byzantine
 from shoal.config.schema.updates import Bucketing, Mixing, NearestNeighbours
-from shoal.updates.gram import gram, squared_distances, weighted_sum
+from shoal.updates.rules.gram import gram, squared_distances, weighted_sum
 
 
 def bucketing(stack_ND: Tensor, size: int, seed: int) -> Tensor:

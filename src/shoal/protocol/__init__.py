@@ -1,0 +1,1 @@
+"""What workers and coordinator exchange: messages, identities, frames of bytes."""

@@ -1,0 +1,1 @@
+"""Codecs: a vector becomes frames of bytes, and frames become a vector."""

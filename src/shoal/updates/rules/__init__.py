@@ -1,0 +1,1 @@
+"""Aggregation rules over a stack of contributions."""
