@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.config.load import resolve_data
 from shoal.config.schema.model import Moe
 from shoal.config.schema.training import Fp8
-from shoal.engines import fp8
+from shoal.engines.precision import fp8
 from shoal.models.experts import Experts, Visits
 
 TOKENS, STEPS, LAST = 16 * 1024, 300, 50

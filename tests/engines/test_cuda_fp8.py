@@ -10,8 +10,8 @@ from test_cuda_step import batches, engine
 from torch import Tensor
 
 from shoal.config.schema.training import Fp8
-from shoal.engines import emulation, fp8
-from shoal.engines.fp8 import LARGEST, Rows, codes_of
+from shoal.engines.precision import emulation, fp8
+from shoal.engines.precision.fp8 import LARGEST, Rows, codes_of
 from shoal.errors import ShoalError
 from shoal.models.experts import Visits
 
@@ -36,7 +36,7 @@ def are_alike(found: Tensor, expected: Tensor, error: float = 0.01) -> bool:
 @pytest.mark.parametrize(("height", "width"), [(48, 64), (160, 3072), (33, 6144)])
 @pytest.mark.parametrize("head_room", [1.0, 4.0])
 def test_the_kernels_round_as_plain_torch_does(height: int, width: int, head_room: float) -> None:
-    from shoal.engines import fp8_kernels
+    from shoal.engines.precision import fp8_kernels
 
     x = torch.stack([spread_out(height, width) for _ in range(3)])
     expected = x.float().abs().amax(2) * head_room / LARGEST
@@ -91,7 +91,7 @@ def test_the_whole_of_experts_is_that_of_their_parts() -> None:
 
 
 def test_kernels_that_mix_bytes_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.engines import fp8_kernels
+    from shoal.engines.precision import fp8_kernels
 
     fp8.check_kernels(torch.device("cuda"))
     fp8.check_kernels.cache_clear()

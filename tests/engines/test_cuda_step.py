@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
-from shoal.engines.adam_parts import Clip
-from shoal.engines.flat_adam import FlatAdam
+from shoal.engines.optim.adam_state import Clip
+from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.models import build
 from shoal.models.experts import grouped_linear
 from shoal.tasks.language import LanguageModelling

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from shoal.config import load
 from shoal.config.schema.training import Fp8
-from shoal.engines import SingleEngine, emulation, fp8, nvfp4
-from shoal.engines.fp8 import LARGEST, Rows, codes_of
+from shoal.engines import SingleEngine
+from shoal.engines.precision import emulation, fp8, nvfp4
+from shoal.engines.precision.fp8 import LARGEST, Rows, codes_of
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe

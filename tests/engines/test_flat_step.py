@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from shoal.config.load import ConfigError, resolve_data
 from shoal.config.schema.strategy import OuterOptimizer
 from shoal.engines import SingleEngine, single
-from shoal.engines.adam_parts import Clip, Moment, rounded_to_fp8
-from shoal.engines.flat_adam import FlatAdam
-from shoal.engines.learners import Adoption, OuterStep
+from shoal.engines.learners.apply import Adoption, OuterStep
+from shoal.engines.optim.adam_state import Clip, Moment, rounded_to_fp8
+from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.errors import ShoalError
 from shoal.models import build
 from shoal.tasks.language import LanguageModelling

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shoal.config.load import resolve_data
 from shoal.config.schema.training import Fp8
-from shoal.engines import emulation, fp8
-from shoal.engines.fp8 import LARGEST, Rows, codes_of
+from shoal.engines.precision import emulation, fp8
+from shoal.engines.precision.fp8 import LARGEST, Rows, codes_of
 from shoal.errors import ShoalError
 from shoal.runs.coordinating import _warn_of_gaps, agree
 from shoal.runs.given import NOTHING
@@ -65,8 +65,8 @@ def swiglu_backward(
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     made: Any = ModuleType("fp8_kernels")
     made.rows, made.weight, made.product, made.swiglu, made.swiglu_backward = rows, weight, product, swiglu, swiglu_backward
-    monkeypatch.setitem(sys.modules, "shoal.engines.fp8_kernels", made)
-    monkeypatch.setattr("shoal.engines.fp8_kernels", made, raising=False)
+    monkeypatch.setitem(sys.modules, "shoal.engines.precision.fp8_kernels", made)
+    monkeypatch.setattr("shoal.engines.precision.fp8_kernels", made, raising=False)
     fp8.check_kernels.cache_clear()
     return made
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.engines.pipelining import Turns
+from shoal.engines.pipeline.schedule import Turns
 
 
 class Pipeline:

@@ -63,8 +63,8 @@ def test_a_rank_without_a_sample_of_a_small_last_batch_computes_along(in_two: li
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
+    from shoal.engines.deepspeed.config import zero_config
     from shoal.engines.fsdp import _check, refuse_several
-    from shoal.engines.zero_config import zero_config
     from shoal.errors import ShoalError
 
     class Two:
@@ -90,7 +90,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 
 
 def test_deepspeeds_settings_are_shoals() -> None:
-    from shoal.engines.zero_config import zero_config
+    from shoal.engines.deepspeed.config import zero_config
 
     engine = {"kind": "deepspeed", "zero_stage": 3, "cpu_offload": True, "allgather_bucket_size": 7, "reduce_bucket_size": 8}
     engine |= {"stage3_prefetch_bucket_size": 9, "stage3_param_persistence_threshold": 10, "stage3_max_live_parameters": 11}

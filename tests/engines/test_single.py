@@ -16,8 +16,8 @@ from shoal.config.load import resolve_data
 from shoal.config.schema.training import GradientHealth, Optimizer, OptimizerName, Schedule
 from shoal.engines import SingleEngine
 from shoal.engines.health import HealthMonitor
-from shoal.engines.optimizers import arguments, build, step
-from shoal.engines.schedule import learning_rate
+from shoal.engines.optim.learning_rate import learning_rate
+from shoal.engines.optim.optimizers import arguments, build, step
 from shoal.errors import ShoalError
 from shoal.models import build as build_models
 from shoal.tasks.classification import Classification

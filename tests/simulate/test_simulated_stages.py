@@ -12,7 +12,7 @@ from shoal.cli.main import main
 from shoal.config import Run
 from shoal.config.load import Loaded, resolve_data
 from shoal.config.machines import MachineKind
-from shoal.engines.splitting import Layers
+from shoal.engines.pipeline.split import Layers
 from shoal.errors import ShoalError
 from shoal.runs import staging
 from shoal.runs.staging import cut_at

@@ -10,7 +10,7 @@ import torch
 from layered import loaded, merged
 
 from shoal.coordinator.durable import replayed_state as book
-from shoal.engines.experts import expert_blocks
+from shoal.engines.expert_layout import expert_blocks
 from shoal.runs.assembly import assemble
 from shoal.updates.experts import ExpertBlocks, believable, combine_apart, mean_by_experts
 from shoal.watch.sinks import LoadMap

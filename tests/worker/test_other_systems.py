@@ -16,7 +16,7 @@ CALLS = {
     "signal": {"SIGALRM", "SIGCHLD", "SIGHUP", "SIGKILL", "SIGPIPE", "SIGUSR1", "SIGUSR2", "set_wakeup_fd", "setitimer"},
     "socket": {"AF_UNIX", "recv_fds", "send_fds"},
 }
-LINUX = {"engines/zero_disk.py"}
+LINUX = {"engines/deepspeed/disk.py"}
 """What DeepSpeed does on a disk, which it does on Linux only."""
 ROOMS = ("config", "data", "engines", "models", "scheduling", "strategies", "tasks", "transports/zeromq", "updates", "worker")
 FILES = ("cli/join.py", "cli/main.py", "runs/joining.py", "runs/lines.py", "runs/own_key.py", "runs/keepsake.py", "runs/assembly.py")

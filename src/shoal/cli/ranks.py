@@ -94,8 +94,8 @@ def as_rank(here: Place, work: Callable[[], int], watch: bool) -> int:
 
     `watch`: end with the process that started this one.
     """
+    from shoal.engines.deepspeed.disk import leave_nothing
     from shoal.engines.world import lost
-    from shoal.engines.zero_disk import leave_nothing
     from shoal.launch import LOST
 
     if watch:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.config.schema.training import Training
-from shoal.engines import optimizers
-from shoal.engines.emulation import lower
+from shoal.engines.batch_weights import Weighing, length
 from shoal.engines.health import MOST_SKIPPED, HealthMonitor
-from shoal.engines.schedule import learning_rate
-from shoal.engines.weighing import Weighing, length
+from shoal.engines.optim import optimizers
+from shoal.engines.optim.learning_rate import learning_rate
+from shoal.engines.precision.emulation import lower
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.models.kept import kept
@@ -25,7 +25,7 @@ from shoal.tasks import Batch, Loss, Task
 from shoal.updates.layout import Layout
 
 if TYPE_CHECKING:
-    from shoal.engines.fp8 import Rows
+    from shoal.engines.precision.fp8 import Rows
 
 
 class StepResult(NamedTuple):

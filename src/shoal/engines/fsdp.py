@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from shoal.config import Run
 from shoal.config.schema.engine import Fsdp
-from shoal.engines import moments, optimizers
 from shoal.engines.base import Engine, tensors_of
 from shoal.engines.blocks import blocks_of
+from shoal.engines.optim import named_state, optimizers
 from shoal.engines.shards import as_shard, part_of
 from shoal.engines.single import statistics
 from shoal.engines.world import World
@@ -144,7 +144,7 @@ class FsdpEngine(Engine):
 
     def _moments(self, player: str) -> dict[str, Any]:
         shards = self.shards[player]
-        state = moments.of_parameters(self.optimizers[player], shards.rows)
+        state = named_state.of_parameters(self.optimizers[player], shards.rows)
         for name, own in state["moments"].items():
             shape = shards.parameters[name].shape
             state["moments"][name] = {key: as_shard(value, shape, self.mesh) for key, value in own.items()}
@@ -152,7 +152,7 @@ class FsdpEngine(Engine):
 
     def _load_moments(self, player: str, state: Mapping[str, Any]) -> None:
         own = {name: {key: part_of(value, self.mesh) for key, value in values.items()} for name, values in state["moments"].items()}
-        moments.load_parameters(self.optimizers[player], self.shards[player].rows, {"shared": state["shared"], "moments": own})
+        named_state.load_parameters(self.optimizers[player], self.shards[player].rows, {"shared": state["shared"], "moments": own})
 
 
 class Shards:

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.config import Run
-from shoal.engines import fp8, moments, optimizers
-from shoal.engines.adam_parts import Clip
 from shoal.engines.base import Engine, StepResult, tensors_of
-from shoal.engines.flat_adam import FlatAdam
-from shoal.engines.recording import Recorder
-from shoal.engines.weighing import Weighing, length
+from shoal.engines.batch_weights import Weighing, length
+from shoal.engines.cuda_graph import Recorder
+from shoal.engines.optim import named_state, optimizers
+from shoal.engines.optim.adam_state import Clip
+from shoal.engines.optim.flat_adam import FlatAdam
+from shoal.engines.precision import fp8
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.models.compiling import tell_the_compiler
@@ -252,10 +253,10 @@ class SingleEngine(Engine):
         own.copy_(value)
 
     def _moments(self, player: str) -> dict[str, Any]:
-        return moments.of_flat(self.optimizers[player], self.networks[player])
+        return named_state.of_flat(self.optimizers[player], self.networks[player])
 
     def _load_moments(self, player: str, state: Mapping[str, Any]) -> None:
-        moments.load_flat(self.optimizers[player], self.networks[player], state)
+        named_state.load_flat(self.optimizers[player], self.networks[player], state)
 
 
 def statistics(module: nn.Module) -> Iterator[Tensor]:

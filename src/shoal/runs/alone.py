@@ -9,8 +9,9 @@ from shoal.config import Run
 from shoal.config.load import Loaded
 from shoal.config.ranks import Place
 from shoal.data import kept_fingerprint
-from shoal.engines import World, choose_device, enter, fp8, recording
-from shoal.engines.pipeline import PipelineEngine
+from shoal.engines import World, choose_device, cuda_graph, enter
+from shoal.engines.pipeline.engine import PipelineEngine
+from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
 from shoal.runs import staging
 from shoal.runs.assembly import (
@@ -49,7 +50,7 @@ def prepare(
     warn = warner(reporters)
     device = choose_device(run.training.device, here.local_rank if here else 0)
     fp8.check(run.training, device)
-    recording.check(run.training, device)
+    cuda_graph.check(run.training, device)
     world = enter(here, device) if here else None
     own = Path(run_dir or run.output_dir)
     directory, checkpoint, start = _first_decides(world, lambda: _begin_with(run, run_dir, resume, here, warn), own)

@@ -16,7 +16,7 @@ from shoal.coordinator.driver_interfaces import Board, Saved, Server, Store
 from shoal.coordinator.effects import Published
 from shoal.coordinator.state import Above, Concluded, Exited, Interrupted
 from shoal.engines import StepResult
-from shoal.engines.learners import EngineLearner
+from shoal.engines.learners.apply import EngineLearner
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Message
 from shoal.runs.assembly import Parts, held_out

@@ -18,8 +18,8 @@ from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
 from shoal.coordinator.state import Above, Bounds, Plan
 from shoal.engines import choose_device
-from shoal.engines.experts import episode_rows, expert_blocks
-from shoal.engines.learners import Adoption, EngineLearner
+from shoal.engines.expert_layout import episode_rows, expert_blocks
+from shoal.engines.learners.apply import Adoption, EngineLearner
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, needed, ranks_of, weight_per_sample
 from shoal.runs.assembly import Progress, assemble, expect_same_data, tell_changes, warner, write_info

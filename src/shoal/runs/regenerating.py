@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.engines.answering import AnswerLearner
+from shoal.engines.learners.answers import AnswerLearner
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of
 from shoal.runs.assembly import assemble

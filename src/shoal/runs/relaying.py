@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from shoal.coordinator.state import Adopted, Upstream
-from shoal.engines.learners import AdoptingLearner
+from shoal.engines.learners.apply import AdoptingLearner
 from shoal.runs.cluster_loop import ClusterLoop
 from shoal.runs.joining import Joined
 from shoal.worker.protocol import Event

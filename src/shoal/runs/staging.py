@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shoal import data, models
 from shoal.config import Run
 from shoal.config.schema.cluster import Host
-from shoal.engines.splitting import Layers, layers_of
+from shoal.engines.pipeline.split import Layers, layers_of
 from shoal.runs.given import NOTHING, players_of
 from shoal.scheduling import KINDS, Job, Machine, memory
 from shoal.scheduling.stages import bounds_by_share, parts_of, placed

@@ -15,7 +15,8 @@ from shoal.config import Run, plugins
 from shoal.config.load import File, Loaded, Override, resolve
 from shoal.config.problems import ConfigError
 from shoal.data import fingerprint
-from shoal.engines import Meeting, choose_device, fp8, recording
+from shoal.engines import Meeting, choose_device, cuda_graph
+from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
 from shoal.runs.assembly import Parts, Progress, assemble
 from shoal.runs.given import NOTHING, Given
@@ -40,7 +41,7 @@ def parts_for(
     here = meeting.here if meeting is not None else None
     device = choose_device(run.training.device, here.local_rank if here else 0)
     fp8.check(run.training, device)
-    recording.check(run.training, device)
+    cuda_graph.check(run.training, device)
     world = meeting.enter(device) if meeting is not None else None
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         unpack(Path(folder) / "tokenizer", header["tokenizer"], frames)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.config import Run
-from shoal.engines.splitting import Layers, layers_of
+from shoal.engines.pipeline.split import Layers, layers_of
 from shoal.errors import ShoalError
 from shoal.runs import staging
 from shoal.scheduling.splitting import Hands, split

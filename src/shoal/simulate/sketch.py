@@ -12,7 +12,7 @@ from shoal.config import Run
 from shoal.config.machines import MachineKind
 from shoal.config.schema.engine import Ddp, Fsdp
 from shoal.engines import SingleEngine
-from shoal.engines.splitting import numbers_used
+from shoal.engines.pipeline.split import numbers_used
 from shoal.errors import ShoalError
 from shoal.runs.agreement import extent_of, ranks_of
 from shoal.runs.assembly import Parts, feed_of

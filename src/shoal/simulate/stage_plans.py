@@ -15,7 +15,7 @@ from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.refusals import refusals
 from shoal.config.rules.rule import CUT_INTO_STAGES
 from shoal.config.schema.engine import Pipeline, Schedule
-from shoal.engines.splitting import Layers, layers_of
+from shoal.engines.pipeline.split import Layers, layers_of
 from shoal.errors import ShoalError
 from shoal.runs.assembly import feed_of
 from shoal.runs.staging import Stage, cut_at, stage_at

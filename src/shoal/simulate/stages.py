@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.config import Run
-from shoal.engines.pipelining import Turns
-from shoal.engines.splitting import Layers
+from shoal.engines.pipeline.schedule import Turns
+from shoal.engines.pipeline.split import Layers
 from shoal.runs.staging import Stage, passes_of, stream_bytes
 from shoal.simulate.machines import Machine
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from shoal.config import Run
 from shoal.config.schema.strategy import DiLoCo
 from shoal.coordinator import Barrier, Discounted, Everything
-from shoal.engines.learners import OuterStep
+from shoal.engines.learners.apply import OuterStep
 from shoal.strategies.lengths import in_rounds
 from shoal.strategies.policies import Policies
 from shoal.worker.contributions import Movement

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shoal.coordinator.policies import Every, Everything
 from shoal.coordinator.units.cut import Cut
-from shoal.engines.learners import Apply, OptimizerStep
+from shoal.engines.learners.apply import Apply, OptimizerStep
 from shoal.updates.fragments import Span, spans
 from shoal.updates.layout import Layout
 from shoal.worker.contributions import Gradients

@@ -11,7 +11,7 @@ from __future__ import annotations
 from shoal.config import Run
 from shoal.config.schema.strategy import Rollouts
 from shoal.coordinator import UnitQuorum
-from shoal.engines.answering import FromAnswers
+from shoal.engines.learners.answers import FromAnswers
 from shoal.strategies.lengths import in_rollouts
 from shoal.strategies.policies import Policies
 from shoal.worker.contributions import Answers

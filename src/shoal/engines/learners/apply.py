@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shoal.config.schema.strategy import OuterOptimizer
 from shoal.config.schema.training import KEYWORDS, Optimizer, Schedule
-from shoal.engines import optimizers
-from shoal.engines.schedule import learning_rate
+from shoal.engines.optim import optimizers
+from shoal.engines.optim.learning_rate import learning_rate
 from shoal.engines.single import SingleEngine
 from shoal.errors import ShoalError
 from shoal.updates import clipping

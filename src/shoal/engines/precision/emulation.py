@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config.schema.training import Fp8, Nvfp4, Training
-from shoal.engines import fp8, nvfp4
 from shoal.engines.blocks import blocks_of
-from shoal.engines.fp8 import Fp8Linear, Rows
+from shoal.engines.precision import fp8, nvfp4
+from shoal.engines.precision.fp8 import Fp8Linear, Rows
 from shoal.errors import ShoalError
 from shoal.models.compiling import left_alone
 from shoal.models.experts import of_each_row

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.engines.adam_parts import BLOCK, Clip, Moment, Rates
+from shoal.engines.optim.adam_state import BLOCK, Clip, Moment, Rates
 from shoal.updates.layout import FlatNetwork, Layout
 
 _WARPS = 4

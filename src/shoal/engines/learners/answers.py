@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from shoal.engines.learners import EngineLearner
+from shoal.engines.learners.apply import EngineLearner
 from shoal.engines.single import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models.decoding import Warp, draws_of_group, gap

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.engines.flat_adam import FlatAdam
-from shoal.engines.optimizers import Together, matrices_of
+from shoal.engines.optim.flat_adam import FlatAdam
+from shoal.engines.optim.optimizers import Together, matrices_of
 from shoal.updates.layout import FlatNetwork
 
 State = dict[str, Any]

@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.config import Run
 from shoal.config.schema.engine import DeepSpeed
 from shoal.config.schema.training import Optimizer
-from shoal.engines import moments, optimizers
 from shoal.engines.base import tensors_of
+from shoal.engines.deepspeed.config import Disk, zero_config
+from shoal.engines.deepspeed.disk import Scratch, Window
+from shoal.engines.optim import named_state as moments
+from shoal.engines.optim import optimizers
 from shoal.engines.shards import as_shard, part_of
 from shoal.engines.world import World
-from shoal.engines.zero_config import Disk, zero_config
-from shoal.engines.zero_disk import Scratch, Window
 from shoal.errors import ShoalError
 from shoal.updates.layout import Layout
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.engines.adam_parts import Clip, Moment, Rates, span_of
+from shoal.engines.optim.adam_state import Clip, Moment, Rates, span_of
 from shoal.errors import ShoalError
 from shoal.updates.layout import FlatNetwork
 
@@ -52,7 +52,7 @@ class FlatAdam(torch.optim.Optimizer):
         """For the next step alone."""
         self._kernels: Any = None
         if network.vector.is_cuda:
-            from shoal.engines.step_kernels import Kernels
+            from shoal.engines.optim.adam_kernels import Kernels
 
             self._kernels = Kernels(network.layout, network.vector.device)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.config.schema.training import WHOLE_MATRICES, Optimizer, PlayerOptimizer
-from shoal.engines.flat_adam import FlatAdam
+from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.errors import ShoalError
 from shoal.updates.layout import FlatNetwork
 

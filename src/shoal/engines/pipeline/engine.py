@@ -18,13 +18,13 @@ from torch import Tensor
 from shoal.config import Run
 from shoal.config.schema.engine import Pipeline
 from shoal.config.schema.training import EMULATED
-from shoal.engines import optimizers
 from shoal.engines.base import tensors_of
-from shoal.engines.links import Direction, Links
-from shoal.engines.pipelining import Turns
+from shoal.engines.batch_weights import WeighedTogether, Weighing, length
+from shoal.engines.optim import optimizers
+from shoal.engines.pipeline.links import Direction, Links
+from shoal.engines.pipeline.schedule import Turns
+from shoal.engines.pipeline.split import bounds_for, layers_of
 from shoal.engines.single import SingleEngine
-from shoal.engines.splitting import bounds_for, layers_of
-from shoal.engines.weighing import WeighedTogether, Weighing, length
 from shoal.engines.world import World
 from shoal.errors import ShoalError
 from shoal.models.kept import kept

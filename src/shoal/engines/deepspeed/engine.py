@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from shoal.config import Run
 from shoal.config.schema.engine import DeepSpeed
 from shoal.engines.base import Engine
+from shoal.engines.deepspeed.config import library
+from shoal.engines.deepspeed.disk import check_disk_access
+from shoal.engines.deepspeed.network import ZeroNetwork
 from shoal.engines.fsdp import refuse_several
 from shoal.engines.world import World
-from shoal.engines.zero_config import library
-from shoal.engines.zero_disk import check_disk_access
-from shoal.engines.zero_network import ZeroNetwork
 from shoal.errors import ShoalError
 from shoal.tasks import Task
 

@@ -152,7 +152,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x_RI: Tensor, weight: Tensor, codes: Tensor, turned: Tensor, scales: Tensor,
         ends_E: Tensor | None, owners_R: Tensor | None, head_room: float,
     ) -> Tensor:  # fmt: skip
-        from shoal.engines import fp8_kernels as kernels
+        from shoal.engines.precision import fp8_kernels as kernels
 
         ctx.save_for_backward(x_RI, turned, scales, ends_E, owners_R)
         ctx.head_room = head_room
@@ -161,7 +161,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        from shoal.engines import fp8_kernels as kernels
+        from shoal.engines.precision import fp8_kernels as kernels
 
         x_RI, turned, scales, ends_E, owners_R = ctx.saved_tensors
         slope_RO = slopes[0].contiguous()
@@ -178,7 +178,7 @@ class _Experts(torch.autograd.Function):
         ctx: Any, x_RD: Tensor, gates_R: Tensor, up: Tensor, down: Tensor, up_codes: Tensor, up_turned: Tensor, up_scales: Tensor,
         down_codes: Tensor, down_turned: Tensor, down_scales: Tensor, ends_E: Tensor, owners_R: Tensor, head_room: float,
     ) -> Tensor:  # fmt: skip
-        from shoal.engines import fp8_kernels as kernels
+        from shoal.engines.precision import fp8_kernels as kernels
 
         inner_RI = kernels.product(*kernels.rows(x_RD, None, None, head_room), up_codes, up_scales, ends_E)
         found_RI, codes, scales = kernels.swiglu(inner_RI, gates_R, ends_E[-1:], head_room)
@@ -189,7 +189,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        from shoal.engines import fp8_kernels as kernels
+        from shoal.engines.precision import fp8_kernels as kernels
 
         x_RD, gates_R, inner_RI, found_RI, up_turned, up_scales, down_turned, down_scales, ends_E, owners_R = ctx.saved_tensors
         slope_RD, head_room = slopes[0].contiguous(), ctx.head_room
@@ -214,7 +214,7 @@ def product(rows: Rows, name: str, x_RI: Tensor, weight: Tensor, ends_E: Tensor 
 @torch.no_grad()
 def _rounded(rows: Rows, name: str, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The numbers of a weight, the same transposed, and its scales."""
-    from shoal.engines import fp8_kernels as kernels
+    from shoal.engines.precision import fp8_kernels as kernels
 
     kept = rows.kept.get(name)
     codes, turned, scales = kernels.weight(weight, kept, None if kept is None else rows.renews, rows.head_room)

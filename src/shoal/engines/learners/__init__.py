@@ -1,0 +1,1 @@
+"""How the coordinator applies contributions: an optimizer, an outer optimizer, or steps on rollouts."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages of one model in several processes."""

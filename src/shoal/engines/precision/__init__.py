@@ -1,0 +1,1 @@
+"""fp8 and nvfp4 matrix products, real and emulated."""
