@@ -24,7 +24,7 @@ from run import Row
 
 from engines import loaded
 from shoal.config.ranks import Place, environment_of, place
-from shoal.models.staged import StagedModel, layers_in
+from shoal.models.partial_model import StagedModel, layers_in
 from shoal.models.stages import depth, stage_of
 from shoal.runs.alone import prepare
 from shoal.simulate.pipelined import pipelined

@@ -29,7 +29,7 @@ from run import Row
 
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
-from shoal.models.decoding import Draws, Warp
+from shoal.models.generation.decoding import Draws, Warp
 from shoal.serve.engine import Ended, Engine, Heard, Job
 from shoal.serve.opening import open_served
 from shoal.serve.stages import OneNode

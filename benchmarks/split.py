@@ -19,7 +19,7 @@ from shoal.config.schema import model as schema
 from shoal.config.schema.cluster import Zmq
 from shoal.config.schema.serving import Serving
 from shoal.data.text.tokenizers.byte_level import ByteTokenizer
-from shoal.models.decoding import Draws, Warp
+from shoal.models.generation.decoding import Draws, Warp
 from shoal.models.gpt import Gpt
 from shoal.serve.chat import ChatTemplate
 from shoal.serve.engine import Engine, Job

@@ -15,7 +15,7 @@ import numpy as np
 from torch import nn
 
 from shoal.config import Run
-from shoal.models.shapes import Shapes
+from shoal.models.data_shapes import Shapes
 from shoal.plugins import Model, Task, builds
 from shoal.tasks import Batch, Loss, TaskInfo
 from shoal.tasks.classification import Classification

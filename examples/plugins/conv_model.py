@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from shoal.models.shapes import Shapes
+from shoal.models.data_shapes import Shapes
 from shoal.plugins import Model, PositiveInt, Run, builds
 
 

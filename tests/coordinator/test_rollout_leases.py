@@ -17,9 +17,9 @@ from tiny_cluster import Cluster, FakeWorker, believing, contribution
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
 from shoal.coordinator.state import Opened
-from shoal.models.context import WithCrossAttention
-from shoal.models.decoding import draws_of_group
-from shoal.models.sampling import as_drawn, sample
+from shoal.models.cross_attention import WithCrossAttention
+from shoal.models.generation.batch_sampling import as_drawn, sample
+from shoal.models.generation.decoding import draws_of_group
 from shoal.protocol.frames import UpdateError
 from shoal.runs.alone import prepare as prepare_alone
 from shoal.runs.assembly import assemble

@@ -13,7 +13,7 @@ from shoal.config.schema.training import Fp8
 from shoal.engines.precision import emulation, fp8
 from shoal.engines.precision.fp8 import LARGEST, Rows, codes_of
 from shoal.errors import ShoalError
-from shoal.models.experts import Visits
+from shoal.models.expert_layer import Visits
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not fp8.is_real(torch.device("cuda")), reason="needs a GPU of the Hopper generation"

@@ -11,7 +11,7 @@ import torch
 from ranks import DDP, FSDP
 
 from shoal.config.schema.serving import Decoding
-from shoal.models.generate import generate
+from shoal.models.generation.generate import generate
 
 
 @pytest.fixture(scope="module")

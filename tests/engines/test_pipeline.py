@@ -15,8 +15,8 @@ import torch
 from shoal.config.load import resolve_data
 from shoal.engines import World
 from shoal.models import build as build_models
-from shoal.models.huggingface import HuggingFace
-from shoal.models.staged import StagedModel, staged
+from shoal.models.huggingface.model import HuggingFace
+from shoal.models.partial_model import StagedModel, staged
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.models.adopted import adopted
 from shoal.models.gpt import Gpt
-from shoal.models.huggingface import HuggingFace
-from shoal.models.packing import Packed, pack
+from shoal.models.huggingface.as_gpt import adopted
+from shoal.models.huggingface.model import HuggingFace
+from shoal.models.kernels.cpu_packing import Packed, pack
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
@@ -70,8 +70,8 @@ def test_a_model_that_computes_otherwise_keeps_its_own_layers(kind, settings):
 def test_a_packed_product_is_the_plain_one_for_any_number_of_rows(monkeypatch):
     from shoal.config.schema import model as schema
 
-    monkeypatch.setattr("shoal.models.packing._SMALLEST", 1)
-    monkeypatch.setattr("shoal.models.packing._is_quicker", lambda weight: True)
+    monkeypatch.setattr("shoal.models.kernels.cpu_packing._SMALLEST", 1)
+    monkeypatch.setattr("shoal.models.kernels.cpu_packing._is_quicker", lambda weight: True)
     torch.manual_seed(1)
     for tied in (True, False):
         settings = schema.Gpt(hidden_size=32, num_layers=2, num_heads=4, tied_embeddings=tied)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from shoal.config.schema import model as schema
 from shoal.config.schema.model import CrossAttention, EpisodicMemory, Experts, Retrieval
-from shoal.models.context import ContextEncoder, WithCrossAttention
-from shoal.models.decoding import draws_of_group
+from shoal.models.cross_attention import ContextEncoder, WithCrossAttention
+from shoal.models.generation.batch_sampling import Sampled, sample
+from shoal.models.generation.decoding import draws_of_group
+from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
 from shoal.models.moe import Moe
-from shoal.models.reading import ReadBeside, columns_beside, read_beside
-from shoal.models.sampling import Sampled, sample
-from shoal.models.scored import Scored
+from shoal.models.value_head import Scored
 from shoal.tasks.answers import Text, as_text, as_used, given_to, log_probs
 
 CHUNK, LENGTH = 4, 13

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.models.compiling import left_alone, tell_the_compiler
+from shoal.models.compile_rules import left_alone, tell_the_compiler
 from shoal.models.routers.base import best_of
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config.schema.serving import Decoding, Greedy, Sampling, TopK, TopKTopP, TopP
-from shoal.models.decoding import Draws, Penalties, Warp, candidates, choose, draws_of_rows, penalised, warp_of
+from shoal.models.generation.decoding import Draws, Penalties, Warp, candidates, choose, draws_of_rows, penalised, warp_of
 
 WAYS = {
     "sampling": [Sampling(), Sampling(temperature=0.5), Sampling(temperature=3.0)],

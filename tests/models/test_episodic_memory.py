@@ -10,11 +10,11 @@ from torch import Tensor
 from shoal.config.schema import model as schema
 from shoal.config.schema.model import EpisodicMemory, Experts
 from shoal.config.schema.serving import Decoding
-from shoal.models import generate
-from shoal.models.context import WithCrossAttention
-from shoal.models.kept import kept
-from shoal.models.memory import EpisodicMemory as Memory
+from shoal.models.cross_attention import WithCrossAttention
+from shoal.models.episodic_memory import EpisodicMemory as Memory
+from shoal.models.generation import generate
 from shoal.models.moe import Moe
+from shoal.models.step_state import kept
 from shoal.tasks.language import LanguageModelling
 
 SMALL = schema.Moe(hidden_size=32, num_layers=4, num_heads=4, intermediate_size=24, max_seq_len=32).replace(

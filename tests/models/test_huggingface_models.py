@@ -18,10 +18,11 @@ from shoal.config.schema.data import Data
 from shoal.config.schema.serving import Decoding
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
-from shoal.models import build, generate
-from shoal.models.decoding import draws_of_group
-from shoal.models.sampling import sample
-from shoal.models.scored import Scored
+from shoal.models import build
+from shoal.models.generation import generate
+from shoal.models.generation.batch_sampling import sample
+from shoal.models.generation.decoding import draws_of_group
+from shoal.models.value_head import Scored
 from shoal.runs.rollouts import Asked, RolloutFeed
 from shoal.tasks import build as build_task
 from shoal.tasks.answers import as_text, as_used, log_probs
@@ -116,7 +117,7 @@ def test_generation_slides_past_the_longest_sequence(shapes, folder):
 
 
 def test_state_space_models_generate_too():
-    from shoal.models.huggingface import HuggingFace
+    from shoal.models.huggingface.model import HuggingFace
 
     torch.manual_seed(0)
     config = transformers.MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4)
@@ -307,7 +308,7 @@ def test_weights_of_another_shape_are_refused(shapes, gpt2, tmp_path, change, me
 
 
 def test_a_model_without_a_cache_says_so():
-    from shoal.models.huggingface import HuggingFace
+    from shoal.models.huggingface.model import HuggingFace
 
     class Forgetful(torch.nn.Module):
         config = transformers.GPT2Config(vocab_size=40)

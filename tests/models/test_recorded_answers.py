@@ -9,11 +9,12 @@ import torch
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models import recorded, sampling
-from shoal.models.decoding import draws_of_group
+from shoal.models.generation import batch_sampling as sampling
+from shoal.models.generation import cuda_graph_decoding as recorded
+from shoal.models.generation.batch_sampling import Sampled, sample
+from shoal.models.generation.decoding import draws_of_group
 from shoal.models.gpt import Gpt
-from shoal.models.sampling import Sampled, sample
-from shoal.models.scored import add_value
+from shoal.models.value_head import add_value
 
 VOCABULARY, LONGEST = 50, 64
 PROMPTS = [[5, 6, 7, 8], [9], [3, 4], [1, 2, 3]]

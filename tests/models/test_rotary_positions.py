@@ -47,7 +47,7 @@ def test_heads_that_a_gpu_turns_in_one_pass_are_turned_the_same(queries: int, ke
     heads, turns_LP2 = [queries, keys, keys], Rotary(32, size).cuda()(5, 7)
     given = torch.randn(3, 7, sum(heads), size, device="cuda", generator=generator).bfloat16().requires_grad_()
     assert rotary.turns_in_one_pass(given, turns_LP2)
-    from shoal.models.rotary_kernels import turned_heads
+    from shoal.models.kernels.rotary import turned_heads
 
     found = turned_heads(given, turns_LP2, queries, keys)
     exact = given.detach().double().requires_grad_()

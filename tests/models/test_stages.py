@@ -45,7 +45,7 @@ def moe(router: str) -> Moe:
 
 def hugging_face(kind: str) -> torch.nn.Module:
     transformers = pytest.importorskip("transformers")
-    from shoal.models.huggingface import HuggingFace
+    from shoal.models.huggingface.model import HuggingFace
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4}
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "max_position_embeddings": 64}
@@ -154,7 +154,7 @@ def auxiliary(besides):
 
 def test_a_model_that_differs_in_pieces_is_refused_by_name(monkeypatch):
     transformers = pytest.importorskip("transformers")
-    from shoal.models.huggingface import HuggingFace
+    from shoal.models.huggingface.model import HuggingFace
 
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=24, n_layer=4, n_head=4, scale_attn_by_inverse_layer_idx=True, eos_token_id=None, bos_token_id=None

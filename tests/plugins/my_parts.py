@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.coordinator import Barrier, Discounted
-from shoal.models.shapes import Shapes
+from shoal.models.data_shapes import Shapes
 from shoal.plugins import Aggregation, Codec, Model, PositiveFloat, PositiveInt, PositiveShare, Strategy, Task, builds
 from shoal.protocol.frames import expect_frames, frame_of, values_of
 from shoal.strategies import Policies

@@ -19,7 +19,7 @@ from shoal.data.hub.dataset import Request, load_splits
 from shoal.data.text.tokenizers.load import load_tokenizer
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
-from shoal.models.pretrained import load as load_model
+from shoal.models.huggingface.pretrained import load as load_model
 from shoal.runs.cluster_loop import ClusterLoop
 from shoal.runs.run_directory import RunDirectory
 

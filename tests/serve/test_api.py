@@ -22,7 +22,7 @@ from serving import running, small_model, small_served
 from commands import HANG_S
 from shoal.config.fields import Secret
 from shoal.errors import ShoalError
-from shoal.models.decoding import Warp
+from shoal.models.generation.decoding import Warp
 from shoal.serve.answering import warp_for
 from shoal.serve.bodies import RefusedError, read_chat, read_completion, read_json
 from shoal.serve.server import Service, refuse_open_door

@@ -13,14 +13,14 @@ import torch
 from shoal.config.schema import model as schema
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
-from shoal.models import generate
-from shoal.models.cache import KeyValueCache
-from shoal.models.context import WithCrossAttention
-from shoal.models.decoding import Draws, Warp
+from shoal.models.cross_attention import WithCrossAttention
+from shoal.models.generation import generate
+from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.kv_cache import KeyValueCache
+from shoal.models.generation.side_texts import ReadBeside
 from shoal.models.gpt import Gpt
 from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
-from shoal.models.reading import ReadBeside
 from shoal.serve.engine import Ended, Engine, FullError, Job
 from shoal.serve.spread import Spread
 from shoal.serve.stages import OneNode
@@ -30,7 +30,7 @@ VOCABULARY = 40
 
 def hugging_face(kind: str) -> torch.nn.Module:
     transformers = pytest.importorskip("transformers")
-    from shoal.models.huggingface import HuggingFace
+    from shoal.models.huggingface.model import HuggingFace
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
     if kind == "gpt2":

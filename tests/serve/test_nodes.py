@@ -15,7 +15,7 @@ from serving import small_served
 from commands import HANG_S
 from shoal.config.schema import model as schema
 from shoal.config.schema.cluster import Zmq
-from shoal.models.decoding import Draws, Warp
+from shoal.models.generation.decoding import Draws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
 from shoal.serve.engine import Ended, Engine, Job
@@ -47,7 +47,7 @@ def make(kind: str) -> tuple[torch.nn.Module, dict]:
         model = Moe(settings, VOCABULARY)
     else:
         transformers = pytest.importorskip("transformers")
-        from shoal.models.huggingface import HuggingFace
+        from shoal.models.huggingface.model import HuggingFace
 
         sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": VOCABULARY}
         none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

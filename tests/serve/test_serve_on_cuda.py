@@ -12,7 +12,7 @@ from test_nodes import alone as one_by_one
 from test_serve_command import SMALL, TEXT, complete
 
 from commands import processes_in, wait_for
-from shoal.models.adopted import adopted
+from shoal.models.huggingface.as_gpt import adopted
 from shoal.runs.trained import generate_text, open_run
 from shoal.serve.opening import open_served
 from shoal.serve.tensors import Tensors

@@ -18,12 +18,12 @@ from shoal.config.schema.rlhf import SentimentReward as Sentiment
 from shoal.data import load_tokenizer
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
-from shoal.models.decoding import draws_of_group
 from shoal.models.embedding import TokenEmbedding
+from shoal.models.generation.batch_sampling import sample
+from shoal.models.generation.decoding import draws_of_group
 from shoal.models.gpt import Gpt
-from shoal.models.packing import packed_for
-from shoal.models.sampling import sample
-from shoal.models.scored import Scored, add_value
+from shoal.models.kernels.cpu_packing import packed_for
+from shoal.models.value_head import Scored, add_value
 from shoal.runs.alone import prepare
 from shoal.runs.rewards.interface import Answer
 from shoal.runs.rollouts import Asked, RolloutFeed
@@ -153,7 +153,7 @@ def packed_in(model: Gpt) -> int:
 
 
 def test_matrices_that_are_packed_while_answers_are_written_give_the_same_and_learn_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.models.packing.platform.machine", lambda: "aarch64")
+    monkeypatch.setattr("shoal.models.kernels.cpu_packing.platform.machine", lambda: "aarch64")
     model = gpt(hidden_size=320, num_heads=4)
     ids_BL = torch.arange(12).view(3, 4)
     with torch.no_grad():
@@ -167,8 +167,8 @@ def test_matrices_that_are_packed_while_answers_are_written_give_the_same_and_le
 
 
 def test_no_second_copy_is_made_of_a_model_that_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.models.packing.platform.machine", lambda: "aarch64")
-    monkeypatch.setattr("shoal.models.packing._MOST_NUMBERS", 1_000_000)
+    monkeypatch.setattr("shoal.models.kernels.cpu_packing.platform.machine", lambda: "aarch64")
+    monkeypatch.setattr("shoal.models.kernels.cpu_packing._MOST_NUMBERS", 1_000_000)
     model = gpt(hidden_size=320, num_heads=4)
     with packed_for(model, 3):
         assert packed_in(model) == 0

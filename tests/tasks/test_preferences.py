@@ -18,7 +18,7 @@ from shoal.config.schema import model as schema
 from shoal.engines.single import SingleEngine
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
-from shoal.models.scored import Scored
+from shoal.models.value_head import Scored
 from shoal.runs.alone import prepare
 from shoal.runs.trained import export, open_run
 from shoal.tasks.answers import Reference, Text, as_used, log_probs

@@ -20,7 +20,7 @@ from shoal.engines.optim.learning_rate import learning_rate
 from shoal.engines.precision.emulation import lower
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.models.kept import kept
+from shoal.models.step_state import kept
 from shoal.tasks import Batch, Loss, Task
 from shoal.updates.layout import Layout
 

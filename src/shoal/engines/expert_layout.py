@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.engines.single import SingleEngine
-from shoal.models.experts import Experts
-from shoal.models.kept import Kept
-from shoal.models.memory import EpisodicMemory
+from shoal.models.episodic_memory import EpisodicMemory
+from shoal.models.expert_layer import Experts
 from shoal.models.moe import Loads
+from shoal.models.step_state import Kept
 from shoal.updates.episodes import EpisodeRows
 from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span

@@ -20,8 +20,8 @@ from shoal.engines.optim.flat_adam import FlatAdam
 from shoal.engines.precision import fp8
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.models.compiling import tell_the_compiler
-from shoal.models.kept import kept
+from shoal.models.compile_rules import tell_the_compiler
+from shoal.models.step_state import kept
 from shoal.tasks import Batch, Loss, Task
 from shoal.updates.layout import lay_out
 

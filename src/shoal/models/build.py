@@ -8,8 +8,8 @@ from torch import nn
 from shoal.config import Run
 from shoal.config.schema.model import Model
 from shoal.errors import ShoalError
-from shoal.models.scored import Scored, add_value
-from shoal.models.shapes import Shapes
+from shoal.models.data_shapes import Shapes
+from shoal.models.value_head import Scored, add_value
 
 Players = dict[str, nn.Module]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.shapes import Shapes
+from shoal.models.data_shapes import Shapes
 
 SMALLEST = {4: 8, 7: 14}
 """An image grows by doubling from 4 × 4 or 7 × 7; and the smallest image made so."""

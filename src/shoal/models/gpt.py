@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.config.schema import model as schema
-from shoal.models.cache import LayerCache
+from shoal.models.data_shapes import Shapes, vocab_size_for
+from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.rotary import rotate, turns_in_one_pass
-from shoal.models.shapes import Shapes, vocab_size_for
 from shoal.models.trunk import BlockPart, Sight, Told, Trunk
 
 
@@ -60,7 +60,7 @@ class Attention(BlockPart):
         """Queries, keys and values, heads before tokens; where nothing turns, views and no copies."""
         all_BLNE = self.query_key_value(x_BLD).view(*x_BLD.shape[:2], -1, self.head_size)
         if turns is not None and turns_in_one_pass(all_BLNE, turns):
-            from shoal.models.rotary_kernels import turned_heads
+            from shoal.models.kernels.rotary import turned_heads
 
             query, key, value = turned_heads(all_BLNE, turns, self.query_heads, self.kv_heads)
         elif turns is None:

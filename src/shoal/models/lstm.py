@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.config.schema import model as schema
-from shoal.models.shapes import Shapes, vocab_size_for
+from shoal.models.data_shapes import Shapes, vocab_size_for
 
 
 class LstmCache:

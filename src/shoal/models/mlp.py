@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.shapes import Shapes
+from shoal.models.data_shapes import Shapes
 
 
 class Mlp(nn.Module):

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.config.schema import model as schema
-from shoal.models.compiling import left_alone
-from shoal.models.context import ContextEncoder, WithCrossAttention, crosses, reads
-from shoal.models.experts import Experts
+from shoal.models.compile_rules import left_alone
+from shoal.models.cross_attention import ContextEncoder, WithCrossAttention, crosses, reads
+from shoal.models.data_shapes import Shapes, vocab_size_for
+from shoal.models.episodic_memory import EpisodicMemory
+from shoal.models.expert_layer import Experts
 from shoal.models.gpt import Attention
-from shoal.models.heads import MixtureOfHeads
-from shoal.models.kept import Kept
-from shoal.models.memory import EpisodicMemory
+from shoal.models.mixture_of_heads import MixtureOfHeads
 from shoal.models.routers import Held
 from shoal.models.routers.sigmoid_bias import SigmoidBiasRouter
-from shoal.models.shapes import Shapes, vocab_size_for
+from shoal.models.step_state import Kept
 from shoal.models.trunk import Auxiliary, Beside, BlockPart, Told, Trunk
 
 

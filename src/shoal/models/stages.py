@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.models.cache import KeyValueCache
+from shoal.models.generation.kv_cache import KeyValueCache
 from shoal.models.stage_parts import Ends, Stage, fill, needed, skeleton
 from shoal.models.trunk import Beside, Trunk
 
@@ -112,7 +112,7 @@ def depth(model: Any) -> int:
     if isinstance(model, Trunk) and model.reader is None and model.memory is None:
         return len(model.blocks)
     if hasattr(model, "inner"):
-        from shoal.models.huggingface_stages import layers_of
+        from shoal.models.huggingface.stages import layers_of
 
         return len(layers_of(model.inner))
     why = " that reads passages, a context or its memory" if isinstance(model, Trunk) else ""
@@ -125,7 +125,7 @@ def stage_of(model: Any, first: int, last: int) -> Stage:
         raise ShoalError(f"a stage cannot have the layers {first} to {last - 1}: the model has {depth(model)}")
     if isinstance(model, Trunk):
         return TrunkStage(model, first, last)
-    from shoal.models.huggingface_stages import HuggingFaceStage
+    from shoal.models.huggingface.stages import HuggingFaceStage
 
     return HuggingFaceStage(model, first, last)
 
@@ -136,7 +136,7 @@ def ends_of(model: Any, **wanted: bool) -> Ends:
     before, after = wanted.get("entry", True), wanted.get("exit", True)
     if isinstance(model, Trunk):
         return TrunkEnds(model, before, after)
-    from shoal.models.huggingface_stages import HuggingFaceEnds
+    from shoal.models.huggingface.stages import HuggingFaceEnds
 
     return HuggingFaceEnds(model, before, after)
 
@@ -153,7 +153,7 @@ def layer_parameters(model: Any) -> list[int]:
     if isinstance(model, Trunk):
         layers: Any = model.blocks
     else:
-        from shoal.models.huggingface_stages import layers_of
+        from shoal.models.huggingface.stages import layers_of
 
         layers = layers_of(model.inner)
     return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]

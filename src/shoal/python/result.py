@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.config.derive import OWN
 from shoal.errors import ShoalError
-from shoal.models.huggingface import HuggingFace
+from shoal.models.huggingface.model import HuggingFace
 from shoal.runs.cluster_loop import ClusterLoop
 from shoal.runs.loop import Loop
 from shoal.runs.run_directory import RunDirectory

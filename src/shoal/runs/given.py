@@ -19,7 +19,7 @@ from shoal.config.schema.data import FactoryData
 from shoal.config.schema.model import FactoryModel
 from shoal.data.own import Collate, OwnSamples, OwnStream, stacked
 from shoal.errors import ShoalError
-from shoal.models.huggingface import HuggingFace
+from shoal.models.huggingface.model import HuggingFace
 from shoal.tasks.custom import Custom, LossFunction, Measured, Metric, named
 
 

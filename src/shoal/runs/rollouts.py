@@ -28,9 +28,9 @@ from shoal.config.schema.rlhf import Rlhf
 from shoal.data.limits import held_out_numbers
 from shoal.engines import Engine, World
 from shoal.errors import ShoalError
-from shoal.models.decoding import draws_of_group
-from shoal.models.reading import ReadBeside, columns_beside, read_beside
-from shoal.models.sampling import Sampled, sample
+from shoal.models.generation.batch_sampling import Sampled, sample
+from shoal.models.generation.decoding import draws_of_group
+from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
 from shoal.runs.rewards.interface import Answer, Score
 from shoal.tasks import Batch, credit
 from shoal.tasks.answers import Reference, Text, as_text, as_used

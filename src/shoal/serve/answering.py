@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from shoal import data
-from shoal.models.decoding import Draws, Penalties, Warp, warp_of
+from shoal.models.generation.decoding import Draws, Penalties, Warp, warp_of
 from shoal.serve.bodies import Asked, RefusedError
 from shoal.serve.engine import Ended, Engine, FullError, Heard, Job, Written
 from shoal.serve.opening import Served

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from shoal.models.decoding import Draws, Warp
+from shoal.models.generation.decoding import Draws, Warp
 from shoal.serve.answering import Answer, prompts_of
 from shoal.serve.bodies import Asked, RefusedError, read_chat, read_completion, read_json
 from shoal.serve.engine import Ended, Engine, FullError, Heard, Job

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.models.decoding import NO_PENALTIES, Draws, Penalties, Warp, choose, penalised
+from shoal.models.generation.decoding import NO_PENALTIES, Draws, Penalties, Warp, choose, penalised
 from shoal.serve.prefixes import Prefixes
 from shoal.serve.stages import Stages, Work, smooth
 

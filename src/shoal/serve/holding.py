@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.models.packing import pack
+from shoal.models.kernels.cpu_packing import pack
 from shoal.models.stages import Stage, fill, needed, stage_of
 from shoal.serve.rows import Rows
 

@@ -13,10 +13,10 @@ from shoal.config.schema import Run
 from shoal.config.schema.serving import Serving
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
-from shoal.models.adopted import Adopted, adopted
-from shoal.models.huggingface import HuggingFace
-from shoal.models.pretrained import check_layers, load
-from shoal.models.reading import ReadBeside
+from shoal.models.generation.side_texts import ReadBeside
+from shoal.models.huggingface.as_gpt import Adopted, adopted
+from shoal.models.huggingface.model import HuggingFace
+from shoal.models.huggingface.pretrained import check_layers, load
 from shoal.models.stages import needed
 from shoal.runs.trained import beside_of, open_run
 from shoal.serve.chat import ChatTemplate, read_object, template_in

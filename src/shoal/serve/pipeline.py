@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.models.cache import mask_of_rows
+from shoal.models.generation.kv_cache import mask_of_rows
 from shoal.models.stages import Ends
 from shoal.serve.fleet import Fleet
 from shoal.serve.holding import Place, Reading

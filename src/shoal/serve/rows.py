@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.models.cache import mask_of_rows
+from shoal.models.generation.kv_cache import mask_of_rows
 
 
 class _Joint(NamedTuple):

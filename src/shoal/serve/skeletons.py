@@ -13,8 +13,8 @@ from torch import Tensor
 from shoal.config.fields import as_data
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
-from shoal.models.adopted import adopted
-from shoal.models.huggingface import HuggingFace
+from shoal.models.huggingface.as_gpt import adopted
+from shoal.models.huggingface.model import HuggingFace
 from shoal.models.stages import skeleton
 
 

@@ -14,8 +14,8 @@ import torch
 from shoal.config.environment import state_folder
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
-from shoal.models.decoding import Warp, choose
-from shoal.models.packing import pack
+from shoal.models.generation.decoding import Warp, choose
+from shoal.models.kernels.cpu_packing import pack
 from shoal.models.stages import ends_of, fill, layer_parameters, needed
 from shoal.runs.inviting import Invitation, listen
 from shoal.serve.holding import Holder, Place, free_memory

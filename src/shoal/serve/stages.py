@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.models.packing import pack
-from shoal.models.reading import ReadBeside, Reader
+from shoal.models.generation.side_texts import ReadBeside, Reader
+from shoal.models.kernels.cpu_packing import pack
 from shoal.serve.holding import free_memory
 from shoal.serve.rows import Rows
 

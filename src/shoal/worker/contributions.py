@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError, out_of_memory
-from shoal.models.decoding import draws_of_group
-from shoal.models.reading import read_beside
-from shoal.models.sampling import as_drawn, sample
+from shoal.models.generation.batch_sampling import as_drawn, sample
+from shoal.models.generation.decoding import draws_of_group
+from shoal.models.generation.side_texts import read_beside
 from shoal.tasks import Batch
 from shoal.updates.answer_frames import pack
 from shoal.updates.fragments import Span

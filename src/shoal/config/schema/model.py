@@ -227,7 +227,7 @@ class Lora(Section):
     """Names of the layers that get one; empty: the library's choice for the model."""
 
 
-class HuggingFace(Model, built_by="shoal.models.huggingface:players"):
+class HuggingFace(Model, built_by="shoal.models.huggingface.model:players"):
     """Any causal language model of the Hugging Face hub, or a local copy of one."""
 
     kind: Literal["huggingface"] = "huggingface"

@@ -1,7 +1,7 @@
 """Learning from answers that others gave: each unit is checked with one pass over it, and the steps are taken here.
 
 A unit is some prompts with a few answers to each. Which token an answer has at a place follows from the weights of the version that the
-unit was leased with, and from a draw that nobody can choose (`models/decoding.py`). So one pass over the answers tells of every token
+unit was leased with, and from a draw that nobody can choose (`models/generation/decoding.py`). So one pass over the answers tells of every token
 whether the draw gives it, and how probable it was, which is what a policy learns from.
 
 Holds: no score is taken from a worker; a worker whose tokens are other ones too often is found out by their share over its last units, so
@@ -25,9 +25,9 @@ from torch import Tensor
 from shoal.engines.learners.apply import EngineLearner
 from shoal.engines.single import SingleEngine
 from shoal.errors import ShoalError
-from shoal.models.decoding import Warp, draws_of_group, gap
-from shoal.models.reading import ReadBeside, columns_beside, read_beside
-from shoal.models.sampling import Sampled, answered, as_drawn, padded, sample
+from shoal.models.generation.batch_sampling import Sampled, answered, as_drawn, padded, sample
+from shoal.models.generation.decoding import Warp, draws_of_group, gap
+from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
 from shoal.protocol.frames import Frame, UpdateError
 from shoal.tasks import Batch
 from shoal.tasks.answers import as_text, as_used, chosen, log_softmax

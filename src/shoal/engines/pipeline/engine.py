@@ -27,9 +27,9 @@ from shoal.engines.pipeline.split import bounds_for, layers_of
 from shoal.engines.single import SingleEngine
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.models.kept import kept
-from shoal.models.staged import StagedModel, staged
+from shoal.models.partial_model import StagedModel, staged
 from shoal.models.stages import depth
+from shoal.models.step_state import kept
 from shoal.tasks import Batch, Task
 from shoal.updates.layout import Layout, Slot
 

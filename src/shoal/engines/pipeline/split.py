@@ -16,8 +16,8 @@ from shoal.config import Run
 from shoal.config.schema.engine import Pipeline
 from shoal.engines.world import World
 from shoal.errors import ShoalError
-from shoal.models.experts import Experts
-from shoal.models.staged import layers_in
+from shoal.models.expert_layer import Experts
+from shoal.models.partial_model import layers_in
 from shoal.models.stages import depth, ends_of, stage_of
 from shoal.scheduling.splitting import Hands, split
 from shoal.scheduling.stages import bounds_by_share, parts_of

@@ -18,8 +18,8 @@ from shoal.engines.blocks import blocks_of
 from shoal.engines.precision import fp8, nvfp4
 from shoal.engines.precision.fp8 import Fp8Linear, Rows
 from shoal.errors import ShoalError
-from shoal.models.compiling import left_alone
-from shoal.models.experts import of_each_row
+from shoal.models.compile_rules import left_alone
+from shoal.models.expert_layer import of_each_row
 
 _LAST_SHARE = 0.15
 """Of the blocks, at the end, that nvfp4 leaves in bf16; one at least."""

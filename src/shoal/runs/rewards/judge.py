@@ -14,9 +14,8 @@ from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.config.schema.rlhf import JudgeReward
 from shoal.errors import ShoalError
-from shoal.models import pretrained
-from shoal.models.huggingface import HuggingFace
-from shoal.models.sampling import padded
+from shoal.models.generation.batch_sampling import padded
+from shoal.models.huggingface.model import HuggingFace, pretrained
 from shoal.runs.rewards.asking import ask
 from shoal.runs.rewards.interface import Answer, Score, filled
 from shoal.runs.trained import open_run

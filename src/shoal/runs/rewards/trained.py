@@ -11,7 +11,7 @@ from shoal.config import Run
 from shoal.config.schema.rlhf import TrainedReward
 from shoal.data.text.encoding import Encoding, collate
 from shoal.errors import ShoalError
-from shoal.models.reading import columns_beside, read_beside
+from shoal.models.generation.side_texts import columns_beside, read_beside
 from shoal.runs.rewards.interface import Answer, Score
 from shoal.runs.trained import open_run
 from shoal.tasks.answers import Text, as_used

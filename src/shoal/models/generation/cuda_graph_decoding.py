@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.models.cache import KeyValueCache, LayerCache
-from shoal.models.decoding import Draws, check_all, finite
-from shoal.models.generate import evaluating
+from shoal.models.generation.answer_buffers import Written
+from shoal.models.generation.decoding import Draws, check_all, finite
+from shoal.models.generation.generate import evaluating
+from shoal.models.generation.kv_cache import KeyValueCache, LayerCache
 from shoal.models.gpt import Gpt
-from shoal.models.written import Written
 
 _WORTH = 16
 """Tokens of an answer from which on a recording is worth the time that it takes to make."""

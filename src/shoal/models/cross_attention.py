@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
-from shoal.models.cache import LayerCache
+from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.gpt import Attention, FeedForward
 from shoal.models.rotary import Rotary
 from shoal.models.trunk import NEVER, Block, BlockPart, Context, Sight, Told, norm

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.models.decoding import Warp, drawn
+from shoal.models.generation.decoding import Warp, drawn
 
 
 class Written:

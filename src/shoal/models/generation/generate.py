@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
-from shoal.models.decoding import Penalties, choose, draws_of_rows, penalised, warp_of
-from shoal.models.reading import ReadBeside, Reader
+from shoal.models.generation.decoding import Penalties, choose, draws_of_rows, penalised, warp_of
+from shoal.models.generation.side_texts import ReadBeside, Reader
 
 
 def generate(

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models import pretrained
-from shoal.models.cache import padded_rows
-from shoal.models.lora import with_lora
-from shoal.models.shapes import Shapes
+from shoal.models.data_shapes import Shapes
+from shoal.models.generation.kv_cache import padded_rows
+from shoal.models.huggingface.lora import with_lora
+from shoal.models.huggingface.model import pretrained
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 """What attention models and state-space models call it."""

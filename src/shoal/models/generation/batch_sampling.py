@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.models.decoding import Draws, Warp, check_all, finite
-from shoal.models.generate import Context, evaluating
-from shoal.models.packing import packed_for
-from shoal.models.reading import ReadBeside
-from shoal.models.recorded import Recorded, can_record
-from shoal.models.written import Written
+from shoal.models.generation.answer_buffers import Written
+from shoal.models.generation.cuda_graph_decoding import Recorded, can_record
+from shoal.models.generation.decoding import Draws, Warp, check_all, finite
+from shoal.models.generation.generate import Context, evaluating
+from shoal.models.generation.side_texts import ReadBeside
+from shoal.models.kernels.cpu_packing import packed_for
 
 
 class Sampled(NamedTuple):

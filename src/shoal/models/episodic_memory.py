@@ -26,9 +26,9 @@ from torch import Tensor
 
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
-from shoal.models.cache import KeyValueCache
-from shoal.models.compiling import left_alone
-from shoal.models.kept import Kept
+from shoal.models.compile_rules import left_alone
+from shoal.models.generation.kv_cache import KeyValueCache
+from shoal.models.step_state import Kept
 from shoal.models.trunk import NEVER, Context, Sight
 
 IGNORED = -100

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.gpt import Gpt
-from shoal.models.huggingface import HuggingFace
-from shoal.models.huggingface_stages import narrowed, small_copy
+from shoal.models.huggingface.model import HuggingFace
+from shoal.models.huggingface.stages import narrowed, small_copy
 from shoal.models.rotary import Rotary
 from shoal.models.stage_parts import fill, needed, skeleton
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.config.schema import model as schema
 from shoal.models.activations import ACTIVATIONS, blend
-from shoal.models.cache import LayerCache
+from shoal.models.generation.kv_cache import LayerCache
 from shoal.models.routers import Held, Routes, router
 from shoal.models.trunk import INITIAL_STD, BlockPart, FullPrecisionLinear, Sight, Told
 
@@ -168,7 +168,7 @@ class Experts(BlockPart):
     def _activated(self, inner_RI: Tensor, x_RD: Tensor, gates_R: Tensor, visits: Visits) -> Tensor:
         """What the second product reads."""
         if inner_RI.is_cuda and _HAS_TRITON and self.gated and self.activation_gate is None:
-            from shoal.models.swiglu_kernels import swiglu
+            from shoal.models.kernels.swiglu import swiglu
 
             return swiglu(inner_RI, gates_R, visits.sizes_E.sum())
         inner_RI = _zeroed(inner_RI, visits.real_R1)

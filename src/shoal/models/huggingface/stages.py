@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import ShoalError
-from shoal.models.huggingface import CACHE_NAMES, HuggingFace, HuggingFaceCache
+from shoal.models.huggingface.model import CACHE_NAMES, HuggingFace, HuggingFaceCache
 from shoal.models.stage_parts import Ends, Stage, skeleton
 from shoal.models.trunk import Beside
 

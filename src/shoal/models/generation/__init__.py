@@ -1,0 +1,1 @@
+"""Text generation: decoding, KV cache, batched sampling."""

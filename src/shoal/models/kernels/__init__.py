@@ -1,0 +1,1 @@
+"""Triton kernels and packed CPU matrices."""
