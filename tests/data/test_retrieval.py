@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from shoal.cli.main import main
-from shoal.data import Feed, fingerprint, load, load_tokenizer
-from shoal.data.optional import need
+from shoal.data import Feed, fingerprint, load_tokenizer
+from shoal.data import load_data as load
+from shoal.data.packages import need
 from shoal.data.retrieval import encoders
 from shoal.data.retrieval.finder import Finder, Reading
 from shoal.data.retrieval.index import Index, build_index, open_index
 from shoal.data.retrieval.passages import cut_passages
-from shoal.data.text.beside import NOTHING
+from shoal.data.text.context_text import NOTHING
 from shoal.data.text.documents import Document
 from shoal.errors import ShoalError
 

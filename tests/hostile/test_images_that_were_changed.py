@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.data.images import serving
+from shoal.data.images import transfer as serving
 from shoal.data.images.files import Zip, find_images
-from shoal.data.images.serving import Offer, cut, fetched, offered
+from shoal.data.images.transfer import Offer, cut, fetched, offered
 from shoal.errors import ShoalError
 
 

@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset
 from shoal import train
 from shoal.cli.main import main
 from shoal.data import Data, Info, fingerprint, kept_fingerprint
-from shoal.data.own import OwnSamples
-from shoal.data.text.beside import Origins
+from shoal.data.text.context_text import Origins
 from shoal.data.text.samples import PackedText
+from shoal.data.user_data import OwnSamples
 from shoal.runs.cluster_loop import SharedData
 
 NAMELESS = Origins([], torch.zeros(0, 2).long())

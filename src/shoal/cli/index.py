@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
         made.error("--passage-words: a passage has at least one word")
 
     from shoal.cli.showing import download
-    from shoal.data.retrieval.load import index_files
+    from shoal.data.retrieval.load_index import index_files
 
     index = index_files(
         arguments.files,

@@ -1,16 +1,16 @@
 """What a run learns from: images, text, streams and mixtures, as batches that can be taken up again at any point."""
 
+from shoal.data.fake_data import is_here, suppose
 from shoal.data.feed import Feed
 from shoal.data.fingerprint import fingerprint, kept_fingerprint
 from shoal.data.interfaces import IGNORED, Batch, Data, Info, PassageFinder, Progress, Samples, State, Stream
-from shoal.data.load import load
-from shoal.data.pieces import PieceFeed, Pieces
-from shoal.data.retrieval.load import open_finder, retrieval_of
-from shoal.data.retrieval.reading import ReadingSamples
-from shoal.data.supposed import is_here, suppose
+from shoal.data.load_data import load
+from shoal.data.retrieval.augmented_samples import ReadingSamples
+from shoal.data.retrieval.load_index import open_finder, retrieval_of
 from shoal.data.text.preferences import PreferencePairs, Prompt, answer_samples, read_preferences, read_prompts
 from shoal.data.text.sources import reads_context
 from shoal.data.text.tokenizers import StreamedText, Tokenizer, load_tokenizer
+from shoal.data.unit_feed import PieceFeed, Pieces
 
 __all__ = [
     "IGNORED",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shoal.config.schema.data import Loader
+from shoal.data.batch_source import SampleSupply, StreamSupply
 from shoal.data.interfaces import Batch, Samples, State, Stream
-from shoal.data.supply import SampleSupply, StreamSupply
-from shoal.data.workers import FeedPlan, WorkerOptions
+from shoal.data.loader_processes import FeedPlan, WorkerOptions
 from shoal.errors import ShoalError
 
 

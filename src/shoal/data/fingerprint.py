@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shoal.data.images.samples import TensorImages
 from shoal.data.interfaces import Data, Samples, Stream
-from shoal.data.retrieval.reading import ReadingSamples, ReadingStream
+from shoal.data.retrieval.augmented_samples import ReadingSamples, ReadingStream
 from shoal.data.streams.mixed import MixedStream
 from shoal.data.streams.text import TextStream
 from shoal.data.text.mixture import ChainedText, MixedText

@@ -17,7 +17,7 @@ from shoal import data, models, tasks
 from shoal.config import Run
 from shoal.config.schema.data import FactoryData
 from shoal.config.schema.model import FactoryModel
-from shoal.data.own import Collate, OwnSamples, OwnStream, stacked
+from shoal.data.user_data import Collate, OwnSamples, OwnStream, stacked
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import HuggingFace
 from shoal.tasks.custom import Custom, LossFunction, Measured, Metric, named

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from shoal.config import Run
 from shoal.config.schema.cluster import Postgres, Transport
 from shoal.coordinator.driver_interfaces import Board, Store
-from shoal.data.images.serving import cut, images_to_serve, offered
+from shoal.data.images.transfer import cut, images_to_serve, offered
 from shoal.errors import ShoalError
 from shoal.runs.assembly import continued
 from shoal.runs.going_on import forbidden, listed

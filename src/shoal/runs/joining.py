@@ -19,7 +19,7 @@ from shoal import data, strategies
 from shoal.config.environment import state_folder
 from shoal.config.load import Override
 from shoal.config.ranks import Place, reading
-from shoal.data.images.serving import Offer, fetched, is_without_images
+from shoal.data.images.transfer import Offer, fetched, is_without_images
 from shoal.engines import Meeting, World
 from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError

@@ -95,7 +95,7 @@ class Snli(DataSource, built_by="shoal.data.text.sources:open_pairs"):
     """Folder with its files; null: from the hub."""
 
 
-class Preferences(DataSource, built_by="shoal.data.text.load:load_preferences"):
+class Preferences(DataSource, built_by="shoal.data.text.load_text:load_preferences"):
     """Pairs of a chosen and a rejected answer, one JSON object a line: texts, or lists of messages with `role` and `content`; with a field
     `prompt`, or as whole dialogues that share their beginning. A language model learns the chosen answers of it."""
 
@@ -126,14 +126,14 @@ class Mixture(DataSource, built_by="shoal.data.text.sources:open_mixture"):
     parts: tuple[MixturePart, ...]
 
 
-class LiveData(DataSource, built_by="shoal.data.own:only_its_program"):
+class LiveData(DataSource, built_by="shoal.data.user_data:only_its_program"):
     """Data that a Python program brings along: `shoal.train(data=…)`."""
 
     kind: Literal["live"] = "live"
     gives = "samples"
 
 
-class FactoryData(DataSource, built_by="shoal.data.own:only_its_program"):
+class FactoryData(DataSource, built_by="shoal.data.user_data:only_its_program"):
     """Data that a Python function makes."""
 
     kind: Literal["factory"] = "factory"

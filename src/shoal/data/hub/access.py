@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shoal.data.optional import need
+from shoal.data.packages import need
 
 _LIBRARIES = ("datasets", "transformers", "huggingface_hub")
 

@@ -16,7 +16,7 @@ from shoal.config.schema.data import HubDataset
 from shoal.data.hub.access import hub_answers, offline, quiet
 from shoal.data.interfaces import Progress
 from shoal.data.limits import HELD_OUT_NAMES, TRAIN_NAMES
-from shoal.data.optional import need
+from shoal.data.packages import need
 from shoal.data.text.documents import Document, Position, TextPart
 from shoal.data.text.rows import Fields, fields_of, to_document
 from shoal.errors import ShoalError

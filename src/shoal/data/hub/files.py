@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shoal.data.hub.access import hub_answers, quiet
 from shoal.data.interfaces import Progress
-from shoal.data.optional import need
+from shoal.data.packages import need
 from shoal.errors import ShoalError
 
 TRIES = 6

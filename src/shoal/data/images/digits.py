@@ -13,7 +13,7 @@ from shoal.config import Run
 from shoal.data.images.samples import Target, TensorImages, from_pixels, image_data
 from shoal.data.interfaces import Data
 from shoal.data.limits import share_out
-from shoal.data.optional import need
+from shoal.data.packages import need
 
 
 def load_digits(run: Run) -> Data:

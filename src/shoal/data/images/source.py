@@ -18,7 +18,7 @@ from shoal.data.hub.files import copy_files
 from shoal.data.images.files import Folder, Zip, find_images, image_samples
 from shoal.data.images.samples import Pixels, Target, from_pixels, image_data
 from shoal.data.interfaces import Data
-from shoal.data.optional import need
+from shoal.data.packages import need
 from shoal.errors import ShoalError
 
 _ARRAYS = ("images", "image", "x", "data", "arr_0")

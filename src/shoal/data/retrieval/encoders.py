@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shoal.data.optional import need
+from shoal.data.packages import need
 from shoal.errors import ShoalError
 
 Vectors = NDArray[np.float32]

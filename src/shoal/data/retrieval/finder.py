@@ -18,7 +18,7 @@ import torch
 from shoal.data.interfaces import Batch
 from shoal.data.retrieval.encoders import Encoder, EncoderName, open_encoder
 from shoal.data.retrieval.index import Index, Neighbours, open_index
-from shoal.data.text.beside import NOTHING
+from shoal.data.text.context_text import NOTHING
 from shoal.data.text.tokenizers import Tokenizer
 
 _REMEMBERED = 4096

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.optional import need
+from shoal.data.packages import need
 from shoal.data.retrieval.encoders import Encoder, Vectors
 from shoal.data.retrieval.passages import Passages
 from shoal.errors import ShoalError

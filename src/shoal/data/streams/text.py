@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shoal.data.interfaces import IGNORED, Batch, Reader, State
-from shoal.data.text.beside import contexts_of
+from shoal.data.text.context_text import contexts_of
 from shoal.data.text.documents import Document, Documents, Position
 from shoal.data.text.encoding import Encoding, Sample, Tokens, collate, cut, encode, full, join, to_sample
 from shoal.data.text.samples import refuse_contexts

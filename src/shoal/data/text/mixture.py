@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shoal.data.interfaces import Batch, Indices
 from shoal.data.limits import share_out
-from shoal.data.text.beside import Origins
+from shoal.data.text.context_text import Origins
 from shoal.data.text.samples import TextSamples, joined
 from shoal.errors import ShoalError
 

@@ -10,7 +10,7 @@ import torch
 
 from shoal.config.schema.data import Preferences
 from shoal.data.interfaces import Batch, Indices, as_index
-from shoal.data.text.beside import Contexts, Origins, contexts_of
+from shoal.data.text.context_text import Contexts, Origins, contexts_of
 from shoal.data.text.documents import Document, origin_of
 from shoal.data.text.encoding import Encoding, Sample, collate, encode, to_sample
 from shoal.data.text.files import by_split, decode, find_files, is_rows, open_file, read_rows

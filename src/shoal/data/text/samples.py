@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from shoal.data.interfaces import IGNORED, Batch, Indices, as_index
-from shoal.data.text.beside import Contexts, Origins, contexts_of, joined_contexts, joined_origins, packed_origins
+from shoal.data.text.context_text import Contexts, Origins, contexts_of, joined_contexts, joined_origins, packed_origins
 from shoal.data.text.documents import Document
 from shoal.data.text.encoding import Encoding, Tokens, cut, encode, full, gather, join, to_sample
 from shoal.errors import ShoalError

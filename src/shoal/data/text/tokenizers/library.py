@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from shoal.data.optional import need
-from shoal.data.text.tokenizers.foreign import Foreign
+from shoal.data.packages import need
+from shoal.data.text.tokenizers.base import Foreign
 from shoal.data.text.tokenizers.interface import Ids
 from shoal.errors import ShoalError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.data.text.tokenizers.foreign import Foreign
+from shoal.data.text.tokenizers.base import Foreign
 from shoal.data.text.tokenizers.interface import Ids
 
 

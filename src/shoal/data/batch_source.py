@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shoal.data.interfaces import Batch, Ordered, Reader, Samples, State, Stream
-from shoal.data.workers import FeedPlan, IndexedBatches, Loaded, ShardedBatches
+from shoal.data.loader_processes import FeedPlan, IndexedBatches, Loaded, ShardedBatches
 from shoal.errors import ShoalError
 
 _Several = TypeVar("_Several", torch.Tensor, list[Any])

@@ -15,8 +15,8 @@ from shoal.data.images.samples import Target
 from shoal.data.images.source import present
 from shoal.data.interfaces import Batch, Data, Indices, Info
 from shoal.data.limits import HELD_OUT_SHARE
-from shoal.data.own import OwnStream
 from shoal.data.text.tokenizers import load_tokenizer
+from shoal.data.user_data import OwnStream
 from shoal.errors import ShoalError
 
 _MNIST, _MNIST_SIZE = 60_000, 28

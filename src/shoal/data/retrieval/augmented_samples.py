@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
+from shoal.data.batch_source import shuffled
 from shoal.data.interfaces import Batch, Indices, Reader, Samples, State, Stream, as_index
 from shoal.data.retrieval.finder import Finder, texts_of
-from shoal.data.supply import shuffled
-from shoal.data.text.beside import Origins
+from shoal.data.text.context_text import Origins
 
 
 class Known(Samples, Protocol):

@@ -16,7 +16,7 @@ from shoal.data.limits import counts, divided, share_out, some_of
 from shoal.data.text.documents import Document, TextPart, Texts, split
 from shoal.data.text.mixture import ChainedText, MixedText, probabilities
 from shoal.data.text.preferences import Pair, PreferencePairs, read_preferences
-from shoal.data.text.run_encoding import contents, find_encoding, joined_name, noun
+from shoal.data.text.run_tokenizer import contents, find_encoding, joined_name, noun
 from shoal.data.text.samples import TextSamples, enough, joined, text_samples
 from shoal.data.text.sources import expect_reader, reads_context
 from shoal.errors import ShoalError

@@ -8,9 +8,9 @@ from shoal.config import Run
 from shoal.config.schema.task import TEXT
 from shoal.data.hub.dataset import Request
 from shoal.data.interfaces import Data, Progress
-from shoal.data.retrieval.load import with_retrieval
-from shoal.data.streams.load import load_stream
-from shoal.data.text.load import Loaded, load_text
+from shoal.data.retrieval.load_index import with_retrieval
+from shoal.data.streams.load_stream import load_stream
+from shoal.data.text.load_text import Loaded, load_text
 from shoal.errors import ShoalError
 
 

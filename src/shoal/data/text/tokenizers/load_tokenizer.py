@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.config.paths import nothing_at
 from shoal.data.hub.access import hub_answers, quiet
-from shoal.data.optional import need
+from shoal.data.packages import need
 from shoal.data.text.tokenizers.byte_level import ByteTokenizer
 from shoal.data.text.tokenizers.characters import CharacterTokenizer
 from shoal.data.text.tokenizers.interface import OWN_FILE, Tokenizer

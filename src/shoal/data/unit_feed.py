@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from shoal.config.schema.data import Loader
+from shoal.data.batch_source import emptied, part_of, shuffled
 from shoal.data.interfaces import Batch, Samples, State
-from shoal.data.supply import emptied, part_of, shuffled
-from shoal.data.workers import WorkerOptions
+from shoal.data.loader_processes import WorkerOptions
 
 
 class Pieces:

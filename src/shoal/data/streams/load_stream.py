@@ -15,9 +15,9 @@ from shoal.data.streams.mixed import MixedStream
 from shoal.data.streams.text import HeldOut, TextStream
 from shoal.data.text.documents import FEW, Chained, Document, Documents, Fronts, TextPart, cut
 from shoal.data.text.encoding import Encoding
-from shoal.data.text.load import Loaded, expect_contexts
+from shoal.data.text.load_text import Loaded, expect_contexts
 from shoal.data.text.mixture import probabilities
-from shoal.data.text.run_encoding import contents, find_encoding, joined_name, noun
+from shoal.data.text.run_tokenizer import contents, find_encoding, joined_name, noun
 from shoal.data.text.samples import TextSamples, joined, text_samples
 from shoal.errors import ShoalError
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 from shoal.config import Run
 from shoal.config.schema.model import Retrieval
 from shoal.data.interfaces import Data, Progress, Stream
+from shoal.data.retrieval.augmented_samples import Known, ReadingSamples, ReadingStream
 from shoal.data.retrieval.encoders import open_encoder
 from shoal.data.retrieval.finder import Finder, Reading
 from shoal.data.retrieval.index import Index, Told, build_index, digest_of, open_index
 from shoal.data.retrieval.passages import cut_passages
-from shoal.data.retrieval.reading import Known, ReadingSamples, ReadingStream
 from shoal.data.text.documents import Document
 from shoal.data.text.files import TextFiles, find_files
 from shoal.data.text.rows import Fields
