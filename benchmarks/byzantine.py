@@ -22,8 +22,8 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Reply
 from shoal.coordinator.state import Called, Plan
 from shoal.protocol.messages import PROTOCOL, Contribute
-from shoal.runs.agreement import extent_of, needed
-from shoal.runs.assembly import assemble, feed_of, held_out
+from shoal.runs.build_run import assemble, feed_of, held_out
+from shoal.runs.run_size import extent_of, needed
 from shoal.updates.codecs.build import build
 from shoal.worker.protocol import Left, Protocol
 

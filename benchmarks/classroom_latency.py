@@ -131,7 +131,7 @@ def coordinate(given: dict[str, Any]) -> None:
     from shoal.config.fields import Secret
     from shoal.config.load import resolve_data
     from shoal.config.schema.cluster import Postgres
-    from shoal.runs.coordinating import prepare
+    from shoal.runs.coordinator_setup import prepare
     from shoal.updates.codecs.build import build as codecs
 
     folder, codec = given.pop("folder"), given.pop("codec")

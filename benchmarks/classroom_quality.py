@@ -25,10 +25,10 @@ from shoal.config.fields import Secret
 from shoal.config.load import Loaded, resolve_data
 from shoal.config.schema.cluster import Postgres
 from shoal.launch import EmbeddedPostgres
-from shoal.runs.alone import prepare as prepare_alone
-from shoal.runs.coordinating import prepare as prepare_class
-from shoal.runs.joining import Joined, Way
-from shoal.runs.recorder import Recorder
+from shoal.runs.coordinator_setup import prepare as prepare_class
+from shoal.runs.monitoring.recorder import Recorder
+from shoal.runs.training.train_alone import prepare as prepare_alone
+from shoal.runs.worker_run import Joined, Way
 from shoal.tasks.gan import Gan
 from shoal.transports.databases import Access
 from shoal.transports.postgres import schema

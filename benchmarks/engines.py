@@ -31,7 +31,7 @@ from shoal.config.load import File, Override, resolve
 from shoal.config.ranks import Place, environment_of
 from shoal.engines import build, enter
 from shoal.models import build as build_models
-from shoal.runs.alone import prepare
+from shoal.runs.training.train_alone import prepare
 from shoal.tasks.language import LanguageModelling
 
 ROUNDS, STEPS, BATCH = 9, 10, 8
@@ -73,7 +73,7 @@ class Peer:
     """DistributedDataParallel and a plain loop, over the model and data of the preset."""
 
     def __init__(self, here: Place) -> None:
-        from shoal.runs.assembly import assemble
+        from shoal.runs.build_run import assemble
 
         parts = assemble(loaded({"training.device": "cpu"}).run)
         model = parts.engine.task.players["model"]

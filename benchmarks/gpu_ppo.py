@@ -60,7 +60,7 @@ def ours(given: dict[str, Any]) -> dict[str, Any]:
 
     from shoal.config.schema import model as schema
     from shoal.models.gpt import Gpt
-    from shoal.runs import rollouts
+    from shoal.runs.rlhf import rollouts
 
     torch.manual_seed(given["seed"])
     sizes = schema.Gpt(hidden_size=768, num_layers=12, num_heads=12, max_seq_len=1024)

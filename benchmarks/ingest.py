@@ -37,9 +37,9 @@ from run import Row
 from shoal.config.load import File, Override, resolve
 from shoal.protocol.frames import frame_of
 from shoal.protocol.messages import PROTOCOL, Contribute
-from shoal.runs.cluster_loop import ClusterLoop
-from shoal.runs.coordinating import prepare
-from shoal.runs.lines import ClientLine
+from shoal.runs.connections import ClientLine
+from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.coordinator_setup import prepare
 from shoal.updates.codecs.build import build as codecs
 from shoal.worker.courier import Courier
 from shoal.worker.protocol import Protocol, Receipt

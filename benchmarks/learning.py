@@ -72,7 +72,7 @@ def measure() -> list[Row]:
 
 def _spread(run: Path) -> float:
     """How much the images of one grid differ from each other: near 0 for a generator that draws one picture."""
-    from shoal.runs.trained import open_run
+    from shoal.runs.trained_model import open_run
 
     images = open_run(str(run), lambda text: None).task.images()  # type: ignore[attr-defined]
     return float(images.std(0).mean())

@@ -20,7 +20,7 @@ from shoal.config.load import resolve_data
 from shoal.config.schema.strategy import OuterOptimizer
 from shoal.engines.expert_layout import expert_blocks
 from shoal.engines.learners.apply import OuterStep
-from shoal.runs.assembly import Parts, assemble, feed_of, held_out
+from shoal.runs.build_run import Parts, assemble, feed_of, held_out
 from shoal.updates.experts import mean_by_experts
 from shoal.updates.rules.aggregation import aggregation
 

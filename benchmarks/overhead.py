@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.config.load import File, Override, resolve
-from shoal.runs.alone import prepare
-from shoal.runs.assembly import assemble
+from shoal.runs.build_run import assemble
+from shoal.runs.training.train_alone import prepare
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 ROUNDS = 7

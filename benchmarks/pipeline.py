@@ -21,7 +21,7 @@ from run import Row
 
 from engines import loaded
 from shoal.config.ranks import Place, environment_of, place
-from shoal.runs.alone import prepare
+from shoal.runs.training.train_alone import prepare
 
 ROUNDS, STEPS, BATCH, PARTS = 5, 2, 32, 8
 QUIET = {"evaluation.strategy": "never", "checkpoint.strategy": "never", "training.max_steps": "100000000", "training.device": "cpu"}

@@ -26,7 +26,7 @@ from engines import loaded
 from shoal.config.ranks import Place, environment_of, place
 from shoal.models.partial_model import StagedModel, layers_in
 from shoal.models.stages import depth, stage_of
-from shoal.runs.alone import prepare
+from shoal.runs.training.train_alone import prepare
 from shoal.simulate.pipelined import pipelined
 from shoal.simulate.simulation import Asked
 

@@ -120,7 +120,7 @@ def updates(given: dict[str, Any], model: Any, device: Any, training: dict[str, 
     from shoal.config.load import resolve_data
     from shoal.engines import SingleEngine
     from shoal.models.value_head import add_value
-    from shoal.runs.rollouts import Asked, RolloutFeed
+    from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
     from shoal.tasks.policy_gradient import PolicyGradient
 
     ppo = {"rollout_size": given["answers"], "mini_batch_size": given["mini"], "epochs": given["epochs"], "steps": given["updates"]}

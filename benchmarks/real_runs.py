@@ -74,7 +74,7 @@ def watched(settings: Mapping[str, str], slowdown: Sequence[float], weather: str
 
 def coordinate(given: dict[str, Any]) -> None:
     from shoal.config.load import File, Override, resolve
-    from shoal.runs.coordinating import prepare
+    from shoal.runs.coordinator_setup import prepare
 
     overrides = [Override(path, value, f"--set {path}={value}") for path, value in given["settings"].items()]
     loaded = resolve([File("starter")], overrides, environ={})
@@ -122,14 +122,14 @@ def _next_version(coordinator: Any) -> tuple[float, int, int, int]:
 
 def work(given: dict[str, Any]) -> None:
     """Work as `shoal join` does; when asked, tell what the batches took."""
-    from shoal.runs import joining
+    from shoal.runs import worker_run
     from shoal.transports.weather import Proxy, profile
 
     invitation = given["invitation"]
     proxy = Proxy(invitation["address"], profile(given["weather"]), secrets.randbits(32)) if given["weather"] else None
     address = invitation["address"] if proxy is None else proxy.address
-    way = joining.Way(address, invitation["token"], invitation["key"], name=given["name"], slowdown=given["slowdown"])
-    joined = joining.Joined(way, lambda text: None)
+    way = worker_run.Way(address, invitation["token"], invitation["key"], name=given["name"], slowdown=given["slowdown"])
+    joined = worker_run.Joined(way, lambda text: None)
     joined.prepare()
     worker: Any = joined.worker
     told, begun = [0.0, 0.0, 0], [0.0]

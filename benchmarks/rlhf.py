@@ -32,7 +32,7 @@ from run import Row
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
-from shoal.runs.rollouts import Asked, RolloutFeed
+from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
 from shoal.tasks.policy_gradient import PolicyGradient
 
 ROOT = Path(__file__).parents[1]

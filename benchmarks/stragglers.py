@@ -142,8 +142,8 @@ def _until_target(coordinator: Helper, started: float) -> float:
 
 def coordinate(given: dict[str, Any]) -> None:
     from shoal.config.load import File, Override, resolve
-    from shoal.runs.coordinating import prepare
-    from shoal.runs.recorder import Reporter
+    from shoal.runs.coordinator_setup import prepare
+    from shoal.runs.monitoring.recorder import Reporter
 
     class Teller(Reporter):
         """Passes on what evaluations say."""
@@ -179,7 +179,7 @@ def coordinate(given: dict[str, Any]) -> None:
 
 def work(given: dict[str, Any]) -> None:
     """A worker as `shoal join --slowdown` makes it, except that a tenth of what it would send gets lost."""
-    from shoal.runs import joining
+    from shoal.runs import worker_run
     from shoal.worker.worker import Worker
 
     chance = random.Random(f"{given['seed']} {given['slowdown']}")
@@ -189,10 +189,10 @@ def work(given: dict[str, Any]) -> None:
             if chance.random() >= DROPOUT:
                 super()._send(*contribution, **options)
 
-    joining.Worker = Forgetful  # type: ignore[attr-defined]
+    worker_run.Worker = Forgetful  # type: ignore[attr-defined]
     invitation = given["invitation"]
-    way = joining.Way(invitation["address"], invitation["token"], invitation["key"], slowdown=given["slowdown"])
-    joined = joining.Joined(way, lambda text: None)
+    way = worker_run.Way(invitation["address"], invitation["token"], invitation["key"], slowdown=given["slowdown"])
+    joined = worker_run.Joined(way, lambda text: None)
     joined.prepare()
     print('"ready"', flush=True)
     sys.stdin.readline()

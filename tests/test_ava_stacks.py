@@ -13,7 +13,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.config.load import File, resolve
 from shoal.config.schema.engine import DeepSpeed
-from shoal.runs.run_directory import RunDirectory
+from shoal.runs.folder.run_directory import RunDirectory
 
 PRESETS = (
     "gpu/tiny",

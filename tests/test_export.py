@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.cli.main import main
-from shoal.runs.trained import open_run
+from shoal.runs.trained_model import open_run
 
 transformers = pytest.importorskip("transformers")
 TEXT = ["--set", "data.source.kind=text", "--set", "data.source.path=text.txt", "--set", "data.tokenizer=bytes"]

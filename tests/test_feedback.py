@@ -10,8 +10,8 @@ import pytest
 from commands import processes_in
 from shoal.cli.main import main
 from shoal.config.schema.rlhf import SentimentReward, TrainedReward
-from shoal.runs.rewards.interface import Answer
-from shoal.runs.trained import open_run
+from shoal.runs.rlhf.rewards.interface import Answer
+from shoal.runs.trained_model import open_run
 
 pytest.importorskip("vaderSentiment")
 SMALL = [

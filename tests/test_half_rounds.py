@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commands import HANG_S, Command, Processes, eventually, processes_in, wait_for
 from shoal.config import plugins
-from shoal.runs.checkpoint import Checkpoints
+from shoal.runs.folder.checkpoint import Checkpoints
 
 CONFIG = """\
 dialect: shoal

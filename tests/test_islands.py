@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from commands import HANG_S, Processes, eventually, processes_in, wait_for
-from shoal.runs.checkpoint import Checkpoints
+from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.transports.addresses import free_port
 
 CONFIG = """\

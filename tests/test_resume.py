@@ -16,7 +16,7 @@ from commands import run_python
 from shoal.cli.main import main
 from shoal.config.load import File, parse_override, resolve
 from shoal.engines.health import HealthMonitor
-from shoal.runs.checkpoint import Checkpoints
+from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.tasks.language import LanguageModelling
 
 TEXT = """\
@@ -79,7 +79,7 @@ def test_a_run_that_another_process_is_at_work_in_is_left_to_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("starter", "--epochs", "1", "--run-dir", "run") == 0
-    monkeypatch.setattr("shoal.runs.run_directory._ENDING_S", 0.0)
+    monkeypatch.setattr("shoal.runs.folder.run_directory._ENDING_S", 0.0)
     with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
@@ -152,7 +152,7 @@ def test_a_really_full_disk(folder: Path) -> None:
 
 
 def test_secrets_are_not_kept_and_not_invented(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.runs.trained import open_run
+    from shoal.runs.trained_model import open_run
 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert train("starter", "--epochs", "1", "--run-dir", "run") == 0

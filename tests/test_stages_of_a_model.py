@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from commands import HANG_S, Processes, processes_in, wait_for
-from shoal.runs.checkpoint import Checkpoints
+from shoal.runs.folder.checkpoint import Checkpoints
 
 CONFIG = """\
 dialect: shoal

@@ -254,7 +254,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_keeps_the_checkpoint(folde
 def test_a_full_disk_is_told_and_training_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shoal.runs import checkpoint
+    from shoal.runs.folder import checkpoint
 
     real, calls = checkpoint.save_file, []
 
@@ -304,7 +304,7 @@ def test_mnist_reaches_97_5_with_the_schedule_that_its_preset_speaks_of(folder: 
 
 
 def test_errors_are_shoal_errors() -> None:
-    from shoal.runs.trained import open_run
+    from shoal.runs.trained_model import open_run
 
     with pytest.raises(ShoalError, match="no run at"):
         open_run("nowhere", lambda text: None)

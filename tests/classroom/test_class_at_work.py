@@ -20,11 +20,11 @@ from shoal.config.load import resolve_data
 from shoal.coordinator.audit.files import gather_from, gather_receipts
 from shoal.coordinator.audit.run import audit
 from shoal.errors import ShoalError
-from shoal.runs import joining
-from shoal.runs.cluster_loop import ClusterLoop
-from shoal.runs.coordinating import Coordinating
-from shoal.runs.joining import Joined
-from shoal.runs.lines import BoardLine
+from shoal.runs import worker_run as joining
+from shoal.runs.connections import BoardLine
+from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.coordinator_setup import Coordinating
+from shoal.runs.worker_run import Joined
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.view import look, trail
 from shoal.updates.privacy import Accountant, sample_level_multiplier
@@ -106,7 +106,7 @@ def test_with_more_workers_than_a_round_needs_late_results_are_dropped_and_count
 
 def test_one_worker_with_one_unit_a_round_is_one_process_alone(school: School) -> None:
     """The same batches in the same order, so the same weights; the gradient makes a detour through the database."""
-    from shoal.runs.alone import prepare as prepare_alone
+    from shoal.runs.training.train_alone import prepare as prepare_alone
 
     settings = {"strategy": {"kind": "workunits", "batches_per_unit": 1, "units_per_update": 1}}
     coordinating = school.coordinate(settings)
@@ -367,8 +367,8 @@ def test_statistics_of_the_networks_reach_the_coordinator(school: School) -> Non
 
 @pytest.mark.parametrize("strategy", ["syncps", "async", "edp"])
 def test_other_strategies_go_through_the_database_too(school: School, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from shoal.runs.joining import Way
-    from shoal.runs.lines import ClientLine
+    from shoal.runs.connections import ClientLine
+    from shoal.runs.worker_run import Way
     from shoal.watch.blackboard import Blackboard
 
     coordinating = school.coordinate({"strategy": {"kind": strategy}, "logging": {"every_steps": 5}}, workers=2)

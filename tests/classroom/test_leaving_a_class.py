@@ -14,8 +14,8 @@ from school import School
 from commands import HANG_S
 from shoal.cli.main import main
 from shoal.errors import ShoalError
-from shoal.runs.coordinating import Coordinating
-from shoal.runs.joining import Joined, Way
+from shoal.runs.coordinator_setup import Coordinating
+from shoal.runs.worker_run import Joined, Way
 from shoal.transports.postgres import line
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.view import look
@@ -62,7 +62,7 @@ def test_a_student_whose_database_is_gone_leaves_when_it_is_first_asked_to(
     school: School, monkeypatch: pytest.MonkeyPatch, strategy: dict[str, Any], gone: str
 ) -> None:
     monkeypatch.setitem(line._CONNECTING, "connect_timeout", 2)
-    monkeypatch.setattr("shoal.runs.joining._SIGN_S", 1.0)
+    monkeypatch.setattr("shoal.runs.worker_run._SIGN_S", 1.0)
     told: list[str] = []
     with teaching(school, strategy) as coordinating:
         proxy = Proxy(f"tcp://{school.access.host}:{school.access.port}", FINE)

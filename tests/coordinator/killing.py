@@ -14,7 +14,7 @@ from typing import Any
 
 from commands import run_python
 from shoal.launch import nursery
-from shoal.runs.joining import ClientLine
+from shoal.runs.worker_run import ClientLine
 from shoal.transports.keys import key_from_text
 from shoal.worker.courier import Lost
 

@@ -23,9 +23,9 @@ from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.records import Reading
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Message
-from shoal.runs.checkpoint import Checkpoints
-from shoal.runs.keeping import Files
-from shoal.runs.repairing import confirmed_in, refuse_forgotten
+from shoal.runs.folder.checkpoint import Checkpoints
+from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.repair import confirmed_in, refuse_forgotten
 
 DAMAGES = 105
 """Of each strategy below: more than 200 together."""
@@ -50,7 +50,7 @@ class Killed(NamedTuple):
         return self.folder / "coordinator"
 
     def recovered(self) -> Recovered:
-        """Come back, as `runs/coordinating.py` does. Raises ShoalError."""
+        """Come back, as `runs/coordinator_setup.py` does. Raises ShoalError."""
         learner, store, told = Numbers(2), Files(self.state), Told()
         key = store.receipt_key
         coordinator = Coordinator(self.world.plan._replace(receipt_key=key), self.world.strategy, learner)

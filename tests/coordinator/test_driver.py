@@ -24,7 +24,7 @@ from shoal.coordinator.effects import Published
 from shoal.coordinator.state import Exited, Plan
 from shoal.coordinator.units.cut import Cut
 from shoal.protocol.messages import PROTOCOL, Message, Request, header_of
-from shoal.runs.keeping import Files
+from shoal.runs.folder.file_store import Files
 from shoal.strategies import Policies
 from shoal.transports import Traffic
 from shoal.updates.codecs.build import build

@@ -19,9 +19,9 @@ from shoal.coordinator.durable.journal import Journal, journals
 from shoal.coordinator.durable.ledger import Ledger
 from shoal.coordinator.durable.snapshots import SnapshotWriter
 from shoal.errors import ShoalError
-from shoal.runs import checkpoint as checkpoint_module
-from shoal.runs.checkpoint import Checkpoints
-from shoal.runs.keeping import Files
+from shoal.runs.folder import checkpoint as checkpoint_module
+from shoal.runs.folder.checkpoint import Checkpoints
+from shoal.runs.folder.file_store import Files
 
 POSITIONS = 100
 """Places at which the disk fails, evenly spread over all that is written."""

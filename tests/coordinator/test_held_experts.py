@@ -14,7 +14,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.rounds.open_rounds import weights_publisher as publisher
 from shoal.coordinator.state import Above
 from shoal.errors import ShoalError
-from shoal.runs.joining import Joined
+from shoal.runs.worker_run import Joined
 from shoal.updates.experts import ExpertBlocks
 
 BLOCKS = ExpertBlocks((((1, 2),), ((2, 3),)), layers=1, per_token=1, size=4)

@@ -23,7 +23,7 @@ from shoal.coordinator.audit.run import missing_above
 from shoal.coordinator.driver import Captured, Driver, Surroundings
 from shoal.coordinator.state import Above, Adopted, Plan, Upstream
 from shoal.protocol.messages import PROTOCOL, Message, header_of
-from shoal.runs.keeping import Files
+from shoal.runs.folder.file_store import Files
 from shoal.updates.codecs.build import build
 from shoal.worker.protocol import Protocol
 from shoal.worker.receipts import Receipts

@@ -21,11 +21,11 @@ from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.generation.batch_sampling import as_drawn, sample
 from shoal.models.generation.decoding import draws_of_group
 from shoal.protocol.frames import UpdateError
-from shoal.runs.alone import prepare as prepare_alone
-from shoal.runs.assembly import assemble
-from shoal.runs.coordinating import agree, plan_of
-from shoal.runs.given import NOTHING
-from shoal.runs.rewards.interface import Answer
+from shoal.runs.build_run import assemble
+from shoal.runs.coordinator_setup import agree, plan_of
+from shoal.runs.live_objects import NOTHING
+from shoal.runs.rlhf.rewards.interface import Answer
+from shoal.runs.training.train_alone import prepare as prepare_alone
 from shoal.updates.answer_frames import InexactAnswers, digest, pack, unpack
 from shoal.worker.contributions import AnswersProducer
 from shoal.worker.protocol import Unit

@@ -30,8 +30,8 @@ from shoal.models import build as build_models
 from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.generation.generate import generate
 from shoal.models.routers.base import LearnedRouter
-from shoal.runs.checkpoint import Checkpoints
-from shoal.runs.rollouts import Asked, RolloutFeed
+from shoal.runs.folder.checkpoint import Checkpoints
+from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
 from shoal.tasks import Batch
 from shoal.tasks import build as build_task
 from shoal.tasks.answers import Reference

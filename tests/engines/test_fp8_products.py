@@ -16,8 +16,8 @@ from shoal.config.schema.training import Fp8
 from shoal.engines.precision import emulation, fp8
 from shoal.engines.precision.fp8 import LARGEST, Rows, codes_of
 from shoal.errors import ShoalError
-from shoal.runs.coordinating import _warn_of_gaps, agree
-from shoal.runs.given import NOTHING
+from shoal.runs.coordinator_setup import _warn_of_gaps, agree
+from shoal.runs.live_objects import NOTHING
 
 CPU = torch.device("cpu")
 SIZES = [40, 12, 44]

@@ -25,7 +25,7 @@ from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.config.ranks import Place, environment_of, place
 from shoal.errors import ShoalError
-from shoal.runs.checkpoint import read
+from shoal.runs.folder.checkpoint import read
 from shoal.strategies.lengths import alone as total_steps
 
 CONFIG = """\

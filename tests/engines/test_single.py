@@ -309,7 +309,7 @@ def test_gradients_by_sample_are_clipped_one_by_one() -> None:
 
 STEP = """
 import sys, torch
-import shoal.runs.coordinating
+import shoal.runs.coordinator_setup
 from shoal.engines import optimizers
 parameter = torch.nn.Parameter(torch.ones(3, 3))
 parameter.grad = torch.ones(3, 3)

@@ -22,7 +22,7 @@ from shoal.coordinator.state import Bounds, Plan
 from shoal.coordinator.units.cut import Cut
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join, header_of
-from shoal.runs.keeping import Files
+from shoal.runs.folder.file_store import Files
 from shoal.transports import Message, new_token
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 from shoal.updates.codecs.build import build

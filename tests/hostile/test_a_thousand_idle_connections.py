@@ -13,7 +13,7 @@ import pytest
 
 from commands import HANG_S, Command
 from shoal.cli.main import main
-from shoal.runs.joining import Joined, Way
+from shoal.runs.worker_run import Joined, Way
 from shoal.transports import addresses
 from shoal.transports.keys import key_from_text
 

@@ -19,8 +19,8 @@ from shoal.coordinator.state import Bounds
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join
-from shoal.runs.inviting import Guests
-from shoal.runs.joining import Way
+from shoal.runs.invitation import Guests
+from shoal.runs.worker_run import Way
 from shoal.transports import Message, addresses
 from shoal.transports.keys import Keys
 from shoal.transports.rate import Rate

@@ -15,7 +15,7 @@ from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.coordinator.state import Bounds
 from shoal.errors import ShoalError
-from shoal.runs.inviting import Guests, Secrets
+from shoal.runs.invitation import Guests, Secrets
 from shoal.worker.protocol import Left
 
 

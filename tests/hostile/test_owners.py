@@ -18,10 +18,10 @@ from shoal.cli.main import main
 from shoal.config.schema.cluster import Coordinator as CoordinatorSettings
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
-from shoal.runs.inviting import Invitation
-from shoal.runs.owning import keep_owner
-from shoal.runs.prometheus import shown_to_prometheus
-from shoal.runs.reading import whole_status
+from shoal.runs.folder.run_reader import whole_status
+from shoal.runs.invitation import Invitation
+from shoal.runs.monitoring.prometheus import shown_to_prometheus
+from shoal.runs.owner import keep_owner
 from shoal.worker.protocol import Left
 
 STATUS = {"run": "mine", "strategy": "async", "members": [], "state": "running"}

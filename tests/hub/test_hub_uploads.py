@@ -60,7 +60,7 @@ def test_a_run_is_pushed_whole(hub: FakeHub, capsys: pytest.CaptureFixture[str],
 
 
 def test_every_interval_is_pushed_when_the_hub_keeps_up(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.runs.loop import Loop
+    from shoal.runs.training.loop import Loop
     from shoal.watch.hub import HubUploads
 
     after = HubUploads.step

@@ -11,7 +11,7 @@ from shoal.config.load import File, parse_override, resolve
 from shoal.config.ranks import Place
 from shoal.launch import fleet as fleets
 from shoal.launch.fleet import Fleet
-from shoal.runs.inviting import Invitation
+from shoal.runs.invitation import Invitation
 
 
 def test_who_is_started_again_hears_of_the_new_start_whoever_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

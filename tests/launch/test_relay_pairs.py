@@ -11,10 +11,10 @@ from shoal.config.load import File, Override, resolve
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit, missing_above
 from shoal.launch.threads import WorkerThreads
-from shoal.runs.coordinating import prepare
-from shoal.runs.given import NOTHING
-from shoal.runs.joining import Joined, Way
+from shoal.runs.coordinator_setup import prepare
+from shoal.runs.live_objects import NOTHING
 from shoal.runs.welcome import settings_of
+from shoal.runs.worker_run import Joined, Way
 
 ABOVE = {
     "strategy.kind": "edp",

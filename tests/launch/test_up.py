@@ -117,7 +117,7 @@ def test_machines_that_are_not_fit_are_named_with_what_to_do(by_ssh: Path, capsy
 
 def test_receipts_are_deleted_on_a_machine_only_when_they_are_here(by_ssh: Path) -> None:
     from shoal.config.load import File, resolve
-    from shoal.runs.inviting import Invitation
+    from shoal.runs.invitation import Invitation
 
     run = resolve([File("fleet.yaml")], [], environ={}).run
     said: list[str] = []
@@ -136,7 +136,7 @@ def test_receipts_are_deleted_on_a_machine_only_when_they_are_here(by_ssh: Path)
 
 def test_every_machine_is_told_the_address_under_which_it_reaches_the_server(folder: Path) -> None:
     from shoal.config.load import File, resolve
-    from shoal.runs.inviting import Invitation
+    from shoal.runs.invitation import Invitation
 
     run = resolve([File("cluster_config_edp"), File("nn_config")], [], environ={}).run
     made = over_ssh.SshWorkers(run, folder / "w", Invitation("tcp://10.10.0.1:65432", "t", None), {"pi5": (), "win": ()}, print)
@@ -197,7 +197,7 @@ def test_kubernetes_gets_manifests_whose_parts_fit_each_other(folder: Path) -> N
 
 
 def test_a_coordinator_takes_the_secrets_that_its_manifests_were_written_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.runs.inviting import Secrets
+    from shoal.runs.invitation import Secrets
     from shoal.transports.keys import new_keys
 
     keys = new_keys()

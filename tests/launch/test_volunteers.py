@@ -19,9 +19,9 @@ from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
 from shoal.launch.postgres import EmbeddedPostgres
 from shoal.launch.threads import WorkerThreads
-from shoal.runs.coordinating import prepare
-from shoal.runs.given import NOTHING
-from shoal.runs.recorder import Reporter
+from shoal.runs.coordinator_setup import prepare
+from shoal.runs.live_objects import NOTHING
+from shoal.runs.monitoring.recorder import Reporter
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect, create_database
 

@@ -23,7 +23,7 @@ from shoal.models.generation import generate
 from shoal.models.generation.batch_sampling import sample
 from shoal.models.generation.decoding import draws_of_group
 from shoal.models.value_head import Scored
-from shoal.runs.rollouts import Asked, RolloutFeed
+from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
 from shoal.tasks import build as build_task
 from shoal.tasks.answers import as_text, as_used, log_probs
 

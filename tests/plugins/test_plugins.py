@@ -18,7 +18,7 @@ from shoal.config.parts import FAMILIES
 from shoal.config.reference import json_schema, settings_page
 from shoal.config.schema.task import Gan
 from shoal.errors import ShoalError
-from shoal.runs.rewards.interface import Answer
+from shoal.runs.rlhf.rewards.interface import Answer
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples" / "plugins"

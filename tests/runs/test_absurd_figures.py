@@ -14,8 +14,8 @@ from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.config.schema.cluster import Zmq
 from shoal.protocol.messages import Contribute
-from shoal.runs.coordinating import prepare
-from shoal.runs.joining import Joined, Way
+from shoal.runs.coordinator_setup import prepare
+from shoal.runs.worker_run import Joined, Way
 from shoal.watch.sinks import LossCurve
 
 SETTINGS: dict[str, Any] = {

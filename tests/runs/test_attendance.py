@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.runs.attendance import Attendance
+from shoal.runs.monitoring.class_arrivals import Attendance
 
 
 def rows(*names: str, gone: tuple[str, ...] = ()) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from shoal.data import Data, Info, fingerprint, kept_fingerprint
 from shoal.data.text.context_text import Origins
 from shoal.data.text.samples import PackedText
 from shoal.data.user_data import OwnSamples
-from shoal.runs.cluster_loop import SharedData
+from shoal.runs.coordinator_run import SharedData
 
 NAMELESS = Origins([], torch.zeros(0, 2).long())
 TEXT = """\

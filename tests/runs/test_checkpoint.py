@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
-from shoal.runs import checkpoint as module
-from shoal.runs.checkpoint import Checkpoints, find, read
+from shoal.runs.folder import checkpoint as module
+from shoal.runs.folder.checkpoint import Checkpoints, find, read
 from shoal.updates.state_packing import packed, unpacked
 
 STATE: dict[str, Any] = {"a": torch.arange(3), "b": {0: (1, [torch.ones(2), None]), "x": "y"}, "c": 0.5}

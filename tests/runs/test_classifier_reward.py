@@ -11,7 +11,7 @@ import torch
 from shoal.config.load import resolve_data
 from shoal.config.schema.rlhf import ClassifierReward
 from shoal.errors import ShoalError
-from shoal.runs.rewards.interface import Answer
+from shoal.runs.rlhf.rewards.interface import Answer
 
 transformers = pytest.importorskip("transformers", reason="reward models of transformers need transformers: pip install 'shoal[hf]'")
 RUN = resolve_data({"model": {"kind": "gpt"}, "training": {"device": "cpu"}, "rlhf": {}}, name="test", dialect="shoal", environ={}).run

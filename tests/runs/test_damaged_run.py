@@ -16,7 +16,7 @@ from shoal.cli.main import main
 from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.records import Reading
 from shoal.errors import ShoalError
-from shoal.runs.recorder import Recorder, Reporter
+from shoal.runs.monitoring.recorder import Recorder, Reporter
 
 CONFIG: dict[str, Any] = {
     "training": {"epochs": 2, "batch_size": 8, "device": "cpu"},

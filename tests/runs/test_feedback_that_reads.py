@@ -15,9 +15,9 @@ from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
-from shoal.runs.alone import prepare
-from shoal.runs.rewards.interface import Answer
-from shoal.runs.trained import open_run
+from shoal.runs.rlhf.rewards.interface import Answer
+from shoal.runs.trained_model import open_run
+from shoal.runs.training.train_alone import prepare
 from shoal.tasks.answers import Text, as_used, log_probs
 
 pytest.importorskip("faiss", reason="retrieval needs faiss-cpu (shoal[rag])")

@@ -11,10 +11,10 @@ import pytest
 from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
-from shoal.runs.going_on import changes, forbidden
-from shoal.runs.homes import InFolder
-from shoal.runs.inviting import Secrets
-from shoal.runs.run_directory import settings_text
+from shoal.runs.folder.resume_rules import changes, forbidden
+from shoal.runs.folder.run_directory import settings_text
+from shoal.runs.invitation import Secrets
+from shoal.runs.storage import InFolder
 from shoal.transports.keys import new_keys
 
 

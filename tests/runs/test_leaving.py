@@ -14,11 +14,11 @@ import pytest
 from shoal.config.load import Override, resolve_data
 from shoal.config.schema.cluster import Transport, Zmq
 from shoal.errors import ShoalError
-from shoal.runs.cluster_loop import ClusterLoop
-from shoal.runs.coordinating import prepare
-from shoal.runs.inviting import Invitation
-from shoal.runs.joining import Joined, Way
-from shoal.runs.recorder import Reporter
+from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.coordinator_setup import prepare
+from shoal.runs.invitation import Invitation
+from shoal.runs.monitoring.recorder import Reporter
+from shoal.runs.worker_run import Joined, Way
 
 SETTINGS = {
     "model": {"kind": "mlp", "hidden_sizes": [4]},
@@ -83,7 +83,7 @@ def wait_for(happened: Callable[[], Any], what: str) -> None:
 
 def test_a_worker_whose_coordinator_is_gone_leaves_when_it_is_first_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a sign of life it waits for nothing, least of all for an answer of its own: that would take longer than this test."""
-    monkeypatch.setattr("shoal.runs.joining._SIGN_S", 0.3)
+    monkeypatch.setattr("shoal.runs.worker_run._SIGN_S", 0.3)
     monkeypatch.setattr("shoal.worker.protocol.ANSWER_S", 10 * PATIENCE_S)
     with coordinating(tmp_path) as coordinator:
         told: list[str] = []

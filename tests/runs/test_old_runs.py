@@ -17,9 +17,9 @@ from shoal.cli.main import main
 from shoal.config.load import File, Loaded, resolve
 from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.records import Reading, head_of
-from shoal.runs import alone
-from shoal.runs.coordinating import prepare
-from shoal.runs.recorder import Reporter
+from shoal.runs.coordinator_setup import prepare
+from shoal.runs.monitoring.recorder import Reporter
+from shoal.runs.training import train_alone
 
 ARCHIVE = Path(__file__).parent / "old_runs.tar.gz"
 
@@ -100,7 +100,7 @@ def test_a_run_alone_goes_on(old: Path) -> None:
     folder = old / "alone"
     (checkpoint,) = (folder / "checkpoints").glob("step-*")
     step = int(checkpoint.name.partition("-")[2])
-    loop = alone.prepare(loaded(folder), run_dir=str(folder), resume=True, reporters=[])
+    loop = train_alone.prepare(loaded(folder), run_dir=str(folder), resume=True, reporters=[])
     assert loop.step == step
     loop.engine.total_steps = step + 5  # it would take long to the end
     summary = loop.train()

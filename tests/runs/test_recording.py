@@ -13,10 +13,10 @@ import shoal
 from shoal.cli.showing import contributions
 from shoal.config.load import resolve_data
 from shoal.engines import StepResult
-from shoal.runs.cluster_loop import SharedData
-from shoal.runs.recorder import Recorder, Reporter
-from shoal.runs.run_directory import RunDirectory
-from shoal.runs.totals import added
+from shoal.runs.coordinator_run import SharedData
+from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.monitoring.recorder import Recorder, Reporter
+from shoal.runs.monitoring.traffic_totals import added
 
 
 def recorder_in(folder: Path, *, total_steps: int = 10) -> Recorder:

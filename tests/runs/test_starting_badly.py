@@ -20,8 +20,8 @@ from shoal.data.text.tokenizers.load_tokenizer import load_tokenizer
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models.huggingface.pretrained import load as load_model
-from shoal.runs.cluster_loop import ClusterLoop
-from shoal.runs.run_directory import RunDirectory
+from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.folder.run_directory import RunDirectory
 
 
 def test_a_coordinator_that_cannot_listen_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,8 @@ from shoal.cli.main import main
 from shoal.cli.top import drawn
 from shoal.config.schema.updates import Bulyan, Krum, Mean, MultiKrum, NoMixing
 from shoal.coordinator.durable.ledger import Ledger
-from shoal.runs.history import History
-from shoal.runs.reading import RunFolder, Tail, clean, newest_run
+from shoal.runs.folder.run_reader import RunFolder, Tail, clean, newest_run
+from shoal.runs.monitoring.history import History
 from shoal.updates.rules.aggregation import aggregation
 
 

@@ -12,7 +12,7 @@ from shoal.config import Run
 from shoal.config.load import File, resolve
 from shoal.data.interfaces import Info
 from shoal.errors import ShoalError
-from shoal.runs.cutting import Extent, listed_workers, tasks_of
+from shoal.runs.task_split import Extent, listed_workers, tasks_of
 from shoal.scheduling import memory
 
 

@@ -16,8 +16,8 @@ from PIL import Image
 
 from commands import HANG_S
 from shoal.coordinator.durable.ledger import Ledger
-from shoal.runs.inviting import keep_line
-from shoal.runs.reading import RunFolder
+from shoal.runs.folder.run_reader import RunFolder
+from shoal.runs.invitation import keep_line
 from shoal.serve.watch_server import WatchServer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright")

@@ -13,9 +13,9 @@ from shoal.config.fields import Secret
 from shoal.config.schema import Run
 from shoal.config.schema.rlhf import JudgeReward
 from shoal.errors import ShoalError
-from shoal.runs.rewards import asking
-from shoal.runs.rewards.asking import verdict
-from shoal.runs.rewards.interface import Answer
+from shoal.runs.rlhf.rewards import http as asking
+from shoal.runs.rlhf.rewards.http import verdict
+from shoal.runs.rlhf.rewards.interface import Answer
 
 
 def said(*words: tuple[str, float], text: str = "?") -> dict:

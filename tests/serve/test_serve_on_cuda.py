@@ -13,7 +13,7 @@ from test_serve_command import SMALL, TEXT, complete
 
 from commands import processes_in, wait_for
 from shoal.models.huggingface.as_gpt import adopted
-from shoal.runs.trained import generate_text, open_run
+from shoal.runs.trained_model import generate_text, open_run
 from shoal.serve.opening import open_served
 from shoal.serve.tensors import Tensors
 

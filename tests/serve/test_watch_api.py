@@ -15,9 +15,9 @@ from fastapi.testclient import TestClient
 from shoal.cli.main import main
 from shoal.coordinator.durable.ledger import Ledger
 from shoal.errors import ShoalError
-from shoal.runs.inviting import keep_line
-from shoal.runs.prometheus import exposition
-from shoal.runs.reading import RunFolder
+from shoal.runs.folder.run_reader import RunFolder
+from shoal.runs.invitation import keep_line
+from shoal.runs.monitoring.prometheus import exposition
 from shoal.serve import qr
 from shoal.serve.doors import Doors
 from shoal.serve.ledger_digest import LedgerDigest

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.config import Run
 from shoal.config.load import File, Override, resolve
-from shoal.runs.given import NOTHING, players_of, task_of
+from shoal.runs.live_objects import NOTHING, players_of, task_of
 from shoal.simulate import Machine, Report, simulate, together
 from shoal.simulate.sketch import data_of
 from shoal.simulate.together import Ahead, TaughtEngine, Together, why_alone

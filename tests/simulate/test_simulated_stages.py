@@ -14,8 +14,8 @@ from shoal.config.load import Loaded, resolve_data
 from shoal.config.machines import MachineKind
 from shoal.engines.pipeline.split import Layers
 from shoal.errors import ShoalError
-from shoal.runs import staging
-from shoal.runs.staging import cut_at
+from shoal.runs import stage_placement
+from shoal.runs.stage_placement import cut_at
 from shoal.simulate.machines import CALM, Machine
 from shoal.simulate.planning import plan
 from shoal.simulate.sketch import sketch
@@ -154,10 +154,12 @@ def test_the_stages_of_a_plan_stay_where_it_puts_them() -> None:
     for one in plans:
         assert isinstance(one.candidate, Staged)
         run = one.loaded.run
-        layers, vocabulary = staging.outlined(run)
-        stages = staging.stages_of(run, layers, vocabulary)
+        layers, vocabulary = stage_placement.outlined(run)
+        stages = stage_placement.stages_of(run, layers, vocabulary)
         assert [(stage.first, stage.last) for stage in stages] == [(stage.first, stage.last) for stage in one.stages]
-        assert list(staging.placed_on(run, stages, staging.listed(run), must_have="fast").values()) == list(one.candidate.machines)
+        assert list(stage_placement.placed_on(run, stages, stage_placement.listed(run), must_have="fast").values()) == list(
+            one.candidate.machines
+        )
         assert one.candidate.machines[0] == "fast"
         assert all(stage.memory.gb <= run.cluster.hosts[name].memory_gb for stage, name in zip(stages, one.candidate.machines, strict=True))
     assert plans[0].stages[0].work > 3 * plans[0].stages[1].work, "the machine that is four times as fast has most of it"

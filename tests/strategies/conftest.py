@@ -15,11 +15,11 @@ from layered import loaded, merged
 from commands import HANG_S
 from shoal.config.load import parse_override
 from shoal.config.schema.cluster import InProcess
-from shoal.runs.cluster_loop import ClusterLoop
-from shoal.runs.coordinating import prepare
-from shoal.runs.joining import Joined, Way
-from shoal.runs.loop import Loop
-from shoal.runs.recorder import Reporter
+from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.coordinator_setup import prepare
+from shoal.runs.monitoring.recorder import Reporter
+from shoal.runs.training.loop import Loop
+from shoal.runs.worker_run import Joined, Way
 
 
 class Outcome(NamedTuple):
@@ -107,7 +107,7 @@ def alone(tmp_path: Path) -> Callable[..., Loop]:
     """Train in one process."""
 
     def train(*layers: Mapping[str, Any]) -> Loop:
-        from shoal.runs.alone import prepare as prepare_alone
+        from shoal.runs.training.train_alone import prepare as prepare_alone
 
         folder = tmp_path / f"alone-{len(list(tmp_path.iterdir()))}"
         loop = prepare_alone(loaded(merged(*layers)), run_dir=str(folder), resume=False, reporters=[])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.config.load import resolve_data
-from shoal.runs.agreement import needed
+from shoal.runs.run_size import needed
 
 CLEAN = 0.93
 """What honest workers reach at least on the digits, in so few steps."""

@@ -12,8 +12,8 @@ from layered import loaded, merged
 
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
-from shoal.runs.assembly import Parts, assemble, feed_of
-from shoal.runs.joining import Joined
+from shoal.runs.build_run import Parts, assemble, feed_of
+from shoal.runs.worker_run import Joined
 
 MLP = {"model": {"kind": "mlp", "hidden_sizes": [16]}}
 LEARNING = {
@@ -182,8 +182,8 @@ def test_an_evaluation_that_a_gpu_has_no_room_for_is_done_on_the_cpu(cluster: Ca
             raise RuntimeError("CUDA error: out of memory")
         return SingleEngine(run, task, device, steps)
 
-    monkeypatch.setattr("shoal.runs.judging.SingleEngine", on_a_full_gpu)
-    monkeypatch.setattr("shoal.runs.coordinating._judging", lambda run, warn: torch.device("cuda"))
+    monkeypatch.setattr("shoal.runs.training.background_eval.SingleEngine", on_a_full_gpu)
+    monkeypatch.setattr("shoal.runs.coordinator_setup._judging", lambda run, warn: torch.device("cuda"))
     together = cluster(SMALL, DILOCO, {"evaluation": {"strategy": None}}, workers=1)
     judged = [record["step"] for record in together.loop.directory.metrics() if record["split"] == "eval"]
     assert judged == [1, 2, 3, 4]

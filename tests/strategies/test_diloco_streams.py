@@ -10,8 +10,8 @@ import pytest
 import torch
 from layered import loaded, merged
 
-from shoal.runs.assembly import assemble, feed_of
-from shoal.runs.joining import Joined
+from shoal.runs.build_run import assemble, feed_of
+from shoal.runs.worker_run import Joined
 from shoal.updates.fragments import spans
 
 SMALL = {

@@ -16,9 +16,9 @@ import torch
 from layered import loaded, merged
 
 from shoal.config.schema.cluster import InProcess
-from shoal.runs.assembly import assemble, feed_of
-from shoal.runs.coordinating import prepare
-from shoal.runs.joining import Joined
+from shoal.runs.build_run import assemble, feed_of
+from shoal.runs.coordinator_setup import prepare
+from shoal.runs.worker_run import Joined
 from shoal.updates.rules.aggregation import aggregation
 from shoal.watch import classroom
 from shoal.watch.progress import PlainProgress, figures

@@ -11,8 +11,8 @@ from layered import loaded, merged
 from test_mixtures_over_workers import MOE, REMEMBERED, STRATEGIES
 
 from shoal.engines import SingleEngine
-from shoal.runs.assembly import assemble
-from shoal.runs.keepsake import Keepsakes, Occasions
+from shoal.runs.build_run import assemble
+from shoal.runs.folder.worker_checkpoint import Keepsakes, Occasions
 from shoal.updates.state_packing import packed
 from shoal.worker.keeping import Beginning, HalfRound
 from shoal.worker.protocol import Seated

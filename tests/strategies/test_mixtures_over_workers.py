@@ -11,7 +11,7 @@ from layered import loaded, merged
 
 from shoal.coordinator.durable import replayed_state as book
 from shoal.engines.expert_layout import expert_blocks
-from shoal.runs.assembly import assemble
+from shoal.runs.build_run import assemble
 from shoal.updates.experts import ExpertBlocks, believable, combine_apart, mean_by_experts
 from shoal.watch.sinks import LoadMap
 

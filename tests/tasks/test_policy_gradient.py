@@ -24,9 +24,9 @@ from shoal.models.generation.decoding import draws_of_group
 from shoal.models.gpt import Gpt
 from shoal.models.kernels.cpu_packing import packed_for
 from shoal.models.value_head import Scored, add_value
-from shoal.runs.alone import prepare
-from shoal.runs.rewards.interface import Answer
-from shoal.runs.rollouts import Asked, RolloutFeed
+from shoal.runs.rlhf.rewards.interface import Answer
+from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
+from shoal.runs.training.train_alone import prepare
 from shoal.tasks import credit
 from shoal.tasks.answers import Text, as_text, as_used, given_to, log_probs
 from shoal.tasks.pieces import Pieces, in_pieces
@@ -451,7 +451,7 @@ def test_rewards_are_functions_of_answers() -> None:
 
 def test_a_judge_is_asked_and_says_how_probable_yes_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model, bytes_ = Gpt(schema.Gpt(**SIZES | {"max_seq_len": 64}), 257), load_tokenizer("bytes")
-    monkeypatch.setattr("shoal.runs.rewards.judge._judge", lambda settings, run: (model, bytes_))
+    monkeypatch.setattr("shoal.runs.rlhf.rewards.judge._judge", lambda settings, run: (model, bytes_))
     judge = JudgeReward(model="somewhere", question="{prompt}{answer} {good}?")
     found = judge.builder()(judge, RUN)([Answer("2+2=", "4"), Answer("a longer one", " {prompt}")])
     for asked, score in zip(("2+2=4 {good}?", "a longer one {prompt} {good}?"), found, strict=True):

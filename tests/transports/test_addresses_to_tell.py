@@ -13,7 +13,7 @@ import pytest
 
 from shoal.cli.showing import show_invitation
 from shoal.config.load import resolve_data
-from shoal.runs.inviting import Invitation
+from shoal.runs.invitation import Invitation
 from shoal.transports import addresses
 
 RUN = resolve_data({"strategy": {"kind": "async"}}, name="test", dialect="shoal", environ={}).run

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from shoal.runs.run_directory import RunDirectory
+from shoal.runs.folder.run_directory import RunDirectory
 from shoal.watch.plot import save_curves
 from shoal.watch.sinks import LossCurve
 

@@ -19,7 +19,15 @@ CALLS = {
 LINUX = {"engines/deepspeed/disk.py"}
 """What DeepSpeed does on a disk, which it does on Linux only."""
 ROOMS = ("config", "data", "engines", "models", "scheduling", "strategies", "tasks", "transports/zeromq", "updates", "worker")
-FILES = ("cli/join.py", "cli/main.py", "runs/joining.py", "runs/lines.py", "runs/own_key.py", "runs/keepsake.py", "runs/assembly.py")
+FILES = (
+    "cli/join.py",
+    "cli/main.py",
+    "runs/worker_run.py",
+    "runs/connections.py",
+    "runs/worker_key.py",
+    "runs/folder/worker_checkpoint.py",
+    "runs/build_run.py",
+)
 AS_ON_WINDOWS = """
 import os, signal, socket, sys
 import torch.distributed, zmq, safetensors.torch, sklearn.datasets, yaml, msgpack, PIL.Image

@@ -55,7 +55,7 @@ def _made_again(folder: Path, settings: Any, most: int) -> list[str]:
     """What is wrong with answers that workers gave, as far as they can be made again here."""
     if most <= 0:
         return []
-    from shoal.runs.regenerating import regenerate
+    from shoal.runs.rlhf.regenerate import regenerate
 
     found: list[str] = []
     evidence, _ = _from_files(folder, settings, [], [], found)

@@ -24,7 +24,7 @@ from typing import Literal
 
 from shoal.config import Run
 from shoal.plugins import Reward, builds
-from shoal.runs.rewards.interface import Answer, Score
+from shoal.runs.rlhf.rewards.interface import Answer, Score
 
 
 class Vowels(Reward):

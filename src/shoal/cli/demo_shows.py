@@ -23,8 +23,8 @@ def _warn(text: str) -> None:
 def _show_digits(folder: Path) -> None:
     import torch
 
-    from shoal.runs.assembly import assemble
-    from shoal.runs.trained import open_run
+    from shoal.runs.build_run import assemble
+    from shoal.runs.trained_model import open_run
     from shoal.tasks.images import as_text
 
     trained = open_run(str(folder), _warn)
@@ -43,7 +43,7 @@ def _show_digits(folder: Path) -> None:
 
 
 def _show_drawing(folder: Path) -> None:
-    from shoal.runs.trained import open_run
+    from shoal.runs.trained_model import open_run
     from shoal.tasks import Draws
     from shoal.tasks.images import as_text
 
@@ -57,7 +57,7 @@ def _show_drawing(folder: Path) -> None:
 
 
 def _show_text(folder: Path) -> None:
-    from shoal.runs.trained import generate_text, open_run
+    from shoal.runs.trained_model import generate_text, open_run
 
     trained = open_run(str(folder), _warn)
     print(f"\nWhat it writes after {_PROMPT!r}; it has read Python's own source, byte by byte:\n\n{_PROMPT}", end="")
@@ -84,7 +84,7 @@ def _show_loads(folder: Path) -> None:
 def _show_poem(folder: Path) -> None:
     """Let it recite, and count the letters that it knows: each is asked for after the poem's own letters before it."""
     from shoal.data.text.python_source import zen
-    from shoal.runs.trained import generate_text, open_run
+    from shoal.runs.trained_model import generate_text, open_run
 
     trained, poem = open_run(str(folder), _warn), zen()
     print(f"\nThe Zen of Python, as they know it by now. It is given {_LINE!r}, and says what comes next:\n\n{_LINE}", end="")

@@ -39,8 +39,8 @@ def run(argv: list[str]) -> int:
 
 def judged(path: str) -> Verdict:
     """Judge the newest checkpoint of a run, or one of its checkpoints. Raises ShoalError."""
-    from shoal.runs.assembly import assemble, held_out
-    from shoal.runs.trained import open_run
+    from shoal.runs.build_run import assemble, held_out
+    from shoal.runs.trained_model import open_run
 
     trained = open_run(path, lambda text: print(f"warning: {text}", file=sys.stderr))
     parts = assemble(trained.run, tokenizer_of=trained.root)

@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     arguments = made.parse_args(argv)
     load_plugins(arguments)
 
-    from shoal.runs.trained import export
+    from shoal.runs.trained_model import export
 
     if arguments.adapters and arguments.mixtral:
         made.error("--adapters and --mixtral contradict each other: give one of them")

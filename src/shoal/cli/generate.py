@@ -15,7 +15,7 @@ from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.runs.trained import Trained
+    from shoal.runs.trained_model import Trained
 
 WAYS: tuple[str, ...] = get_args(get_type_hints(Decoding)["active"])
 """How a token may be chosen: what `serving.decoding.active` takes."""
@@ -26,7 +26,7 @@ _COMPARED = 3
 def run(argv: list[str]) -> int:
     arguments = _parsed(argv)
 
-    from shoal.runs.trained import open_run
+    from shoal.runs.trained_model import open_run
 
     if arguments.compare:
         _compare(arguments)
@@ -90,7 +90,7 @@ def _write(trained: Trained, arguments: argparse.Namespace) -> None:
 
 
 def _pieces(trained: Trained, arguments: argparse.Namespace, seed: int) -> Iterator[str]:
-    from shoal.runs.trained import generate_text
+    from shoal.runs.trained_model import generate_text
 
     count = arguments.max_new_tokens or trained.run.serving.max_new_tokens
     decoding = _decoding(trained.run.serving.decoding, arguments)
@@ -100,7 +100,7 @@ def _pieces(trained: Trained, arguments: argparse.Namespace, seed: int) -> Itera
 
 def _compare(arguments: argparse.Namespace) -> None:
     """What two runs answer to the same prompt, with the same random numbers, in two columns."""
-    from shoal.runs.trained import open_run
+    from shoal.runs.trained_model import open_run
 
     names, columns = arguments.compare, []
     for name in names:

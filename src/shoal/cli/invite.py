@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.runs.inviting import Secrets
+    from shoal.runs.invitation import Secrets
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
 
 def _door(folder: Path) -> tuple[Path, Secrets]:
     """Where a run's coordinator keeps its guests, and how it is reached."""
-    from shoal.runs.inviting import Secrets
+    from shoal.runs.invitation import Secrets
 
     state = next((each for each in (folder / "coordinator", folder) if (each / "secrets.json").exists()), None)
     known = Secrets.of(state) if state is not None else None
@@ -50,7 +50,7 @@ def _door(folder: Path) -> tuple[Path, Secrets]:
 
 
 def _withdraw(state: Path, name: str) -> None:
-    from shoal.runs.inviting import Guests
+    from shoal.runs.invitation import Guests
 
     guests = Guests(state)
     if not guests.withdraw(name):
@@ -60,7 +60,7 @@ def _withdraw(state: Path, name: str) -> None:
 
 
 def _line(state: Path, known: Secrets, name: str, workers: int) -> str:
-    from shoal.runs.inviting import Guests
+    from shoal.runs.invitation import Guests
     from shoal.transports.keys import key_text
 
     guest = Guests(state).invite(name, workers)

@@ -26,7 +26,7 @@ from shoal.config.load import File, parse_override, resolve
 from shoal.config.ranks import of_several, place
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
-from shoal.runs.inviting import Invitation
+from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import bracketed
 from shoal.transports.addresses import parse as parse_tcp
 from shoal.transports.databases import access_of, is_address
@@ -35,7 +35,7 @@ from shoal.transports.databases import parse as parse_address
 if TYPE_CHECKING:
     from shoal.config.ranks import Place
     from shoal.launch import Crew
-    from shoal.runs.joining import Joined, Way
+    from shoal.runs.worker_run import Joined, Way
     from shoal.transports.weather import Proxy
 
 EPILOG = """\
@@ -96,7 +96,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; where several are needed and none are there, start them."""
     from shoal.launch import Crew, place_in
     from shoal.launch.gathering import STAGES
-    from shoal.runs.joining import Joined
+    from shoal.runs.worker_run import Joined
     from shoal.worker.protocol import Left
 
     invitation, crew = _invitation(arguments)
@@ -163,7 +163,7 @@ def _hold_layers(arguments: argparse.Namespace) -> int:
 
 def check_trust(joined: Joined, trusted: list[str]) -> None:
     """A coordinator sends names of functions, never code; a worker calls only those that it was told to."""
-    from shoal.runs.given import factories_of
+    from shoal.runs.live_objects import factories_of
 
     unknown = [name for name in factories_of(joined.run) if name not in trusted]
     if unknown:
@@ -175,7 +175,7 @@ def check_trust(joined: Joined, trusted: list[str]) -> None:
 
 def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:
     """Start the processes of a worker and look after them. What they keep of themselves outlives them, here or where it was told to."""
-    from shoal.runs.joining import say_gone
+    from shoal.runs.worker_run import say_gone
 
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
         kept = [] if arguments.state else ["--state", folder]
@@ -186,7 +186,7 @@ def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation
 
 def _follow(arguments: argparse.Namespace, here: Place) -> int:
     """Work as one of several processes, of which the first has joined and decides when to stop."""
-    from shoal.runs.joining import follow
+    from shoal.runs.worker_run import follow
 
     ignore_signals()
     follow(here, _way(arguments, Invitation("", "", None)))
@@ -194,7 +194,7 @@ def _follow(arguments: argparse.Namespace, here: Place) -> int:
 
 
 def _way(arguments: argparse.Namespace, invitation: Invitation) -> Way:
-    from shoal.runs.joining import Way
+    from shoal.runs.worker_run import Way
 
     return Way(
         *invitation,

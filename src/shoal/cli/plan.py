@@ -105,7 +105,7 @@ def _measured(found: Sketch, samples: int | None) -> dict[str, MachineKind]:
 
 def _joined(run: Run, folder: Path) -> dict[str, MachineKind]:
     """Those who have joined a run, as its coordinator last saw them. What was found is printed as a file of machines."""
-    from shoal.runs.reading import RunFolder
+    from shoal.runs.folder.run_reader import RunFolder
 
     status = RunFolder(folder).status()
     rows = [row for row in status.get("members", ()) if _tells(row, "computing_s") and _tells(row, "samples")]

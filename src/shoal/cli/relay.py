@@ -14,7 +14,7 @@ from shoal.errors import ShoalError
 from shoal.transports.databases import is_address
 
 if TYPE_CHECKING:
-    from shoal.runs.joining import Joined
+    from shoal.runs.worker_run import Joined
 
 EPILOG = """\
 Workers here join the relay as they would join the coordinator: the relay prints the command. Each of its rounds goes up as one
@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     load_plugins(arguments)
     if arguments.address and (is_address(arguments.address) or Path(arguments.address).is_file()):
         raise ShoalError("a relay joins a coordinator, not a database: take the address that `shoal coordinate` printed (tcp://…)")
-    from shoal.runs.joining import Joined, Way
+    from shoal.runs.worker_run import Joined, Way
 
     way = Way(*typed(arguments), name=arguments.name, patience_s=arguments.patience)
     joined = Joined(way, tell)

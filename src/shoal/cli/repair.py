@@ -23,7 +23,7 @@ def run(argv: list[str]) -> int:
     if not (state / "snapshots").is_dir():
         raise ShoalError(f"there are no snapshots of a coordinator in {state}: there is nothing to repair")
 
-    from shoal.runs.repairing import repair
+    from shoal.runs.folder.repair import repair
 
     return _mended(repair(state, (folder if state != folder else folder.parent) / "workers", print))
 
@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
 def _repair_database(folder: Path) -> bool:
     from shoal.cli.db import place_of
     from shoal.cli.options import parse, parser
-    from shoal.runs.repairing import repair_database
+    from shoal.runs.folder.repair import repair_database
 
     with place_of(*parse(parser("repair", ""), [str(folder)])) as place:
         return repair_database(place.access.address, folder / "coordinator", print)

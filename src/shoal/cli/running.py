@@ -22,8 +22,8 @@ from shoal.launch.starting import Arguments, Asked, Plan, Way, headline, load_be
 from shoal.launch.watching import check_dashboard, dashboard
 
 if TYPE_CHECKING:
-    from shoal.runs.cluster_loop import ClusterLoop
-    from shoal.runs.loop import Loop
+    from shoal.runs.coordinator_run import ClusterLoop
+    from shoal.runs.training.loop import Loop
     from shoal.worker.interfaces import World
 
 
@@ -58,7 +58,7 @@ def _continued(arguments: argparse.Namespace) -> bool:
     """A run that is resumed by its folder alone goes on with the settings in it."""
     alone = goes_on_by_folder(arguments)
     if arguments.resume and arguments.run_dir:
-        from shoal.runs.plugins import expect_those_of
+        from shoal.runs.folder.plugin_record import expect_those_of
 
         expect_those_of(Path(arguments.run_dir))
     if alone:

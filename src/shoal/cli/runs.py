@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
-from shoal.runs.reading import RunFolder, Tail
+from shoal.runs.folder.run_reader import RunFolder, Tail
 
 
 def run(argv: list[str]) -> int:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shoal.config import Run
     from shoal.launch.starting import Outcome, Started
-    from shoal.runs.cluster_loop import ClusterLoop
-    from shoal.runs.inviting import Invitation
-    from shoal.runs.loop import Loop
+    from shoal.runs.coordinator_run import ClusterLoop
+    from shoal.runs.invitation import Invitation
+    from shoal.runs.training.loop import Loop
     from shoal.transports.addresses import Address
     from shoal.transports.databases import Access
 
@@ -93,7 +93,7 @@ def _show_other_addresses(here: Address) -> None:
 
 def _show_class(started: Started, access: Access, functions: str) -> None:
     """Print how students come to a class that meets in a database."""
-    from shoal.runs.inviting import keep_line
+    from shoal.runs.invitation import keep_line
 
     if started.role:
         print("`shoal db grant student NAME FILE` lets somebody in, and prints the command:")
@@ -112,8 +112,8 @@ def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
     `hosts`: where the coordinator was told to listen; none: everywhere, unless the settings say where.
     """
     from shoal.config.plugins import needed_by
-    from shoal.runs.given import factories_of
-    from shoal.runs.inviting import keep_line
+    from shoal.runs.invitation import keep_line
+    from shoal.runs.live_objects import factories_of
     from shoal.transports.addresses import parse as parse_address
     from shoal.transports.databases import is_address
     from shoal.transports.databases import parse as parse_database
@@ -143,7 +143,7 @@ def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
 def show_places(invitation: Invitation, run: Run, expected: int) -> None:
     """Print the one line that a machine needs which is to have a stage of the model."""
     from shoal.config.plugins import needed_by
-    from shoal.runs.given import factories_of
+    from shoal.runs.live_objects import factories_of
     from shoal.transports.addresses import is_loopback, parse
     from shoal.transports.keys import key_text
 

@@ -22,14 +22,14 @@ _NO_SAMPLES = "there are no samples yet: they come with the first evaluation"
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from shoal.runs.reading import RunFolder
+    from shoal.runs.folder.run_reader import RunFolder
     from shoal.transports.postgres.view import View
 
 
 def run(argv: list[str]) -> int:
     arguments, overrides = parse(_parser(), argv)
     if (owner := owner_file(arguments.files)) is not None:
-        from shoal.runs.owning import owner_in, status_from
+        from shoal.runs.owner import owner_in, status_from
 
         return _show_status(status_from(owner_in(owner)), arguments.json)
     folder = folder_of(arguments.files) or _folder_of_settings(arguments, overrides)
@@ -82,7 +82,7 @@ def _show_live(view: Callable[[], View], every_s: float) -> None:
 
 def folder_of(files: list[str]) -> RunFolder | None:
     """The run whose folder is meant; None where a configuration or a database is. Raises ShoalError where there is no such run."""
-    from shoal.runs.reading import RunFolder, newest_run
+    from shoal.runs.folder.run_reader import RunFolder, newest_run
 
     if not files:
         return newest_run(Path("runs")) if Path("runs").is_dir() else None
@@ -99,7 +99,7 @@ def owner_file(files: list[str]) -> Path | None:
 def _folder_of_settings(arguments: argparse.Namespace, overrides: list[Override]) -> RunFolder | None:
     """The newest run of a configuration; None for one that goes through a database, which knows more than a folder."""
     from shoal.config.schema.cluster import Postgres
-    from shoal.runs.reading import newest_run
+    from shoal.runs.folder.run_reader import newest_run
     from shoal.transports.databases import is_address
 
     if arguments.files and is_address(arguments.files[0]):

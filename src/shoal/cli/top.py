@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
         raise ShoalError(f"`shoal top` draws on a terminal, and this is none: `shoal status {where}` prints once")
     from rich.live import Live
 
-    from shoal.runs.reading import GOING_ON
+    from shoal.runs.folder.run_reader import GOING_ON
 
     try:
         with Live(drawn(look()), screen=True, auto_refresh=False) as live:
@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
 def _looker(given: list[str]) -> tuple[Callable[[], dict[str, Any]], str]:
     """What looks at the run that is meant, and what to call the run."""
     if (owner := owner_file(given)) is not None:
-        from shoal.runs.owning import owner_in, status_from
+        from shoal.runs.owner import owner_in, status_from
 
         known = owner_in(owner)
         return lambda: status_from(known), str(owner)

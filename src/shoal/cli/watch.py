@@ -26,7 +26,7 @@ def run(argv: list[str]) -> int:
     made.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     arguments = made.parse_args(argv)
     check_dashboard()
-    from shoal.runs.reading import RunFolder, newest_run
+    from shoal.runs.folder.run_reader import RunFolder, newest_run
     from shoal.serve.watch_server import WatchServer
 
     folders = [RunFolder(Path(name)) for name in arguments.runs] or [newest_run(Path("runs"))]

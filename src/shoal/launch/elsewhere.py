@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shoal.config import Run
 from shoal.launch.over_ssh import SshWorkers
-from shoal.runs.inviting import Invitation
+from shoal.runs.invitation import Invitation
 
 if TYPE_CHECKING:
     from shoal.launch.on_ray import RayWorkers

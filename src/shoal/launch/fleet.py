@@ -26,7 +26,7 @@ from shoal.config.schema.cluster import XmlRpc, Zmq
 from shoal.engines import Meeting
 from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorkers, gpus_of, names_for, trusting
-from shoal.runs.inviting import Invitation
+from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import parse
 
 _PATIENCE_S = 1800.0

@@ -27,11 +27,11 @@ from shoal.errors import ShoalError
 from shoal.launch import nursery
 from shoal.launch.ranks import LOST
 from shoal.protocol.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
-from shoal.runs import staging
-from shoal.runs.given import factories_of
-from shoal.runs.inviting import Invitation, listen
-from shoal.runs.lines import ClientLine
-from shoal.runs.run_directory import settings_text
+from shoal.runs import stage_placement
+from shoal.runs.connections import ClientLine
+from shoal.runs.folder.run_directory import settings_text
+from shoal.runs.invitation import Invitation, listen
+from shoal.runs.live_objects import factories_of
 from shoal.runs.welcome import configuration
 from shoal.transports import Message, Request
 from shoal.transports.addresses import free_port, interface_of, parse
@@ -139,9 +139,9 @@ class Placing:
 
     def __init__(self, run: Run) -> None:
         """Raises ShoalError where there are fewer machines than stages, or none fits this one, which keeps the run's folder."""
-        self.run, self.stages = run, staging.stages_of(run, *staging.outlined(run))
+        self.run, self.stages = run, stage_placement.stages_of(run, *stage_placement.outlined(run))
         self.here = run.cluster.server or "this machine"
-        staging.placed_on(run, [min(self.stages, key=lambda stage: stage.memory.gb)], {self.here: self.here})
+        stage_placement.placed_on(run, [min(self.stages, key=lambda stage: stage.memory.gb)], {self.here: self.here})
         others, given = len(self.stages) - 1, run.cluster.num_workers
         if given is not None and given < others:
             raise ShoalError(f"the tasks are {others + 1} stages, each for a machine of its own, and {given} machines are to join this one")
@@ -154,7 +154,7 @@ class Placing:
             alike = sum(name == one.name for _, name in there.values())
             there[one.name if not alike else f"{one.name} ({alike + 1})"] = (one.instance, one.name)
         names = {shown: name for shown, (_, name) in there.items()}
-        found = staging.placed_on(self.run, self.stages, names, must_have=self.here)
+        found = stage_placement.placed_on(self.run, self.stages, names, must_have=self.here)
         return {there[found[stage.id]][0]: number for number, stage in enumerate(self.stages)}
 
 

@@ -14,9 +14,9 @@ from shoal.config.fields import Secret
 from shoal.config.schema.cluster import Postgres, Transport
 from shoal.errors import ShoalError
 from shoal.launch.postgres import CLASS, EmbeddedPostgres
-from shoal.runs.assembly import continued
-from shoal.runs.inviting import Invitation
-from shoal.runs.run_directory import RunDirectory
+from shoal.runs.build_run import continued
+from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import to_tell
 from shoal.transports.private_files import write_private
 

@@ -60,7 +60,7 @@ def gpus_of(run: Run) -> list[str]:
 
 def trusting(run: Run) -> tuple[list[str], dict[str, str] | None]:
     """Arguments and variables for workers that may call the functions that a run names: those find the modules that this program finds."""
-    from shoal.runs.given import factories_of
+    from shoal.runs.live_objects import factories_of
 
     named = factories_of(run)
     if not named:

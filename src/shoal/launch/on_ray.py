@@ -21,7 +21,7 @@ from shoal.errors import ShoalError
 from shoal.launch.local import pause_s
 from shoal.launch.ray_host import Host
 from shoal.protocol.identities import Identity
-from shoal.runs.inviting import Invitation
+from shoal.runs.invitation import Invitation
 
 _LOOK_EVERY_S = 2.0
 _PARTING_S, _FETCH_S = 10.0, 2.0

@@ -19,7 +19,7 @@ from shoal.config import Run
 from shoal.config.schema.cluster import Host
 from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorker, LocalWorkers
-from shoal.runs.inviting import Invitation
+from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import parse
 from shoal.transports.databases import is_address
 from shoal.version import __version__

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from shoal.errors import ShoalError
 from shoal.launch import nursery
 from shoal.launch.local import fair_threads, last_line
-from shoal.runs.inviting import Invitation
+from shoal.runs.invitation import Invitation
 from shoal.transports.databases import is_address
 from shoal.transports.databases import parse as parse_database
 

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from shoal.launch.gathering import Host
     from shoal.launch.on_ray import RayWorkers
     from shoal.launch.threads import WorkerThreads
-    from shoal.runs.assembly import Progress
-    from shoal.runs.cluster_loop import ClusterLoop
-    from shoal.runs.coordinating import Coordinating
-    from shoal.runs.given import Given
-    from shoal.runs.inviting import Invitation
-    from shoal.runs.joining import Joined
-    from shoal.runs.loop import Loop
-    from shoal.runs.recorder import Reporter
+    from shoal.runs.build_run import Progress
+    from shoal.runs.coordinator_run import ClusterLoop
+    from shoal.runs.coordinator_setup import Coordinating
+    from shoal.runs.invitation import Invitation
+    from shoal.runs.live_objects import Given
+    from shoal.runs.monitoring.recorder import Reporter
+    from shoal.runs.training.loop import Loop
+    from shoal.runs.worker_run import Joined
 
 Load = Callable[[Sequence[Override]], Loaded]
 """Resolves the configuration with some more settings on top."""
@@ -288,7 +288,7 @@ def started(
 
     `given`: live parts that the program brings along.
     """
-    from shoal.runs.given import NOTHING
+    from shoal.runs.live_objects import NOTHING
 
     given, loop = given or NOTHING, None
     try:
@@ -322,7 +322,7 @@ def _put_together(
     load_beside(plan)
     asked, hosts = plan.asked, _hosts(plan)
     with ground_for(plan.run, asked.run_dir, asked.resume, hosts, asked.invite) as ground:
-        from shoal.runs.coordinating import prepare
+        from shoal.runs.coordinator_setup import prepare
 
         made = prepare(
             plan.loaded,
@@ -356,7 +356,7 @@ def headline(plan: Plan, loop: Loop | ClusterLoop) -> str:
 
 
 def _alone(plan: Plan, reporters: list[Reporter], progress: Progress | None, given: Given) -> Started:
-    from shoal.runs.alone import prepare
+    from shoal.runs.training.train_alone import prepare
 
     asked = plan.asked
     loop = prepare(
@@ -366,7 +366,7 @@ def _alone(plan: Plan, reporters: list[Reporter], progress: Progress | None, giv
 
 
 def _finished(loop: Loop | ClusterLoop, summary: dict[str, Any]) -> Outcome:
-    from shoal.runs.trained import save_final
+    from shoal.runs.trained_model import save_final
 
     return Outcome(summary, save_final(loop.run, loop.directory.path, summary) if loop.engine.world.first else None)
 

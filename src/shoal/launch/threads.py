@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.errors import ShoalError
-from shoal.runs.given import Given
-from shoal.runs.inviting import Invitation
-from shoal.runs.joining import Joined, Way
+from shoal.runs.invitation import Invitation
+from shoal.runs.live_objects import Given
+from shoal.runs.worker_run import Joined, Way
 
 _PATIENCE_S, _LEAVING_S = 60.0, 10.0
 """How long a worker waits for an answer: on a busy machine, where many join at once, the coordinator takes its time. And how long one that

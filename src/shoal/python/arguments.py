@@ -15,8 +15,8 @@ from shoal.config.schema import Run
 from shoal.config.show import flat
 from shoal.config.trainer_config import TrainerConfig
 from shoal.errors import ShoalError
-from shoal.runs.given import Given, called, called_for
-from shoal.runs.recorder import Reporter
+from shoal.runs.live_objects import Given, called, called_for
+from shoal.runs.monitoring.recorder import Reporter
 
 Config = TrainerConfig | Run | str | Path | Sequence[str | Path] | Mapping[str, Any]
 

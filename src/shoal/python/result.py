@@ -12,9 +12,9 @@ from torch import nn
 from shoal.config.derive import OWN
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import HuggingFace
-from shoal.runs.cluster_loop import ClusterLoop
-from shoal.runs.loop import Loop
-from shoal.runs.run_directory import RunDirectory
+from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.training.loop import Loop
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Result:
     def export(self, path: str | Path) -> Path:
         """Write the trained model into a new folder, for other programs: a model of transformers as `from_pretrained` loads it, another
         one as `model.safetensors`. Raises ShoalError."""
-        from shoal.runs.trained import export, export_network
+        from shoal.runs.trained_model import export, export_network
 
         folder = Path(path)
         if self.model is None:

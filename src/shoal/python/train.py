@@ -16,7 +16,7 @@ from shoal.errors import ShoalError
 from shoal.launch.starting import Asked, Plan, Way, headline, plan, started
 from shoal.python.arguments import Brought, Config, brought, check_workers, loader_of, overrides_of, reporters_of
 from shoal.python.result import Result, result_elsewhere, result_of
-from shoal.runs.recorder import Reporter
+from shoal.runs.monitoring.recorder import Reporter
 from shoal.watch.progress import progress_for
 from shoal.watch.sinks import sinks_for
 

@@ -18,8 +18,8 @@ from shoal.data import fingerprint
 from shoal.engines import Meeting, choose_device, cuda_graph
 from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
-from shoal.runs.assembly import Parts, Progress, assemble
-from shoal.runs.given import NOTHING, Given
+from shoal.runs.build_run import Parts, Progress, assemble
+from shoal.runs.live_objects import NOTHING, Given
 from shoal.worker.protocol import Frames
 
 OWN_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile", "engine", "launch")

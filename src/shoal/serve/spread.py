@@ -17,7 +17,7 @@ from shoal.errors import ShoalError
 from shoal.models.generation.decoding import Warp, choose
 from shoal.models.kernels.cpu_packing import pack
 from shoal.models.stages import ends_of, fill, layer_parameters, needed
-from shoal.runs.inviting import Invitation, listen
+from shoal.runs.invitation import Invitation, listen
 from shoal.serve.holding import Holder, Place, free_memory
 from shoal.serve.hub import Hub, OwnLayers
 from shoal.serve.node import FRAME_BYTES

@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from shoal.errors import ShoalError
-from shoal.runs.owning import order, owner_in
-from shoal.runs.prometheus import exposition
+from shoal.runs.monitoring.prometheus import exposition
+from shoal.runs.owner import order, owner_in
 from shoal.serve import qr
 from shoal.serve.pages import show_page
 from shoal.serve.watched import Place, Watch, WatchedRun

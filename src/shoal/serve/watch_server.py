@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from shoal.errors import ShoalError
-from shoal.runs.reading import RunFolder
+from shoal.runs.folder.run_reader import RunFolder
 from shoal.serve.crowds import bounded_server
 from shoal.serve.doors import Doors, bound, is_loopback
 from shoal.serve.watch_app import make_watch_app

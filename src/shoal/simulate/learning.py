@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import Updates
-from shoal.runs.assembly import Parts, feed_of
-from shoal.runs.given import NOTHING, players_of, task_of
-from shoal.runs.joining import pieces_of
+from shoal.runs.build_run import Parts, feed_of
+from shoal.runs.live_objects import NOTHING, players_of, task_of
+from shoal.runs.worker_run import pieces_of
 from shoal.simulate.together import Ahead, TaughtEngine, Together
 from shoal.strategies import Policies
 from shoal.updates.codecs.build import build

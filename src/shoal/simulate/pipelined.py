@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shoal.config import Run
 from shoal.engines.pipeline.split import Layers, layers_of
 from shoal.errors import ShoalError
-from shoal.runs import staging
+from shoal.runs import stage_placement
 from shoal.scheduling.splitting import Hands, split
 from shoal.simulate.machines import Machine
 from shoal.simulate.report import span
@@ -67,16 +67,16 @@ def pipelined(run: Run, asked: Asked) -> PipelineReport:
     found = sketch(run, data_of(run, asked.samples))
     layers, vocabulary = layers_of(found.parts.engine.task.players["model"]), found.parts.data.info.vocab_size or 0
     step_s = asked.step_s or _batch_s(found, asked)
-    stages = staging.stages_of(run, layers, vocabulary) if run.placed else None
+    stages = stage_placement.stages_of(run, layers, vocabulary) if run.placed else None
     machines = _machines(run, asked, len(stages) if stages else None, step_s)
     if stages is None:
-        stages = staging.cut_at(run, layers, vocabulary, _bounds(run, layers, machines))
+        stages = stage_placement.cut_at(run, layers, vocabulary, _bounds(run, layers, machines))
     else:
         machines = _placed(run, stages, machines)
     held = held_by(run, layers, stages, machines)
     samples = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
     steps = lengths.alone(run, found.parts.feed.batches_per_epoch, 1)
-    return PipelineReport(held, step_of(run, layers, held), samples, steps, asked.hours, staging.passes_of(run))
+    return PipelineReport(held, step_of(run, layers, held), samples, steps, asked.hours, stage_placement.passes_of(run))
 
 
 def _batch_s(found: Sketch, asked: Asked) -> float:
@@ -89,16 +89,16 @@ def _batch_s(found: Sketch, asked: Asked) -> float:
 
 def _machines(run: Run, asked: Asked, stages: int | None, step_s: float) -> list[Machine]:
     """The machines that the settings list, the server first; else as many as there are stages, which are alike."""
-    names = list(staging.listed(run))
+    names = list(stage_placement.listed(run))
     count = asked.workers or len(names) or stages or (run.cluster.num_workers or 1) + 1
     named = run.replace(cluster=run.cluster.replace(workers=tuple(names)))
     return list(weather_for(named, asked, count, step_s, asked.hours or 1.0).machines)
 
 
-def _placed(run: Run, stages: Sequence[staging.Stage], machines: Sequence[Machine]) -> list[Machine]:
+def _placed(run: Run, stages: Sequence[stage_placement.Stage], machines: Sequence[Machine]) -> list[Machine]:
     """The machine of each stage."""
     by_name = {machine.name: machine for machine in machines}
-    found = staging.placed_on(run, stages, {name: name for name in by_name})
+    found = stage_placement.placed_on(run, stages, {name: name for name in by_name})
     return [by_name[found[stage.id]] for stage in stages]
 
 

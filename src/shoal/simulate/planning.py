@@ -16,7 +16,7 @@ from shoal.config.problems import errors
 from shoal.config.refusals import refusals
 from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
-from shoal.runs.cluster_loop import Agreed
+from shoal.runs.coordinator_run import Agreed
 from shoal.simulate.machines import Machine, listed
 from shoal.simulate.report import Report
 from shoal.simulate.simulation import scenario_of

@@ -13,11 +13,11 @@ import torch
 from shoal import data
 from shoal.config import Run
 from shoal.errors import ShoalError
-from shoal.runs.agreement import needed, ranks_of
-from shoal.runs.assembly import Parts, assemble
-from shoal.runs.cluster_loop import Agreed
-from shoal.runs.coordinating import agree, plan_of
-from shoal.runs.given import NOTHING, samples_of
+from shoal.runs.build_run import Parts, assemble
+from shoal.runs.coordinator_run import Agreed
+from shoal.runs.coordinator_setup import agree, plan_of
+from shoal.runs.live_objects import NOTHING, samples_of
+from shoal.runs.run_size import needed, ranks_of
 from shoal.simulate.learning import Drift, Learning, Timing
 from shoal.simulate.machines import CALM, Machine, Weather, listed, weather_named
 from shoal.simulate.report import Report

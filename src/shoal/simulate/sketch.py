@@ -14,10 +14,10 @@ from shoal.config.schema.engine import Ddp, Fsdp
 from shoal.engines import SingleEngine
 from shoal.engines.pipeline.split import numbers_used
 from shoal.errors import ShoalError
-from shoal.runs.agreement import extent_of, ranks_of
-from shoal.runs.assembly import Parts, feed_of
-from shoal.runs.cluster_loop import Agreed
-from shoal.runs.given import NOTHING, players_of, samples_of, task_of
+from shoal.runs.build_run import Parts, feed_of
+from shoal.runs.coordinator_run import Agreed
+from shoal.runs.live_objects import NOTHING, players_of, samples_of, task_of
+from shoal.runs.run_size import extent_of, ranks_of
 from shoal.scheduling import memory
 from shoal.simulate.machines import CALM, Machine
 

@@ -17,8 +17,8 @@ from shoal.config.rules.rule import CUT_INTO_STAGES
 from shoal.config.schema.engine import Pipeline, Schedule
 from shoal.engines.pipeline.split import Layers, layers_of
 from shoal.errors import ShoalError
-from shoal.runs.assembly import feed_of
-from shoal.runs.staging import Stage, cut_at, stage_at
+from shoal.runs.build_run import feed_of
+from shoal.runs.stage_placement import Stage, cut_at, stage_at
 from shoal.scheduling.splitting import Hands, split
 from shoal.simulate.machines import CALM, Machine
 from shoal.simulate.sketch import Sketch

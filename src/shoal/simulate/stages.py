@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shoal.config import Run
 from shoal.engines.pipeline.schedule import Turns
 from shoal.engines.pipeline.split import Layers
-from shoal.runs.staging import Stage, passes_of, stream_bytes
+from shoal.runs.stage_placement import Stage, passes_of, stream_bytes
 from shoal.simulate.machines import Machine
 
 _FORWARD = 1 / 3

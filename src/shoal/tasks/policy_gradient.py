@@ -1,6 +1,6 @@
 """A policy learns from its own answers: tokens with an advantage become more probable, but not by more than a little at a time (PPO).
 
-What an answer was worth is decided where it was made (`runs/rollouts.py`); a batch holds the answers with what was found out there.
+What an answer was worth is decided where it was made (`runs/rlhf/rollouts.py`); a batch holds the answers with what was found out there.
 
 Shapes: B answers, L tokens of prompt and answer, T tokens of the longest answer (the last T of L), N tokens that count, V vocabulary.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.errors import ShoalError
-from shoal.runs.recorder import Recorder, Reporter
+from shoal.runs.monitoring.recorder import Recorder, Reporter
 from shoal.watch.metrics import metrics_of
 
 

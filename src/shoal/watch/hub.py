@@ -14,8 +14,8 @@ from torch import Tensor
 from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, to_yaml
-from shoal.runs import plugins
-from shoal.runs.recorder import Recorder, Reporter
+from shoal.runs.folder import plugin_record
+from shoal.runs.monitoring.recorder import Recorder, Reporter
 from shoal.watch.hub_card import Story, write_card
 from shoal.watch.hub_repository import PushError, Repository
 from shoal.watch.pusher import Pusher
@@ -126,7 +126,7 @@ class HubUploads(Reporter):
 
     def _needed_to_load(self) -> Iterator[Path]:
         """What `shoal generate` asks for besides weights and settings."""
-        yield from (path for path in (self.folder / "data.json", self.folder / plugins.FILE) if path.exists())
+        yield from (path for path in (self.folder / "data.json", self.folder / plugin_record.FILE) if path.exists())
         yield from (path for path in sorted((self.folder / "tokenizer").glob("*")) if path.is_file())
 
     def _sample(self, step: int) -> Path | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.config.fields import as_data
 from shoal.config.show import to_yaml
-from shoal.runs.recorder import Recorder, Reporter
+from shoal.runs.monitoring.recorder import Recorder, Reporter
 from shoal.watch.hub_card import Story, write_card
 
 _ELSEWHERE = ("hub", "transport")

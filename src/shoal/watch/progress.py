@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.runs.recorder import Recorder, Reporter
+from shoal.runs.monitoring.recorder import Recorder, Reporter
 from shoal.watch import classroom
 
 _LOUD = ("loss", "accuracy", "perplexity", "discriminator_loss", "generator_loss", "discriminator_accuracy", "epsilon", "score", "kl")

@@ -10,7 +10,7 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.schema import output as schema
 from shoal.errors import ShoalError
-from shoal.runs.recorder import Recorder, Reporter
+from shoal.runs.monitoring.recorder import Recorder, Reporter
 from shoal.watch.blackboard import Blackboard
 from shoal.watch.hub import HubUploads
 from shoal.watch.local_card import LocalCard

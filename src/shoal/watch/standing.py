@@ -1,4 +1,4 @@
-"""How a run stands, as text: for `shoal status` and `shoal top`. What it is given was cleaned (`runs/reading.py`)."""
+"""How a run stands, as text: for `shoal status` and `shoal top`. What it is given was cleaned (`runs/folder/run_reader.py`)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Reward(Part, noun="reward", word=True):
         return (self,)
 
 
-class TrainedReward(Reward, built_by="shoal.runs.rewards.trained:build"):
+class TrainedReward(Reward, built_by="shoal.runs.rlhf.rewards.trained:build"):
     """A reward model that has learned from pairs of a chosen and a rejected answer (the task `reward`)."""
 
     kind: Literal["trained"] = "trained"
@@ -31,7 +31,7 @@ class TrainedReward(Reward, built_by="shoal.runs.rewards.trained:build"):
     """Pairs per step."""
 
 
-class JudgeReward(Reward, built_by="shoal.runs.rewards.judge:build"):
+class JudgeReward(Reward, built_by="shoal.runs.rlhf.rewards.judge:build"):
     """A model is asked whether an answer is good: the score is how probable it finds `yes` against `no`."""
 
     kind: Literal["judge"] = "judge"
@@ -45,7 +45,7 @@ class JudgeReward(Reward, built_by="shoal.runs.rewards.judge:build"):
     """What the judge reads before it says yes or no; {prompt} and {answer} stand for the texts."""
 
 
-class ClassifierReward(Reward, built_by="shoal.runs.rewards.classifier:build"):
+class ClassifierReward(Reward, built_by="shoal.runs.rlhf.rewards.classifier:build"):
     """A reward model of transformers: a classifier of sequences, which reads prompt and answer."""
 
     kind: Literal["classifier"] = "classifier"
@@ -55,13 +55,13 @@ class ClassifierReward(Reward, built_by="shoal.runs.rewards.classifier:build"):
     """The label whose log-probability is the score; null: the model has one label, and its number is the score."""
 
 
-class SentimentReward(Reward, built_by="shoal.runs.rewards.sentiment:build"):
+class SentimentReward(Reward, built_by="shoal.runs.rlhf.rewards.sentiment:build"):
     """How positive an answer sounds, from -1 to 1 (vaderSentiment; offline)."""
 
     kind: Literal["sentiment"] = "sentiment"
 
 
-class ExactReward(Reward, built_by="shoal.runs.rewards.exact:build"):
+class ExactReward(Reward, built_by="shoal.runs.rlhf.rewards.exact:build"):
     """1 where the first line of an answer is the one that the prompt's file gives as `answer`, else 0."""
 
     kind: Literal["exact"] = "exact"
@@ -78,7 +78,7 @@ class WeightedReward(Section):
     """What its score is multiplied by."""
 
 
-class SumReward(Reward, built_by="shoal.runs.rewards.total:build"):
+class SumReward(Reward, built_by="shoal.runs.rlhf.rewards.combined:build"):
     """Several rewards, each times its weight, added up."""
 
     kind: Literal["sum"] = "sum"

@@ -1,0 +1,289 @@
+"""Checkpoints: safetensors and JSON in a folder that appears whole or not at all.
+
+checkpoints/
+  latest                      the name of the newest
+  step-00000200/
+    weights.safetensors       parameters and buffers, `player.name`
+    state.safetensors         the tensors of the state: optimizer moments, random numbers
+    state.json                everything else, the checksums of the files, and at its end its own
+
+Every file is on the disk (fsync), and so is the folder, before it gets its name; then the folder around it is.
+
+Several processes write `weights/` and `state/` instead, with a file of each process's parts in them (sharded.py); whoever reads sees no
+difference.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shoal.errors import ShoalError
+from shoal.protocol.checksums import crc32
+from shoal.runs.folder.sharded_checkpoint import Shards, hand_over, write_shards
+from shoal.updates.state_packing import packed, unpacked
+from shoal.worker.interfaces import Writers
+
+_FORMAT = 3
+_UNCHECKED = 2
+"""The format of earlier versions, in which state.json had no checksum."""
+_OWN_CHECKSUM = ', "checksum": "'
+_PLAIN_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
+_FILES = ("weights.safetensors", "state.safetensors")
+
+
+class Spreading(Protocol):
+    """Processes of which the first has files that the others need."""
+
+    @property
+    def first(self) -> bool: ...
+    def broadcast_text(self, text: str) -> str: ...
+    def broadcast_bytes(self, content: bytes) -> bytes: ...
+
+
+class Checkpoint(NamedTuple):
+    """What was saved, and where."""
+
+    path: Path
+    step: int
+    weights: Mapping[str, Tensor]
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep_last: int) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+
+    def save(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any]) -> Path:
+        """Write a checkpoint, then point `latest` at it, then forget the oldest. Raises ShoalError; older ones survive."""
+        tensors = dict[str, Tensor]()
+        return self._save(step, weights, tensors, packed(state, "", tensors))
+
+    def copied(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any]) -> Callable[[], Path]:
+        """A checkpoint of what there is now, for any thread to write: all tensors are copied, and may change meanwhile."""
+        copies, tensors = {name: value.detach().clone() for name, value in weights.items()}, dict[str, Tensor]()
+        plain = packed(state, "", tensors)
+        return lambda: self._save(step, copies, tensors, plain)
+
+    def _save(self, step: int, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], plain: Any) -> Path:
+        partial = self._partial(step)
+        try:
+            self._begin(partial)
+            for name, there in zip(_FILES, (weights, tensors), strict=True):
+                save_file({key: value.detach().cpu().contiguous() for key, value in there.items()}, partial / name)
+            return self._finish(partial, step, plain)
+        except (OSError, SafetensorError) as error:
+            raise self._failed(partial, error) from None
+
+    def save_together(self, step: int, weights: Mapping[str, Tensor], state: dict[str, Any], writers: Writers) -> None:
+        """The same with several processes, of which each writes its part. All must call, and all succeed or raise."""
+        partial, tensors = self._partial(step), dict[str, Tensor]()
+        plain = packed(state, "", tensors)
+        self._alone(writers, lambda: self._begin(partial), partial)
+        try:
+            for kind, there in (("weights", weights), ("state", tensors)):
+                if writers.apart:
+                    hand_over(partial / kind, there, writers)
+                else:
+                    write_shards(partial / kind, there, writers.talk)
+        except ShoalError as error:
+            raise self._failed(partial, error) from None
+        self._alone(writers, lambda: self._finish(partial, step, plain), partial)
+
+    def _alone(self, writers: Writers, work: Callable[[], Any], partial: Path) -> None:
+        """What the first process does for all; how it went is everybody's business."""
+        problem = ""
+        if writers.first:
+            try:
+                work()
+            except OSError as error:
+                problem = str(self._failed(partial, error))
+        if problem := writers.broadcast_text(problem):
+            raise ShoalError(problem)
+
+    def _partial(self, step: int) -> Path:
+        return self.folder / f".partial-step-{step:08d}"
+
+    def _begin(self, partial: Path) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def _finish(self, partial: Path, step: int, plain: Any) -> Path:
+        """All tensors are written: checksums, and then it is there."""
+        files = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*.safetensors"))
+        header = {"format": _FORMAT, "step": step, "checksums": {name: _checksum(partial / name) for name in files}, "state": plain}
+        (partial / "state.json").write_bytes(_with_checksum(json.dumps(header)))
+        for name in (*files, "state.json"):
+            with (partial / name).open("rb+") as stream:
+                os.fsync(stream.fileno())
+        _sync_folder(partial)
+        final = self.folder / f"step-{step:08d}"
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _replace(self.folder / "latest", final.name)
+        _sync_folder(self.folder)
+        others = [path for path in self.all() if path != final]
+        for old in others[: max(0, len(others) + 1 - self.keep_last)]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def _failed(self, partial: Path, error: Exception) -> ShoalError:
+        shutil.rmtree(partial, ignore_errors=True)
+        why = getattr(error, "strerror", None) or error
+        return ShoalError(f"cannot save a checkpoint in {self.folder}: {why}; the older ones are untouched")
+
+    def forget_after(self, step: int) -> None:
+        """Drop the checkpoints of steps that a resumed run will do again: damaged ones, or there would be no need to."""
+        for path in self.all():
+            if path.name > f"step-{step:08d}":
+                shutil.rmtree(path, ignore_errors=True)
+
+    def all(self) -> list[Path]:
+        """Every whole checkpoint, oldest first."""
+        return sorted(self.folder.glob("step-*")) if self.folder.is_dir() else []
+
+    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
+        """The newest checkpoint that can be read; `warn` is told of any that cannot."""
+        for path in reversed(self.all()):
+            try:
+                return read(path)
+            except ShoalError as error:
+                warn(f"{error}; trying the one before it")
+        return None
+
+
+def read(path: Path, verify: bool = True) -> Checkpoint:
+    """A checkpoint. `verify`: that its files match their checksums. Raises ShoalError."""
+    try:
+        header = _header_of(path)
+        if header["format"] not in (_FORMAT, _UNCHECKED):
+            raise ShoalError(f"checkpoint {path} was written by another version of Shoal (format {header['format']}, this is {_FORMAT})")
+        for name, checksum in header["checksums"].items():
+            if verify and _checksum(path / name) != checksum:
+                raise ShoalError(f"checkpoint {path} is damaged: {name} does not match its checksum")
+        weights, tensors = (_tensors(path, kind, list(header["checksums"])) for kind in ("weights", "state"))
+        return Checkpoint(path, header["step"], weights, unpacked(header["state"], tensors))
+    except FileNotFoundError as error:
+        raise ShoalError(f"checkpoint {path} is not whole: {Path(error.filename).name} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ShoalError(f"checkpoint {path} cannot be read: {error}") from None
+
+
+def handed_out(path: Path, world: Spreading, own: Path) -> Path:
+    """A checkpoint of the first process in every process: the others write a copy below a folder of their own, in an older one's place."""
+    names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file()) if world.first else []
+    copy = path if world.first else own / "checkpoints" / "of-the-first"
+    if not world.first:
+        shutil.rmtree(copy.parent, ignore_errors=True)
+    for name in world.broadcast_text("\n".join(names)).split("\n"):
+        if not _PLAIN_NAME.fullmatch(name):
+            raise ShoalError(f"the first process has a file with an impossible name in its checkpoint: {name!r}")
+        content = world.broadcast_bytes((path / name).read_bytes() if world.first else b"")
+        if not world.first:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes(content)
+    return copy
+
+
+def _with_checksum(text: str) -> bytes:
+    """An object of JSON with one more field at its end: the checksum of everything before that."""
+    content = text.removesuffix("}").encode()
+    return content + f'{_OWN_CHECKSUM}{crc32(content):08x}"}}'.encode()
+
+
+def _header_of(path: Path) -> dict[str, Any]:
+    """What state.json says. Raises ShoalError where it does not match its checksum."""
+    content = (path / "state.json").read_bytes()
+    header: dict[str, Any] = json.loads(content)
+    body, field, checksum = content.rpartition(_OWN_CHECKSUM.encode())
+    if (field or header["format"] == _FORMAT) and checksum != f'{crc32(body):08x}"}}'.encode():
+        raise ShoalError(f"checkpoint {path} is damaged: state.json does not match its checksum")
+    return header
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the system write down which files are in a folder. Windows does that by itself, and cannot be asked to."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems know of no such thing
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _tensors(path: Path, kind: str, files: list[str]) -> Mapping[str, Tensor]:
+    """Weights or state: from one file, or from the shards of several processes."""
+    shards = [path / name for name in files if name.startswith(f"{kind}/")]
+    return Shards(shards) if shards else load_file(path / f"{kind}.safetensors")
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Weights alone, in one file that appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, partial)
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise ShoalError(f"cannot save the weights in {path}: {error}") from None
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """What `save_weights` saved. Raises ShoalError."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ShoalError(f"cannot read the weights in {path}: {error}") from None
+
+
+def read_weights(path: Path) -> Checkpoint:
+    """Weights alone as a checkpoint: the step is written in the file. Raises ShoalError."""
+    try:
+        with safe_open(path, "pt") as file:
+            step = int((file.metadata() or {}).get("step", 0))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ShoalError(f"cannot read the weights in {path}: {error}") from None
+    return Checkpoint(path, step, load_weights(path), {})
+
+
+def find(path: str, warn: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint that a path means: a checkpoint, or a run with some."""
+    place = Path(path)
+    if (place / "state.json").exists():
+        return read(place)
+    found = Checkpoints(place / "checkpoints", 1).newest(warn)
+    if found is None:
+        raise ShoalError(f"there is no checkpoint at {path}: name a run's folder, or one of its checkpoints")
+    return found
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _checksum(path: Path) -> str:
+    value = 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            value = crc32(chunk, value)
+    return f"{value:08x}"

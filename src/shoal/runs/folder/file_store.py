@@ -1,0 +1,39 @@
+"""Where a coordinator keeps what must survive it: in files of its run. (In a database: `transports/postgres/store.py`.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from shoal.coordinator.durable.journal import Journal
+from shoal.coordinator.durable.ledger import Ledger
+from shoal.coordinator.durable.receipt_seal import key_in
+from shoal.runs.folder.checkpoint import Checkpoints
+
+Result = TypeVar("Result")
+
+
+class Files:
+    """A store in a folder."""
+
+    transactional = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.journal, self.ledger = Journal(folder), Ledger(folder)
+        self.snapshots = Checkpoints(folder / "snapshots", 2)
+
+    @property
+    def receipt_key(self) -> bytes:
+        return key_in(self.folder)
+
+    def carry_out(self, work: Callable[[], Result]) -> Result:
+        return work()
+
+    def settle(self) -> list[str]:
+        self.ledger.settle()
+        return self.journal.remarks + self.ledger.remarks
+
+    def forget(self) -> None:
+        self.journal.forget_before(int(self.snapshots.all()[0].name.partition("-")[2]))

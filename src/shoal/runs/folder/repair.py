@@ -1,0 +1,276 @@
+"""What `shoal repair` does: a coordinator's folder that a run cannot go on with becomes one that it can, and what is lost gets a name.
+
+Nothing is deleted: journals and snapshots that cannot be used, and the ledger as it was, go into a folder of their own. The journal then
+gets a record of what was lost, which enters the ledger too, so that an audit knows it, and no sequence number is used a second time.
+
+In a database the same is done to its rows, in one transaction. There the records that are taken out, and the ledger as it was, are written
+to files; the updates of those records are not.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shoal.coordinator.driver_interfaces import Saved
+from shoal.coordinator.durable.journal import Journal, journals, path_of
+from shoal.coordinator.durable.ledger import lines_of
+from shoal.coordinator.durable.lock import Lock
+from shoal.coordinator.durable.receipt_seal import key_in, seal
+from shoal.coordinator.durable.records import NOWHERE, Damaged, Place, Reading, follows, readable_after
+from shoal.errors import ShoalError
+from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
+
+if TYPE_CHECKING:
+    from shoal.transports.postgres.mending import Removed
+
+_LARGEST_FRAME = 1 << 30
+"""What a repair may read; the coordinator that comes back says again what students may send."""
+Sequences = dict[str, int]
+"""The last number of each worker."""
+
+
+class Sound(NamedTuple):
+    """As far as records since a snapshot can be trusted."""
+
+    records: list[dict[str, Any]]
+    last: int
+    """The last journal that is of use."""
+    end: Place
+    """Where it ends; nowhere: nothing of it can be used."""
+    problem: str
+    """What comes after that; nothing, if all is well."""
+
+
+def repair(folder: Path, receipts: Path, say: Callable[[str], None]) -> bool:
+    """Make a folder fit for a run to go on; `receipts`: what workers here wrote down. Return whether there was something to do."""
+    lock = Lock(folder)
+    lock.take()
+    try:
+        snapshot = _snapshot(folder, say)
+        sound = _sound(folder, snapshot.step)
+        known = _known(snapshot, sound.records)
+        lost = _lost(known, [*_told_by_ledger(folder, snapshot), *_told_by_journals(folder, sound), confirmed_in(receipts, key_in(folder))])
+        behind = _newest_version(folder, snapshot) > (version := _version(snapshot, sound.records))
+        if not (sound.problem or lost or behind):
+            return False
+        reason = sound.problem or "the journal has lost its end"
+        aside = _set_aside(folder, snapshot, sound)
+    finally:
+        lock.release()
+    _write_record(folder, snapshot.step, {"kind": "repaired", "lost": lost, "reason": reason})
+    _tell(say, reason, aside, lost, version)
+    return True
+
+
+def repair_database(address: str, folder: Path, say: Callable[[str], None]) -> bool:
+    """Make a run in a database fit to go on; what is taken out of it goes into files in `folder`. Return whether there was something to
+    do."""
+    from shoal.transports.postgres import PostgresServer, mending
+    from shoal.transports.postgres.store import Snapshots
+
+    server = PostgresServer(address, max_frame_bytes=_LARGEST_FRAME)  # refused while a coordinator is at work there
+    try:
+        snapshot = Snapshots(server, 2).newest(say)
+        if snapshot is None:
+            raise _nothing_to_go_on_from(server.line.place)
+        sound, length = mending.sound_since(server, snapshot.step), int(snapshot.state["ledger"])
+        ledger = [*mending.ledger_since(server, length)]
+        known, version = _known(snapshot, sound.records), _version(snapshot, sound.records)
+        told = [*_told_by(ledger), *({record["worker"]: record["seq"]} for record in mending.readable_after(server, sound.last))]
+        if not (sound.problem or _lost(known, told) or _newest_in(ledger) > version):
+            return False
+        lost = _lost(known, [*told, *({worker: seq} for worker, seq in mending.waiting(server))])
+        reason = sound.problem or "the journal has lost its end"
+        with server.transaction():
+            aside = _write_down(folder, mending.go_back(server, snapshot.step, length, sound.last))
+            mending.note_repair(server, snapshot.step, {"kind": "repaired", "lost": lost, "reason": reason})
+    finally:
+        server.close()
+    _tell(say, reason, aside, lost, version)
+    say("units that were not done by then are offered anew; students who are still there join again")
+    return True
+
+
+def _tell(say: Callable[[str], None], reason: str, aside: Path, lost: list[list[Any]], version: int) -> None:
+    say(f"{reason}: what could not be used, and the ledger as it was, is in {aside}")
+    for worker, first, last in lost:
+        say(f"lost: contributions {first} to {last} of {worker}, as far as they were taken")
+    say(f"the run goes on from version {version} when it is resumed")
+
+
+def confirmed_in(folder: Path, key: bytes) -> Sequences:
+    """By the receipts in a folder that bear the coordinator's seal: the last number of each worker that was confirmed."""
+    newest: Sequences = {}
+    for path in folder.glob("*.jsonl") if key else ():
+        for line in path.read_bytes().splitlines():
+            try:
+                worker, seq, _, version, digest, proof = json.loads(line)
+                proved = hmac.compare_digest(seal(key, worker, seq, digest, version), proof)
+            except (ValueError, TypeError):  # cut off, of an earlier version, or turned away
+                continue
+            if proved:
+                newest[worker] = max(seq, newest.get(worker, -1))
+    return newest
+
+
+def refuse_forgotten(folder: Path, known: Sequences, confirmed: Sequences) -> None:
+    """A coordinator that comes back must know of everything it confirmed. Raises ShoalError."""
+    for worker, first, last in _lost(known, [confirmed]):
+        raise ShoalError(
+            f"records at the end of the newest journal in {folder} are gone: {worker} has receipts up to contribution {last}, and the "
+            f"journal ends before contribution {first}. Put the journal back from a backup; or let `shoal repair {folder}` go on without "
+            "what is lost, which names it"
+        )
+
+
+# --- what is sound ------------------------------------------------------------------------------------------
+
+
+def _snapshot(folder: Path, say: Callable[[str], None]) -> Checkpoint:
+    found = Checkpoints(folder / "snapshots", 2).newest(say)
+    if found is None:
+        raise _nothing_to_go_on_from(folder)
+    return found
+
+
+def _nothing_to_go_on_from(where: object) -> ShoalError:
+    return ShoalError(
+        f"no snapshot in {where} can be read, so there is nothing to go on from. A new run can start with the weights of the last "
+        "checkpoint: --set checkpoint.resume_from=RUN"
+    )
+
+
+def _sound(folder: Path, snapshot: int) -> Sound:
+    """Every record since a snapshot, up to the first that cannot be trusted."""
+    there = sorted(number for number in journals(folder) if number >= snapshot)
+    records, before, sound = list[dict[str, Any]](), None, Sound([], snapshot, NOWHERE, "")
+    for number in range(snapshot, max(there, default=snapshot) + 1):
+        path = path_of(folder, number)
+        if not path.exists():
+            return sound._replace(problem=f"{path.name} is missing")
+        try:
+            reading = Reading(path)
+            if before is not None and not follows(before, reading.head):
+                return sound._replace(problem=f"{before.path.name} has lost its end, and {path.name} follows it")
+            for record, _ in reading:
+                records.append(record)
+        except Damaged as error:
+            return Sound(records, number, error.sound, f"{path.name} is damaged after {error.number} records")
+        before, sound = reading, Sound(records, number, reading.end, "")
+    return sound
+
+
+def _known(snapshot: Saved, records: Iterable[dict[str, Any]]) -> Sequences:
+    known = dict(snapshot.state["coordinator"]["state"]["sequences"])
+    for record in records:
+        if record["kind"] == "accepted":
+            known[record["worker"]] = max(record["seq"], known.get(record["worker"], -1))
+        elif record["kind"] == "repaired":
+            known |= {worker: last for worker, _, last in record["lost"]}
+    return known
+
+
+def _version(snapshot: Saved, records: Iterable[dict[str, Any]]) -> int:
+    version: int = snapshot.state["coordinator"]["state"]["version"]
+    return version + [record["kind"] for record in records].count("closed")
+
+
+# --- what is lost -------------------------------------------------------------------------------------------
+
+
+def _lost(known: Sequences, told: Iterable[Sequences]) -> list[list[Any]]:
+    """Worker, first and last number of what was taken and is not there any more."""
+    newest: Sequences = {}
+    for sequences in told:
+        newest |= {worker: max(seq, newest.get(worker, -1)) for worker, seq in sequences.items()}
+    return [[worker, known.get(worker, -1) + 1, seq] for worker, seq in sorted(newest.items()) if seq > known.get(worker, -1)]
+
+
+def _ledger_since(folder: Path, snapshot: Checkpoint) -> Iterator[dict[str, Any]]:
+    """Lines that the ledger got after a snapshot, and that can be trusted."""
+    path, length = folder / "ledger.jsonl", int(snapshot.state["ledger"])
+    content = path.read_bytes() if path.exists() else b""
+    for line in [*lines_of(content)][content[:length].count(b"\n") :]:
+        if line.sound:
+            yield json.loads(line.text)
+
+
+def _told_by_ledger(folder: Path, snapshot: Checkpoint) -> Iterator[Sequences]:
+    return _told_by(_ledger_since(folder, snapshot))
+
+
+def _told_by(lines: Iterable[dict[str, Any]]) -> Iterator[Sequences]:
+    for line in lines:
+        for worker, seq, *_ in [*line.get("from", ()), *line.get("unused", ()), *([line["replaced"]] if "replaced" in line else ())]:
+            yield {worker: seq}
+
+
+def _newest_version(folder: Path, snapshot: Checkpoint) -> int:
+    return _newest_in(_ledger_since(folder, snapshot))
+
+
+def _newest_in(lines: Iterable[dict[str, Any]]) -> int:
+    return max((int(line["version"]) for line in lines if "version" in line), default=0)
+
+
+def _told_by_journals(folder: Path, sound: Sound) -> Iterator[Sequences]:
+    """What journals say after the damage, as far as it can be read."""
+    for number in journals(folder):
+        if number >= sound.last:
+            for record in readable_after(path_of(folder, number), sound.end.length if number == sound.last else 0):
+                if record["kind"] in ("accepted", "held"):
+                    yield {record["worker"]: record["seq"]}
+
+
+# --- what is done about it ----------------------------------------------------------------------------------
+
+
+def _set_aside(folder: Path, snapshot: Checkpoint, sound: Sound) -> Path:
+    """Keep the damaged files elsewhere, and leave what is sound."""
+    aside = _new_folder(folder)
+    for number in journals(folder):
+        if number > sound.last:
+            path_of(folder, number).rename(aside / path_of(folder, number).name)
+    for path in Checkpoints(folder / "snapshots", 2).all():
+        if path.name > snapshot.path.name:
+            path.rename(aside / path.name)
+    newest, ledger = path_of(folder, sound.last), folder / "ledger.jsonl"
+    for path, length in ((newest, sound.end.length), (ledger, int(snapshot.state["ledger"]))):
+        if path.exists():
+            shutil.copyfile(path, aside / path.name)
+            os.truncate(path, min(length, path.stat().st_size))
+    newest.touch()  # a journal that is missing, or of which nothing can be used, begins anew
+    return aside
+
+
+def _new_folder(folder: Path) -> Path:
+    aside = folder / f"set-aside-{1 + len([*folder.glob('set-aside-*')])}"
+    aside.mkdir(parents=True)
+    return aside
+
+
+def _write_down(folder: Path, removed: Removed) -> Path:
+    """Write rows that were taken out of a database to files."""
+    aside = _new_folder(folder)
+    (aside / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in removed.records), encoding="utf-8")
+    (aside / "ledger.jsonl").write_text("".join(f"{entry}\n" for entry in removed.ledger), encoding="utf-8")
+    return aside
+
+
+def _write_record(folder: Path, snapshot: int, record: dict[str, Any]) -> None:
+    journal = Journal(folder)
+    try:
+        for _ in journal.recover(snapshot):
+            pass
+        if journal.open:
+            journal.append(record)
+        else:
+            journal.begin([(record, ())])  # after one of an earlier version
+    finally:
+        journal.close()

@@ -1,0 +1,241 @@
+"""The folder of a run: what was asked for, what happened, and how it ended.
+
+config.yaml, provenance.json   every setting, and where it came from
+changes.jsonl                  settings that changed when the run went on, a line each time; where any did
+plugins.json                   the plugins whose parts it uses, each with its digest; where it uses any
+metrics.jsonl                  one record a line, appended
+events.jsonl                   what people were told, a line each, as far as there is room
+status.json, history.jsonl     of a run with workers: how it goes (replaced each second), and what each worker did (thinned when it is full)
+checkpoints/, samples/         what was learned
+lock                           held by the process that is at work here
+invitation.json                what people type to join, where any may (only its owner reads it)
+summary.json                   how it ended; also after a failure
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from shoal.config import Run
+from shoal.config.fields import as_data
+from shoal.config.load import File, Loaded, resolve
+from shoal.config.show import show, to_yaml
+from shoal.coordinator.durable.lock import Lock, is_held_elsewhere
+from shoal.errors import ShoalError
+from shoal.runs.folder import plugin_record
+from shoal.runs.folder.resume_rules import Change, changes
+from shoal.runs.folder.stale_folders import clear, is_abandoned
+
+_SIGNS_OF_A_RUN = ("summary.json", "metrics.jsonl", "checkpoints", "samples", "workers")
+"""What a run that has begun leaves sooner or later, however it ends."""
+
+_MOST_EVENT_BYTES = 4 << 20
+_ENDING_S = 10.0
+"""How long a process may take to end that was told to, or killed: what it has started may live a moment longer."""
+
+
+class RunDirectory:
+    """One run's folder."""
+
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        """`fresh`: it was made for this run, so that nothing in it is of anybody else."""
+        self.path, self.fresh = path, fresh
+        self._metrics: TextIO | None = None
+        self._event_bytes: int | None = None
+        self._lock = Lock(path)
+
+    @classmethod
+    def create(cls, run: Run, wanted: str | None = None, warn: Callable[[str], None] = lambda text: None) -> RunDirectory:
+        """A new folder: the one that is asked for, or one named after the run and the time. `warn` hears of a run that was there before."""
+        parent = Path(run.output_dir) / (run.logging.project or "")
+        stem = run.name or f"{run.chosen_task.kind}-{run.model.kind}"
+        path = Path(wanted) if wanted else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
+        number = 1
+        while not wanted and path.exists():
+            number += 1
+            path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{number}"
+        if wanted and (path / "config.yaml").exists():
+            if not is_abandoned(path):
+                raise ShoalError(f"{path} holds a run already: add --resume to continue it, or choose another --run-dir")
+            clear(path)
+            warn(f"{path} held a run that was killed before it had learned anything: it is begun anew")
+        try:
+            fresh = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ShoalError(f"cannot make the run's folder {path}: {error.strerror}") from None
+        return cls(path, fresh).occupied()
+
+    def wait_until_free(self, warn: Callable[[str], None]) -> None:
+        """Wait for another process that is at work here to end. Raises ShoalError where it goes on."""
+        until = time.monotonic() + _ENDING_S
+        if is_held_elsewhere(self.path):
+            warn(f"another process is at work in {self.path}: waiting for it to end")
+        while is_held_elsewhere(self.path):
+            if time.monotonic() > until:
+                raise ShoalError(f"another process is at work in {self.path}: end it first, or choose another --run-dir")
+            time.sleep(0.1)
+
+    def occupied(self) -> RunDirectory:
+        """The same, with its lock held by this process while it trains. One that has no lock to give is used without."""
+        with suppress(ShoalError):
+            self._lock.take()
+        return self
+
+    @contextmanager
+    def kept_if_begun(self) -> Iterator[None]:
+        """A run that fails before it has begun leaves no folder behind."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            if self.fresh and not any((self.path / name).exists() for name in _SIGNS_OF_A_RUN):
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    def forget(self) -> None:
+        """Of a run that failed before its first step, leave nothing behind that would be in the way of the next: only the workers' logs,
+        which say why. A folder that had something in it before is left as it is."""
+        self.close()
+        for path in list(self.path.iterdir()) if self.fresh else ():
+            if path.name == "workers":
+                _remove([one for one in path.iterdir() if one.suffix != ".log"])
+            else:
+                _remove([path])
+        for path in (self.path / "workers", self.path) if self.fresh else ():
+            with suppress(OSError):  # there are logs, or it is gone
+                path.rmdir()
+
+    def config(self) -> Run:
+        """The settings that the run has. Raises ShoalError for those of a version that cannot be read any more."""
+        return resolve([File(str(self.path / "config.yaml"))], dialect="shoal", resolved=True).run
+
+    def write_config(self, loaded: Loaded) -> list[Change]:
+        """Write down the settings. Return what they change for a run that goes on, which is written down, too."""
+        changed = changes(self.config(), loaded.run) if (self.path / "config.yaml").exists() else []
+        if changed:
+            self._append("changes.jsonl", {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": {one.path: one[1:] for one in changed}})
+        self._write_config(loaded)
+        return changed
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        try:
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise ShoalError(f"cannot write {self.path / name}: {error.strerror or error}") from None
+
+    def _write_config(self, loaded: Loaded) -> None:
+        self.write("provenance.json", show(loaded, origin=True, style="json"))
+        if record := plugin_record.record_of(loaded.run):
+            self.write(plugin_record.FILE, record)
+        self.write("config.yaml", settings_text(loaded.run))
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Append to metrics.jsonl."""
+        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+        try:
+            if self._metrics is None:
+                self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+            self._metrics.write(json.dumps(finite) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise ShoalError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror or error}") from None
+
+    def forget_after(self, step: int) -> None:
+        """Drop the records of steps that a resumed run will do again."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            os.replace(partial, path)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.path / "metrics.jsonl"
+        return (
+            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) < sys.maxsize]
+            if path.exists()
+            else []
+        )
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """Append to events.jsonl what people are told, as far as there is room. The run goes on where it cannot be written."""
+        path = self.path / "events.jsonl"
+        with suppress(OSError):
+            if self._event_bytes is None:
+                self._event_bytes = path.stat().st_size if path.exists() else 0
+            line = json.dumps(event) + "\n"
+            if self._event_bytes > _MOST_EVENT_BYTES:
+                return
+            self._event_bytes += len(line)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        self.write("summary.json", json.dumps(summary, indent=2))
+
+    def write(self, name: str, text: str) -> None:
+        """A file that is there whole or not at all, whenever this process ends."""
+        partial = self.path / f".{name}"
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, self.path / name)
+        except OSError as error:
+            raise ShoalError(f"cannot write {self.path / name}: {error.strerror or error}") from None
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        self._lock.release()
+
+
+class SilentDirectory(RunDirectory):
+    """The folder of a run that another process writes."""
+
+    def write_config(self, loaded: Loaded) -> list[Change]:
+        return []
+
+    def record(self, record: dict[str, Any]) -> None:
+        pass
+
+    def forget_after(self, step: int) -> None:
+        pass
+
+    def tell(self, event: dict[str, Any]) -> None:
+        pass
+
+    def write(self, name: str, text: str) -> None:
+        pass
+
+
+def settings_text(run: Run) -> str:
+    """All settings of a run, as a file that can be read again. Secrets are not in it: they come from the environment again."""
+    text = to_yaml(as_data(run, mask=None))
+    return "dialect: shoal\n" + text.replace("${", "$${")  # variables were expanded; what looks like one now is plain text
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _step_of(line: str) -> int:
+    """The step of a record; a line that a crash cut short counts as later than all."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return sys.maxsize

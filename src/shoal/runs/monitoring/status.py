@@ -1,0 +1,209 @@
+"""How a run with workers goes, in one small file that is replaced each second: `shoal status`, `shoal top` and the dashboard read it.
+
+What workers say of themselves was checked and cleaned when it came in. Here its amount is bounded: no crowd makes the file large.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from shoal.config import Run
+from shoal.config.schema.updates import Privacy
+from shoal.coordinator import Coordinator
+from shoal.coordinator.driver_interfaces import Board
+from shoal.coordinator.members.table import Worker
+from shoal.errors import ShoalError
+from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.monitoring.history import History
+from shoal.runs.monitoring.recorder import Members, Recorder
+from shoal.strategies import Length
+
+FILE = "status.json"
+SCHEMA = 2
+"""Files of the first version have no number; what they have, they have under the same names."""
+_EVERY_S = 1.0
+_MOST_MEMBERS, _MOST_GONE, _MOST_TASKS, _MOST_FIGURES = 500, 64, 500, 64
+_PACE_OVER_S = 60.0
+"""The time that is left is told from the speed of the last minute."""
+
+
+_TELLING = ("computing_s", "sending_s", "samples", "memory_bytes", "latency_ms", "bandwidth_mbps")
+_TOLD = {name: name for name in _TELLING} | {"idle_s": "waiting_s"}
+"""What a worker's signs of life say, and what it is called here."""
+
+
+class Coordinated(Protocol):
+    """The run that is looked at."""
+
+    run: Run
+    directory: RunDirectory
+    coordinator: Coordinator
+    recorder: Recorder
+    length: Length
+    board: Board | None
+
+    def members(self) -> Members: ...
+    def traffic_totals(self) -> dict[str, Any]: ...
+
+
+class StatusWriter:
+    """Writes the status of one coordinator's run."""
+
+    def __init__(self, loop: Coordinated) -> None:
+        self.loop, self.history = loop, History(loop.directory.path)
+        self._next_at, self._state = 0.0, ""
+        self.latest: dict[str, Any] = {}
+        """What was written last."""
+        self._pace: deque[tuple[float, int]] = deque(maxlen=64)
+        self._last: dict[str, dict[str, Any]] = {}
+        """Who was here a moment ago."""
+        self._gone: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    def look(self, state: str = "running") -> None:
+        """Write the status, once a second at most, and when the run's state changes."""
+        now = time.monotonic()
+        if now < self._next_at and state == self._state:
+            return
+        self._next_at, self._state = now + _EVERY_S, state
+        status = self.latest = self.status(state)
+        self.history.look(status, now)
+        with suppress(ShoalError):  # it is for people to look at: the run goes on without
+            self.loop.directory.write(FILE, json.dumps(status))
+
+    def as_json(self) -> bytes:
+        """How the run goes now, for an owner who asks from elsewhere."""
+        return json.dumps(self.status(self._state or "running")).encode()
+
+    def status(self, state: str) -> dict[str, Any]:
+        loop, recorder, now = self.loop, self.loop.recorder, time.time()
+        rows = self._members(now)
+        tasks = loop.coordinator.tasks
+        return {
+            "schema": SCHEMA,
+            "at": round(now, 3),
+            "pid": os.getpid(),
+            "run": loop.run.name or loop.directory.path.name,
+            "state": state,
+            "strategy": loop.run.strategy.kind,
+            "scheduler": loop.run.scheduler.kind,
+            "transport": loop.run.transport.kind,
+            "version": loop.coordinator.state.version,
+            "of": loop.length.steps,
+            "step_name": recorder.step_name,
+            "expected": loop.coordinator.plan.expected,
+            "wall_s": round(recorder.wall_s, 3),
+            "samples": recorder.samples,
+            **self._progress(),
+            "figures": {split: _bounded(recorder.latest[split]) for split in ("train", "eval")},
+            "contributions": dict(loop.coordinator.state.contributions),
+            **loop.traffic_totals(),
+            "privacy": self._privacy(),
+            "members": rows[:_MOST_MEMBERS],
+            "members_left_out": max(0, len(rows) - _MOST_MEMBERS),
+            "gone": self._remember_gone(rows),
+            "tasks": tasks.table()[:_MOST_TASKS] if tasks is not None else [],
+            "tasks_done": tasks.finished if tasks is not None else 0,
+            "events": list(recorder.events),
+        }
+
+    def _progress(self) -> dict[str, Any]:
+        """How far the run is, and the seconds that it will still take, as far as the last minute tells."""
+        recorder, now = self.loop.recorder, time.monotonic()
+        done, total = recorder.completed, max(1, recorder.engine.total_steps)
+        self._pace.append((now, done))
+        while now - self._pace[0][0] > _PACE_OVER_S:
+            self._pace.popleft()
+        (then, before), left = self._pace[0], max(0, total - done)
+        eta = left * (now - then) / (done - before) if done > before else None
+        return {"progress": round(min(1.0, done / total), 4), "eta_s": None if eta is None else round(eta, 1)}
+
+    def _privacy(self) -> dict[str, Any] | None:
+        settings = self.loop.run.updates.privacy
+        if not settings.enabled:
+            return None
+        spent = self.loop.recorder.latest["train"].get("epsilon")
+        return {"epsilon": spent, "delta": settings.delta, "protects_up_to": Privacy.protects_up_to}
+
+    # --- who is here -----------------------------------------------------------------------------------
+
+    def _members(self, now: float) -> list[dict[str, Any]]:
+        coordinator = self.loop.coordinator
+        if self.loop.board is not None:
+            return [_lessee(row, now) for row in self.loop.members().rows if row["alive"]]
+        tasks = coordinator.tasks
+        rows = [_member(worker, coordinator.now, now) for worker in coordinator.members.by_name.values()]
+        if tasks is not None:
+            rows = [row | {"task": tasks.task_of(coordinator.members.by_name[row["worker"]])} for row in rows]
+        return rows
+
+    def _remember_gone(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those who were here and are not any more, the last ones last."""
+        here = {row["worker"]: row for row in rows}
+        for name, row in self._last.items():
+            if name not in here:
+                self._gone[name] = row | {"state": "gone"}
+        for name in [name for name in self._gone if name in here]:
+            del self._gone[name]
+        while len(self._gone) > _MOST_GONE:
+            self._gone.popitem(last=False)
+        self._last = here
+        return list(self._gone.values())
+
+
+def _member(worker: Worker, now: float, wall: float) -> dict[str, Any]:
+    """A worker of the coordinator's own. `now`: the coordinator's time; `wall`: the same in the world."""
+    told = worker.figures
+    return {
+        "worker": worker.name,
+        "state": worker.state,
+        "since": round(wall - (now - worker.joined_at), 1),
+        "heard_s": round(now - worker.seen_at, 1),
+        "address": worker.address,
+        "guest": worker.guest,
+        "rate": worker.rate,
+        "lag": worker.lag,
+        "accepted": worker.accepted,
+        "rejected": worker.rejected,
+        "why": dict(worker.reasons),
+        "bytes": worker.received_bytes,
+        **_told(told),
+        **{key: worker.about[key] for key in ("device", "system") if key in worker.about},
+    }
+
+
+def _lessee(row: Mapping[str, Any], wall: float) -> dict[str, Any]:
+    """A worker that leases units in a database."""
+    told, heard = row["figures"], wall - row["seen_at"].timestamp()
+    here_s = max(1e-9, (row["seen_at"] - row["joined_at"]).total_seconds())
+    late = row["late"] + row["cancelled"] + row["failed"]
+    return {
+        "worker": str(row["name"]),
+        "state": "".join(character if character.isprintable() else "?" for character in str(row["state"]))[:40],
+        "since": round(row["joined_at"].timestamp(), 1),
+        "heard_s": round(max(0.0, heard), 1),
+        "rate": row["completed"] / here_s,
+        "lag": 0,
+        "accepted": row["completed"],
+        "rejected": late,
+        "why": {name: row[name] for name in ("late", "cancelled", "failed") if row[name]},
+        "bytes": 0,
+        **_told(told),
+        **{key: str(row["about"][key])[:200] for key in ("device", "system") if key in row["about"]},
+    }
+
+
+def _told(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """What a worker told of itself in its last sign of life, where that is a number."""
+    return {shown: figures[name] for name, shown in _TOLD.items() if isinstance(figures.get(name), (int, float))}
+
+
+def _bounded(figures: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in figures.items() if isinstance(value, (int, float)) and math.isfinite(value)}
+    return dict(list(plain.items())[:_MOST_FIGURES])

@@ -1,0 +1,137 @@
+"""Units of answers made again, for an audit: with the weights of a checkpoint and the same draws they come out as the ledger has them.
+
+The ledger knows the answers of a unit by a hash. Whoever rounds numbers as the worker did gets the same hash. On another kind of machine a
+draw that lies at the very edge between two tokens may give the other one, so a few units may come out otherwise: as many as their draws
+lead one to expect, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.engines.learners.answers import AnswerLearner
+from shoal.errors import ShoalError
+from shoal.runs.build_run import assemble
+from shoal.runs.folder.checkpoint import read
+from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.run_size import extent_of
+from shoal.strategies import of
+from shoal.updates.answer_frames import digest, pack
+
+_EDGE, _EDGE_HALF = 1e-5, 1e-3
+"""How far another machine's rounding moves the edge between two tokens, as a share of all probability; and in half precision."""
+_UNLIKELY = 1e-4
+"""A unit that has this chance of coming out otherwise, and does, is not excused."""
+_DEVIATIONS = 4.0
+"""So many standard deviations more units than expected may come out otherwise."""
+
+
+class Unit(NamedTuple):
+    """A unit, as the ledger tells of it."""
+
+    number: int
+    base: int
+    digest: str
+
+
+class Regenerated(NamedTuple):
+    """What came of making units again."""
+
+    same: int
+    others: tuple[int, ...]
+    """Units that are other ones here."""
+    impossible: tuple[int, ...]
+    """Those of them none of whose draws is near another token."""
+    expected: float
+    """How many of all would come out otherwise on another kind of machine."""
+    most: float
+    """How many may, by chance."""
+    without_weights: int
+    """Units of versions of which no checkpoint is left."""
+
+    def told(self) -> list[str]:
+        tried = self.same + len(self.others)
+        words = [f"answers   {tried} units were made again: {self.same} are the same, token for token"]
+        if self.others:
+            foreseen = f"on another kind of machine {self.expected:.1f} would, as draws at the edge of two tokens are rounded otherwise"
+            words.append(f"answers   {_named(self.others)} came out otherwise; {foreseen}")
+            if self.most >= tried:
+                words.append("answers   so this says little here: make units again on the kind of machine that the workers were")
+        if self.without_weights:
+            words.append(f"answers   {self.without_weights} units are of versions of which no checkpoint is kept")
+        return words
+
+    def violations(self) -> list[str]:
+        if self.impossible:
+            return [f"{_named(self.impossible)} came out otherwise, and no draw is near another token"]
+        if len(self.others) > self.most:
+            return [f"{len(self.others)} units came out otherwise, where rounding explains {self.most:.0f} at most: {_named(self.others)}"]
+        return []
+
+
+def _named(units: Iterable[int]) -> str:
+    numbers = sorted(units)
+    shown = ", ".join(str(number) for number in numbers[:8])
+    return f"unit{'s' * (len(numbers) > 1)} {shown}{' and others' if len(numbers) > 8 else ''}"
+
+
+def regenerate(folder: Path, ledger: Iterable[dict[str, Any]], most: int) -> Regenerated:
+    """Make up to so many units again, the newest whose weights are there. Raises ShoalError where the run has no such units."""
+    units = [Unit(int(one[0]), int(one[1]), str(one[2])) for line in ledger for one in line.get("answers", ())]
+    if not units:
+        raise ShoalError(f"--regenerate: the ledger of {folder} tells of no answers; they are the strategy rollouts' own")
+    weights = _weights_of(folder)
+    there = [unit for unit in units if unit.base in weights][-most:]
+    room = _Room(folder)
+    chances, others = list[float](), dict[int, float]()
+    for unit in there:
+        tokens_BT, chance = room.make_again(unit, weights[unit.base])
+        chances.append(chance)
+        if digest(pack(tokens_BT)) != unit.digest:
+            others[unit.number] = chance
+    impossible = tuple(number for number, chance in others.items() if chance < _UNLIKELY)
+    expected, spread = sum(chances), sum(chance * (1 - chance) for chance in chances) ** 0.5
+    without = sum(unit.base not in weights for unit in units)
+    return Regenerated(len(there) - len(others), tuple(others), impossible, expected, expected + _DEVIATIONS * spread, without)
+
+
+def _weights_of(folder: Path) -> dict[int, Path | None]:
+    """Where the weights of each version are; None: it is what the run began with."""
+    found: dict[int, Path | None] = {0: None}
+    for path in (folder / "checkpoints").glob("step-*"):
+        found[int(path.name.removeprefix("step-"))] = path
+    return found
+
+
+class _Room:
+    """The run's policy and prompts, put together once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunDirectory(folder).config()
+        policies = of(self.run, 1)
+        parts = assemble(self.run, None, folder, lambda samples: 1)
+        self.engine, learner = parts.single, policies.apply.learner(parts.single, (), parts.feed)
+        assert isinstance(learner, AnswerLearner)
+        self.learner, self.start = learner, parts.single.vector.clone()
+        self.cut = policies.length(extent_of(self.run, parts.data, 1)).cut
+        self.at: int | None = None
+        """The version that the engine has."""
+        self.edge = _EDGE if self.run.training.precision.kind == "fp32" else _EDGE_HALF
+
+    def make_again(self, unit: Unit, weights: Path | None) -> tuple[Tensor, float]:
+        """The answers of a unit, and the chance that another kind of machine gives others."""
+        if self.at != unit.base:
+            self.engine.vector.copy_(self.start)
+            if weights is not None:
+                self.engine.load_weights(read(weights).weights)
+            self.at = unit.base
+        assert self.cut is not None
+        epoch, start, prompts = self.cut.unit(unit.number)
+        tokens_BT, far_N = self.learner.answer(epoch * self.cut.batches_per_epoch + start, prompts)
+        stays_N = 1 - 0.5 * torch.exp(-far_N.double() / self.edge)
+        return tokens_BT, 1 - float(stays_N.prod())

@@ -1,0 +1,68 @@
+"""The score of a reward model of transformers: a classifier of sequences, as most of them are published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shoal.config import Run
+from shoal.config.schema.rlhf import ClassifierReward
+from shoal.engines import choose_device
+from shoal.errors import ShoalError
+from shoal.runs.rlhf.rewards.interface import Answer, Score
+
+_AT_ONCE = 8
+_LONGEST = 4096
+"""Tokens of a model that does not say how many it takes."""
+
+
+def build(settings: ClassifierReward, run: Run) -> Score:
+    token = run.hub.token.reveal() if run.hub.token else None
+    model, tokenizer = _loaded(settings.model, token)
+    device = choose_device(run.training.device)
+    model = model.to(device).eval()
+    labels = int(model.config.num_labels)
+    if (settings.label is None and labels != 1) or (settings.label or 0) >= labels:
+        raise ShoalError(f"rlhf.reward.label: {settings.model} has {labels} labels: say which of them is to be probable, from 0 on")
+    room = _room(model, tokenizer)
+
+    @torch.no_grad()
+    def score(answers: Sequence[Answer]) -> list[float]:
+        found: list[float] = []
+        for start in range(0, len(answers), _AT_ONCE):
+            texts = [one.prompt + one.text for one in answers[start : start + _AT_ONCE]]
+            batch = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=room).to(device)
+            logits_BC = model(**batch).logits.float()
+            found += (logits_BC[:, 0] if settings.label is None else logits_BC.log_softmax(-1)[:, settings.label]).tolist()
+        return found
+
+    return score
+
+
+def _room(model: Any, tokenizer: Any) -> int:
+    """How many tokens it reads. Some count positions from their padding token on, and have so many fewer."""
+    positions = int(getattr(model.config, "max_position_embeddings", None) or _LONGEST)
+    begun = [
+        module.padding_idx + 1
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+    ]
+    return min(positions - max(begun, default=0), int(tokenizer.model_max_length), _LONGEST)
+
+
+def _loaded(name: str, token: str | None) -> tuple[Any, Any]:
+    try:
+        import transformers
+    except ImportError:
+        raise ShoalError("the reward `classifier` needs transformers: pip install 'shoal[hf]'") from None
+    try:
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(name, token=token)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, token=token, truncation_side="left", padding_side="right")
+    except (OSError, ValueError) as error:
+        raise ShoalError(f"rlhf.reward.model: {name} cannot be loaded as a classifier of sequences: {str(error).splitlines()[0]}") from None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id  # the score is read at the last token that is none
+    return model, tokenizer

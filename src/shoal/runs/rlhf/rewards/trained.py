@@ -1,0 +1,53 @@
+"""The score of a reward model, as a run of the task `reward` trained it: read as it was learned, at the last real token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal import data
+from shoal.config import Run
+from shoal.config.schema.rlhf import TrainedReward
+from shoal.data.text.encoding import Encoding, collate
+from shoal.errors import ShoalError
+from shoal.models.generation.side_texts import columns_beside, read_beside
+from shoal.runs.rlhf.rewards.interface import Answer, Score
+from shoal.runs.trained_model import open_run
+from shoal.tasks.answers import Text, as_used
+from shoal.tasks.reward import Reward
+
+_AT_ONCE = 16
+
+
+def build(settings: TrainedReward, run: Run) -> Score:
+    if settings.run is None:
+        raise ShoalError("rlhf.reward.run: name the folder of the run that trained the reward model, or give rlhf.reward.preferences")
+    trained = open_run(settings.run, lambda text: None)
+    task, tokenizer = trained.task, trained.tokenizer
+    if not isinstance(task, Reward) or tokenizer is None:
+        raise ShoalError(f"rlhf.reward.run: the run at {settings.run} learned {trained.run.chosen_task.kind}, not reward")
+    encoding = Encoding(tokenizer, trained.run.data.sequence_length or 128, "dynamic")
+    model = task.players["model"]
+    device = next(model.parameters()).device
+
+    finder = data.open_finder(trained.run, trained.passages, tokenizer) if trained.passages else None
+    context = data.reads_context(trained.run)
+
+    def text_of(answers: Sequence[Answer]) -> Text:
+        """Answers as the reward model reads them, with what it reads beside them."""
+        batch = collate(data.answer_samples([(answer.prompt, answer.text) for answer in answers], encoding), encoding)
+        text = Text.of({name: value.to(device) for name, value in batch.items()})
+        contexts = [tokenizer.encode(answer.context) if answer.context else [] for answer in answers] if context else ()
+        beside = read_beside(finder, contexts, [answer.own for answer in answers])
+        return text._replace(beside=columns_beside(beside, text.input_ids_BL, text.mask_BL))
+
+    @torch.no_grad()
+    def score(answers: Sequence[Answer]) -> list[float]:
+        scores: list[float] = []
+        for start in range(0, len(answers), _AT_ONCE):
+            with as_used(model):
+                scores += task.score(text_of(answers[start : start + _AT_ONCE])).tolist()
+        return scores
+
+    return score

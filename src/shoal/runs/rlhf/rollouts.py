@@ -1,0 +1,513 @@
+"""A feed that makes its own batches: prompts → answers → scores → credit → mini-batches, several times over.
+
+The reference and the reward are the feed's: they have no optimizer, and nothing of them travels or is saved. Whatever is drawn follows
+from the run's seed and the number of the rollout, and the answers that are being learned from are in the feed's state: a run that was
+interrupted in the middle of a rollout goes on to the same numbers.
+
+Of several processes of an engine each answers its part of the prompts. Then all have all answers, so what each token is worth, and what
+a checkpoint holds, does not depend on how many they are; of every mini-batch each takes its part.
+
+Shapes: B answers, P tokens of the longest prompt, T tokens of the longest answer, L = P + T − 1.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal import data
+from shoal.config import Run
+from shoal.config.schema.rlhf import Rlhf
+from shoal.data.limits import held_out_numbers
+from shoal.engines import Engine, World
+from shoal.errors import ShoalError
+from shoal.models.generation.batch_sampling import Sampled, sample
+from shoal.models.generation.decoding import draws_of_group
+from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
+from shoal.runs.rlhf.rewards.interface import Answer, Score
+from shoal.tasks import Batch, credit
+from shoal.tasks.answers import Reference, Text, as_text, as_used
+from shoal.tasks.dpo import SIDES
+from shoal.tasks.language import IGNORED
+from shoal.tasks.policy_gradient import PolicyGradient
+
+State = dict[str, Any]
+_HELD_OUT = 64
+"""Prompts that an evaluation looks at, at most."""
+_HELD_OUT_FROM = 2**62
+"""The number of the first prompt that is held out: none that is learned from has such a number."""
+_MOST_PROMPTS = 10_000
+"""Beginnings that are taken from a text, evenly spread over it."""
+_COLLAPSED = 0.5
+"""Answers that have become so much shorter, or repeat themselves so much more, than at the start have collapsed."""
+
+
+class Asked(NamedTuple):
+    """A prompt, as the policy reads it."""
+
+    ids: list[int]
+    text: str
+    answer: str | None = None
+    context: str = ""
+    context_ids: tuple[int, ...] = ()
+    """What it reads beside the prompt."""
+    own: tuple[str, ...] = ()
+    """The documents that it is of, which it finds no passages in."""
+
+
+def prompts_of(run: Run, samples: data.Data) -> tuple[list[Asked], list[Asked]]:
+    """Prompts to learn from, and those that are held out."""
+    assert run.rlhf is not None
+    tokenizer, longest = samples.info.tokenizer, run.rlhf.ppo.prompt_length
+    if tokenizer is None:
+        raise ShoalError("a policy needs text: data.source gives no tokens")
+    if run.rlhf.prompts is not None:
+        asked = [_asked(prompt, tokenizer, longest) for prompt in data.read_prompts(run.rlhf.prompts, data.reads_context(run))]
+        if data.reads_context(run) and samples.info.finder is None and not any(one.context for one in asked):
+            raise ShoalError(
+                f"model.cross_attention.enabled: there is nothing to attend to: no prompt of {run.rlhf.prompts} has a `context`, and "
+                "model.retrieval is off"
+            )
+        held = held_out_numbers(len(asked), run.seed) if len(asked) > 1 else np.zeros(1, np.bool_)
+        return [one for one, out in zip(asked, held, strict=True) if not out], [one for one, out in zip(asked, held, strict=True) if out]
+    return _beginnings(samples.train, tokenizer, longest), _beginnings(samples.eval, tokenizer, longest)[:_HELD_OUT]
+
+
+def _asked(prompt: data.Prompt, tokenizer: data.Tokenizer, longest: int, own: tuple[str, ...] = ()) -> Asked:
+    context_ids = tuple(tokenizer.encode(prompt.context)) if prompt.context else ()
+    return Asked(tokenizer.encode(prompt.text)[-longest:], prompt.text, prompt.answer, prompt.context, context_ids, own)
+
+
+def _beginnings(samples: Any, tokenizer: data.Tokenizer, longest: int) -> list[Asked]:
+    """The prompts of pairs, or the first tokens of texts."""
+    if samples is None:
+        return []
+    if isinstance(samples, data.ReadingSamples):  # passages are found when a prompt is answered
+        samples = samples.inner
+    if isinstance(samples, data.PreferencePairs):
+        prompts = [(data.Prompt(pair.prompt, context=pair.context), (pair.origin,)) for pair in samples.pairs if pair.prompt]
+        return [_asked(prompt, tokenizer, longest, own) for prompt, own in prompts]
+    if not isinstance(samples, data.Samples):
+        raise ShoalError("data.streaming: prompts are taken from texts in memory, or from a file (rlhf.prompts)")
+    some = range(0, len(samples), -(-len(samples) // _MOST_PROMPTS))
+    batch, origins = samples.batch(some), getattr(samples, "origins", None)
+    found = []
+    for place, number in enumerate(some):
+        row_L = batch["input_ids"][place]
+        ids = (row_L[batch["attention_mask"][place]] if "attention_mask" in batch else row_L)[:longest].tolist()
+        context_ids = [token for token in batch["context_ids"][place, 0].tolist() if token >= 0] if "context_ids" in batch else []
+        own = tuple(origins.of(number)) if origins is not None else ()
+        found.append(Asked(ids, tokenizer.decode(ids), None, tokenizer.decode(context_ids), tuple(context_ids), own))
+    return found
+
+
+class Rollout(NamedTuple):
+    """Answers, and what was found out about them."""
+
+    drawn: Sampled
+    text: Text
+    answers: list[Answer]
+    scores_B: Tensor
+    difference_BT: Tensor
+    """log π − log π₀ of each token."""
+    values_BT: Tensor | None = None
+    """What was expected of the rest of an answer, where somebody predicts that and it was asked for; 0 after the end."""
+
+    @property
+    def figures(self) -> Batch:
+        """What people watch, for each answer."""
+        return {
+            "score": self.scores_B,
+            "kl": self.difference_BT.sum(1),
+            "answer_length": self.drawn.real_BT.sum(1),
+            "stopped_share": self.drawn.stopped_B,
+        }
+
+
+class RolloutFeed:
+    """Mini-batches of a policy's own answers. An epoch is one rollout, so its length is not known beforehand: it may end early."""
+
+    batches_per_epoch: int | None = None
+
+    def __init__(
+        self,
+        run: Run,
+        task: PolicyGradient,
+        tokenizer: data.Tokenizer,
+        prompts: Sequence[Asked],
+        held_out: Sequence[Asked],
+        reward: Score,
+        engine: Engine | None = None,
+        reference: Reference | None = None,
+        finder: data.PassageFinder | None = None,
+    ) -> None:
+        """`task` must hold the policy as it is before it learns: a copy of that is the reference, where none is given. `engine`: what
+        steps the networks, and tells how they are held, how precisely they compute, and which processes learn together. `finder`: finds
+        the passages that the policy reads."""
+        assert run.rlhf is not None
+        if not prompts:
+            raise ShoalError("there is no prompt to answer: set rlhf.prompts")
+        self.settings: Rlhf = run.rlhf
+        self.epochs = run.rlhf.ppo.steps
+        """Rollouts of the whole run."""
+        self.starts_at_random = run.rlhf.policy is None and run.model.kind != "huggingface"
+        self.group = run.rlhf.group
+        """Answers to each prompt."""
+        self.seed, self.pieces = run.seed, run.training.gradient_accumulation_steps
+        self.warn: Callable[[str], None] = lambda text: None
+        self.task, self.tokenizer, self.reward = task, tokenizer, reward
+        self.prompts, self.held_out = list(prompts), list(held_out)
+        self._read_with(finder)
+        self.reference = reference or Reference(task.players["model"])
+        self.world = World()
+        self.precision: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if engine is not None:
+            self._learn_with(engine)
+        self.coefficient, self.spread = self.settings.kl.coefficient, credit.Spread()
+        self.epoch = self.position = 0
+        self.buffer: Batch | None = None
+        self._distance: float | None = None
+        self.figures, self.first = dict[str, float](), dict[str, float]()
+        """Figures of the last rollout, and of the first one to compare with."""
+
+    def _learn_with(self, engine: Engine) -> None:
+        self.world, self.precision = engine.world, engine.precision
+        self.reference = self.reference.held(engine.hold, self.task.players["model"])
+        if self.micro_batch < self.world.size:
+            raise ShoalError(
+                f"{self.world.size} processes share mini-batches of {self.micro_batch} answers: raise rlhf.ppo.mini_batch_size, or take "
+                "fewer devices"
+            )
+
+    def _read_with(self, finder: data.PassageFinder | None) -> None:
+        self.finder, ppo = finder, self.settings.ppo
+        self.reads_context = any(one.context_ids for one in [*self.prompts, *self.held_out])
+        if finder is not None and ppo.prompt_length + ppo.response_length <= finder.chunk_size:
+            raise ShoalError(
+                f"model.retrieval.chunk_size: what is found for a chunk is read by the tokens after it, and prompts of {ppo.prompt_length} "
+                f"tokens (rlhf.ppo.prompt_length) with answers of {ppo.response_length} (rlhf.ppo.response_length) have one chunk of "
+                f"{finder.chunk_size}: set it lower"
+            )
+
+    # --- the face of a feed ------------------------------------------------------------------------
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows of a batch: answers, or pairs of them."""
+        return self.settings.ppo.mini_batch_size // self.settings.row // self.pieces
+
+    @property
+    def most_batches(self) -> int:
+        """Batches that a rollout gives if it does not end early."""
+        return self.settings.ppo.epochs * self._batches_of_pass
+
+    @property
+    def _batches_of_pass(self) -> int:
+        """Batches that have every answer once. Of answers that others gave, there may be fewer than a rollout has."""
+        assert self.buffer is not None
+        return -(-_rows(self.buffer) // self.micro_batch)
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.tokenizer.eos_id
+
+    @property
+    def pad_id(self) -> int:
+        return self.tokenizer.pad_id
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the next batch is of other answers: all passes are over, or the policy has moved too far from the one that gave them."""
+        if self.buffer is None or self.position == 0 or self.position % self.pieces:
+            return False
+        return self.position >= self.most_batches or self._moved_too_far()
+
+    def _moved_too_far(self) -> bool:
+        limit = self.settings.ppo.stop_kl
+        return limit is not None and self._moved() > limit
+
+    def _moved(self) -> float:
+        """How far the policy has moved from the one that gave the last mini-batch's answers, in nats per token. All processes ask."""
+        if self._distance is None:
+            nats, tokens = torch.stack(self.task.moved).sum(0).tolist() if self.task.moved else (0.0, 0.0)
+            nats, tokens = self.world.begin_sum([nats, tokens]).wait()
+            self._distance = nats / max(1.0, tokens)
+        return self._distance
+
+    def __next__(self) -> Batch:
+        if self.at_epoch_end:
+            self.epoch, self.position, self.buffer = self.epoch + 1, 0, None
+        if self.buffer is None:
+            self.buffer = self._roll()
+        if self.position % self.pieces == 0:
+            self.task.moved.clear()
+            self._distance = None
+        turn, number = divmod(self.position, self._batches_of_pass)
+        order = np.random.default_rng([self.seed, self.epoch, turn, 1]).permutation(_rows(self.buffer))
+        order = order[number * self.micro_batch : (number + 1) * self.micro_batch][self.world.rank :: self.world.size]
+        self.position += 1
+        return {name: value[torch.from_numpy(order)] for name, value in self.buffer.items()}
+
+    def close(self) -> None:
+        """There is nothing that loads ahead."""
+
+    def state_dict(self) -> State:
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "coefficient": self.coefficient,
+            "spread": [self.spread.count, self.spread.mean, self.spread.squares],
+            "approximate_kl": self._distance or 0.0,
+            "figures": self.figures,
+            "first": self.first,
+            "buffer": self.buffer or {},
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self.epoch, self.position, self.coefficient = state["epoch"], state["position"], state["coefficient"]
+        self.spread = credit.Spread(*state["spread"])
+        self._distance = state["approximate_kl"]
+        self.figures, self.first = dict(state["figures"]), dict(state["first"])
+        self.buffer = {name: value.clone() for name, value in state["buffer"].items()} or None
+
+    # --- rollouts ----------------------------------------------------------------------------------
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        return self.settings.ppo.rollout_size // self.group
+
+    def _roll(self) -> Batch:
+        first = self.epoch * self.prompts_per_rollout
+        asked = [self.prompt(first + number) for number in range(self.prompts_per_rollout)]
+        return self._learned_from(self.answered(asked, first, self.group, valued=True))
+
+    def fill(self, version: int, numbers: Sequence[int], drawn: Sampled) -> None:
+        """Learn next from answers that others gave: `group` to the prompt of each number."""
+        asked = [self.prompt(number) for number in numbers for _ in range(self.group)]
+        self.epoch, self.position, self.buffer = version, 0, self._learned_from(self.scored(asked, drawn, valued=True))
+
+    def empty(self) -> None:
+        """Those answers were learned from."""
+        self.position, self.buffer = 0, None
+
+    def ids_of(self, number: int) -> list[int]:
+        """The tokens of a prompt."""
+        return self.prompt(number).ids
+
+    def contexts_of(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The tokens that are read beside the prompts of these numbers; none at all, where no prompt has any."""
+        return [list(self.prompt(number).context_ids) for number in numbers] if self.reads_context else []
+
+    def documents_of(self, numbers: Sequence[int]) -> list[list[str]]:
+        """The documents that the prompts are of, where passages are read."""
+        return [list(self.prompt(number).own) for number in numbers] if self.finder is not None else []
+
+    def _beside(self, asked: Sequence[Asked]) -> ReadBeside | None:
+        """What the policy reads beside the answers to these prompts."""
+        return read_beside(self.finder, [one.context_ids for one in asked] if self.reads_context else (), [one.own for one in asked])
+
+    def _text(self, asked: Sequence[Asked], drawn: Sampled) -> Text:
+        """Answers as the networks read them, with what they read beside them: the same as when they were written."""
+        text = as_text(*drawn[:4])
+        return text._replace(beside=columns_beside(self._beside(asked), text.input_ids_BL, text.mask_BL))
+
+    def _learned_from(self, rollout: Rollout) -> Batch:
+        """The answers of a rollout with what each of their tokens is worth."""
+        settings = self.settings
+        if settings.algorithm == "online-dpo":
+            self._watch(rollout)
+            return {name: value.cpu() for name, value in self._paired(rollout).items()}
+        batch = rollout.text.as_batch() | {"log_probs": rollout.drawn.log_probs_BT} | self._credited(rollout)
+        if settings.kl.adaptive:
+            kl = settings.kl
+            moved = float(rollout.figures["kl"].mean())
+            self.coefficient = credit.adapted(self.coefficient, moved, kl.target, len(rollout.answers), kl.horizon)
+        self._watch(rollout)
+        return {name: value.cpu() for name, value in batch.items()}
+
+    def prompt(self, number: int) -> Asked:
+        """The prompt of a number: they follow each other in an order by seed, pass after pass."""
+        turn, at = divmod(number, len(self.prompts))
+        if self._order is None or self._order[0] != turn:
+            self._order = turn, np.random.default_rng([self.seed, turn, 2]).permutation(len(self.prompts))
+        return self.prompts[int(self._order[1][at])]
+
+    _order: tuple[int, Any] | None = None
+
+    def answered(self, asked: Sequence[Asked], first: int, group: int = 1, *, valued: bool = False) -> Rollout:
+        """Answers to prompts, `group` to each, with their scores. What is drawn follows from the seed and the numbers of the prompts, of
+        which the first has the number `first`. Of several processes each makes a part of them, and all get all."""
+        ppo, rows = self.settings.ppo, [one for one in asked for _ in range(group)]
+        draws = draws_of_group(self.seed, first, [one.ids for one in asked], group)
+        own = self._own_part(len(rows))
+        with self.precision():
+            drawn = sample(
+                self.task.players["model"],
+                [rows[number].ids for number in own],
+                max_new_tokens=ppo.response_length,
+                temperature=ppo.temperature,
+                draws=[draws[number] for number in own],
+                eos_id=self.tokenizer.eos_id,
+                pad_id=self.tokenizer.pad_id,
+                width=max(len(one.ids) for one in rows),
+                any_goes_on=self.world.any,
+                beside=self._beside([rows[number] for number in own]),
+            )
+        return self._gathered(self.scored([rows[number] for number in own], drawn, valued=valued), rows)
+
+    def _own_part(self, count: int) -> list[int]:
+        """Which of so many rows this process works on: all have equally many, so that they go in step; some may do the last again."""
+        each = -(-count // self.world.size)
+        return [min(self.world.rank * each + number, count - 1) for number in range(each)]
+
+    def _gathered(self, part: Rollout, asked: Sequence[Asked]) -> Rollout:
+        """The answers of all processes, of which this one has a part."""
+        if self.world.size == 1:
+            return part
+
+        def whole(own: Tensor) -> Tensor:
+            sent = own.cpu().to(torch.uint8 if own.dtype == torch.bool else own.dtype)
+            return torch.cat(self.world.each(sent))[: len(asked)].to(own.dtype)
+
+        drawn = Sampled(*map(whole, part.drawn[:6]))
+        values_BT = None if part.values_BT is None else whole(part.values_BT)
+        answers = self._answers(asked, drawn)
+        return Rollout(drawn, self._text(asked, drawn), answers, whole(part.scores_B), whole(part.difference_BT), values_BT)
+
+    def scored(self, asked: Sequence[Asked], drawn: Sampled, *, valued: bool = False) -> Rollout:
+        """Answers with their scores, and how far each token is from what the reference would say. `asked`: the prompt of each. `valued`:
+        also what is expected of each token, where somebody predicts that."""
+        ppo, text = self.settings.ppo, self._text(asked, drawn)
+        with self.precision():
+            reference_BT = self.reference.log_probs(text, ppo.temperature)[:, -ppo.response_length :]
+            values_BT = self._expected(text, drawn) if valued else None
+        difference_BT = (drawn.log_probs_BT - reference_BT) * drawn.real_BT
+        answers = self._answers(asked, drawn)
+        scores_B = torch.tensor(self.reward(answers), dtype=torch.float32, device=text.input_ids_BL.device)
+        return Rollout(drawn, text, answers, scores_B, difference_BT, values_BT)
+
+    @torch.no_grad()
+    def _expected(self, text: Text, drawn: Sampled) -> Tensor | None:
+        """What the rest of each answer is expected to bring, as it was said when the answer was drawn, or in a pass over it. None: nobody
+        predicts it."""
+        if self.settings.algorithm != "ppo" or drawn.values_BT is not None:
+            return drawn.values_BT
+        with as_used(*self.task.players.values()):
+            values_BT = self.task.values(text, self.settings.ppo.response_length)
+        assert values_BT is not None
+        return values_BT * drawn.real_BT
+
+    def _answers(self, asked: Sequence[Asked], drawn: Sampled) -> list[Answer]:
+        found = []
+        for one, row_T, real_T in zip(asked, drawn.answer_BT, drawn.real_BT, strict=True):
+            ids = [token for token in row_T[real_T].tolist() if token != self.tokenizer.eos_id]
+            found.append(Answer(one.text, self.tokenizer.decode(ids), one.answer, one.context, one.own))
+        return found
+
+    def _paired(self, rollout: Rollout) -> Batch:
+        """The better and the worse answer to each prompt, with how probable the reference finds them."""
+        scores_N2 = self._scores(rollout).view(-1, 2)
+        better_N = scores_N2.argmax(1)
+        first_N = 2 * torch.arange(len(scores_N2), device=better_N.device)
+        reference_B = (rollout.drawn.log_probs_BT - rollout.difference_BT).sum(1)
+        batch: Batch = {"decided": scores_N2[:, 0] != scores_N2[:, 1]}
+        for side, rows_N in zip(SIDES, (first_N + better_N, first_N + 1 - better_N), strict=True):
+            batch |= {f"{side}{name}": value[rows_N] for name, value in rollout.text.as_batch().items()}
+            batch[f"{side}reference"] = reference_B[rows_N]
+        return batch
+
+    def _scores(self, rollout: Rollout) -> Tensor:
+        """Scores less what an answer loses that did not stop, by their spread where the settings say so."""
+        scores_B = rollout.scores_B - self.settings.stop_penalty * ~rollout.drawn.stopped_B
+        if self.settings.ppo.scale_scores:
+            self.spread.add(scores_B)
+            scores_B = scores_B / self.spread.deviation
+        return scores_B
+
+    def _credited(self, rollout: Rollout) -> Batch:
+        """What each token is worth: its advantage, and for PPO what its value should have been."""
+        settings, ppo, real_BT = self.settings, self.settings.ppo, rollout.drawn.real_BT
+        scores_B = self._scores(rollout)
+        penalty_BT = credit.kl_penalty(rollout.difference_BT, settings.kl.penalty)
+        rewards_BT = credit.token_rewards(scores_B, penalty_BT, self.coefficient, real_BT)
+        if settings.algorithm != "ppo":
+            against = credit.leave_one_out if settings.algorithm == "rloo" else credit.group_relative
+            advantages_BT = against(rewards_BT.sum(1), self.group)[:, None] * real_BT
+            return {"advantages": credit.whiten(advantages_BT, real_BT) if self._whitens else advantages_BT}
+        values_BT = rollout.values_BT
+        assert values_BT is not None
+        if ppo.whiten_rewards:
+            rewards_BT = credit.whiten(rewards_BT, real_BT, shift=False)
+        advantages_BT = credit.gae(rewards_BT, values_BT, real_BT, ppo.gamma, ppo.gae_lambda)
+        returns_BT = advantages_BT + values_BT
+        self.figures["explained_variance"] = _explained(values_BT[real_BT], returns_BT[real_BT])
+        return {
+            "advantages": credit.whiten(advantages_BT, real_BT) if ppo.whiten_advantages else advantages_BT,
+            "values": values_BT,
+            "returns": returns_BT,
+        }
+
+    @property
+    def _whitens(self) -> bool:
+        """GRPO's advantages are by deviations already; to whiten them again would give groups without a difference one."""
+        return self.settings.ppo.whiten_advantages and self.settings.algorithm == "rloo"
+
+    # --- what people watch -------------------------------------------------------------------------
+
+    def _watch(self, rollout: Rollout) -> None:
+        means = {name: float(values_B.float().mean()) for name, values_B in rollout.figures.items()}
+        low, middle, high = np.quantile(rollout.scores_B.tolist(), [0.1, 0.5, 0.9]).tolist()
+        self.figures |= means | {"score_p10": low, "score_p50": middle, "score_p90": high}
+        self.figures |= {"kl_coefficient": self.coefficient, "distinct_share": _distinct(rollout.text.labels_BL)}
+        if not self.first:
+            self.first = dict(self.figures)
+        shrunk = [name for name in ("answer_length", "distinct_share") if self.figures[name] < _COLLAPSED * self.first[name]]
+        if shrunk and self.figures["score"] > self.first["score"]:
+            self.warn(
+                f"the score rises while answers collapse ({shrunk[0]} {self.first[shrunk[0]]:.3g} → {self.figures[shrunk[0]]:.3g}): "
+                "look at samples/, raise rlhf.kl.coefficient, or change the reward"
+            )
+
+    def judged(self) -> Iterator[Batch]:
+        """Figures of answers to held-out prompts, for an evaluation: the same draws each time."""
+        rollout = self.answered(self.held_out, _HELD_OUT_FROM)
+        self.shown = list(zip(rollout.answers, rollout.scores_B.tolist(), strict=True))
+        yield rollout.figures
+
+    def beside(self, task: PolicyGradient) -> RolloutFeed:
+        """The same prompts and rewards for a copy of the policy, which is judged while this one learns."""
+        other = copy.copy(self)
+        other.task, other.figures, other.reference = task, {}, self.reference.beside(task.players["model"])
+        return other
+
+    shown: Sequence[tuple[Answer, float]] = ()
+    """Answers of the last evaluation with their scores."""
+
+    def write_shown(self, path: Path) -> None:
+        """Prompts and answers with their scores, for people to read."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parts = [f"[score {score:.3f}]\n{answer.prompt}⟶{answer.text}\n" for answer, score in self.shown[:8]]
+        path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def _rows(buffer: Batch) -> int:
+    return len(next(iter(buffer.values())))
+
+
+def _explained(values_N: Tensor, returns_N: Tensor) -> float:
+    """The share of the returns' variance that the values foresaw."""
+    variance = float(returns_N.var(correction=0))
+    return 1.0 - float((returns_N - values_N).var(correction=0)) / variance if variance > 0 else 0.0
+
+
+def _distinct(labels_BL: Tensor) -> float:
+    """Of the tokens of an answer, the share that differ from each other: the mean over answers."""
+    rows = [row[row != IGNORED].tolist() for row in labels_BL]
+    return sum(len(set(row)) / len(row) for row in rows) / len(rows)

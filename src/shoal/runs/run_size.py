@@ -1,0 +1,42 @@
+"""What a coordinator and its workers must agree on: how much there is to learn from, and how many must take part."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from shoal import data
+from shoal.config import Run
+from shoal.config.derive import quorum
+from shoal.config.ranks import reading
+from shoal.config.schema.updates import Bucketing, NearestNeighbours
+from shoal.runs.build_run import feed_of
+from shoal.strategies import Extent
+
+
+def needed(run: Run) -> int:
+    """Contributions without which the aggregation rule cannot work."""
+    rule, mixing = run.updates.aggregation, run.updates.mixing
+    byzantine = getattr(rule, "byzantine", None) or 0
+    least = quorum(rule.kind, byzantine, mixing.size if isinstance(mixing, Bucketing) else 1)
+    return max(least, quorum("nearest-neighbours", mixing.byzantine or 0)) if isinstance(mixing, NearestNeighbours) else least
+
+
+def ranks_of(run: Run) -> int:
+    """Processes of a worker that take batches of their own, as far as the settings say. A worker may have others, and counts its own."""
+    return 1 if run.engine.kind == "single" else reading(run, 0, (run.launch.devices_per_node or 1) * (run.launch.nodes or 1))[1]
+
+
+def extent_of(run: Run, samples: data.Data, expected: int) -> Extent:
+    """How much there is to learn from, by so many workers."""
+    return Extent(expected, ranks_of(run), lambda shards: feed_of(run, samples, 0, shards).batches_per_epoch, run.scheduled)
+
+
+def weight_per_sample(run: Run, samples: object) -> float:
+    """What one sample can weigh at most: its tokens, where those count, or 1. Of a program's own stream nobody knows."""
+    if not isinstance(samples, data.Samples):
+        return run.data.sequence_length or math.inf
+    one = samples.batch([0]).values() if len(samples) else ()
+    tokens = [value[0].numel() for value in one if value.dtype in (torch.int64, torch.int32)]
+    return max(1, run.data.sequence_length or 1, *tokens)

@@ -1,0 +1,138 @@
+"""The tasks of a run as stages of its model: what each needs, and which machine has it.
+
+Machines are known by what the settings claim of them. Of one that they say nothing about, every stage is taken to fit it; its process looks
+at the memory that is really free when it starts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from shoal import data, models
+from shoal.config import Run
+from shoal.config.schema.cluster import Host
+from shoal.engines.pipeline.split import Layers, layers_of
+from shoal.runs.live_objects import NOTHING, players_of
+from shoal.scheduling import KINDS, Job, Machine, memory
+from shoal.scheduling.stages import bounds_by_share, parts_of, placed
+
+_PASSES = 6
+"""Operations for each product of the forward pass: two forward, four backward."""
+_USUAL = 1e11
+"""Operations a second of a machine of usual speed. It says what computing weighs against sending where tasks do not tell what they need."""
+_SHAPED = ("gpt", "moe", "huggingface")
+"""Models that can be laid out without their numbers; others are made by a program, with them."""
+
+
+class Stage(NamedTuple):
+    """Consecutive layers of a model, and what training them takes."""
+
+    id: str
+    first: int
+    last: int
+    """The layer after its last one."""
+    share: float
+    """Of the model's weights."""
+    work: float
+    """Products for one token."""
+    memory: memory.Memory
+    priority: float = 1.0
+    flops: float = 0.0
+
+    def __str__(self) -> str:
+        layers = f"layer {self.first + 1}" if self.last == self.first + 1 else f"layers {self.first + 1} to {self.last}"
+        needs = f"{self.memory.gb:.3g} GB" if self.memory.gb >= 1 else f"{1e3 * self.memory.gb:.3g} MB"
+        return f"`{self.id}` ({layers}, {self.share:.0%} of the weights, {needs})"
+
+
+def outlined(run: Run) -> tuple[Layers, int]:
+    """A run's model by its layers, and the tokens that it chooses from. Raises ShoalError where it cannot be cut."""
+    info = data.load(run).info
+    players = models.build(run, info, "meta") if run.model.kind in _SHAPED else players_of(run, NOTHING, info)
+    return layers_of(players["model"]), info.vocab_size or 0
+
+
+def stages_of(run: Run, layers: Layers, vocabulary: int) -> list[Stage]:
+    """The stages that the tasks stand for, in whole layers."""
+    parts = parts_of(run.scheduler.tasks)
+    bounds = bounds_by_share(layers.sizes, [part.share for part in parts], layers.before, layers.after)
+    stages = cut_at(run, layers, vocabulary, bounds)
+    return [stage._replace(id=part.id, priority=part.priority, flops=part.flops) for stage, part in zip(stages, parts, strict=True)]
+
+
+def cut_at(run: Run, layers: Layers, vocabulary: int, bounds: Sequence[int]) -> list[Stage]:
+    """Stages with these layers, named by their numbers."""
+    return [stage_at(run, layers, vocabulary, (number, len(bounds) - 1), cut) for number, cut in enumerate(pairwise(bounds))]
+
+
+def stage_at(run: Run, layers: Layers, vocabulary: int, place: tuple[int, int], cut: tuple[int, int]) -> Stage:
+    """A stage by its number, of how many there are, and by its first layer and the one after its last."""
+    (number, stages), (first, last) = place, cut
+    passes, ends = passes_of(run), last == len(layers.sizes)
+    under_way = passes if getattr(run.engine, "schedule", "") == "gpipe" else min(passes, stages - number)
+    size, copied = layers.size_of(first, last), layers.copied if ends and first else 0
+    needs = memory.of_stage(run, size, copied, last - first, vocabulary if ends else 0, under_way)
+    return Stage(f"stage-{number + 1}", first, last, size / layers.size, layers.work_of(first, last), needs)
+
+
+def passes_of(run: Run) -> int:
+    """Micro-batches of a step."""
+    parts = min(run.training.batch_size or 1, getattr(run.engine, "micro_batches", 1))
+    return parts * run.training.gradient_accumulation_steps
+
+
+def tokens_of(run: Run) -> int:
+    """Tokens of a batch."""
+    return (run.training.batch_size or 1) * (run.data.sequence_length or getattr(run.model, "max_seq_len", None) or 1)
+
+
+def stream_bytes(run: Run) -> int:
+    """What goes from one stage to the next for a batch, forward; the gradients that come back are as large."""
+    return 4 * tokens_of(run) * (getattr(run.model, "hidden_size", None) or 0)
+
+
+# --- who has which -------------------------------------------------------------------------------------
+
+
+def listed(run: Run) -> dict[str, str]:
+    """The machines that the settings name."""
+    return {name: name for name in (run.cluster.server, *run.cluster.workers) if name}
+
+
+def placed_on(run: Run, stages: Sequence[Stage], names: Mapping[str, str], must_have: str = "") -> dict[str, str]:
+    """The machine of each stage, by the stage's name, as the run's scheduler says. Raises ShoalError where a stage has none.
+
+    `names`: of the machines, and under which one the settings tell of each; `must_have` is one that has a stage in any case.
+    """
+    hosts = {shown: run.cluster.hosts.get(name, Host()) for shown, name in names.items()}
+    claims = [host.flops for host in hosts.values() if host.flops]
+    usual = statistics.median(claims) if claims else 1.0
+    machines = [Machine(name, (host.flops or usual) / usual, host.memory_gb, host.bandwidth_mbps) for name, host in hosts.items()]
+    return placed(_jobs(run, stages, usual), machines, KINDS[run.scheduler.kind], must_have)
+
+
+def _jobs(run: Run, stages: Sequence[Stage], usual: float) -> list[Job]:
+    """Stages as a scheduler sees them: a step of each is its work, in seconds of a machine of usual speed."""
+    tokens, megabits, found = tokens_of(run), 8e-6 * stream_bytes(run), []
+    for number, stage in enumerate(stages):
+        work = stage.flops / usual if stage.flops else _PASSES * stage.work * tokens / _USUAL
+        neighbours = (number > 0) + (number < len(stages) - 1)
+        found.append(Job(stage.id, work, stage.memory.gb, stage.priority, 2 * neighbours * megabits))
+    return found
+
+
+def told(stages: Sequence[Stage], machines: dict[str, str]) -> str:
+    """The stages and their machines, for people."""
+    return "; ".join(f"{stage}{f' on {machines[stage.id]}' if stage.id in machines else ''}" for stage in stages)
+
+
+def rest_of(run: Run, stages: Sequence[Stage]) -> str:
+    """A word on the stages that no task stands for; empty: there are none."""
+    further = [stage.id for stage in stages[len(run.scheduler.tasks) :]]
+    if not further:
+        return ""
+    whole, to = sum(task.model_share for task in run.scheduler.tasks), f" to {further[-1]}" if len(further) > 1 else ""
+    return f"the tasks listed have {whole:.0%} of the model; what they leave is cut into {further[0]}{to}"

@@ -1,0 +1,143 @@
+"""Where a coordinator is at home: the run's folder, the door workers come through, and the state that survives it.
+
+In a folder of its own, with a port that workers reach; or in a database that everybody reaches, from which alone a run can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from shoal.config import Run
+from shoal.config.schema.cluster import Postgres, Transport
+from shoal.coordinator.driver_interfaces import Board, Store
+from shoal.data.images.transfer import cut, images_to_serve, offered
+from shoal.errors import ShoalError
+from shoal.runs.build_run import continued
+from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.resume_rules import forbidden, listed
+from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.invitation import Guests, Invitation, Secrets, listen
+from shoal.runs.welcome import configuration, unpack
+from shoal.transports import Message, Server
+from shoal.transports.databases import access_of
+
+if TYPE_CHECKING:
+    from shoal.transports.postgres import PostgresServer
+
+
+class Opened(NamedTuple):
+    """A home with its door open."""
+
+    server: Server
+    store: Store
+    invitation: Invitation
+    board: Board | None = None
+    """The server, where it also keeps leases of units."""
+    guests: Mapping[str, int] = MappingProxyType({})
+    """People with an invitation of their own, and how many workers each may have."""
+
+
+class Home(Protocol):
+    """What is known of it before the run is put together."""
+
+    directory: RunDirectory | None
+    """The folder of a run that goes on; None for a new one."""
+    expected: int
+    """Workers that a run that goes on was begun for; 0 for a new one."""
+
+    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> Opened:
+        """Let workers in. No frame may have more bytes than `largest`."""
+        ...
+
+
+class InFolder:
+    """State in the run's folder, and a port."""
+
+    def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> None:
+        self.run, self.resume, self.transport, self.hosts = run, resume, transport, hosts
+        self.directory = continued(run, run_dir, lambda text: None)[0] if resume else None
+        if self.directory is not None:
+            self._refuse_lost_state(self.directory)
+        self.expected = Secrets.of(self._state(self.directory)).expected if self.directory else 0
+
+    def _refuse_lost_state(self, directory: RunDirectory) -> None:
+        """A run may find its state in another place than before, and does not begin again because it is not there."""
+        folder, before = self._state(directory), directory.config().coordinator.state_path
+        if before != self.run.coordinator.state_path and not (folder / "secrets.json").exists():
+            kept = before or directory.path / "coordinator"
+            raise ShoalError(
+                f"{folder} holds no state of this run, which was kept in {kept}: move it there, or leave coordinator.state_path as it was"
+            )
+
+    def _state(self, directory: RunDirectory) -> Path:
+        return Path(self.run.coordinator.state_path) if self.run.coordinator.state_path else directory.path / "coordinator"
+
+    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> Opened:
+        folder = self._state(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self.resume and (folder / "secrets.json").exists():
+            raise ShoalError(
+                f"{folder} holds the state of another run: add --resume to go on with it, or choose another coordinator.state_path"
+            )
+        server, invitation = listen(self.run, self.transport, self.hosts, folder, largest, expected)
+        return Opened(server, Files(folder), invitation, guests=Guests(folder))
+
+
+class InDatabase:
+    """Everything in a database. The folder holds what people look at, and may be lost."""
+
+    def __init__(self, run: Run, run_dir: str | None, resume: bool, transport: Postgres) -> None:
+        from shoal.transports.postgres import stored_run
+
+        self.run, self.resume, self.transport = run, resume, transport
+        self.address = access_of(transport).address
+        self.directory: RunDirectory | None = None
+        self.expected = 0
+        if resume:
+            stored = stored_run(self.address)
+            self.directory = self._go_on(stored, run_dir)
+            self.expected = stored.header["shards"]
+
+    def _go_on(self, stored: Message, run_dir: str | None) -> RunDirectory:
+        if different := forbidden(configuration(stored.header, ()), self.run):
+            raise ShoalError(
+                "the database holds a run with other settings: go on with its own configuration, or `shoal db reset` first. "
+                f"These differ:{listed(different)}"
+            )
+        try:
+            directory, _ = continued(self.run, run_dir, lambda text: None)
+        except ShoalError:  # the folder was lost, or is on another machine: it is not needed
+            directory = RunDirectory.create(self.run, run_dir)
+            unpack(directory.path / "tokenizer", stored.header["tokenizer"], stored.frames)
+        return directory
+
+    def open(self, directory: RunDirectory, welcome: Message, largest: int, expected: int) -> Opened:
+        from shoal.transports.postgres import PostgresServer
+        from shoal.transports.postgres.store import Store as DatabaseStore
+
+        server = PostgresServer(self.address, max_frame_bytes=largest, poll_interval_s=self.transport.poll_interval_s)
+        try:
+            if not self.resume:
+                welcome = self._with_images(server, welcome)
+            server.open_run(welcome, self.resume, silence_s=3 * self.run.coordinator.heartbeat_interval_s)
+        except BaseException:
+            server.close()
+            raise
+        return Opened(server, DatabaseStore(server), Invitation(self.address, "", None), server)
+
+    def _with_images(self, server: PostgresServer, welcome: Message) -> Message:
+        """Put the images into the database, where the settings say so, and tell those who join that they are there."""
+        path = images_to_serve(self.run)
+        if path is None or server.stored_run() is not None:
+            return welcome
+        offer = offered(cut(path), ".npz" if path.suffix == ".npz" else ".zip", server.put_piece)
+        return welcome._replace(header=welcome.header | {"images": list(offer)})
+
+
+def home_of(run: Run, run_dir: str | None, resume: bool, transport: Transport, hosts: tuple[str, ...]) -> Home:
+    if isinstance(transport, Postgres):
+        return InDatabase(run, run_dir, resume, transport)
+    return InFolder(run, run_dir, resume, transport, hosts)

@@ -1,0 +1,186 @@
+"""What a finished run is used for: its networks, without its data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from shoal import data, models, tasks
+from shoal.config import Run
+from shoal.config.schema.model import Moe
+from shoal.engines import SingleEngine
+from shoal.engines.single import choose_device
+from shoal.errors import ShoalError
+from shoal.models.mixtral import as_mixtral
+from shoal.models.trunk import Trunk
+from shoal.runs.build_run import read_beside, write_text
+from shoal.runs.folder import plugin_record
+from shoal.runs.folder.checkpoint import Checkpoint, find, read_weights, save_weights
+from shoal.runs.folder.run_directory import RunDirectory
+from shoal.runs.training.initial_weights import passages_of
+
+
+class Shapes(NamedTuple):
+    """What the networks must know of the data, kept with the run."""
+
+    image_shape: tuple[int, int, int] | None
+    num_classes: int | None
+    vocab_size: int | None
+    eos_id: int | None = None
+
+
+class Trained(NamedTuple):
+    """A run's networks with the weights of its newest checkpoint, or of its copy on the hub."""
+
+    run: Run
+    task: tasks.Task
+    checkpoint: Checkpoint
+    tokenizer: data.Tokenizer | None
+    root: Path
+    passages: Path | None = None
+    """The index that it finds passages in."""
+
+
+def open_run(path: str, warn: Callable[[str], None]) -> Trained:
+    """The networks of a past run, without its data. Raises ShoalError."""
+    folder = Path(path)
+    root = folder.parent.parent if (folder / "state.json").exists() else folder
+    pushed = root / "model.safetensors"  # a copy from the hub
+    if not (root / "config.yaml").exists() or not (pushed.exists() or (root / "provenance.json").exists()):
+        raise ShoalError(f"there is no run at {path}: `shoal runs` lists those there are")
+    plugin_record.expect_those_of(root)
+    run = RunDirectory(root).config()
+    try:
+        raw: dict[str, Any] = json.loads((root / "data.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ShoalError(f"the run at {path} was cut off before it began: it has no data.json") from None
+    shape = raw["image_shape"]
+    tokenizer = data.load_tokenizer(str(root / "tokenizer")) if (root / "tokenizer").is_dir() else None
+    eos_id = tokenizer.eos_id if tokenizer else None
+    shapes = Shapes(tuple(shape) if shape else None, raw["num_classes"], raw["vocab_size"], eos_id)
+    task = tasks.build(run, models.build(run, shapes), shapes)
+    checkpoint = read_weights(pushed) if pushed.exists() else find(path, warn)
+    SingleEngine(run, task, choose_device(run.training.device), 1).load_weights(checkpoint.weights)
+    for player in task.players.values():
+        player.eval()
+    return Trained(run, task, checkpoint, tokenizer, root, passages_of(root))
+
+
+def export(path: str, folder: Path, warn: Callable[[str], None], *, adapters: bool = False, mixtral: bool = False) -> None:
+    """A run's networks in a folder of their own, which appears whole or not at all. Raises ShoalError.
+
+    A model of Hugging Face as transformers loads it, or with `adapters` LoRA's matrices alone, as peft loads them; one of Shoal's own as
+    `shoal generate` does, or with `mixtral` a mixture of experts as transformers loads it.
+    """
+    _refuse_full(folder)
+    trained = open_run(path, warn)
+    write = _write_adapters if adapters else _write_mixtral if mixtral else _write
+    _appear(folder, lambda partial: write(trained, partial))
+
+
+def _write_mixtral(trained: Trained, folder: Path) -> None:
+    settings, model = trained.run.model, trained.task.players["model"]
+    if not isinstance(settings, Moe) or not isinstance(model, Trunk):
+        raise ShoalError(f"a model of kind {settings.kind} is no mixture of experts: export it without --mixtral")
+    as_mixtral(model, settings).save_pretrained(str(folder))
+    if trained.tokenizer is not None:
+        trained.tokenizer.save(folder)
+
+
+def _write_adapters(trained: Trained, folder: Path) -> None:
+    if trained.run.model.kind != "huggingface":
+        raise ShoalError(f"a model of kind {trained.run.model.kind} has no adapters: only models of Hugging Face are trained with LoRA")
+    model: Any = trained.task.players["model"]
+    model.save_adapters(folder)
+
+
+def export_network(model: nn.Module, folder: Path) -> None:
+    """A network of somebody's own, likewise: as transformers loads it where it is a model of theirs, else its weights by name."""
+
+    def write(partial: Path) -> None:
+        save = getattr(model, "save_pretrained", None)
+        if save is not None:
+            save(str(partial))
+        else:
+            tensors = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+            save_weights(partial / "model.safetensors", tensors)
+
+    _refuse_full(folder)
+    _appear(folder, write)
+
+
+def _refuse_full(folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise ShoalError(f"{folder} is there already, and not empty: choose another folder")
+
+
+def _appear(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder that is there whole or not at all."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        write(partial)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except ShoalError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ShoalError(f"cannot write {folder}: {error.strerror or error}") from None
+
+
+def save_final(run: Run, folder: Path, summary: dict[str, Any]) -> Path | None:
+    """The model of a completed run beside its checkpoints, where others than Shoal can read it; None: nobody else could."""
+    if run.model.kind != "huggingface" or summary["status"] != "completed":
+        return None
+    final = folder / "model"
+    shutil.rmtree(final, ignore_errors=True)  # of a run that was shorter then
+    export(str(folder), final, lambda text: None)
+    if getattr(run.model, "lora", None) is not None:
+        shutil.rmtree(folder / "adapters", ignore_errors=True)
+        export(str(folder), folder / "adapters", lambda text: None, adapters=True)
+    return final
+
+
+def _write(trained: Trained, folder: Path) -> None:
+    if trained.run.model.kind == "huggingface":
+        model: Any = trained.task.players["model"]
+        model.save(folder)
+        if trained.tokenizer is not None:
+            trained.tokenizer.save(folder)
+        return
+    save_weights(folder / "model.safetensors", trained.checkpoint.weights)
+    for name in ("config.yaml", "data.json", plugin_record.FILE):
+        if (trained.root / name).exists():
+            shutil.copy(trained.root / name, folder / name)
+    if trained.tokenizer is not None:
+        trained.tokenizer.save(folder / "tokenizer")
+    if trained.passages is not None:
+        shutil.copytree(trained.passages, folder / "passages")
+
+
+def generate_text(
+    trained: Trained, prompt: str, *, max_new_tokens: int, seed: int, decoding: Any = None, context: str = ""
+) -> Iterator[str]:
+    """The text that follows a prompt, piece by piece. `context`: a text that the model reads beside it."""
+    if trained.tokenizer is None:
+        raise ShoalError(f"a model of kind {trained.run.model.kind} does not write text; --grid draws images")
+    if context and not getattr(getattr(trained.run.model, "cross_attention", None), "enabled", False):
+        raise ShoalError("this model reads no context: it was trained without model.cross_attention.enabled")
+    decoding, beside = decoding or trained.run.serving.decoding, beside_of(trained, context)
+    yield from write_text(trained.task.players["model"], trained.tokenizer, prompt, max_new_tokens, seed, decoding, beside)
+
+
+def beside_of(trained: Trained, context: str = "") -> models.ReadBeside | None:
+    """What the model reads beside what it writes: passages that it finds in its index, and a context that is given."""
+    assert trained.tokenizer is not None
+    finder = data.open_finder(trained.run, trained.passages, trained.tokenizer) if trained.passages else None
+    return read_beside(finder, trained.tokenizer, context)

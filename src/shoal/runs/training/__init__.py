@@ -1,0 +1,1 @@
+"""Training in one process group, without a coordinator."""

@@ -1,0 +1,167 @@
+"""A run alone, put together. Its engine may be made of several processes, each of which comes here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.config import Run
+from shoal.config.load import Loaded
+from shoal.config.ranks import Place
+from shoal.data import kept_fingerprint
+from shoal.engines import World, choose_device, cuda_graph, enter
+from shoal.engines.pipeline.engine import PipelineEngine
+from shoal.engines.precision import fp8
+from shoal.errors import ShoalError
+from shoal.runs import stage_placement
+from shoal.runs.build_run import (
+    Parts,
+    Progress,
+    assemble,
+    continued,
+    expect_same_data,
+    held_out,
+    sampler,
+    tell_changes,
+    warner,
+    write_info,
+)
+from shoal.runs.folder.checkpoint import Checkpoint, find, handed_out, read
+from shoal.runs.folder.run_directory import RunDirectory, SilentDirectory
+from shoal.runs.live_objects import NOTHING, Given
+from shoal.runs.monitoring.recorder import Recorder, Reporter
+from shoal.runs.rlhf.rollouts import RolloutFeed
+from shoal.runs.training.initial_weights import keep_start
+from shoal.runs.training.loop import Loop
+
+
+def prepare(
+    loaded: Loaded,
+    *,
+    run_dir: str | None,
+    resume: bool,
+    reporters: list[Reporter],
+    progress: Progress | None = None,
+    here: Place | None = None,
+    given: Given = NOTHING,
+) -> Loop:
+    """A loop that is ready to train, new or continued. `here`: as one of several processes, which all must get here."""
+    run = loaded.run
+    warn = warner(reporters)
+    device = choose_device(run.training.device, here.local_rank if here else 0)
+    fp8.check(run.training, device)
+    cuda_graph.check(run.training, device)
+    world = enter(here, device) if here else None
+    own = Path(run_dir or run.output_dir)
+    directory, checkpoint, start = _first_decides(world, lambda: _begin_with(run, run_dir, resume, here, warn), own)
+    parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, given=given)
+    if directory is not None and checkpoint is not None and parts.engine.world.first:
+        expect_same_data(directory, parts.data)
+    if directory is None:
+        directory = _made_by_first(world, lambda: RunDirectory.create(run, run_dir, warn), own)
+    if world is not None and world.apart:
+        _expect_the_same_data(world, parts)
+    elif run.placed:
+        _tell_stages(run, parts, reporters)
+    with directory.kept_if_begun():
+        return _loop(loaded, parts, directory, reporters, checkpoint, start)
+
+
+def _tell_stages(run: Run, parts: Parts, reporters: list[Reporter]) -> None:
+    """Say which stages there are, and who of the machines that the settings list has which: processes of this machine stand for them.
+    Raises ShoalError where one fits nobody."""
+    assert isinstance(parts.engine, PipelineEngine)
+    stages = stage_placement.stages_of(run, parts.engine.layers, parts.data.info.vocab_size or 0)
+    names = stage_placement.listed(run)
+    machines = stage_placement.placed_on(run, stages, names) if names else {}
+    for reporter in reporters:
+        if rest := stage_placement.rest_of(run, stages):
+            reporter.message(f"note: {rest}")
+        reporter.message(f"stages: {staging.told(stages, machines)}")
+
+
+def _loop(
+    loaded: Loaded,
+    parts: Parts,
+    directory: RunDirectory,
+    reporters: list[Reporter],
+    checkpoint: Checkpoint | None,
+    start: Checkpoint | None,
+) -> Loop:
+    run = loaded.run
+    if checkpoint is None:
+        directory.forget_after(-1)
+    if (
+        run.training.max_steps is None and run.training.schedule.warmup_steps >= parts.engine.total_steps
+    ):  # otherwise the settings' check says it
+        warner(reporters)(
+            f"the warm-up of {run.training.schedule.warmup_steps} steps does not end within the run of {parts.engine.total_steps}"
+        )
+    tell_changes(directory.write_config(loaded), reporters)
+    if parts.engine.world.first:
+        write_info(directory, parts.data)
+        keep_start(run, parts.engine.task.players, directory.path)
+    recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)
+    judged = held_out(run, parts.data.eval)
+    loop = Loop(recorder, parts.engine, parts.feed, judged, sampler(parts, directory))
+    if isinstance(parts.feed, RolloutFeed):
+        parts.feed.warn = warner(reporters)
+        if checkpoint is None and parts.feed.starts_at_random:
+            parts.feed.warn("rlhf.policy is not given: the policy starts from random weights")
+        loop.held_out = parts.feed.judged if parts.feed.held_out and run.evaluation.strategy != "never" else None
+    if checkpoint is not None:
+        loop.resume(checkpoint, same_run=True)
+    elif start is not None:
+        loop.resume(start, same_run=False)
+    return loop
+
+
+Beginning = tuple[RunDirectory | None, Checkpoint | None, Checkpoint | None]
+
+
+def _begin_with(run: Run, run_dir: str | None, resume: bool, here: Place | None, warn: Callable[[str], None]) -> Beginning:
+    """The run to go on with, its checkpoint, and another run's checkpoint to start from, where there are such."""
+    directory, checkpoint = None, None
+    if resume or (here is not None and here.restart):
+        try:
+            directory, checkpoint = continued(run, run_dir, warn, alone=True)
+        except ShoalError:
+            if resume:
+                raise  # else torchrun has started processes again that had not got as far as a folder
+    start = find(run.checkpoint.resume_from, warn) if run.checkpoint.resume_from and checkpoint is None else None
+    return directory, checkpoint, start
+
+
+def _first_decides(world: World | None, decide: Callable[[], Beginning], own: Path) -> Beginning:
+    """One process looks and verifies; the others read what it chose. `own`: a folder of this process, where they share none."""
+    if world is None:
+        return decide()
+    found = decide() if world.first else (None, None, None)
+    paths = ["" if one is None else str(one.path) for one in found]
+    directory, *checkpoints = [Path(path) if path else None for path in world.broadcast_text("\n".join(paths)).split("\n")]
+    if world.apart:
+        checkpoints = [handed_out(path, world, own) if path else None for path in checkpoints]
+        directory = own if directory else None
+    if world.first:
+        return found
+    checkpoint, start = [read(path, verify=False) if path else None for path in checkpoints]
+    return SilentDirectory(directory) if directory else None, checkpoint, start
+
+
+def _expect_the_same_data(world: World, parts: Parts) -> None:
+    """Machines that share no folder have data of their own. Raises ShoalError where it is not the same."""
+    first, *others = world.texts(str(kept_fingerprint(parts.data)))
+    wrong = [rank for rank, one in enumerate(others, 1) if one != first]
+    if wrong:
+        raise ShoalError(
+            f"the data of machine {wrong[0]} of {world.size} is not that of the first: put the same files in place there, "
+            "or name them when it joins: --set data.source.path=…"
+        )
+
+
+def _made_by_first(world: World | None, make: Callable[[], RunDirectory], own: Path) -> RunDirectory:
+    if world is None:
+        return make()
+    made = make() if world.first else None
+    path = world.broadcast_text(str(made.path) if made else "")
+    return made or SilentDirectory(own if world.apart else Path(path))
