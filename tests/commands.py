@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from shoal.cli.main import main
-from shoal.launch import nursery
+from shoal.launch import forkserver
 
 HANG_S = 600
 """A command that takes longer hangs. This measures nothing: a busy machine takes many times as long as a quiet one."""
@@ -28,7 +28,7 @@ class Command:
         """`errors`: give standard error a pipe of its own."""
         reading, writing = os.pipe()
         other, second = os.pipe() if errors else (-1, writing)
-        self.process = nursery.start(arguments, stdout=writing, stderr=second, cwd=folder, env=env)
+        self.process = forkserver.start(arguments, stdout=writing, stderr=second, cwd=folder, env=env)
         for descriptor in {writing, second}:
             os.close(descriptor)
         self.stdout: IO[str] = os.fdopen(reading, encoding="utf-8", errors="replace")

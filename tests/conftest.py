@@ -33,7 +33,7 @@ settings.load_profile("everywhere")
 # What `make quick` leaves to `make test`: folders whose tests train or serve with several machines, tests that can start processes, as
 # their file, a file of ours that it imports, or the file of a fixture that they take imports one of these, and tests with the mark.
 WHOLE_RUNS = ("chaos", "classroom", "hostile", "hub", "launch", "serve", "simulate", "strategies")
-STARTERS = {"subprocess", "multiprocessing", "torch.multiprocessing", "shoal.launch.nursery"}
+STARTERS = {"subprocess", "multiprocessing", "torch.multiprocessing", "shoal.launch.forkserver"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -18,7 +18,7 @@ from shoal.config.presets import names
 from shoal.config.schema import Run
 from shoal.config.schema.engine import Engine
 from shoal.engines.build import OF_SEVERAL
-from shoal.launch.starting import Asked, plan, started
+from shoal.launch.start import Asked, plan, started
 
 HERE = {
     "output_dir": "runs",

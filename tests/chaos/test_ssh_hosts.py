@@ -16,7 +16,7 @@ import pytest
 
 from commands import HANG_S
 from shoal.cli.main import main
-from shoal.launch.keeping_up import running
+from shoal.launch.up_file import running
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import run_python
-from shoal.launch import nursery
+from shoal.launch import forkserver
 from shoal.runs.worker_run import ClientLine
 from shoal.transports.keys import key_from_text
 from shoal.worker.courier import Lost
@@ -42,7 +42,7 @@ class Child:
         self.path, self.from_byte = log, log.stat().st_size if log.exists() else 0
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.log = log.open("ab")
-        self.process = nursery.start(["-m", "shoal", *arguments], stdout=self.log, stderr=self.log, env=environment)
+        self.process = forkserver.start(["-m", "shoal", *arguments], stdout=self.log, stderr=self.log, env=environment)
         if given:
             self.process.stdin.write(given.encode() + b"\n")
             self.process.stdin.flush()

@@ -25,7 +25,7 @@ from shoal.config.ranks import Place, environment_of, place
 from shoal.config.schema.serving import Decoding
 from shoal.data import load_tokenizer
 from shoal.engines import Engine, SingleEngine, World, build, choose_device, enter
-from shoal.launch import nursery
+from shoal.launch import forkserver
 from shoal.models import build as build_models
 from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.generation.generate import generate
@@ -66,7 +66,7 @@ def together(name: str, count: int, *arguments: str, device: str = "cpu") -> lis
             environ = os.environ | environment_of(here) | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device, "SHOAL_TEST_DEVICE": device}
             command = [__file__, str(results[rank]), name, *arguments]
             with logs[rank].open("wb") as log:
-                processes.append(nursery.start(command, env=environ, stdout=log, stderr=log, loads=LOADS if device == "cpu" else ()))
+                processes.append(forkserver.start(command, env=environ, stdout=log, stderr=log, loads=LOADS if device == "cpu" else ()))
         try:
             codes = [process.wait(600) for process in processes]
         finally:

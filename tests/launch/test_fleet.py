@@ -9,8 +9,8 @@ from torch.distributed import TCPStore
 
 from shoal.config.load import File, parse_override, resolve
 from shoal.config.ranks import Place
-from shoal.launch import fleet as fleets
-from shoal.launch.fleet import Fleet
+from shoal.launch import torchrun as fleets
+from shoal.launch.torchrun import Fleet
 from shoal.runs.invitation import Invitation
 
 

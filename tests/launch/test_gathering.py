@@ -8,7 +8,7 @@ import pytest
 
 from shoal.config.load import resolve_data
 from shoal.errors import ShoalError
-from shoal.launch.gathering import HERE, Gathering, Member, Placing
+from shoal.launch.pipeline_rendezvous import HERE, Gathering, Member, Placing
 
 
 def test_places_follow_the_list_and_nobody_begins_before_all_are_there() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch import nursery
+from shoal.launch import forkserver
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each process is started afresh")
 ASKS_FOR_ANOTHER = """\
@@ -41,9 +41,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(folder: Path, *arguments: str, env: dict[str, str] | None = None, loads: Sequence[str] = ()) -> nursery.Process:
+def started(folder: Path, *arguments: str, env: dict[str, str] | None = None, loads: Sequence[str] = ()) -> forkserver.Process:
     with (folder / "output").open("ab") as output:
-        return nursery.start(arguments, stdout=output, stderr=output, env=env, cwd=folder, loads=loads)
+        return forkserver.start(arguments, stdout=output, stderr=output, env=env, cwd=folder, loads=loads)
 
 
 def wait_for_output(folder: Path, text: str) -> None:

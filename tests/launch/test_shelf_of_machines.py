@@ -11,7 +11,7 @@ from shoal.config import derive
 from shoal.config.dialects import smolcluster
 from shoal.config.load import File, Loaded, Override, resolve
 from shoal.errors import ShoalError
-from shoal.launch.starting import Asked, plan, started
+from shoal.launch.start import Asked, plan, started
 from shoal.transports.addresses import free_port
 
 HERE = {"data.source.kind": "builtin", "data.source.name": "digits", "model.input_dim": "64", "logging.sinks": "[]"}

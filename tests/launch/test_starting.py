@@ -13,7 +13,7 @@ from shoal.cli.join import check_trust
 from shoal.config.dialects import in_words_of
 from shoal.config.load import Loaded, Override, resolve_data
 from shoal.errors import ShoalError
-from shoal.launch.starting import Asked, Plan, Way, plan
+from shoal.launch.start import Asked, Plan, Way, plan
 
 
 def loader(settings: dict[str, Any]) -> Callable[[Sequence[Override]], Loaded]:

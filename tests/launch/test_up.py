@@ -16,8 +16,8 @@ from tiny_slurm import tiny_slurm
 
 from commands import HANG_S
 from shoal.cli.main import main
-from shoal.launch import over_ssh
-from shoal.launch.keeping_up import running
+from shoal.launch import ssh_workers
+from shoal.launch.up_file import running
 from shoal.version import __version__
 
 SMALL = "dialect: shoal\nname: small\nmodel: {kind: mlp, hidden_sizes: [8]}\ndata: {source: {kind: builtin, name: digits}}\n"
@@ -121,7 +121,7 @@ def test_receipts_are_deleted_on_a_machine_only_when_they_are_here(by_ssh: Path)
 
     run = resolve([File("fleet.yaml")], [], environ={}).run
     said: list[str] = []
-    made = over_ssh.SshWorkers(run, by_ssh / "w", Invitation("tcp://h:1", "t", None), {"ann": (), "nobody": ()}, said.append)
+    made = ssh_workers.SshWorkers(run, by_ssh / "w", Invitation("tcp://h:1", "t", None), {"ann": (), "nobody": ()}, said.append)
     made.pythons = {"ann": "python3", "nobody": "python3"}
     room = by_ssh / "homes" / "ann" / made.rooms["ann"]
     room.mkdir(parents=True)
@@ -139,7 +139,7 @@ def test_every_machine_is_told_the_address_under_which_it_reaches_the_server(fol
     from shoal.runs.invitation import Invitation
 
     run = resolve([File("cluster_config_edp"), File("nn_config")], [], environ={}).run
-    made = over_ssh.SshWorkers(run, folder / "w", Invitation("tcp://10.10.0.1:65432", "t", None), {"pi5": (), "win": ()}, print)
+    made = ssh_workers.SshWorkers(run, folder / "w", Invitation("tcp://10.10.0.1:65432", "t", None), {"pi5": (), "win": ()}, print)
     assert [made.invitation_of(worker)["address"] for worker in made.workers] == ["tcp://192.168.50.1:65432", "tcp://10.10.0.1:65432"]
 
 

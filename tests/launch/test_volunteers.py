@@ -17,7 +17,7 @@ from shoal.config.load import File, Override, resolve
 from shoal.config.presets import find
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
-from shoal.launch.postgres import EmbeddedPostgres
+from shoal.launch.postgres.server import EmbeddedPostgres
 from shoal.launch.threads import WorkerThreads
 from shoal.runs.coordinator_setup import prepare
 from shoal.runs.live_objects import NOTHING

@@ -14,7 +14,7 @@ from commands import HANG_S, processes_in, wait_for
 from shoal.cli.main import main
 from shoal.config.load import File, parse_override, resolve
 from shoal.errors import ShoalError
-from shoal.launch.starting import address_of_first
+from shoal.launch.start import address_of_first
 from shoal.runs.trained_model import generate_text, open_run
 from shoal.serve.chat import template_in
 from shoal.serve.opening import open_served

@@ -15,8 +15,8 @@ import pytest
 from commands import HANG_S
 from shoal.cli.completion import words
 from shoal.cli.main import COMMANDS, main
-from shoal.launch import examining
-from shoal.launch.watching import dashboard
+from shoal.launch import doctor as examining
+from shoal.launch.dashboard_process import dashboard
 from shoal.watch.progress import JsonLines, progress_for
 
 

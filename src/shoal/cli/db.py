@@ -16,7 +16,7 @@ from shoal.cli.showing import quoted
 from shoal.config.load import Override
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
-from shoal.launch.postgres_memory import FILE, Memory
+from shoal.launch.postgres.connection_file import FILE, Memory
 from shoal.transports.addresses import is_loopback, local_addresses, to_tell
 from shoal.transports.databases import Access, access_of, is_address
 from shoal.transports.databases import parse as parse_address
@@ -172,14 +172,14 @@ def place_of(arguments: argparse.Namespace, overrides: list[Override]) -> Iterat
     if isinstance(meant, Access):
         yield Place(meant, _seen_from_elsewhere(meant.host), meant.options)
         return
-    from shoal.launch.postgres import database_of
+    from shoal.launch.postgres.server import database_of
 
     with database_of(meant) as (access, listening):
         yield _of_run(meant, access, listening)
 
 
 def _of_run(folder: Path, access: Access, listening: str) -> Place:
-    from shoal.launch.postgres_certificate import certificate_of
+    from shoal.launch.postgres.certificate import certificate_of
 
     memory = Memory.of(folder)
     if memory is None or is_loopback(listening):

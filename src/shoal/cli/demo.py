@@ -17,7 +17,7 @@ from shoal.cli.demo_scenes import SCENES, Happening, Scene, require
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.launch.stage import Seen, Stage
+    from shoal.launch.demo_processes import Seen, Stage
 
 SECONDS = 20.0
 _LOOK_S, _TELL_S = 0.1, 2.5
@@ -70,7 +70,7 @@ def _names() -> list[str]:
 def _together(scene: Scene, folder: Path, seconds: float) -> None:
     """Train together for a while, prove that nothing was lost, show what was learned."""
     require(scene.needs, scene.extra)
-    from shoal.launch.stage import Stage
+    from shoal.launch.demo_processes import Stage
 
     print(f"{scene.title}\n{_FOREWORD.format(seconds=seconds, folder=folder)}", flush=True)
     began = time.monotonic()
@@ -179,7 +179,7 @@ def _compare(scene: Scene, folder: Path, seen: Seen) -> None:
 def _alone(scene: Scene, folder: Path, samples: int) -> int:
     """Train in this process, for some seconds at most; the samples that it learned from."""
     from shoal.config.load import File, Loaded, Override, parse_override, resolve
-    from shoal.launch.starting import Asked, plan, started
+    from shoal.launch.start import Asked, plan, started
 
     overrides = [parse_override(text) for text in (*scene.settings, "strategy.kind=local", "evaluation.strategy=never")]
     files = [File(name) for name in scene.files]

@@ -17,7 +17,7 @@ def run(argv: list[str]) -> int:
     )
     made.add_argument("--json", action="store_true", help="for programs")
     arguments = made.parse_args(argv)
-    from shoal.launch.examining import BAD, examine
+    from shoal.launch.doctor import BAD, examine
 
     findings = []
     for finding in examine(Path.cwd()):

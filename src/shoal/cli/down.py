@@ -13,7 +13,7 @@ def run(argv: list[str]) -> int:
     made.add_argument("run", metavar="RUN", help="the run's folder")
     made.add_argument("--patience", type=float, default=_PATIENCE_S, metavar="SECONDS", help="then end it at once (default: 90)")
     arguments = made.parse_args(argv)
-    from shoal.launch.keeping_up import take_down
+    from shoal.launch.up_file import take_down
 
     saved = take_down(Path(arguments.run), arguments.patience)
     how = "saved and ended" if saved else "ended at once, since it did not end by itself; nothing that was confirmed is lost"

@@ -95,7 +95,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; where several are needed and none are there, start them."""
     from shoal.launch import Crew, place_in
-    from shoal.launch.gathering import STAGES
+    from shoal.launch.pipeline_rendezvous import STAGES
     from shoal.runs.worker_run import Joined
     from shoal.worker.protocol import Left
 
@@ -136,7 +136,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 def _attend(arguments: argparse.Namespace, invitation: Invitation, working: list[Leaver]) -> int:
     """Have a stage of a model that is too large for one machine."""
-    from shoal.launch.gathering import Attending
+    from shoal.launch.pipeline_rendezvous import Attending
 
     overrides = [parse_override(text) for text in arguments.settings]
     machine = Attending(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)

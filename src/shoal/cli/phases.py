@@ -14,8 +14,8 @@ from shoal.cli.running import carry_out, weather_and_speeds
 from shoal.config.load import Loaded, Override
 from shoal.config.ranks import place
 from shoal.errors import ShoalError
-from shoal.launch.phases import Phase, is_done, phases
-from shoal.launch.starting import Asked, Plan, plan
+from shoal.launch.rlhf_phases import Phase, is_done, phases
+from shoal.launch.start import Asked, Plan, plan
 
 
 def train_in_phases(made: Plan, arguments: argparse.Namespace, overrides: list[Override], argv: list[str]) -> int:

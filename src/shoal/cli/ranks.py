@@ -18,7 +18,7 @@ from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.launch import Crew, LocalIsland
-    from shoal.launch.starting import Plan
+    from shoal.launch.start import Plan
 
 
 def start_ranks(run: Run, argv: list[str]) -> int:
@@ -47,7 +47,7 @@ def start_ranks(run: Run, argv: list[str]) -> int:
 def gather(made: Plan, argv: list[str]) -> int:
     """Give out the places of a pipeline to machines that join, and have the first stage here, until the run is over."""
     from shoal.cli.showing import show_places
-    from shoal.launch.starting import places
+    from shoal.launch.start import places
 
     host = places(made, _without(argv, "--host"), _tell)
 

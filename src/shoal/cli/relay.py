@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _relay(joined: Joined, arguments: argparse.Namespace, argv: list[str]) -> int:
     from shoal.cli.running import carry_out
-    from shoal.launch.starting import Asked, plan
+    from shoal.launch.start import Asked, plan
     from shoal.runs.welcome import settings_of
 
     if arguments.expect < 1:

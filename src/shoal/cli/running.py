@@ -18,8 +18,8 @@ from shoal.config.load import Override
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import place
 from shoal.errors import ShoalError
-from shoal.launch.starting import Arguments, Asked, Plan, Way, headline, load_beside, plan, started
-from shoal.launch.watching import check_dashboard, dashboard
+from shoal.launch.dashboard_process import check_dashboard, dashboard
+from shoal.launch.start import Arguments, Asked, Plan, Way, headline, load_beside, plan, started
 
 if TYPE_CHECKING:
     from shoal.runs.coordinator_run import ClusterLoop

@@ -62,13 +62,13 @@ def _answer(served: Served, arguments: argparse.Namespace, stages: Spread | None
 @contextmanager
 def _spread(served: Served, arguments: argparse.Namespace) -> Iterator[Spread]:
     """The model with its layers on several machines, or with --nodes in several processes of this one."""
-    from shoal.launch import nursery
-    from shoal.launch.starting import address_of_first
+    from shoal.launch import forkserver
+    from shoal.launch.start import address_of_first
     from shoal.serve.spread import Spread, door, own_door
 
     assert served.run is not None
     if arguments.nodes is not None and not arguments.node_host:
-        nursery.prepare()
+        forkserver.prepare()
         server, invitation = own_door(served)
         stages = Spread(served, server, tell)
         with _local_nodes(stages, invitation._asdict(), arguments.nodes - 1):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shoal.config import Run
-    from shoal.launch.starting import Outcome, Started
+    from shoal.launch.start import Outcome, Started
     from shoal.runs.coordinator_run import ClusterLoop
     from shoal.runs.invitation import Invitation
     from shoal.runs.training.loop import Loop

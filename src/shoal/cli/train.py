@@ -23,8 +23,8 @@ def run(argv: list[str]) -> int:
     arguments, overrides = parse(made, argv)
     from shoal.cli.phases import train_in_phases
     from shoal.cli.running import carry_out, goes_on_by_folder, planned, weather_and_speeds
-    from shoal.launch.phases import in_phases
-    from shoal.launch.starting import Asked
+    from shoal.launch.rlhf_phases import in_phases
+    from shoal.launch.start import Asked
 
     if place() is not None:
         _refuse(arguments, "workers", "is for workers that Shoal starts here, and torchrun has started these: leave it out")

@@ -15,8 +15,8 @@ from shoal.config.load import Override
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.launch.batch import Written
-    from shoal.launch.starting import Plan
+    from shoal.launch.batch_scripts import Written
+    from shoal.launch.start import Plan
 
 _WHAT = """Start a coordinator here and all its workers where launch.kind says (local, ssh, ray), and return; or write what Slurm or
 Kubernetes is given. `shoal down RUN` ends it."""
@@ -63,7 +63,7 @@ def _counts(arguments: argparse.Namespace, overrides: list[Override]) -> list[Ov
 
 def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> Plan:
     from shoal.cli.running import planned
-    from shoal.launch.starting import Asked
+    from shoal.launch.start import Asked
 
     if not arguments.resume and require(load(arguments, overrides)).run.launch.kind == "slurm":
         return planned(arguments, overrides, Asked(otherwise=1))
@@ -76,7 +76,7 @@ def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> Plan:
 
 def _write(plan: Plan, folder: Path, arguments: argparse.Namespace) -> int:
     """Write the script or the manifests, and say what to do with them."""
-    from shoal.launch import batch
+    from shoal.launch import batch_scripts
 
     if (folder / "config.yaml").exists():
         raise ShoalError(f"{folder} holds something already: choose another --run-dir")
@@ -87,7 +87,7 @@ def _write(plan: Plan, folder: Path, arguments: argparse.Namespace) -> int:
     folder = folder.absolute()
     config = folder / "config.yaml"
     config.write_text(_settings(plan), encoding="utf-8")
-    writer = batch.slurm if run.launch.kind == "slurm" else batch.kubernetes
+    writer = batch_scripts.slurm if run.launch.kind == "slurm" else batch_scripts.kubernetes
     _show(writer(run, run.name or folder.name, folder, config, count))
     return 0
 
@@ -113,7 +113,7 @@ def _show(written: Written) -> None:
 def _stay(arguments: argparse.Namespace, overrides: list[Override], folder: Path, argv: list[str]) -> int:
     """Coordinate in this process, until the run is over."""
     from shoal.cli.running import carry_out
-    from shoal.launch.keeping_up import noted
+    from shoal.launch.up_file import noted
 
     arguments.run_dir = str(folder)
     plan = _planned(arguments, overrides)
@@ -123,7 +123,7 @@ def _stay(arguments: argparse.Namespace, overrides: list[Override], folder: Path
 
 def _leave_running(plan: Plan, folder: Path, argv: list[str], named: bool) -> int:
     """Start the process that stays, wait until workers can join, and return."""
-    from shoal.launch.keeping_up import running
+    from shoal.launch.up_file import running
 
     if running(folder) is not None:
         raise ShoalError(f"{folder} is up already: `shoal down {folder}` ends it")

@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from shoal.errors import ShoalError
-from shoal.launch.watching import check_dashboard
+from shoal.launch.dashboard_process import check_dashboard
 
 PORT = 8650
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 from shoal.config import Run
 from shoal.config.plugins import as_arguments
 from shoal.errors import ShoalError
-from shoal.launch import nursery
+from shoal.launch import forkserver
 
 MOST_FAILURES = 3
 """Failures in a row after which a worker is given up. A worker that was killed is always started again."""
@@ -74,7 +74,7 @@ class LocalWorker:
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name, self.arguments = name, list(arguments)
-        self.process: nursery.Process | None = None
+        self.process: forkserver.Process | None = None
         self.failures = 0
         self.started_at = self.restart_at = 0.0
         self.failed = ""
@@ -117,10 +117,10 @@ class LocalWorkers:
         except OSError:  # the process has ended already, and `look_after` will notice
             pass
 
-    def open(self, worker: LocalWorker, log: IO[bytes]) -> nursery.Process:
+    def open(self, worker: LocalWorker, log: IO[bytes]) -> forkserver.Process:
         """Start a worker's process, which reads its invitation from its standard input."""
         environ = dict(self.environ or os.environ) | self._threads() | self._devices(worker)
-        return nursery.start(["-m", "shoal", *self.command(worker, str(self.folder))], stdout=log, stderr=log, env=environ)
+        return forkserver.start(["-m", "shoal", *self.command(worker, str(self.folder))], stdout=log, stderr=log, env=environ)
 
     def command(self, worker: LocalWorker, kept: str) -> list[str]:
         """What a worker's process is told; `kept`: the folder for what it keeps."""

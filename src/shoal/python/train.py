@@ -13,7 +13,7 @@ from torch import nn
 from shoal.config.derive import OWN
 from shoal.config.plugins import load as load_plugins
 from shoal.errors import ShoalError
-from shoal.launch.starting import Asked, Plan, Way, headline, plan, started
+from shoal.launch.start import Asked, Plan, Way, headline, plan, started
 from shoal.python.arguments import Brought, Config, brought, check_workers, loader_of, overrides_of, reporters_of
 from shoal.python.result import Result, result_elsewhere, result_of
 from shoal.runs.monitoring.recorder import Reporter

@@ -13,7 +13,7 @@ from shoal.config import Run
 from shoal.config.fields import Secret
 from shoal.config.schema.cluster import Postgres, Transport
 from shoal.errors import ShoalError
-from shoal.launch.postgres import CLASS, EmbeddedPostgres
+from shoal.launch.postgres.server import CLASS, EmbeddedPostgres
 from shoal.runs.build_run import continued
 from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.invitation import Invitation

@@ -19,7 +19,7 @@ from shoal.config import Run
 from shoal.config.load import Override
 from shoal.config.ranks import Place, environment_of, of_several, place
 from shoal.errors import ShoalError
-from shoal.launch import nursery
+from shoal.launch import forkserver
 from shoal.launch.local import MOST_FAILURES, fair_threads, last_line, pause_s
 from shoal.scheduling.stages import parts_of
 
@@ -119,7 +119,7 @@ class LocalRanks:
         """`secret`: a line for the first process alone, on its standard input."""
         (self.count, self.on_cpu, engine), self.arguments, self.secret = crew, list(arguments), secret
         self.libraries = (*_FOR_ALL, *_LIBRARIES.get(engine, ())) if self.on_cpu else ()
-        self.processes: list[nursery.Process] = []
+        self.processes: list[forkserver.Process] = []
 
     def run(self) -> int:
         """Start them and wait for their end; the exit code of the first. Raises ShoalError when one fails without a message of its own."""
@@ -135,7 +135,7 @@ class LocalRanks:
             finally:
                 self._end()
 
-    def _start(self, rank: int, folder: Path) -> nursery.Process:
+    def _start(self, rank: int, folder: Path) -> forkserver.Process:
         here = Place(rank, self.count, rank, self.count, file=str(folder / "meeting"))
         environ = dict(os.environ) | environment_of(here) | ({"DS_ACCELERATOR": "cpu"} if self.on_cpu else {})
         if "OMP_NUM_THREADS" not in environ:
@@ -144,7 +144,7 @@ class LocalRanks:
         with (folder / f"{rank}.log").open("wb") as log:
             output = None if rank == 0 else log
             # Ctrl-C reaches this process alone, which passes it on
-            process = nursery.start(command, stdout=output, stderr=output, env=environ, start_new_session=True, loads=self.libraries)
+            process = forkserver.start(command, stdout=output, stderr=output, env=environ, start_new_session=True, loads=self.libraries)
         if rank == 0 and self.secret:
             with contextlib.suppress(OSError):  # the process has ended already
                 process.stdin.write(self.secret.encode() + b"\n")

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from shoal.errors import ShoalError
-from shoal.launch.postgres_memory import Memory
-from shoal.launch.postgres_program import Programs, processes
+from shoal.launch.postgres.connection_file import Memory
+from shoal.launch.postgres.programs import Programs, processes
 from shoal.transports.addresses import is_everywhere, is_loopback, resolve
 from shoal.transports.private_files import write_private
 

@@ -19,7 +19,7 @@ from shoal.config import Run
 from shoal.config.plugins import as_arguments
 from shoal.errors import ShoalError
 from shoal.launch.local import pause_s
-from shoal.launch.ray_host import Host
+from shoal.launch.ray_actor import Host
 from shoal.protocol.identities import Identity
 from shoal.runs.invitation import Invitation
 

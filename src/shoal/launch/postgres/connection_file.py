@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.launch.postgres_program import processes
+from shoal.launch.postgres.programs import processes
 from shoal.transports.addresses import is_loopback, resolve
 from shoal.transports.databases import Access
 from shoal.transports.private_files import write_private

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.launch import nursery
+from shoal.launch import forkserver
 from shoal.launch.local import fair_threads, last_line
 from shoal.runs.invitation import Invitation
 from shoal.transports.databases import is_address
@@ -47,13 +47,13 @@ class Stage:
         self.folder, self.run, self.arguments = folder, folder / "run", list(arguments)
         self.log = folder / "coordinator.log"
         self.environ = {**os.environ, "OMP_NUM_THREADS": str(fair_threads(threads)), "OMP_WAIT_POLICY": "PASSIVE"}
-        self.coordinator: nursery.Process | None = None
-        self.workers: dict[str, nursery.Process] = {}
+        self.coordinator: forkserver.Process | None = None
+        self.workers: dict[str, forkserver.Process] = {}
         self.invitation: Invitation | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Stage:
-        nursery.prepare()
+        forkserver.prepare()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -74,7 +74,7 @@ class Stage:
         spoken = self.log.stat().st_size if self.log.exists() else 0
         command = ["-m", LEASHED, "coordinate", *arguments, "--run-dir", str(self.run), "--host", "127.0.0.1"]
         with self.log.open("ab") as log:
-            self.coordinator = nursery.start(command, stdout=log, stderr=log, env=self.environ)
+            self.coordinator = forkserver.start(command, stdout=log, stderr=log, env=self.environ)
         self.invitation = self._invited(self._told(spoken, "  shoal join "))
 
     def _told(self, spoken: int, beginning: str) -> str:
@@ -105,7 +105,7 @@ class Stage:
         kept.mkdir(parents=True, exist_ok=True)
         command = ["-m", "shoal", "join", "--stdin", "--name", name, "--receipts", str(kept / f"{name}.jsonl"), "--state", str(kept / name)]
         with (kept / f"{name}.log").open("ab") as log:
-            process = nursery.start([*command, *more], stdout=log, stderr=log, env=self.environ)
+            process = forkserver.start([*command, *more], stdout=log, stderr=log, env=self.environ)
         process.stdin.write(json.dumps(self.invitation._asdict()).encode() + b"\n")
         process.stdin.flush()
         self.workers[name] = process
@@ -124,7 +124,7 @@ class Stage:
         assert self.coordinator is not None
         self._end(self.coordinator)
 
-    def _end(self, process: nursery.Process) -> None:
+    def _end(self, process: forkserver.Process) -> None:
         process.kill()
         process.wait()
 
@@ -158,7 +158,7 @@ class Stage:
             wait(process, _STOP_S)
 
 
-def wait(process: nursery.Process, seconds: float) -> None:
+def wait(process: forkserver.Process, seconds: float) -> None:
     """Wait for a process to end, and kill it where it takes too long."""
     try:
         process.wait(seconds)

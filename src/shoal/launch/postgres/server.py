@@ -24,11 +24,20 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.errors import ShoalError
-from shoal.launch import postgres_keeper
-from shoal.launch.postgres_certificate import Certificate, certificate_of
-from shoal.launch.postgres_data import check_release, end_what_was_left, greedy_processes, is_made, is_ready, make, running_server, settle
-from shoal.launch.postgres_memory import FILE, Memory, ourselves, refuse_a_second_owner
-from shoal.launch.postgres_program import Programs, programs_for
+from shoal.launch.postgres.certificate import Certificate, certificate_of
+from shoal.launch.postgres.connection_file import FILE, Memory, ourselves, refuse_a_second_owner
+from shoal.launch.postgres.data_folder import (
+    check_release,
+    end_what_was_left,
+    greedy_processes,
+    is_made,
+    is_ready,
+    make,
+    running_server,
+    settle,
+)
+from shoal.launch.postgres.programs import Programs, programs_for
+from shoal.launch.postgres.server import supervisor
 from shoal.transports import tls_front
 from shoal.transports.addresses import bracketed, free_port, is_listening, is_loopback, resolve
 from shoal.transports.databases import Access
@@ -269,7 +278,7 @@ def _start_keeper(programs: Programs, command: list[str], log: Path, front: dict
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
     with log.open("ab") as file:
         keeper = subprocess.Popen(
-            [sys.executable, "-I", postgres_keeper.__file__],
+            [sys.executable, "-I", supervisor.__file__],
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=file,

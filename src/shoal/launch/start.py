@@ -22,16 +22,16 @@ from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, Place
 from shoal.config.refusals import refusals
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
-from shoal.launch import nursery
+from shoal.launch import forkserver
+from shoal.launch.engine_processes import Crew, facts_of, place_in
 from shoal.launch.local import LocalWorkers, fair_threads, gpus_of, names_for, trusting, wait_quietly
-from shoal.launch.ranks import Crew, facts_of, place_in
 
 if TYPE_CHECKING:
     from shoal.config import Run
-    from shoal.launch.fleet import Fleet
-    from shoal.launch.gathering import Host
-    from shoal.launch.on_ray import RayWorkers
+    from shoal.launch.pipeline_rendezvous import Host
+    from shoal.launch.ray_workers import RayWorkers
     from shoal.launch.threads import WorkerThreads
+    from shoal.launch.torchrun import Fleet
     from shoal.runs.build_run import Progress
     from shoal.runs.coordinator_run import ClusterLoop
     from shoal.runs.coordinator_setup import Coordinating
@@ -202,7 +202,7 @@ def _staged(load: Load, loaded: Loaded, asked: Asked) -> Plan:
 
 def places(plan: Plan, arguments: Sequence[str], tell: Callable[[str], None]) -> Host:
     """The side of the coordinator that gives out the places of a pipeline. `arguments`: those of `shoal train` for the first stage."""
-    from shoal.launch.gathering import Host
+    from shoal.launch.pipeline_rendezvous import Host
 
     return Host(
         plan.run, plan.asked.hosts or address_of_first(plan.run, "--host", plan.loaded.settings.spelling) or ("0.0.0.0",), arguments, tell
@@ -251,7 +251,7 @@ def _started_by_launcher(run: Run, asked: Asked) -> int:
 
 def _in_fleet(loaded: Loaded, asked: Asked, here: Place) -> Plan:
     """As one of the processes that torchrun started, each of which is a worker, or one of a worker's."""
-    from shoal.launch.fleet import Fleet
+    from shoal.launch.torchrun import Fleet
 
     fleet = Fleet(loaded.run, here)
     if asked.workers not in (None, fleet.workers):
@@ -306,7 +306,7 @@ def started(
 def load_beside(plan: Plan) -> None:
     """Let the process that will start workers load its libraries while this one loads its own. It may be called early, and again."""
     if plan.way is Way.COORDINATES and (plan.workers or not plan.asked.invite) and plan.run.transport.kind != "in-process":
-        nursery.prepare()
+        forkserver.prepare()
 
 
 @contextmanager
@@ -317,7 +317,7 @@ def _put_together(
         yield _alone(plan, reporters, progress, given)
         return
     assert plan.way is Way.COORDINATES, plan.way
-    from shoal.launch.grounds import ground_for
+    from shoal.launch.run_database import ground_for
 
     load_beside(plan)
     asked, hosts = plan.asked, _hosts(plan)
@@ -459,7 +459,7 @@ def _staff(
     trusted, environ = trusting(loop.run)
     every = {name: [*arguments, *trusted] for name, arguments in workers.items()}
     if plan.asked.up and plan.run.launch.elsewhere:
-        from shoal.launch.elsewhere import launcher
+        from shoal.launch.remote import launcher
 
         return launcher(loop.run, folder, outside or made.invitation, every, loop.message)
     return LocalWorkers(folder, invitation, every, gpus_of(loop.run), environ=environ)

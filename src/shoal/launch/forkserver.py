@@ -39,7 +39,7 @@ _LOADED = (
     "shoal.runs.build_run",
     "shoal.runs.coordinator_setup",
     "shoal.transports.zeromq",
-    "shoal.launch.starting",
+    "shoal.launch.start",
     "shoal.watch.progress",
 )
 _LOOK_S = 0.01
@@ -226,7 +226,7 @@ def _nursery() -> Nursery:
             with theirs:
                 # One thread for NumPy's products: others would be started when the library is loaded, and a nursery has none
                 environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-                command = [sys.executable, "-c", "from shoal.launch.nursery import main; main()", str(theirs.fileno())]
+                command = [sys.executable, "-c", "from shoal.launch.forkserver import main; main()", str(theirs.fileno())]
                 quiet, passed = subprocess.DEVNULL, [theirs.fileno()]
                 _mine = Nursery(ours, subprocess.Popen(command, stdin=quiet, stdout=quiet, pass_fds=passed, env=environ))
         return _mine

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.config import Run
-from shoal.launch.over_ssh import SshWorkers
+from shoal.launch.ssh_workers import SshWorkers
 from shoal.runs.invitation import Invitation
 
 if TYPE_CHECKING:
-    from shoal.launch.on_ray import RayWorkers
+    from shoal.launch.ray_workers import RayWorkers
 
 
 def launcher(
@@ -19,7 +19,7 @@ def launcher(
 ) -> SshWorkers | RayWorkers:
     """The workers of a run, not started yet. Raises ShoalError where what starts them is not installed."""
     if run.launch.kind == "ray":
-        from shoal.launch.on_ray import RayWorkers
+        from shoal.launch.ray_workers import RayWorkers
 
         return RayWorkers(run, folder, invitation, workers, notify)
     return SshWorkers(run, folder, invitation, workers, notify)

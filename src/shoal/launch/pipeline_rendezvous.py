@@ -24,8 +24,8 @@ from shoal.config.load import Override
 from shoal.config.plugins import needed_by
 from shoal.config.ranks import Place, environment_of
 from shoal.errors import ShoalError
-from shoal.launch import nursery
-from shoal.launch.ranks import LOST
+from shoal.launch import forkserver
+from shoal.launch.engine_processes import LOST
 from shoal.protocol.messages import LONGEST_NAME, LONGEST_REASON, PROTOCOL
 from shoal.runs import stage_placement
 from shoal.runs.connections import ClientLine
@@ -173,7 +173,7 @@ class Host:
         self.server, self.invitation = listen(run, run.transport, hosts, folder, _LARGEST, expected)
         self.gathering = Gathering(expected, run.cluster.workers, placing.choose if placing else None)
         self.text = settings_text(run)
-        self.process: nursery.Process | None = None
+        self.process: forkserver.Process | None = None
         self.port, self.group = 0, secrets.token_hex(8)
         self.over, self.failed = False, ""
         self._told: list[str] = []
@@ -235,7 +235,7 @@ class Host:
         here = self._place("127.0.0.1")
         environ = dict(os.environ) | environment_of(here) | {"TORCHELASTIC_RESTART_COUNT": str(gathering.start - 1)}
         environ |= _speaking_at(parse(self.invitation.address).host)
-        self.process = nursery.start(["-m", "shoal", "train", *self.arguments], env=environ, start_new_session=True)
+        self.process = forkserver.start(["-m", "shoal", "train", *self.arguments], env=environ, start_new_session=True)
 
     def _place(self, address: str) -> Place:
         """This machine's own."""
@@ -323,7 +323,7 @@ class Attending:
         self.instance, self.patience_s = secrets.token_hex(8), patience_s
         self.last = 0
         """The start in which this machine last took part."""
-        self.process: nursery.Process | None = None
+        self.process: forkserver.Process | None = None
         self.stopping = False
 
     def stop(self) -> None:
@@ -405,7 +405,7 @@ class Attending:
         environ = dict(os.environ) | environment_of(here) | _speaking_at(host)
         with (folder / "log").open("wb") as log:
             command = ["-m", "shoal", "train", "--resume", "--run-dir", str(folder), *settings]
-            self.process = nursery.start(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+            self.process = forkserver.start(command, env=environ, stdout=log, stderr=log, start_new_session=True)
             code = self.process.wait()
             self.process.stdin.close()
         said = (folder / "log").read_text(encoding="utf-8", errors="replace").strip()

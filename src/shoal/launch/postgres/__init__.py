@@ -1,0 +1,1 @@
+"""The PostgreSQL server that a run starts for itself."""
