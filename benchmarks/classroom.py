@@ -15,7 +15,7 @@ from classroom_claims import JOBS, Peer, Queue, Setting, Units, rate, snapshot_h
 from run import Row
 
 from shoal.launch import EmbeddedPostgres
-from shoal.transports.databases import Access
+from shoal.transports.database_address import Access
 
 MOST_MS = 100.0
 BATCHES = (10, 100)

@@ -24,7 +24,7 @@ from processes import Helper
 
 from shoal.launch import EmbeddedPostgres
 from shoal.transports import Message
-from shoal.transports.databases import Access
+from shoal.transports.database_address import Access
 from shoal.transports.postgres import PostgresServer, UnitDesk, schema
 from shoal.transports.postgres.access import connect, create_database
 

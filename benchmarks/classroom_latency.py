@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from processes import Helper
 
 from shoal.launch import EmbeddedPostgres
-from shoal.transports.databases import Access
+from shoal.transports.database_address import Access
 from shoal.transports.postgres import PostgresServer, UnitDesk, schema
 from shoal.transports.postgres.access import connect
 

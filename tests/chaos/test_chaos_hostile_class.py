@@ -17,7 +17,7 @@ from shoal.errors import ShoalError
 from shoal.launch import EmbeddedPostgres
 from shoal.runs.connections import BoardLine
 from shoal.runs.worker_run import Joined
-from shoal.transports.databases import Access
+from shoal.transports.database_address import Access
 from shoal.transports.postgres import UnitDesk
 from shoal.transports.postgres.enrolment import own_access
 

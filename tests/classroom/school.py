@@ -13,7 +13,7 @@ from shoal.config.load import Loaded, resolve_data
 from shoal.config.schema.cluster import Postgres
 from shoal.runs.coordinator_setup import Coordinating, prepare
 from shoal.runs.worker_run import Joined, Way
-from shoal.transports.databases import Access
+from shoal.transports.database_address import Access
 from shoal.transports.postgres import schema
 from shoal.transports.postgres.access import connect
 

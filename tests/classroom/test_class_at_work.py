@@ -26,7 +26,7 @@ from shoal.runs.coordinator_run import ClusterLoop
 from shoal.runs.coordinator_setup import Coordinating
 from shoal.runs.worker_run import Joined
 from shoal.transports.postgres.access import connect
-from shoal.transports.postgres.view import look, trail
+from shoal.transports.postgres.queries import look, trail
 from shoal.updates.privacy import Accountant, sample_level_multiplier
 
 

@@ -16,10 +16,10 @@ from shoal.cli.main import main
 from shoal.errors import ShoalError
 from shoal.runs.coordinator_setup import Coordinating
 from shoal.runs.worker_run import Joined, Way
-from shoal.transports.postgres import line
+from shoal.transports.netem import Profile, Proxy
+from shoal.transports.postgres import reconnecting
 from shoal.transports.postgres.access import connect
-from shoal.transports.postgres.view import look
-from shoal.transports.weather import Profile, Proxy
+from shoal.transports.postgres.queries import look
 from shoal.watch.classroom import rows
 
 FINE = Profile(round_trip_ms=0.0, jitter_ms=0.0, loss=0.0, mbit_per_s=1e6)
@@ -61,7 +61,7 @@ def wait_for(happened: Callable[[], Any], what: str) -> None:
 def test_a_student_whose_database_is_gone_leaves_when_it_is_first_asked_to(
     school: School, monkeypatch: pytest.MonkeyPatch, strategy: dict[str, Any], gone: str
 ) -> None:
-    monkeypatch.setitem(line._CONNECTING, "connect_timeout", 2)
+    monkeypatch.setitem(reconnecting._CONNECTING, "connect_timeout", 2)
     monkeypatch.setattr("shoal.runs.worker_run._SIGN_S", 1.0)
     told: list[str] = []
     with teaching(school, strategy) as coordinating:

@@ -23,8 +23,8 @@ from shoal.runs.invitation import Guests
 from shoal.runs.worker_run import Way
 from shoal.transports import Message, addresses
 from shoal.transports.keys import Keys
-from shoal.transports.rate import Rate
-from shoal.transports.zeromq.crowding import RESERVED_DESCRIPTORS, Crowd
+from shoal.transports.request_rate import Rate
+from shoal.transports.zeromq.connection_limits import RESERVED_DESCRIPTORS, Crowd
 from shoal.transports.zeromq.sockets import PIECE_BYTES
 
 

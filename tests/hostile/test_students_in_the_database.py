@@ -21,11 +21,11 @@ from rich.console import Console
 from shoal.cli.status import _drawn
 from shoal.coordinator.units.database_leases import Notes
 from shoal.transports import Message, Refused
-from shoal.transports.databases import Access, parse
+from shoal.transports.database_address import Access, parse
 from shoal.transports.postgres import PostgresServer, UnitDesk, schema
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
-from shoal.transports.postgres.view import look
+from shoal.transports.postgres.queries import look
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "transports"))
 

@@ -18,12 +18,13 @@ import pytest
 from shoal.launch import run_database as grounds
 from shoal.launch.postgres.server import MOST_OUTSIDE, EmbeddedPostgres
 from shoal.protocol.address_groups import household
-from shoal.transports import Refused, tls_front
-from shoal.transports.databases import Access
+from shoal.transports import Refused
+from shoal.transports.database_address import Access
 from shoal.transports.postgres import schema
+from shoal.transports.postgres import tls_proxy as tls_front
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
-from shoal.transports.postgres.line import Line
+from shoal.transports.postgres.reconnecting import Line
 
 PATIENCE_S = 300.0
 """After this time something hangs: a busy machine takes many times as long as a quiet one."""

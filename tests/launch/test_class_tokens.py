@@ -10,7 +10,7 @@ import pytest
 from shoal.cli import join
 from shoal.cli.showing import quoted
 from shoal.errors import ShoalError
-from shoal.transports.databases import parse
+from shoal.transports.database_address import parse
 
 ADDRESS = "postgresql://class@192.168.1.10:40233/shoal?pin=acaefe20e847802e276561bc0a9b825c"
 

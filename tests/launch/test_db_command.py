@@ -13,7 +13,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.errors import ShoalError
 from shoal.launch.postgres.server import EmbeddedPostgres
-from shoal.transports.databases import parse
+from shoal.transports.database_address import parse
 from shoal.transports.postgres.access import Error, connect, create_database
 
 Shoal = Callable[..., tuple[int, str, str]]

@@ -21,7 +21,7 @@ from shoal.launch.postgres.data_folder import make
 from shoal.launch.postgres.programs import Programs, User
 from shoal.launch.postgres.server import EmbeddedPostgres, database_of
 from shoal.launch.postgres.server import programs as postgres_program
-from shoal.transports.databases import Access
+from shoal.transports.database_address import Access
 from shoal.transports.postgres.access import connect
 
 psutil = pytest.importorskip("psutil", reason="needs shoal[classroom]")

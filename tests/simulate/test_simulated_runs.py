@@ -19,8 +19,8 @@ from shoal.simulate.simulation import agreed_for, scenario_of
 from shoal.simulate.sketch import data_of
 from shoal.simulate.timeline import Timeline
 from shoal.simulate.world import World
-from shoal.transports.weather import PROFILES
-from shoal.transports.weather.profiles import Profile
+from shoal.transports.netem import PROFILES
+from shoal.transports.netem.profiles import Profile
 
 STRATEGIES = {
     "edp": {"strategy.kind": "edp"},

@@ -14,7 +14,7 @@ from postgres_harness import Database
 from transport_harness import PATIENCE_S
 
 from shoal.coordinator.units.leases import PATIENCE_LEASES, GivenUp, Leases
-from shoal.transports.databases import parse
+from shoal.transports.database_address import parse
 from shoal.transports.postgres import PostgresServer, Unit, UnitDesk
 from shoal.transports.postgres.enrolment import own_access
 

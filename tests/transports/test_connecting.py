@@ -26,7 +26,7 @@ from shoal.transports import (
     serve,
 )
 from shoal.transports.keys import key_from_text, key_text
-from shoal.transports.rate import Rate, RateLimit
+from shoal.transports.request_rate import Rate, RateLimit
 
 
 @pytest.mark.parametrize(

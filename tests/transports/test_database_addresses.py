@@ -8,7 +8,7 @@ import pytest
 
 from shoal.errors import ShoalError
 from shoal.transports.addresses import LASTING_PORTS, free_port
-from shoal.transports.databases import Access, is_address, parse
+from shoal.transports.database_address import Access, is_address, parse
 
 
 @pytest.mark.parametrize(

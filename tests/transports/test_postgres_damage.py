@@ -11,8 +11,8 @@ from postgres_harness import Database
 from shoal.errors import ShoalError
 from shoal.runs.folder.repair import repair_database
 from shoal.transports.postgres import PostgresServer
+from shoal.transports.postgres.queries import damage
 from shoal.transports.postgres.store import Journal, Ledger, Snapshots
-from shoal.transports.postgres.view import damage
 
 
 @pytest.fixture

@@ -19,11 +19,13 @@ from transport_harness import PATIENCE_S, Calling, answering, call_until_answere
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Request, Unreachable
-from shoal.transports.postgres import PostgresClient, PostgresServer, UnitDesk, line, office
-from shoal.transports.postgres.line import Line
-from shoal.transports.postgres.office import Deposed
+from shoal.transports.postgres import PostgresClient, PostgresServer, UnitDesk
+from shoal.transports.postgres import coordinator_connection as office
+from shoal.transports.postgres import reconnecting as line
+from shoal.transports.postgres.coordinator_connection import Deposed
+from shoal.transports.postgres.lease_client import Unit
+from shoal.transports.postgres.reconnecting import Line
 from shoal.transports.postgres.store import Journal
-from shoal.transports.postgres.units import Unit
 
 LARGE = bytes(range(256)) * 12_000
 Serve = Callable[[], PostgresServer]

@@ -10,7 +10,9 @@ from postgres_harness import Database
 from transport_harness import PATIENCE_S, Calling, answering, take
 
 from shoal.transports import Message, Unreachable
-from shoal.transports.postgres import PostgresClient, PostgresServer, line, mailbox
+from shoal.transports.postgres import PostgresClient, PostgresServer
+from shoal.transports.postgres import reconnecting as line
+from shoal.transports.postgres import requests as mailbox
 from shoal.transports.postgres.store import Journal
 
 LARGE = bytes(range(256)) * 12_000

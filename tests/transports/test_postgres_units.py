@@ -14,7 +14,7 @@ from transport_harness import PATIENCE_S, eventually, take
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, Request
 from shoal.transports.postgres import PostgresServer, Unit, UnitDesk
-from shoal.transports.postgres.office import VACUUM_BYTES
+from shoal.transports.postgres.coordinator_connection import VACUUM_BYTES
 
 LIMIT = 10_000_000
 LARGE = bytes(range(256)) * 12_000

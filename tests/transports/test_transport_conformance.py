@@ -22,7 +22,7 @@ from transport_harness import (
 )
 
 from shoal.transports import Client, Message, Refused, Request, Server, Unreachable, new_keys, new_token
-from shoal.transports.rate import Rate
+from shoal.transports.request_rate import Rate
 from shoal.transports.wire import HEADER_BYTES, Malformed
 from shoal.transports.xmlrpc import XmlRpcServer
 

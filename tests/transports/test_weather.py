@@ -14,8 +14,8 @@ from transport_harness import KEYS, PATIENCE_S, TOKEN, Calling, answering, call_
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Unreachable, addresses
-from shoal.transports.weather import PROFILES, Profile, Proxy, profile
-from shoal.transports.weather.streams import Lane, Stream
+from shoal.transports.netem import PROFILES, Profile, Proxy, profile
+from shoal.transports.netem.streams import Lane, Stream
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 

@@ -16,11 +16,11 @@ from transport_harness import PATIENCE_S, TOKEN, answering, eventually, resident
 import hostile
 from shoal.errors import ShoalError
 from shoal.transports import Message, addresses
-from shoal.transports.places import STRANGERS_S, Places
-from shoal.transports.scraping import ScrapedPage
+from shoal.transports.connection_limits import STRANGERS_S, Places
+from shoal.transports.metrics_page import ScrapedPage
 from shoal.transports.wire import Limits, Malformed, encode
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
-from shoal.transports.xmlrpc.documents import pack, unpack
+from shoal.transports.xmlrpc.encoding import pack, unpack
 from shoal.transports.xmlrpc.server import MOST_CONNECTIONS
 
 LIMIT = 100_000
@@ -161,7 +161,9 @@ def is_ended(line: socket.socket) -> bool:
 def test_strangers_who_take_all_places_keep_no_worker_out(
     server: XmlRpcServer, sources: list[str], words: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.transports.places.STRANGERS_S", PATIENCE_S)  # else the first leave of themselves, where coming takes long
+    monkeypatch.setattr(
+        "shoal.transports.connection_limits.STRANGERS_S", PATIENCE_S
+    )  # else the first leave of themselves, where coming takes long
     worker = XmlRpcClient(server.address, token=TOKEN, max_frame_bytes=LIMIT)
     assert worker.call(Message({"first": "here"}), PATIENCE_S).header["echo"] == {"first": "here"}
     with contextlib.ExitStack() as held:

@@ -19,7 +19,7 @@ import hostile
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, addresses, new_keys
 from shoal.transports.keys import keys_from_secret, keys_from_token
-from shoal.transports.rate import Rate
+from shoal.transports.request_rate import Rate
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 from shoal.transports.zeromq.sockets import in_pieces
 

@@ -14,8 +14,8 @@ from postgres_harness import Database
 
 from shoal.transports import Client, Message, Request, Server, Unreachable, new_keys, new_token
 from shoal.transports.in_process import SCHEME, InProcessClient, InProcessServer
+from shoal.transports.netem import PROFILES, Proxy
 from shoal.transports.postgres import PostgresClient, PostgresServer
-from shoal.transports.weather import PROFILES, Proxy
 from shoal.transports.xmlrpc import XmlRpcClient, XmlRpcServer
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 

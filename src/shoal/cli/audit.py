@@ -118,7 +118,7 @@ def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Pa
 
     with place_of(*parse(parser("audit", ""), [str(folder)])) as place, connected(place.access) as connection:
         from shoal.coordinator.audit.files import gather_from, gather_receipts
-        from shoal.transports.postgres.view import damage, look, trail
+        from shoal.transports.postgres.queries import damage, look, trail
 
         seen = look(connection)
         violations += damage(connection)

@@ -18,8 +18,8 @@ from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch.postgres.connection_file import FILE, Memory
 from shoal.transports.addresses import is_loopback, local_addresses, to_tell
-from shoal.transports.databases import Access, access_of, is_address
-from shoal.transports.databases import parse as parse_address
+from shoal.transports.database_address import Access, access_of, is_address
+from shoal.transports.database_address import parse as parse_address
 
 if TYPE_CHECKING:
     from shoal.transports.postgres.access import Connection

@@ -29,14 +29,14 @@ from shoal.errors import ShoalError
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import bracketed
 from shoal.transports.addresses import parse as parse_tcp
-from shoal.transports.databases import access_of, is_address
-from shoal.transports.databases import parse as parse_address
+from shoal.transports.database_address import access_of, is_address
+from shoal.transports.database_address import parse as parse_address
 
 if TYPE_CHECKING:
     from shoal.config.ranks import Place
     from shoal.launch import Crew
     from shoal.runs.worker_run import Joined, Way
-    from shoal.transports.weather import Proxy
+    from shoal.transports.netem import Proxy
 
 EPILOG = """\
 The coordinator sends everything else: the configuration, what the data must be, the tokenizer.
@@ -264,7 +264,7 @@ def _configured(file: str) -> str:
 def _through_weather(address: str, name: str, worker: str) -> tuple[Proxy, str]:
     """A link with this weather, and the address to use in place of the coordinator's. What a worker's link loses depends on its name, or
     on chance where it has none: two workers do not lose the same packets."""
-    from shoal.transports.weather import Proxy, profile
+    from shoal.transports.netem import Proxy, profile
 
     seed = zlib.crc32(worker.encode()) if worker else secrets.randbits(32)
     if not is_address(address):

@@ -11,7 +11,7 @@ from shoal.cli.options import add_plugin_option, load_plugins
 from shoal.cli.showing import tell
 from shoal.config.load import Override, parse_override
 from shoal.errors import ShoalError
-from shoal.transports.databases import is_address
+from shoal.transports.database_address import is_address
 
 if TYPE_CHECKING:
     from shoal.runs.worker_run import Joined

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.runs.invitation import Invitation
     from shoal.runs.training.loop import Loop
     from shoal.transports.addresses import Address
-    from shoal.transports.databases import Access
+    from shoal.transports.database_address import Access
 
 
 def tell(text: str) -> None:
@@ -115,8 +115,8 @@ def show_invitation(started: Started, hosts: Sequence[str] = ()) -> None:
     from shoal.runs.invitation import keep_line
     from shoal.runs.live_objects import factories_of
     from shoal.transports.addresses import parse as parse_address
-    from shoal.transports.databases import is_address
-    from shoal.transports.databases import parse as parse_database
+    from shoal.transports.database_address import is_address
+    from shoal.transports.database_address import parse as parse_database
     from shoal.transports.keys import key_text
 
     invitation, cluster = started.invitation, started.loop.run.cluster

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shoal.runs.folder.run_reader import RunFolder
-    from shoal.transports.postgres.view import View
+    from shoal.transports.postgres.queries import View
 
 
 def run(argv: list[str]) -> int:
@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
     if folder is not None:
         return _show_folder(folder, arguments.json, arguments.grid)
     with place_of(arguments, overrides) as place, connected(place.access) as connection:
-        from shoal.transports.postgres.view import look, picture
+        from shoal.transports.postgres.queries import look, picture
 
         def view() -> View:
             seen = look(connection)
@@ -100,7 +100,7 @@ def _folder_of_settings(arguments: argparse.Namespace, overrides: list[Override]
     """The newest run of a configuration; None for one that goes through a database, which knows more than a folder."""
     from shoal.config.schema.cluster import Postgres
     from shoal.runs.folder.run_reader import newest_run
-    from shoal.transports.databases import is_address
+    from shoal.transports.database_address import is_address
 
     if arguments.files and is_address(arguments.files[0]):
         return None

@@ -20,8 +20,8 @@ from shoal.errors import ShoalError
 from shoal.launch import forkserver
 from shoal.launch.local import fair_threads, last_line
 from shoal.runs.invitation import Invitation
-from shoal.transports.databases import is_address
-from shoal.transports.databases import parse as parse_database
+from shoal.transports.database_address import is_address
+from shoal.transports.database_address import parse as parse_database
 
 LEASHED = "shoal.cli.leashed"
 """Runs a command that ends with this process, however this process ends."""

@@ -21,7 +21,7 @@ from shoal.errors import ShoalError
 from shoal.launch.local import LocalWorker, LocalWorkers
 from shoal.runs.invitation import Invitation
 from shoal.transports.addresses import parse
-from shoal.transports.databases import is_address
+from shoal.transports.database_address import is_address
 from shoal.version import __version__
 
 _LOST = 255

@@ -13,13 +13,13 @@ from shoal.config.schema.cluster import Postgres
 from shoal.runs.welcome import configuration
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
-from shoal.transports.databases import is_address, parse
+from shoal.transports.database_address import is_address, parse
 from shoal.worker.courier import Answer, Lost
 from shoal.worker.protocol import COMPUTING, Frames
 
 if TYPE_CHECKING:
     from shoal.transports.postgres import UnitDesk
-    from shoal.transports.postgres.units import Unit, Weights
+    from shoal.transports.postgres.lease_client import Unit, Weights
 
 _WELCOME_BYTES = 64 << 20
 """The largest frame before the size of the model is known: a tokenizer's file."""

@@ -22,7 +22,7 @@ from shoal.runs.folder.run_directory import RunDirectory
 from shoal.runs.invitation import Guests, Invitation, Secrets, listen
 from shoal.runs.welcome import configuration, unpack
 from shoal.transports import Message, Server
-from shoal.transports.databases import access_of
+from shoal.transports.database_address import access_of
 
 if TYPE_CHECKING:
     from shoal.transports.postgres import PostgresServer

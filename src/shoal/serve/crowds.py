@@ -1,7 +1,7 @@
 """How many connections a server of pages and answers has: no more than there are descriptors for, and strangers give their places up.
 
 uvicorn takes whoever comes, and waits for a first question for ever. Here a connection has a moment to ask something. Where all places are
-taken, the one that has been silent for longest, and waits for no answer, is ended in favour of the next (`transports/places.py`).
+taken, the one that has been silent for longest, and waits for no answer, is ended in favour of the next (`transports/connection_limits.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal.protocol.address_groups import household
-from shoal.transports.places import STRANGERS_S, Places
-from shoal.transports.zeromq.crowding import room_for
+from shoal.transports.connection_limits import STRANGERS_S, Places
+from shoal.transports.zeromq.connection_limits import room_for
 
 MOST_CONNECTIONS = 1000
 

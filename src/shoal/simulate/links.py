@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from shoal.simulate.machines import always_lit
 from shoal.simulate.timeline import Timeline
-from shoal.transports.weather.profiles import Profile
-from shoal.transports.weather.streams import PACKET_BYTES, Lane
+from shoal.transports.netem.profiles import Profile
+from shoal.transports.netem.streams import PACKET_BYTES, Lane
 
 
 class Link:

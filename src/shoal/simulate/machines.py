@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shoal.errors import ShoalError
-from shoal.transports.weather.profiles import PROFILES, Profile, profile
+from shoal.transports.netem.profiles import PROFILES, Profile, profile
 
 Stay = tuple[float, float]
 CALM = Profile(0.5, 0.0, 0.0, 1000)

@@ -12,9 +12,9 @@ import time
 from shoal.config.schema.cluster import InProcess
 from shoal.errors import ShoalError
 from shoal.transports import keys, wire
-from shoal.transports.desk import Desk, Waiting
 from shoal.transports.interface import Call, Frame, Message, Place, Refused, Request, Traffic, Unreachable
-from shoal.transports.rate import Rate
+from shoal.transports.request_queue import Desk, Waiting
+from shoal.transports.request_rate import Rate
 
 SCHEME = "in-process://"
 

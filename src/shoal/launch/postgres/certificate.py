@@ -23,7 +23,7 @@ class Certificate(NamedTuple):
 
 def certificate_of(folder: Path) -> Certificate:
     """The certificate in a run's folder; made where there is none. Raises ShoalError."""
-    from shoal.transports.postgres.pinning import digest  # asks for a driver that others do without
+    from shoal.transports.postgres.certificate_pin import digest  # asks for a driver that others do without
 
     certificate, key = folder / "postgres.crt", folder / "postgres.key"
     try:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shoal.errors import ShoalError
 from shoal.launch.postgres.programs import processes
 from shoal.transports.addresses import is_loopback, resolve
-from shoal.transports.databases import Access
+from shoal.transports.database_address import Access
 from shoal.transports.private_files import write_private
 
 FILE = "postgres.json"

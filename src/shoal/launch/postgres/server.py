@@ -38,9 +38,9 @@ from shoal.launch.postgres.data_folder import (
 )
 from shoal.launch.postgres.programs import Programs, programs_for
 from shoal.launch.postgres.server import supervisor
-from shoal.transports import tls_front
 from shoal.transports.addresses import bracketed, free_port, is_listening, is_loopback, resolve
-from shoal.transports.databases import Access
+from shoal.transports.database_address import Access
+from shoal.transports.postgres import tls_proxy
 
 _START_S = 120.0
 _STOP_S = 60.0
@@ -197,7 +197,7 @@ class EmbeddedPostgres:
         memory, made = self._memory, self._certificate
         if made is None:
             return None
-        files = {"certificate": str(made.certificate), "key": str(made.key), "program": tls_front.__file__}
+        files = {"certificate": str(made.certificate), "key": str(made.key), "program": tls_proxy.__file__}
         where = {"host": resolve(memory.host), "port": memory.port, "server_port": memory.inner_port}
         roles = {"forbidden_roles": [memory.user], "passing_roles": [CLASS]}
         return files | where | roles | {"most": MOST_OUTSIDE, "user": programs.user}

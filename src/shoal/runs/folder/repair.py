@@ -27,7 +27,7 @@ from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints
 
 if TYPE_CHECKING:
-    from shoal.transports.postgres.mending import Removed
+    from shoal.transports.postgres.repair import Removed
 
 _LARGEST_FRAME = 1 << 30
 """What a repair may read; the coordinator that comes back says again what students may send."""
@@ -71,7 +71,8 @@ def repair(folder: Path, receipts: Path, say: Callable[[str], None]) -> bool:
 def repair_database(address: str, folder: Path, say: Callable[[str], None]) -> bool:
     """Make a run in a database fit to go on; what is taken out of it goes into files in `folder`. Return whether there was something to
     do."""
-    from shoal.transports.postgres import PostgresServer, mending
+    from shoal.transports.postgres import PostgresServer
+    from shoal.transports.postgres import repair as mending
     from shoal.transports.postgres.store import Snapshots
 
     server = PostgresServer(address, max_frame_bytes=_LARGEST_FRAME)  # refused while a coordinator is at work there

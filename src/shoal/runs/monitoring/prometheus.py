@@ -10,8 +10,8 @@ from typing import Any
 
 from shoal.config.schema.cluster import Coordinator
 from shoal.transports.addresses import is_loopback
+from shoal.transports.metrics_page import ScrapedPage
 from shoal.transports.private_files import write_private
-from shoal.transports.scraping import ScrapedPage
 
 _OF_RUN = {
     "version": ("gauge", "The number of the newest weights."),

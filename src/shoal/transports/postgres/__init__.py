@@ -12,9 +12,9 @@ only make it quick; where they do not get through, everybody looks again after `
 from shoal.config.schema.cluster import Postgres
 from shoal.transports.interface import Call, Place
 from shoal.transports.postgres.client import PostgresClient
-from shoal.transports.postgres.line import conninfo_of
+from shoal.transports.postgres.lease_client import Unit, UnitDesk, Weights, stored_run
+from shoal.transports.postgres.reconnecting import conninfo_of
 from shoal.transports.postgres.server import PostgresServer
-from shoal.transports.postgres.units import Unit, UnitDesk, Weights, stored_run
 
 __all__ = ["PostgresClient", "PostgresServer", "Unit", "UnitDesk", "Weights", "connect", "serve", "stored_run"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.transports.addresses import bracketed
-from shoal.transports.databases import Access, split_pin
-from shoal.transports.postgres.pinning import pinned_certificate
+from shoal.transports.database_address import Access, split_pin
+from shoal.transports.postgres.certificate_pin import pinned_certificate
 
 try:
     import psycopg

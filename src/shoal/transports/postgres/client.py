@@ -10,7 +10,7 @@ import uuid
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
 from shoal.transports.postgres import frames
-from shoal.transports.postgres.line import Connection, Line
+from shoal.transports.postgres.reconnecting import Connection, Line
 
 _FIRST_PAUSE_S = 0.05
 """The pause before the first look if no notification came. Each pause is twice the one before, up to the poll interval."""

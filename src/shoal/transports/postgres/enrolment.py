@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
-from shoal.transports.databases import Access, pin_of
+from shoal.transports.database_address import Access, pin_of
 from shoal.transports.interface import Refused
-from shoal.transports.postgres.line import Connection, Line
+from shoal.transports.postgres.reconnecting import Connection, Line
 from shoal.transports.private_files import write_private
 
 

@@ -11,7 +11,7 @@ from shoal.errors import ShoalError
 from shoal.protocol.buffer_pool import room
 from shoal.transports import wire
 from shoal.transports.interface import Frame
-from shoal.transports.postgres.line import Connection
+from shoal.transports.postgres.reconnecting import Connection
 
 PART_BYTES = 1 << 18
 """Measured over loopback: smaller parts cost statements, larger ones copies."""

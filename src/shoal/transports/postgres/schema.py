@@ -13,7 +13,7 @@ from psycopg import errors, sql
 
 from shoal.errors import ShoalError
 from shoal.transports.postgres.access import set_password
-from shoal.transports.postgres.line import Connection
+from shoal.transports.postgres.reconnecting import Connection
 
 KINDS = ("student", "reader", "coordinator", "class")
 STUDENTS_FUNCTIONS = (

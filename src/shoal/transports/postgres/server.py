@@ -12,8 +12,8 @@ from shoal.errors import ShoalError
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request
 from shoal.transports.postgres import frames as blobs
-from shoal.transports.postgres.mailbox import Mailbox
-from shoal.transports.postgres.view import WORKER_COLUMNS, workers_in
+from shoal.transports.postgres.queries import WORKER_COLUMNS, workers_in
+from shoal.transports.postgres.requests import Mailbox
 
 
 class PostgresServer(Mailbox):

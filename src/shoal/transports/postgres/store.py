@@ -23,7 +23,7 @@ from shoal.errors import ShoalError
 from shoal.protocol.checksums import crc32
 from shoal.transports.interface import Frame
 from shoal.transports.postgres import frames as blobs
-from shoal.transports.postgres.line import Connection
+from shoal.transports.postgres.reconnecting import Connection
 from shoal.transports.postgres.server import PostgresServer
 from shoal.updates.state_packing import packed, unpacked
 

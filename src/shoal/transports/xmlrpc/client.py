@@ -11,7 +11,7 @@ import time
 from shoal.errors import ShoalError
 from shoal.transports import addresses, wire
 from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
-from shoal.transports.xmlrpc.documents import most_body_bytes, only_here, pack, unpack
+from shoal.transports.xmlrpc.encoding import most_body_bytes, only_here, pack, unpack
 
 _HANGING_UP = (OSError, http.client.HTTPException)
 

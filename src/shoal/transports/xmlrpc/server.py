@@ -17,11 +17,11 @@ from typing import Any
 from shoal.errors import ShoalError
 from shoal.protocol.address_groups import household
 from shoal.transports import addresses, keys, wire
-from shoal.transports.desk import Desk
+from shoal.transports.connection_limits import HEADER_BYTES, Beginnings, Places, hang_up
 from shoal.transports.interface import Message, Request, Traffic
-from shoal.transports.places import HEADER_BYTES, Beginnings, Places, hang_up
-from shoal.transports.rate import SLOWEST_BYTES_PER_S, Rate
-from shoal.transports.xmlrpc.documents import most_body_bytes, only_here, pack, unpack
+from shoal.transports.request_queue import Desk
+from shoal.transports.request_rate import SLOWEST_BYTES_PER_S, Rate
+from shoal.transports.xmlrpc.encoding import most_body_bytes, only_here, pack, unpack
 
 MOST_CONNECTIONS = 256
 IDLE_S = 30.0

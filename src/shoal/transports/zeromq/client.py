@@ -14,8 +14,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
-from shoal.transports.bell import Bell
 from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
+from shoal.transports.wakeup import Bell
 from shoal.transports.zeromq.sockets import LEAST_PATIENCE_S, USER, Received, Socket, most_patience_s, receive, send, tune
 
 BROKEN_S = 2.0

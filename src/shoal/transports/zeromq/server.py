@@ -13,12 +13,12 @@ from zmq.utils import z85
 
 from shoal.errors import ShoalError
 from shoal.transports import addresses, keys, wire
-from shoal.transports.bell import Bell
 from shoal.transports.interface import Guest, Message, Request, Traffic
-from shoal.transports.rate import Rate, RateLimit
-from shoal.transports.zeromq.crowding import Crowd
-from shoal.transports.zeromq.gatekeeper import DOMAIN, Admits, Gatekeeper
-from shoal.transports.zeromq.hoarding import Hoarding
+from shoal.transports.request_rate import Rate, RateLimit
+from shoal.transports.wakeup import Bell
+from shoal.transports.zeromq.authentication import DOMAIN, Admits, Gatekeeper
+from shoal.transports.zeromq.byte_limits import Hoarding
+from shoal.transports.zeromq.connection_limits import Crowd
 from shoal.transports.zeromq.sockets import USER, Received, Socket, receive, send, tune
 
 BATCH, BATCH_BYTES = 64, 256 << 20

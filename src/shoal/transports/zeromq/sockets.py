@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import zmq
 
 from shoal.transports.interface import Frame
-from shoal.transports.rate import SLOWEST_BYTES_PER_S
+from shoal.transports.request_rate import SLOWEST_BYTES_PER_S
 from shoal.transports.wire import Limits, Malformed, Oversized, decode
 
 Socket: TypeAlias = "zmq.Socket[bytes]"

@@ -10,7 +10,7 @@ from psycopg import OperationalError, errors
 
 from shoal.transports.interface import Frame
 from shoal.transports.postgres import frames
-from shoal.transports.postgres.line import Connection, Line
+from shoal.transports.postgres.reconnecting import Connection, Line
 
 _PRESSES = 2
 _SMALL_BYTES = 1 << 20

@@ -14,10 +14,10 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from shoal.transports.bell import Bell
 from shoal.transports.interface import Traffic
-from shoal.transports.zeromq.crowding import Crowd
-from shoal.transports.zeromq.hoarding import LOOK_AT_STRANGERS_EVERY_S, LOOK_EVERY_S, Hoarding
+from shoal.transports.wakeup import Bell
+from shoal.transports.zeromq.byte_limits import LOOK_AT_STRANGERS_EVERY_S, LOOK_EVERY_S, Hoarding
+from shoal.transports.zeromq.connection_limits import Crowd
 from shoal.transports.zeromq.sockets import Socket
 
 DOMAIN = b"shoal"

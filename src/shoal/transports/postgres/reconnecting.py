@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeVar
 
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
-from shoal.transports.bell import Bell
-from shoal.transports.databases import Access, split_pin
+from shoal.transports.database_address import Access, split_pin
 from shoal.transports.interface import Refused, Unreachable
 from shoal.transports.postgres import access
-from shoal.transports.postgres.pinning import pinned_certificate
+from shoal.transports.postgres.certificate_pin import pinned_certificate
+from shoal.transports.wakeup import Bell
 
 try:
     import psycopg

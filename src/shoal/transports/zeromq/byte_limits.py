@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import zmq
 
-from shoal.transports.zeromq.crowding import borrowed, hang_up
+from shoal.transports.zeromq.connection_limits import borrowed, hang_up
 
 LOOK_EVERY_S = 0.2
 LOOK_AT_STRANGERS_EVERY_S = 0.02

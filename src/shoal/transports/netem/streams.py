@@ -7,7 +7,7 @@ import random
 import socket
 from collections import deque
 
-from shoal.transports.weather.profiles import Profile
+from shoal.transports.netem.profiles import Profile
 
 PACKET_BYTES = 1500
 LARGEST_READ = 64 << 10

@@ -15,7 +15,7 @@ from typing import Any
 from shoal.errors import ShoalError
 from shoal.protocol.address_groups import household
 from shoal.transports import addresses
-from shoal.transports.places import Beginnings, Places, hang_up
+from shoal.transports.connection_limits import Beginnings, Places, hang_up
 
 _MOST_CONNECTIONS = 32
 _IDLE_S = 10.0

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from shoal.transports import addresses
-from shoal.transports.bell import Bell
-from shoal.transports.weather.profiles import Profile
-from shoal.transports.weather.streams import AHEAD_S, LARGEST_READ, Lane, Stream
+from shoal.transports.netem.profiles import Profile
+from shoal.transports.netem.streams import AHEAD_S, LARGEST_READ, Lane, Stream
+from shoal.transports.wakeup import Bell
 
 if TYPE_CHECKING:
     from _typeshed import HasFileno

@@ -9,7 +9,7 @@ import time
 
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request, Traffic
-from shoal.transports.rate import Rate, RateLimit
+from shoal.transports.request_rate import Rate, RateLimit
 
 BATCH = 64
 MOST_WAITING = 4096

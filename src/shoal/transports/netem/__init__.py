@@ -5,7 +5,7 @@ order. A lost packet is a stall of one retransmission time-out, a few of them en
 the same sequence of packets meets the same fate.
 """
 
-from shoal.transports.weather.profiles import PROFILES, Profile, profile
-from shoal.transports.weather.proxy import Proxy
+from shoal.transports.netem.profiles import PROFILES, Profile, profile
+from shoal.transports.netem.proxy import Proxy
 
 __all__ = ["PROFILES", "Profile", "Proxy", "profile"]

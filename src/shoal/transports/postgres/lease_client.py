@@ -19,7 +19,7 @@ from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Unreachable
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres import schema
-from shoal.transports.postgres.line import Connection, Line
+from shoal.transports.postgres.reconnecting import Connection, Line
 
 _LIMITS = wire.Limits(1 << 40)
 _LOOK_EVERY_S = 1.0

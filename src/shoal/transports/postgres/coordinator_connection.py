@@ -22,7 +22,7 @@ import psycopg
 from shoal.errors import ShoalError
 from shoal.transports.interface import Unreachable
 from shoal.transports.postgres import schema
-from shoal.transports.postgres.line import LOST, Connection, Line, explained
+from shoal.transports.postgres.reconnecting import LOST, Connection, Line, explained
 
 BEAT_S = 1.5
 SILENT_S = 5.0

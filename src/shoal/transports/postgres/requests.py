@@ -13,11 +13,11 @@ from shoal.errors import ShoalError
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request, Traffic
 from shoal.transports.postgres import frames
+from shoal.transports.postgres.bulk_writer import Press
 from shoal.transports.postgres.client import channel_of
-from shoal.transports.postgres.line import place
-from shoal.transports.postgres.office import Office
-from shoal.transports.postgres.printing import Press
-from shoal.transports.rate import Rate, RateLimit
+from shoal.transports.postgres.coordinator_connection import Office
+from shoal.transports.postgres.reconnecting import place
+from shoal.transports.request_rate import Rate, RateLimit
 
 BATCH, BATCH_BYTES = 64, 256 << 20
 """What one poll brings at most."""
