@@ -325,8 +325,8 @@ def test_rubbish_from_a_student_spoils_nothing(school: School) -> None:
 
 
 def test_the_teacher_sees_the_class_from_the_database_alone(school: School, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from shoal.reporters.database_figures import Blackboard
     from shoal.transports.postgres import schema
-    from shoal.watch.blackboard import Blackboard
 
     with connect(school.access) as connection:
         schema.grant(connection, "teacher", "secret", "reader")
@@ -367,9 +367,9 @@ def test_statistics_of_the_networks_reach_the_coordinator(school: School) -> Non
 
 @pytest.mark.parametrize("strategy", ["syncps", "async", "edp"])
 def test_other_strategies_go_through_the_database_too(school: School, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from shoal.reporters.database_figures import Blackboard
     from shoal.runs.connections import ClientLine
     from shoal.runs.worker_run import Way
-    from shoal.watch.blackboard import Blackboard
 
     coordinating = school.coordinate({"strategy": {"kind": strategy}, "logging": {"every_steps": 5}}, workers=2)
     coordinating.loop.recorder.reporters.append(Blackboard())

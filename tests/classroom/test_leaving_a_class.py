@@ -14,13 +14,13 @@ from school import School
 from commands import HANG_S
 from shoal.cli.main import main
 from shoal.errors import ShoalError
+from shoal.reporters.class_table import rows
 from shoal.runs.coordinator_setup import Coordinating
 from shoal.runs.worker_run import Joined, Way
 from shoal.transports.netem import Profile, Proxy
 from shoal.transports.postgres import reconnecting
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.queries import look
-from shoal.watch.classroom import rows
 
 FINE = Profile(round_trip_ms=0.0, jitter_ms=0.0, loss=0.0, mbit_per_s=1e6)
 PATIENCE_S = float(HANG_S)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from commands import HANG_S, eventually, run_python
 from shoal.cli.main import main
-from shoal.watch.hub_repository import PushError
-from shoal.watch.pusher import Pusher
+from shoal.reporters.hub_repository import PushError
+from shoal.reporters.pusher import Pusher
 
 # The client's own storage upload speaks to its HTTP library in a way that library wants changed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -60,8 +60,8 @@ def test_a_run_is_pushed_whole(hub: FakeHub, capsys: pytest.CaptureFixture[str],
 
 
 def test_every_interval_is_pushed_when_the_hub_keeps_up(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.reporters.hub import HubUploads
     from shoal.runs.training.loop import Loop
-    from shoal.watch.hub import HubUploads
 
     after = HubUploads.step
 
@@ -159,7 +159,7 @@ def test_whatever_the_hub_does_the_run_ends_well(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     path, status, times, arrives, says, headers = CASES[case]
-    monkeypatch.setattr("shoal.watch.hub_repository.REQUEST_TIMEOUT_S", 0.5 if status == "hang" else HANG_S)
+    monkeypatch.setattr("shoal.reporters.hub_repository.REQUEST_TIMEOUT_S", 0.5 if status == "hang" else HANG_S)
     if not arrives:
         give_up_once_told(monkeypatch, says)
     hub.fail(path, status, times=times, **headers)
@@ -187,7 +187,7 @@ def test_a_hub_that_never_answers_costs_the_run_nothing_but_the_last_wait(
         finish(self, 0.5)
 
     monkeypatch.setattr(Pusher, "finish", finish_once_asked)
-    monkeypatch.setattr("shoal.watch.hub_repository.REQUEST_TIMEOUT_S", 2 * HANG_S)
+    monkeypatch.setattr("shoal.reporters.hub_repository.REQUEST_TIMEOUT_S", 2 * HANG_S)
     hub.fail("create", "hang", times=99)
     assert train(steps=40, interval=1) == 0
     assert "the hub took longer than" in capsys.readouterr().err
@@ -353,7 +353,7 @@ def test_a_newer_state_takes_the_place_of_the_one_that_waits() -> None:
 
 
 def test_what_failed_is_tried_again_with_the_newest_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.watch.pusher.FIRST_WAIT_S", 2.0 * HANG_S)
+    monkeypatch.setattr("shoal.reporters.pusher.FIRST_WAIT_S", 2.0 * HANG_S)
     tried: list[int] = []
 
     def send(state: State) -> None:

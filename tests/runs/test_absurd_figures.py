@@ -14,9 +14,9 @@ from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.config.schema.cluster import Zmq
 from shoal.protocol.messages import Contribute
+from shoal.reporters.sinks import LossCurve
 from shoal.runs.coordinator_setup import prepare
 from shoal.runs.worker_run import Joined, Way
-from shoal.watch.sinks import LossCurve
 
 SETTINGS: dict[str, Any] = {
     "model": {"kind": "mlp", "hidden_sizes": [4]},

@@ -16,12 +16,12 @@ import torch
 from layered import loaded, merged
 
 from shoal.config.schema.cluster import InProcess
+from shoal.reporters import class_table
+from shoal.reporters.progress import PlainProgress, figures
 from shoal.runs.build_run import assemble, feed_of
 from shoal.runs.coordinator_setup import prepare
 from shoal.runs.worker_run import Joined
 from shoal.updates.rules.aggregation import aggregation
-from shoal.watch import classroom
-from shoal.watch.progress import PlainProgress, figures
 
 SMALL = {
     "model": {"kind": "mlp", "hidden_sizes": [16]},
@@ -222,9 +222,9 @@ def test_noise_that_protects_nobody_is_told_at_the_start_in_the_user_s_words(
 def test_what_privacy_has_spent_is_on_the_terminal_and_in_status() -> None:
     assert figures({"loss": 1.0, "epsilon": 3.25}) == "loss 1  epsilon 3.25"
     view = SimpleNamespace(facts={"members": []}, figures={"epsilon": 1046.0}, workers=[], picture=None, coordinator_seen_at=None)
-    assert dict(classroom.lines(view))["privacy"] == "ε = 1046 spent so far, which protects nobody"
+    assert dict(class_table.lines(view))["privacy"] == "ε = 1046 spent so far, which protects nobody"
     view.figures["epsilon"] = 2.5
-    assert dict(classroom.lines(view))["privacy"] == "ε = 2.5 spent so far"
+    assert dict(class_table.lines(view))["privacy"] == "ε = 2.5 spent so far"
 
 
 @pytest.mark.parametrize("unit", ["contribution", "sample"])

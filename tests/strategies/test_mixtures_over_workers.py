@@ -11,9 +11,9 @@ from layered import loaded, merged
 
 from shoal.coordinator.durable import replayed_state as book
 from shoal.engines.expert_layout import expert_blocks
+from shoal.reporters.sinks import LoadMap
 from shoal.runs.build_run import assemble
 from shoal.updates.experts import ExpertBlocks, believable, combine_apart, mean_by_experts
-from shoal.watch.sinks import LoadMap
 
 MOE = {
     "model": {

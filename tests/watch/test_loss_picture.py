@@ -8,9 +8,9 @@ from typing import Any
 
 from PIL import Image
 
+from shoal.reporters.plots import save_curves
+from shoal.reporters.sinks import LossCurve
 from shoal.runs.folder.run_directory import RunDirectory
-from shoal.watch.plot import save_curves
-from shoal.watch.sinks import LossCurve
 
 BLUE, RED = (0x1F, 0x77, 0xB4), (0xD6, 0x27, 0x28)
 

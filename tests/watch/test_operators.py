@@ -17,7 +17,7 @@ from shoal.cli.completion import words
 from shoal.cli.main import COMMANDS, main
 from shoal.launch import doctor as examining
 from shoal.launch.dashboard_process import dashboard
-from shoal.watch.progress import JsonLines, progress_for
+from shoal.reporters.progress import JsonLines, progress_for
 
 
 def write_run(path: Path, loss: float, seed: int) -> Path:

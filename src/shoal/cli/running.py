@@ -92,8 +92,8 @@ def train(made: Plan, arguments: Arguments = lambda names: dict.fromkeys(names, 
 
 def _train(made: Plan, arguments: Arguments) -> tuple[int, World]:
     load_beside(made)  # before torch is loaded here
-    from shoal.watch.progress import progress_for
-    from shoal.watch.sinks import sinks_for
+    from shoal.reporters.progress import progress_for
+    from shoal.reporters.sinks import sinks_for
 
     run, speaks, cluster = made.run, made.here is None or made.here.rank == 0, made.way is Way.COORDINATES
     reporters = [progress_for(sys.stderr, run.log_level, cluster, run.log_format), *sinks_for(run)] if speaks else []

@@ -61,7 +61,7 @@ def _differences(folders: list[RunFolder]) -> list[dict[str, Any]]:
 
 
 def _plot(folders: list[RunFolder], figure: str, by: str, path: Path) -> int:
-    from shoal.watch.plot import save_curves
+    from shoal.reporters.plots import save_curves
 
     axis = "wall_s" if by == "time" else by
     curves = {}

@@ -38,7 +38,7 @@ def download(what: str, done: int, total: int | None) -> None:
 
 def show_outcome(loop: Loop | ClusterLoop, outcome: Outcome, command: str) -> int:
     """Tell how a run ended, and what to type next; the exit code. `command`: what started it, and resumes it."""
-    from shoal.watch.progress import figures
+    from shoal.reporters.progress import figures
 
     summary = outcome.summary
     last = summary["metrics"]["eval"] or summary["metrics"]["train"]

@@ -130,7 +130,7 @@ def _print(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def _draw(report: Report, folder: Path) -> None:
-    from shoal.watch.plot import save_curves
+    from shoal.reporters.plots import save_curves
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, curve in (report.curves | {"loss": report.losses}).items():

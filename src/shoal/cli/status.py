@@ -132,8 +132,8 @@ def _show_status(status: dict[str, Any], as_json: bool) -> int:
     if as_json:
         print(json.dumps(status, indent=2))
         return 0
-    from shoal.watch.classroom import task_table
-    from shoal.watch.standing import event_lines, lines, member_rows
+    from shoal.reporters.class_table import task_table
+    from shoal.reporters.text_status import event_lines, lines, member_rows
 
     for name, text in lines(status):
         print(f"{name:<12} {text}")
@@ -155,12 +155,12 @@ def _drawn(view: View) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from shoal.watch import classroom
+    from shoal.reporters import class_table
 
     head = Table.grid(padding=(0, 2))
-    for name, text in classroom.lines(view):
+    for name, text in class_table.lines(view):
         head.add_row(name, text)
-    columns, *rows = classroom.table(view)
+    columns, *rows = class_table.table(view)
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))  # what a worker says of itself is no markup
@@ -168,12 +168,12 @@ def _drawn(view: View) -> RenderableType:
 
 
 def _print(view: View) -> None:
-    from shoal.watch import classroom
+    from shoal.reporters import class_table
 
-    for name, text in classroom.lines(view):
+    for name, text in class_table.lines(view):
         print(f"{name:<12} {text}")
     print()
-    _print_rows(classroom.table(view))
+    _print_rows(class_table.table(view))
 
 
 def _print_rows(rows: list[tuple[str, ...]]) -> None:

@@ -66,7 +66,7 @@ def drawn(status: dict[str, Any], height: int = 40) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from shoal.watch.standing import event_lines, lines, member_rows
+    from shoal.reporters.text_status import event_lines, lines, member_rows
 
     head = Table.grid(padding=(0, 2))
     for name, text in lines(status):

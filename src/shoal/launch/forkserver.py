@@ -40,7 +40,7 @@ _LOADED = (
     "shoal.runs.coordinator_setup",
     "shoal.transports.zeromq",
     "shoal.launch.start",
-    "shoal.watch.progress",
+    "shoal.reporters.progress",
 )
 _LOOK_S = 0.01
 _MOST_BYTES = 1 << 20

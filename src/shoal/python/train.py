@@ -16,9 +16,9 @@ from shoal.errors import ShoalError
 from shoal.launch.start import Asked, Plan, Way, headline, plan, started
 from shoal.python.arguments import Brought, Config, brought, check_workers, loader_of, overrides_of, reporters_of
 from shoal.python.result import Result, result_elsewhere, result_of
+from shoal.reporters.progress import progress_for
+from shoal.reporters.sinks import sinks_for
 from shoal.runs.monitoring.recorder import Reporter
-from shoal.watch.progress import progress_for
-from shoal.watch.sinks import sinks_for
 
 
 def train(

@@ -38,13 +38,13 @@ class Sink(Part, noun="sink", word=True):
     """Where metrics go besides the run's own folder. Built by a function of its settings and of the run: a `Reporter`."""
 
 
-class TensorBoard(Sink, built_by="shoal.watch.sinks:TensorBoard"):
+class TensorBoard(Sink, built_by="shoal.reporters.sinks:TensorBoard"):
     """Event files for TensorBoard."""
 
     kind: Literal["tensorboard"] = "tensorboard"
 
 
-class Wandb(Sink, built_by="shoal.watch.sinks:Wandb"):
+class Wandb(Sink, built_by="shoal.reporters.sinks:Wandb"):
     """Weights & Biases; works offline, too."""
 
     kind: Literal["wandb"] = "wandb"

@@ -7,8 +7,8 @@ from typing import Any
 
 from shoal.config.fields import as_data
 from shoal.config.show import to_yaml
+from shoal.reporters.model_card import Story, write_card
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.watch.hub_card import Story, write_card
 
 _ELSEWHERE = ("hub", "transport")
 """Settings that are about places, and may hold secrets."""

@@ -14,11 +14,11 @@ from torch import Tensor
 from shoal.config import Run
 from shoal.config.fields import Secret, as_data
 from shoal.config.show import flat, to_yaml
+from shoal.reporters.hub_repository import PushError, Repository
+from shoal.reporters.model_card import Story, write_card
+from shoal.reporters.pusher import Pusher
 from shoal.runs.folder import plugin_record
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.watch.hub_card import Story, write_card
-from shoal.watch.hub_repository import PushError, Repository
-from shoal.watch.pusher import Pusher
 
 LAST_PUSH_S = 60.0
 _ELSEWHERE = ("transport", "cluster")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from shoal.watch.hub_repository import PushError
+from shoal.reporters.hub_repository import PushError
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 120.0
 

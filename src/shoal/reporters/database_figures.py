@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.reporters.metrics import metrics_of
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.watch.metrics import metrics_of
 
 
 class Blackboard(Reporter):

@@ -10,12 +10,12 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.schema import output as schema
 from shoal.errors import ShoalError
+from shoal.reporters.database_figures import Blackboard
+from shoal.reporters.hub import HubUploads
+from shoal.reporters.local_card import LocalCard
+from shoal.reporters.metrics import metrics_of
+from shoal.reporters.plots import save_curves, save_heat_map
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.watch.blackboard import Blackboard
-from shoal.watch.hub import HubUploads
-from shoal.watch.local_card import LocalCard
-from shoal.watch.metrics import metrics_of
-from shoal.watch.plot import save_curves, save_heat_map
 
 
 class TensorBoard(Reporter):

@@ -14,8 +14,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from shoal.reporters import class_table
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.watch import classroom
 
 _LOUD = ("loss", "accuracy", "perplexity", "discriminator_loss", "generator_loss", "discriminator_accuracy", "epsilon", "score", "kl")
 
@@ -130,7 +130,7 @@ def rows_of(recorder: Recorder) -> list[tuple[str, ...]]:
     """What every worker does, as text; the names of the columns first."""
     assert recorder.members is not None
     rows, in_database = recorder.members()
-    return [classroom.COLUMNS, *classroom.rows(rows)] if in_database else classroom.member_table(rows)
+    return [class_table.COLUMNS, *class_table.rows(rows)] if in_database else class_table.member_table(rows)
 
 
 def table_of(recorder: Recorder) -> Table:
