@@ -25,7 +25,7 @@ from shoal.protocol.messages import PROTOCOL, Contribute
 from shoal.runs.build_run import assemble, feed_of, held_out
 from shoal.runs.run_size import extent_of, needed
 from shoal.updates.codecs.build import build
-from shoal.worker.protocol import Left, Protocol
+from shoal.worker.session import Left, Protocol
 
 WORKERS, FALSE = 11, 2
 RULES: dict[str, dict[str, Any]] = {

@@ -41,8 +41,8 @@ from shoal.runs.connections import ClientLine
 from shoal.runs.coordinator_run import ClusterLoop
 from shoal.runs.coordinator_setup import prepare
 from shoal.updates.codecs.build import build as codecs
-from shoal.worker.courier import Courier
-from shoal.worker.protocol import Protocol, Receipt
+from shoal.worker.sender import Courier
+from shoal.worker.session import Protocol, Receipt
 
 HIDDEN, SIZE = "[2048, 2976]", 4 * 6_270_762
 """An MLP on digits, and the bytes of its gradient."""

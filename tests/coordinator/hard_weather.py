@@ -21,7 +21,7 @@ from shoal.coordinator.state import Called, Concluded, Event, Opened, Plan, Tick
 from shoal.protocol.messages import PROTOCOL, Asked, Leave
 from shoal.strategies import Policies
 from shoal.updates.codecs.build import build
-from shoal.worker.protocol import Protocol, Receipt, Seated, Unit
+from shoal.worker.session import Protocol, Receipt, Seated, Unit
 
 SIZE = 2
 LONGEST = 12

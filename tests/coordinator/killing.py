@@ -16,7 +16,7 @@ from commands import run_python
 from shoal.launch import forkserver
 from shoal.runs.worker_run import ClientLine
 from shoal.transports.keys import key_from_text
-from shoal.worker.courier import Lost
+from shoal.worker.sender import Lost
 
 CONFIG = """\
 dialect: shoal

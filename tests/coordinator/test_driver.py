@@ -28,8 +28,8 @@ from shoal.runs.folder.file_store import Files
 from shoal.strategies import Policies
 from shoal.transports import Traffic
 from shoal.updates.codecs.build import build
-from shoal.worker.protocol import Protocol, Receipt, Seated, Unit
 from shoal.worker.receipts import Receipts
+from shoal.worker.session import Protocol, Receipt, Seated, Unit
 
 STRATEGIES = {
     "syncps": strategy_of(SyncPs(round_timeout_s=5.0)),

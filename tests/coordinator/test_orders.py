@@ -7,7 +7,7 @@ from tiny_cluster import Cluster, strategy_of
 
 from shoal.config.schema.strategy import Async, SyncPs
 from shoal.protocol.messages import ACTIONS, BadMessage, Order, parse
-from shoal.worker.protocol import Left
+from shoal.worker.session import Left
 
 OWNER = "ab" * 32
 ASYNC = strategy_of(Async(max_staleness=50))

@@ -25,9 +25,9 @@ from shoal.coordinator.state import Above, Adopted, Plan, Upstream
 from shoal.protocol.messages import PROTOCOL, Message, header_of
 from shoal.runs.folder.file_store import Files
 from shoal.updates.codecs.build import build
-from shoal.worker.protocol import Protocol
 from shoal.worker.receipts import Receipts
 from shoal.worker.relay import Climber
+from shoal.worker.session import Protocol
 
 ROUNDS = 16
 

@@ -27,8 +27,8 @@ from shoal.runs.live_objects import NOTHING
 from shoal.runs.rlhf.rewards.interface import Answer
 from shoal.runs.training.train_alone import prepare as prepare_alone
 from shoal.updates.answer_frames import InexactAnswers, digest, pack, unpack
-from shoal.worker.contributions import AnswersProducer
-from shoal.worker.protocol import Unit
+from shoal.worker.producers import AnswersProducer
+from shoal.worker.session import Unit
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32}
 LENGTH = 12

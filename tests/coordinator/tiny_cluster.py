@@ -21,7 +21,7 @@ from shoal.coordinator.state import Called, Plan, Tick
 from shoal.protocol.messages import PROTOCOL, Asked, Contribute, Join, header_of, parse
 from shoal.strategies import Policies
 from shoal.updates.codecs.build import build
-from shoal.worker.protocol import Protocol
+from shoal.worker.session import Protocol
 
 RATE = 0.25
 

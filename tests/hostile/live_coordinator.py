@@ -26,7 +26,7 @@ from shoal.runs.folder.file_store import Files
 from shoal.transports import Message, new_token
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 from shoal.updates.codecs.build import build
-from shoal.worker.protocol import Protocol, Receipt, Seated, Unit
+from shoal.worker.session import Protocol, Receipt, Seated, Unit
 
 TOKEN = new_token()
 LIMIT = 1_000_000

@@ -17,7 +17,7 @@ from shoal.coordinator.units.cut import Cut
 from shoal.coordinator.units.leases import PATIENCE_LEASES
 from shoal.protocol.messages import Asked, header_of, parse
 from shoal.updates.codecs.build import build
-from shoal.worker.protocol import Left, Unit
+from shoal.worker.session import Left, Unit
 
 
 class Invited(Cluster):

@@ -16,7 +16,7 @@ from shoal.coordinator.audit.run import audit
 from shoal.coordinator.state import Bounds
 from shoal.errors import ShoalError
 from shoal.runs.invitation import Guests, Secrets
-from shoal.worker.protocol import Left
+from shoal.worker.session import Left
 
 
 @pytest.fixture

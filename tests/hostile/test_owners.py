@@ -22,7 +22,7 @@ from shoal.runs.folder.run_reader import whole_status
 from shoal.runs.invitation import Invitation
 from shoal.runs.monitoring.prometheus import shown_to_prometheus
 from shoal.runs.owner import keep_owner
-from shoal.worker.protocol import Left
+from shoal.worker.session import Left
 
 STATUS = {"run": "mine", "strategy": "async", "members": [], "state": "running"}
 

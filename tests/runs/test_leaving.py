@@ -84,7 +84,7 @@ def wait_for(happened: Callable[[], Any], what: str) -> None:
 def test_a_worker_whose_coordinator_is_gone_leaves_when_it_is_first_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a sign of life it waits for nothing, least of all for an answer of its own: that would take longer than this test."""
     monkeypatch.setattr("shoal.runs.worker_run._SIGN_S", 0.3)
-    monkeypatch.setattr("shoal.worker.protocol.ANSWER_S", 10 * PATIENCE_S)
+    monkeypatch.setattr("shoal.worker.session.ANSWER_S", 10 * PATIENCE_S)
     with coordinating(tmp_path) as coordinator:
         told: list[str] = []
         worker = Joined(Way(*coordinator.invitation, name="w"), told.append)

@@ -14,8 +14,8 @@ from shoal.engines import SingleEngine
 from shoal.runs.build_run import assemble
 from shoal.runs.folder.worker_checkpoint import Keepsakes, Occasions
 from shoal.updates.state_packing import packed
-from shoal.worker.keeping import Beginning, HalfRound
-from shoal.worker.protocol import Seated
+from shoal.worker.session import Seated
+from shoal.worker.worker_state import Beginning, HalfRound
 
 BEGAN = Beginning(2, 17, Seated(1, 0, 12))
 HALF = HalfRound(BEGAN, Seated(1, 0, 15), 3, 4, 48, 700, {"loss": 2.5})

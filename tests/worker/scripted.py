@@ -13,10 +13,10 @@ from shoal.config.schema.updates import Codec, NoCodec, Updates
 from shoal.engines import StepResult
 from shoal.protocol.frames import frame_of
 from shoal.protocol.messages import PROTOCOL
-from shoal.worker.contributions import Gradients, UnitGradient
-from shoal.worker.courier import Answer, Courier, Lost
 from shoal.worker.policies import LeasedUnits, OwnShard, Pulling
-from shoal.worker.protocol import Frames, Protocol
+from shoal.worker.producers import Gradients, UnitGradient
+from shoal.worker.sender import Answer, Courier, Lost
+from shoal.worker.session import Frames, Protocol
 from shoal.worker.worker import Worker, WorkerPolicies
 
 WELCOME = {"kind": "welcome", "session": "s", "name": "w", "size": 3, "seat": 0, "epoch": 0, "position": 0, "last_seq": -1, "version": 0}

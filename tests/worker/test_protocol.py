@@ -9,7 +9,7 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.protocol.identities import is_proved
 from shoal.protocol.messages import PROTOCOL, Claim, Contribute, Fail, GiveBack, Join, Leave, Pull
-from shoal.worker.protocol import ANSWER_S, Left, News, Protocol, Receipt, Seated, Unit
+from shoal.worker.session import ANSWER_S, Left, News, Protocol, Receipt, Seated, Unit
 
 WELCOME = {"kind": "welcome", "session": "s", "name": "w", "size": 10, "seat": 2, "epoch": 1, "position": 4, "last_seq": 6, "version": 3}
 STANDS = {"version": 3, "step": 3.0, "most_lag": 9.0, "done": False}

@@ -14,11 +14,11 @@ from shoal.config.schema.updates import Int8Codec, Updates
 from shoal.errors import ShoalError
 from shoal.protocol.frames import frame_of
 from shoal.updates.codecs.build import build
-from shoal.worker.contributions import GradientProducer, Gradients
-from shoal.worker.courier import Answer
-from shoal.worker.outgoing import Outgoing
 from shoal.worker.policies import Pulling
-from shoal.worker.protocol import Frames
+from shoal.worker.producers import GradientProducer, Gradients
+from shoal.worker.sender import Answer
+from shoal.worker.session import Frames
+from shoal.worker.update_encoding import Outgoing
 
 STEP = torch.tensor([1.0, -2.0, 0.5])
 """How far a version moves the weights."""

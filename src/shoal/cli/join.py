@@ -97,7 +97,7 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     from shoal.launch import Crew, place_in
     from shoal.launch.pipeline_rendezvous import STAGES
     from shoal.runs.worker_run import Joined
-    from shoal.worker.protocol import Left
+    from shoal.worker.session import Left
 
     invitation, crew = _invitation(arguments)
     working: list[Leaver] = []

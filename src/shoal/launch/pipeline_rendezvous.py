@@ -35,7 +35,7 @@ from shoal.runs.live_objects import factories_of
 from shoal.runs.welcome import configuration
 from shoal.transports import Message, Request
 from shoal.transports.addresses import free_port, interface_of, parse
-from shoal.worker.courier import Lost
+from shoal.worker.sender import Lost
 
 ASK, FAILED = "stage", "stage-failed"
 """What a machine says: may I have a place; and that it cannot do its part."""

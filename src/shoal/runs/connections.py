@@ -14,8 +14,8 @@ from shoal.runs.welcome import configuration
 from shoal.transports import Client, Message, Poster, Unreachable
 from shoal.transports.connect import connect
 from shoal.transports.database_address import is_address, parse
-from shoal.worker.courier import Answer, Lost
-from shoal.worker.protocol import COMPUTING, Frames
+from shoal.worker.sender import Answer, Lost
+from shoal.worker.session import COMPUTING, Frames
 
 if TYPE_CHECKING:
     from shoal.transports.postgres import UnitDesk

@@ -8,9 +8,9 @@ from shoal.coordinator.state import Adopted, Upstream
 from shoal.engines.learners.apply import AdoptingLearner
 from shoal.runs.coordinator_run import ClusterLoop
 from shoal.runs.worker_run import Joined
-from shoal.worker.protocol import Event
 from shoal.worker.receipts import Receipts
 from shoal.worker.relay import Climber
+from shoal.worker.session import Event
 
 
 class Relay:

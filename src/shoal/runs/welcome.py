@@ -20,7 +20,7 @@ from shoal.engines.precision import fp8
 from shoal.errors import ShoalError
 from shoal.runs.build_run import Parts, Progress, assemble
 from shoal.runs.live_objects import NOTHING, Given
-from shoal.worker.protocol import Frames
+from shoal.worker.session import Frames
 
 OWN_SETTINGS = ("data.source", "data.loader", "training.device", "training.compile", "engine", "launch")
 """What a worker may set for itself: where its data lies, and how and on how many devices it computes. Everything else is the run's."""

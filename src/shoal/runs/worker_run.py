@@ -35,10 +35,10 @@ from shoal.runs.monitoring.recorder import peak_memory
 from shoal.runs.welcome import configuration, parts_for
 from shoal.runs.worker_key import KeyFile
 from shoal.strategies import Policies
-from shoal.worker.courier import Courier, Lost, Pulse
 from shoal.worker.interfaces import Feed
-from shoal.worker.protocol import Frames, Left, Protocol
 from shoal.worker.receipts import Receipts
+from shoal.worker.sender import Courier, Lost, Pulse
+from shoal.worker.session import Frames, Left, Protocol
 from shoal.worker.worker import Worker, WorkerPolicies
 
 _LONGER_S = 60.0

@@ -22,10 +22,10 @@ from shoal.strategies import Policies
 from shoal.updates.codecs.build import build
 from shoal.updates.fragments import Span
 from shoal.worker.interfaces import Feed
-from shoal.worker.keeping import KeepsNothing
-from shoal.worker.outgoing import Engine, Outgoing
-from shoal.worker.protocol import Frames, News, Seated, Unit
+from shoal.worker.session import Frames, News, Seated, Unit
+from shoal.worker.update_encoding import Engine, Outgoing
 from shoal.worker.weights import Weights
+from shoal.worker.worker_state import KeepsNothing
 
 STAND_IN = 10_000
 """A larger model's update is simulated by so many numbers; the links are told how long it really is."""

@@ -13,8 +13,8 @@ from shoal.simulate.learning import Mind, Parcel
 from shoal.simulate.links import Link
 from shoal.simulate.machines import Machine
 from shoal.simulate.timeline import Timeline
-from shoal.worker.courier import JOINING_PAUSE_S
-from shoal.worker.protocol import COMPUTING, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, News, Protocol, Question, Receipt, Seated, Unit
+from shoal.worker.sender import JOINING_PAUSE_S
+from shoal.worker.session import COMPUTING, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, News, Protocol, Question, Receipt, Seated, Unit
 from shoal.worker.worker import Pace, WorkerPolicies, may_overlap
 
 _UNEVEN = 0.05

@@ -23,7 +23,7 @@ from shoal.simulate.report import POINTS, Moment, Report
 from shoal.simulate.timeline import Timeline
 from shoal.simulate.worker import VirtualWorker
 from shoal.strategies import Policies
-from shoal.worker.protocol import SLOWEST_LINK, Frames, Question, Receipt
+from shoal.worker.session import SLOWEST_LINK, Frames, Question, Receipt
 from shoal.worker.worker import WorkerPolicies
 
 _HEADER_BYTES = 300

@@ -13,8 +13,8 @@ from shoal.coordinator import Barrier, Discounted, Everything
 from shoal.engines.learners.apply import OuterStep
 from shoal.strategies.lengths import in_rounds
 from shoal.strategies.policies import Policies
-from shoal.worker.contributions import Movement
 from shoal.worker.policies import Pulling
+from shoal.worker.producers import Movement
 
 
 def policies(run: Run, expected: int) -> Policies:

@@ -11,8 +11,8 @@ from shoal.coordinator.units.cut import Cut
 from shoal.engines.learners.apply import Apply, OptimizerStep
 from shoal.updates.fragments import Span, spans
 from shoal.updates.layout import Layout
-from shoal.worker.contributions import Gradients
 from shoal.worker.policies import OwnShard, Pulling
+from shoal.worker.producers import Gradients
 
 
 class Extent(NamedTuple):

@@ -14,8 +14,8 @@ from shoal.coordinator import UnitQuorum
 from shoal.engines.learners.answers import FromAnswers
 from shoal.strategies.lengths import in_rollouts
 from shoal.strategies.policies import Policies
-from shoal.worker.contributions import Answers
 from shoal.worker.policies import LeasedUnits
+from shoal.worker.producers import Answers
 
 
 def policies(run: Run, expected: int) -> Policies:

@@ -11,8 +11,8 @@ from shoal.config.schema.strategy import SyncPs
 from shoal.coordinator import Barrier
 from shoal.strategies.lengths import in_updates
 from shoal.strategies.policies import Policies
-from shoal.worker.contributions import Gradients
 from shoal.worker.policies import Pulling
+from shoal.worker.producers import Gradients
 
 
 def policies(run: Run, expected: int) -> Policies:

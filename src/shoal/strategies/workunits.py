@@ -11,8 +11,8 @@ from shoal.config.schema.strategy import WorkUnits
 from shoal.coordinator import UnitQuorum
 from shoal.strategies.lengths import in_units
 from shoal.strategies.policies import Policies
-from shoal.worker.contributions import UnitGradient
 from shoal.worker.policies import LeasedUnits
+from shoal.worker.producers import UnitGradient
 
 
 def policies(run: Run, expected: int) -> Policies:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TextIO
 
-from shoal.worker.protocol import Receipt
+from shoal.worker.session import Receipt
 
 
 class Receipts:

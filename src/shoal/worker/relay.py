@@ -14,8 +14,8 @@ import torch
 from shoal.config.schema.updates import Codec, NoCodec
 from shoal.protocol.messages import Contribute
 from shoal.updates.codecs.build import build
-from shoal.worker.protocol import Event, Frames, News, Protocol, Receipt
 from shoal.worker.receipts import Receipts
+from shoal.worker.session import Event, Frames, News, Protocol, Receipt
 
 _PLAIN = NoCodec()
 _GONE = "overtaken"

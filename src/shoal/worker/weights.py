@@ -9,9 +9,9 @@ from shoal.config.schema.updates import Codec, NoCodec
 from shoal.protocol.checksums import crc32
 from shoal.protocol.frames import frame_of
 from shoal.updates.codecs.build import build
-from shoal.worker.outgoing import Engine
 from shoal.worker.policies import Pulling
-from shoal.worker.protocol import News
+from shoal.worker.session import News
+from shoal.worker.update_encoding import Engine
 
 _PLAIN = NoCodec()
 MOST_AHEAD = 3.0

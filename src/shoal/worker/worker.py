@@ -15,16 +15,16 @@ from shoal.config.schema.updates import Updates
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Contribute
 from shoal.updates.fragments import Span
-from shoal.worker.contributions import Gradients, Made
-from shoal.worker.courier import Courier, Pending
 from shoal.worker.interfaces import Feed
-from shoal.worker.keeping import Keeper, KeepsNothing
-from shoal.worker.outgoing import Engine, Outgoing
 from shoal.worker.policies import OwnShard, Pulling
-from shoal.worker.protocol import COMPUTING, STUCK, News, Receipt, Seated, Unit
+from shoal.worker.producers import Gradients, Made
 from shoal.worker.receipts import Receipts
-from shoal.worker.times import Times
+from shoal.worker.sender import Courier, Pending
+from shoal.worker.session import COMPUTING, STUCK, News, Receipt, Seated, Unit
+from shoal.worker.timing import Times
+from shoal.worker.update_encoding import Engine, Outgoing
 from shoal.worker.weights import Weights
+from shoal.worker.worker_state import Keeper, KeepsNothing
 
 _WORTH_OVERLAPPING = 0.1
 """Share of a step's time that an answer must take before computing goes on without it: fresh weights are worth a short wait."""

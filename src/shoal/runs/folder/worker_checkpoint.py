@@ -18,8 +18,8 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import Checkpoint, Checkpoints, read
 from shoal.worker.interfaces import World
-from shoal.worker.keeping import Beginning, HalfRound
-from shoal.worker.protocol import Seated
+from shoal.worker.session import Seated
+from shoal.worker.worker_state import Beginning, HalfRound
 
 HALF = "half-round"
 

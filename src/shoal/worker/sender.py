@@ -17,8 +17,8 @@ from typing import Protocol as Interface
 
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Pull, header_of
-from shoal.worker.protocol import ANSWER_S, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, Protocol, Question
-from shoal.worker.times import LinkTimes
+from shoal.worker.session import ANSWER_S, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, Protocol, Question
+from shoal.worker.timing import LinkTimes
 
 JOINING_PAUSE_S = 2.0
 """Between two attempts to join, where too many do at once."""

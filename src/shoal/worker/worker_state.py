@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from shoal.worker.protocol import Seated
+from shoal.worker.session import Seated
 
 
 class Beginning(NamedTuple):

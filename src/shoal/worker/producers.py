@@ -20,10 +20,10 @@ from shoal.tasks import Batch
 from shoal.updates.answer_frames import pack
 from shoal.updates.fragments import Span
 from shoal.worker.interfaces import Feed, StepResult, Window
-from shoal.worker.keeping import Beginning, HalfRound, Keeper
-from shoal.worker.outgoing import Engine, Outgoing
-from shoal.worker.protocol import News, Seated, Unit
+from shoal.worker.session import News, Seated, Unit
+from shoal.worker.update_encoding import Engine, Outgoing
 from shoal.worker.weights import Weights
+from shoal.worker.worker_state import Beginning, HalfRound, Keeper
 
 _ALL = slice(None)
 
