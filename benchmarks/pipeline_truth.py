@@ -27,7 +27,7 @@ from shoal.config.ranks import Place, environment_of, place
 from shoal.models.partial_model import StagedModel, layers_in
 from shoal.models.stages import depth, stage_of
 from shoal.runs.training.train_alone import prepare
-from shoal.simulate.pipelined import pipelined
+from shoal.simulate.pipeline_simulation import pipelined
 from shoal.simulate.simulation import Asked
 
 STEPS, BATCH, LAYERS, LAYER_S = 3, 8, 8, 0.3

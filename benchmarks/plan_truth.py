@@ -24,8 +24,8 @@ from shoal.config.load import File, Loaded, Override, resolve
 from shoal.config.machines import MachineKind
 from shoal.config.schema.strategy import Strategy
 from shoal.config.show import scalar
+from shoal.simulate.meta_model import sketch
 from shoal.simulate.planning import Candidate, Planned, plan
-from shoal.simulate.sketch import sketch
 
 SLOWDOWN = (4.0, 8.0, 16.0, 32.0)
 SECONDS = float(os.environ.get("PLAN_SECONDS", "10"))

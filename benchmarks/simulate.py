@@ -33,11 +33,11 @@ from shoal import strategies
 from shoal.config.load import File, Override, resolve
 from shoal.coordinator.members.authentication import Shares
 from shoal.coordinator.state import Bounds, Plan
-from shoal.simulate import Machine, simulate, together
-from shoal.simulate.learning import Drift, Timing
+from shoal.simulate import Machine, batched_workers, simulate
 from shoal.simulate.machines import weather_named
 from shoal.simulate.report import Report
-from shoal.simulate.world import Scenario, World
+from shoal.simulate.virtual_run import Scenario, World
+from shoal.simulate.worker_updates import Drift, Timing
 
 SIZE, MANY, FEW = 10_000, 10_000, 100
 STEPS = 8
@@ -139,14 +139,14 @@ def learning(model: str, kind: str, alone: bool) -> tuple[float, Report]:
     settings = {"strategy.kind": kind, "evaluation.strategy": "never", "training.epochs": "50"} | LEARNED[kind] | MODELS[model][1]
     run = resolve([File(MODELS[model][0])], [Override(name, value, name) for name, value in settings.items()]).run
     machines = [Machine(f"w{number}", 1.0 + 0.5 * number / LEARNERS) for number in range(LEARNERS)]
-    freely: Any = together.why_alone
-    together.why_alone = (lambda *_: "as it was before") if alone else freely
+    freely: Any = batched_workers.why_alone
+    batched_workers.why_alone = (lambda *_: "as it was before") if alone else freely
     try:
         began = time.process_time()
         report = simulate(run, machines, hours=LEARNING_S / 3600, learns=True)
         return time.process_time() - began, report
     finally:
-        together.why_alone = freely
+        batched_workers.why_alone = freely
 
 
 def show_learning() -> None:

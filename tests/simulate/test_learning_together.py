@@ -11,9 +11,10 @@ from torch import Tensor
 from shoal.config import Run
 from shoal.config.load import File, Override, resolve
 from shoal.runs.live_objects import NOTHING, players_of, task_of
-from shoal.simulate import Machine, Report, simulate, together
-from shoal.simulate.sketch import data_of
-from shoal.simulate.together import Ahead, TaughtEngine, Together, why_alone
+from shoal.simulate import Machine, Report, simulate
+from shoal.simulate import batched_workers as together
+from shoal.simulate.batched_workers import Ahead, TaughtEngine, Together, why_alone
+from shoal.simulate.meta_model import data_of
 from shoal.tasks import Batch
 
 MLP = {"model.hidden_sizes": "[16]"}

@@ -18,8 +18,8 @@ from shoal.config.schema.strategy import DiLoCo, Strategy
 from shoal.config.show import brief, scalar
 from shoal.errors import ShoalError
 from shoal.simulate import planning
+from shoal.simulate.meta_model import fitting, sketch, what_would_fit
 from shoal.simulate.planning import Candidate, Planned, Prediction, chosen, plan, reason_for
-from shoal.simulate.sketch import fitting, sketch, what_would_fit
 
 SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
 FAST = MachineKind(steps_per_s=20.0)

@@ -14,11 +14,11 @@ from shoal.cli.main import main
 from shoal.config import Run
 from shoal.config.load import File, Override, resolve
 from shoal.simulate import Machine, Report, listed, simulate, weather_named
+from shoal.simulate.event_queue import Timeline
 from shoal.simulate.links import Cores, Link
+from shoal.simulate.meta_model import data_of
 from shoal.simulate.simulation import agreed_for, scenario_of
-from shoal.simulate.sketch import data_of
-from shoal.simulate.timeline import Timeline
-from shoal.simulate.world import World
+from shoal.simulate.virtual_run import World
 from shoal.transports.netem import PROFILES
 from shoal.transports.netem.profiles import Profile
 

@@ -17,10 +17,10 @@ from shoal.errors import ShoalError
 from shoal.runs import stage_placement
 from shoal.runs.stage_placement import cut_at
 from shoal.simulate.machines import CALM, Machine
+from shoal.simulate.meta_model import sketch
+from shoal.simulate.pipeline_plans import Staged, machines_needed, staged_plans
+from shoal.simulate.pipeline_timing import Step, held_by, step_of
 from shoal.simulate.planning import plan
-from shoal.simulate.sketch import sketch
-from shoal.simulate.stage_plans import Staged, machines_needed, staged_plans
-from shoal.simulate.stages import Step, held_by, step_of
 
 LAYERS = Layers([100] * 4, 0, 0, 0, [1.0] * 4, 0.0)
 AT_ONCE = CALM._replace(round_trip_ms=0.0, mbit_per_s=0)

@@ -17,7 +17,7 @@ from shoal.config.load import File, Override, resolve
 from shoal.config.schema.data import Builtin, HubDataset, Images, Mixture, MixturePart, Text, Wikitext
 from shoal.errors import ShoalError
 from shoal.simulate import Machine, simulate
-from shoal.simulate.sketch import data_of, sketch
+from shoal.simulate.meta_model import data_of, sketch
 
 LARGE = """\
 model: {kind: gpt, hidden_size: 4096, num_layers: 32, num_heads: 32, max_seq_len: 2048, vocab_size: 50257}

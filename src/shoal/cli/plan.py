@@ -17,8 +17,8 @@ from shoal.config.show import brief, scalar
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
+    from shoal.simulate.meta_model import Sketch
     from shoal.simulate.planning import Planned, Prediction
-    from shoal.simulate.sketch import Sketch
 
 _SHOWN = 12
 """Candidates that the table shows; --all shows every one."""
@@ -62,14 +62,14 @@ def _listed(run: Run, arguments: argparse.Namespace) -> dict[str, MachineKind]:
 
 
 def _sketched(run: Run, samples: int | None) -> Sketch:
-    from shoal.simulate.sketch import data_of, sketch
+    from shoal.simulate.meta_model import data_of, sketch
 
     return sketch(run, data_of(run, samples))
 
 
 def _planned(found: Sketch, kinds: dict[str, MachineKind], arguments: argparse.Namespace, overrides: list[Override]) -> Planned:
+    from shoal.simulate.meta_model import devices_of, sharing
     from shoal.simulate.planning import plan
-    from shoal.simulate.sketch import devices_of, sharing
 
     def variant(settings: Mapping[str, Any]) -> Loaded:
         further = [Override(path, scalar(value), f"--set {path}={scalar(value)}") for path, value in settings.items()]
@@ -147,8 +147,8 @@ def _memory_gb(device: Any) -> float | None:
 
 def _tell_of_memory(found: Sketch, run: Run, kinds: dict[str, MachineKind]) -> str:
     """Say what training needs, and whom it does not fit; what would help where it fits nobody, however small the batch."""
-    from shoal.simulate.sketch import fitting, what_would_fit
-    from shoal.simulate.stage_plans import machines_needed
+    from shoal.simulate.meta_model import fitting, what_would_fit
+    from shoal.simulate.pipeline_plans import machines_needed
 
     needs, batch = found.memory(run), run.training.batch_size
     who = (

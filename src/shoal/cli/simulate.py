@@ -66,7 +66,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _pipelined(run: Run, arguments: argparse.Namespace) -> int:
     """One model over several machines: there is no coordinator whose decisions could be simulated."""
-    from shoal.simulate.pipelined import pipelined
+    from shoal.simulate.pipeline_simulation import pipelined
 
     if arguments.plots or arguments.loss is not None:
         raise ShoalError("of a pipeline there are no curves over time, and no loss: leave --plots and --loss out")

@@ -6,8 +6,8 @@ import math
 import random
 from collections.abc import Callable
 
+from shoal.simulate.event_queue import Timeline
 from shoal.simulate.machines import always_lit
-from shoal.simulate.timeline import Timeline
 from shoal.transports.netem.profiles import Profile
 from shoal.transports.netem.streams import PACKET_BYTES, Lane
 

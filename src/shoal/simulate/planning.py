@@ -18,11 +18,11 @@ from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
 from shoal.runs.coordinator_run import Agreed
 from shoal.simulate.machines import Machine, listed
+from shoal.simulate.meta_model import APART, SHARING, Sketch, devices_of, fitting, machines_of, sharing
+from shoal.simulate.pipeline_plans import Staged, staged_plans
 from shoal.simulate.report import Report
 from shoal.simulate.simulation import scenario_of
-from shoal.simulate.sketch import APART, SHARING, Sketch, devices_of, fitting, machines_of, sharing
-from shoal.simulate.stage_plans import Staged, staged_plans
-from shoal.simulate.world import World
+from shoal.simulate.virtual_run import World
 from shoal.updates.codecs.build import build
 
 CODECS = ("none", "fp16", "int8", "int4")

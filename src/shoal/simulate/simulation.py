@@ -18,11 +18,11 @@ from shoal.runs.coordinator_run import Agreed
 from shoal.runs.coordinator_setup import agree, plan_of
 from shoal.runs.live_objects import NOTHING, samples_of
 from shoal.runs.run_size import needed, ranks_of
-from shoal.simulate.learning import Drift, Learning, Timing
 from shoal.simulate.machines import CALM, Machine, Weather, listed, weather_named
+from shoal.simulate.meta_model import Sketch, data_of, is_read, shards_of, sketch
 from shoal.simulate.report import Report
-from shoal.simulate.sketch import Sketch, data_of, is_read, shards_of, sketch
-from shoal.simulate.world import Scenario, World
+from shoal.simulate.virtual_run import Scenario, World
+from shoal.simulate.worker_updates import Drift, Learning, Timing
 
 _TIMED = 5
 """Steps that are timed, after a first one that is not."""

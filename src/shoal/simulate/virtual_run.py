@@ -15,13 +15,13 @@ from shoal.coordinator.driver import TICK_S, Captured, Driver, Surroundings
 from shoal.coordinator.effects import Published
 from shoal.coordinator.state import Called, Concluded, Learner, Plan
 from shoal.protocol.messages import EMPTY, Asked, Contribute, Message
-from shoal.simulate.learning import Learning, Timing, seeded
+from shoal.simulate.event_queue import Timeline
 from shoal.simulate.links import Cores, Link
 from shoal.simulate.machines import Machine, Weather
-from shoal.simulate.memory import Desk, Memory
 from shoal.simulate.report import POINTS, Moment, Report
-from shoal.simulate.timeline import Timeline
-from shoal.simulate.worker import VirtualWorker
+from shoal.simulate.virtual_store import Desk, Memory
+from shoal.simulate.virtual_worker import VirtualWorker
+from shoal.simulate.worker_updates import Learning, Timing, seeded
 from shoal.strategies import Policies
 from shoal.worker.session import SLOWEST_LINK, Frames, Question, Receipt
 from shoal.worker.worker import WorkerPolicies

@@ -9,10 +9,10 @@ from typing import Any
 from typing import Protocol as Interface
 
 from shoal.protocol.messages import PROTOCOL, Asked, Contribute, Message
-from shoal.simulate.learning import Mind, Parcel
+from shoal.simulate.event_queue import Timeline
 from shoal.simulate.links import Link
 from shoal.simulate.machines import Machine
-from shoal.simulate.timeline import Timeline
+from shoal.simulate.worker_updates import Mind, Parcel
 from shoal.worker.sender import JOINING_PAUSE_S
 from shoal.worker.session import COMPUTING, FIRST_PAUSE_S, TOO_FAST, Event, Frames, Left, News, Protocol, Question, Receipt, Seated, Unit
 from shoal.worker.worker import Pace, WorkerPolicies, may_overlap

@@ -17,7 +17,7 @@ from shoal.config.schema.updates import Updates
 from shoal.runs.build_run import Parts, feed_of
 from shoal.runs.live_objects import NOTHING, players_of, task_of
 from shoal.runs.worker_run import pieces_of
-from shoal.simulate.together import Ahead, TaughtEngine, Together
+from shoal.simulate.batched_workers import Ahead, TaughtEngine, Together
 from shoal.strategies import Policies
 from shoal.updates.codecs.build import build
 from shoal.updates.fragments import Span

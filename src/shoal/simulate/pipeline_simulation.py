@@ -11,10 +11,10 @@ from shoal.errors import ShoalError
 from shoal.runs import stage_placement
 from shoal.scheduling.splitting import Hands, split
 from shoal.simulate.machines import Machine
+from shoal.simulate.meta_model import Sketch, data_of, sketch
+from shoal.simulate.pipeline_timing import Held, Step, held_by, step_of
 from shoal.simulate.report import span
 from shoal.simulate.simulation import Asked, step_s_for, weather_for
-from shoal.simulate.sketch import Sketch, data_of, sketch
-from shoal.simulate.stages import Held, Step, held_by, step_of
 from shoal.strategies import lengths
 
 

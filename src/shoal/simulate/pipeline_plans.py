@@ -21,8 +21,8 @@ from shoal.runs.build_run import feed_of
 from shoal.runs.stage_placement import Stage, cut_at, stage_at
 from shoal.scheduling.splitting import Hands, split
 from shoal.simulate.machines import CALM, Machine
-from shoal.simulate.sketch import Sketch
-from shoal.simulate.stages import Step, held_by, step_of
+from shoal.simulate.meta_model import Sketch
+from shoal.simulate.pipeline_timing import Step, held_by, step_of
 from shoal.strategies import lengths
 
 _ENGINES = tuple(Pipeline(micro_batches=parts, schedule=schedule) for parts in (4, 8, 16, 32) for schedule in get_args(Schedule))
