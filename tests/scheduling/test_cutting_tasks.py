@@ -13,7 +13,7 @@ from shoal.config.load import File, resolve
 from shoal.data.interfaces import Info
 from shoal.errors import ShoalError
 from shoal.runs.task_split import Extent, listed_workers, tasks_of
-from shoal.scheduling import memory
+from shoal.scheduling import memory_estimate
 
 
 def run_of(folder: Path, text: str) -> Run:
@@ -97,7 +97,7 @@ def test_the_memory_of_training_is_estimated_within_a_factor_of_two_of_what_is_k
         logits = network(ids)
         loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1])[:, :256], ids.reshape(-1))
     assert loss.requires_grad
-    estimate = memory.of_training(run, parameters, 256)
+    estimate = memory_estimate.of_training(run, parameters, 256)
     assert 0.5 < estimate.activations / sum(kept.values()) < 2.0
     assert estimate.optimizer == 8 * parameters  # AdamW keeps two numbers
     assert estimate.gb == pytest.approx((16 * parameters + estimate.activations) / 1e9)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
-from shoal.scheduling.splitting import Hands, split
+from shoal.scheduling.layer_split import Hands, split
 
 MACHINE = st.builds(Hands, st.floats(0.1, 4), st.sampled_from([float("inf"), 6.0, 3.0]), st.sampled_from([0.0, 1.0]))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.config.schema.cluster import ScheduledTask
 from shoal.errors import ShoalError
 from shoal.scheduling import KINDS, Job, Machine
-from shoal.scheduling.stages import bounds_by_share, parts_of, placed
+from shoal.scheduling.task_stages import bounds_by_share, parts_of, placed
 
 
 def tasks(*shares: float) -> list[ScheduledTask]:

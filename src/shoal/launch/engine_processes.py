@@ -21,7 +21,7 @@ from shoal.config.ranks import Place, environment_of, of_several, place
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
 from shoal.launch.local import MOST_FAILURES, fair_threads, last_line, pause_s
-from shoal.scheduling.stages import parts_of
+from shoal.scheduling.task_stages import parts_of
 
 LOST = 75
 """The exit code of a process that ended because another one did."""

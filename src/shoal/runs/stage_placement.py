@@ -16,8 +16,9 @@ from shoal.config import Run
 from shoal.config.schema.cluster import Host
 from shoal.engines.pipeline.split import Layers, layers_of
 from shoal.runs.live_objects import NOTHING, players_of
-from shoal.scheduling import KINDS, Job, Machine, memory
-from shoal.scheduling.stages import bounds_by_share, parts_of, placed
+from shoal.scheduling import KINDS, Job, Machine
+from shoal.scheduling import memory_estimate as memory
+from shoal.scheduling.task_stages import bounds_by_share, parts_of, placed
 
 _PASSES = 6
 """Operations for each product of the forward pass: two forward, four backward."""

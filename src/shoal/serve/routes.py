@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.scheduling.splitting import Hands, split
+from shoal.scheduling.layer_split import Hands, split
 from shoal.serve.holding import Place, Reading
 
 HERE = "server"

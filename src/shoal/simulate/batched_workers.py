@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shoal.config import Run
 from shoal.engines import SingleEngine, StepResult
 from shoal.models.embedding import TokenEmbedding
-from shoal.scheduling import memory
+from shoal.scheduling import memory_estimate
 from shoal.tasks import Batch, Task
 
 _MOST_BYTES = 1e9
@@ -123,7 +123,7 @@ class Together:
         """Calls that were made, and batches that they were about."""
         self._asked: dict[TaughtEngine, Asked] = {}
         self._whole, self._tried = _Loss(engine.task), False
-        each = memory.of_training(run, engine.vector.numel(), vocabulary)
+        each = memory_estimate.of_training(run, engine.vector.numel(), vocabulary)
         self._most = max(1, int(_MOST_BYTES // sum(each)))
 
     def begin(self, engine: TaughtEngine, feed: Ahead, steps: int) -> None:

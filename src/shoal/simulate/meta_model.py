@@ -18,7 +18,7 @@ from shoal.runs.build_run import Parts, feed_of
 from shoal.runs.coordinator_run import Agreed
 from shoal.runs.live_objects import NOTHING, players_of, samples_of, task_of
 from shoal.runs.run_size import extent_of, ranks_of
-from shoal.scheduling import memory
+from shoal.scheduling import memory_estimate as memory
 from shoal.simulate.machines import CALM, Machine
 
 APART, SHARING = Ddp().kind, Fsdp().kind

@@ -19,7 +19,7 @@ from shoal.engines.pipeline.split import Layers, layers_of
 from shoal.errors import ShoalError
 from shoal.runs.build_run import feed_of
 from shoal.runs.stage_placement import Stage, cut_at, stage_at
-from shoal.scheduling.splitting import Hands, split
+from shoal.scheduling.layer_split import Hands, split
 from shoal.simulate.machines import CALM, Machine
 from shoal.simulate.meta_model import Sketch
 from shoal.simulate.pipeline_timing import Step, held_by, step_of

@@ -9,7 +9,7 @@ from shoal.config import Run
 from shoal.engines.pipeline.split import Layers, layers_of
 from shoal.errors import ShoalError
 from shoal.runs import stage_placement
-from shoal.scheduling.splitting import Hands, split
+from shoal.scheduling.layer_split import Hands, split
 from shoal.simulate.machines import Machine
 from shoal.simulate.meta_model import Sketch, data_of, sketch
 from shoal.simulate.pipeline_timing import Held, Step, held_by, step_of

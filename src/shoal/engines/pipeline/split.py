@@ -19,8 +19,8 @@ from shoal.errors import ShoalError
 from shoal.models.expert_layer import Experts
 from shoal.models.partial_model import layers_in
 from shoal.models.stages import depth, ends_of, stage_of
-from shoal.scheduling.splitting import Hands, split
-from shoal.scheduling.stages import bounds_by_share, parts_of
+from shoal.scheduling.layer_split import Hands, split
+from shoal.scheduling.task_stages import bounds_by_share, parts_of
 
 _BYTES = 16
 """Bytes of a parameter that is trained: the weight, its gradient, and two moments of an optimizer."""
