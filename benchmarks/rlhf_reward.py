@@ -31,7 +31,7 @@ from shoal.data.text.encoding import Encoding, Sample, collate
 from shoal.data.text.preferences import Pair, answer_samples, read_preferences
 from shoal.engines import SingleEngine
 from shoal.models.value_head import Scored
-from shoal.tasks.answers import Text, at_the_end, given_to
+from shoal.tasks.answer_logprobs import Text, at_the_end, given_to
 from shoal.tasks.reward import Reward
 
 KINDS = ("helpful", "harmless")

@@ -34,7 +34,7 @@ from shoal.runs.folder.checkpoint import Checkpoints
 from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
 from shoal.tasks import Batch
 from shoal.tasks import build as build_task
-from shoal.tasks.answers import Reference
+from shoal.tasks.answer_logprobs import Reference
 from shoal.tasks.gan import Gan
 from shoal.tasks.language import LanguageModelling
 

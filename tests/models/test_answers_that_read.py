@@ -17,7 +17,7 @@ from shoal.models.generation.decoding import draws_of_group
 from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
 from shoal.models.moe import Moe
 from shoal.models.value_head import Scored
-from shoal.tasks.answers import Text, as_text, as_used, given_to, log_probs
+from shoal.tasks.answer_logprobs import Text, as_text, as_used, given_to, log_probs
 
 CHUNK, LENGTH = 4, 13
 PROMPTS = [[5, 6, 7, 8, 9, 10], [9], [3, 4, 2], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]]

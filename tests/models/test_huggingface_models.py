@@ -25,7 +25,7 @@ from shoal.models.generation.decoding import draws_of_group
 from shoal.models.value_head import Scored
 from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
 from shoal.tasks import build as build_task
-from shoal.tasks.answers import as_text, as_used, log_probs
+from shoal.tasks.answer_logprobs import as_text, as_used, log_probs
 
 transformers = pytest.importorskip("transformers")
 GREEDY = Decoding(active="greedy")

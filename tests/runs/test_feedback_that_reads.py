@@ -18,7 +18,7 @@ from shoal.errors import ShoalError
 from shoal.runs.rlhf.rewards.interface import Answer
 from shoal.runs.trained_model import open_run
 from shoal.runs.training.train_alone import prepare
-from shoal.tasks.answers import Text, as_used, log_probs
+from shoal.tasks.answer_logprobs import Text, as_used, log_probs
 
 pytest.importorskip("faiss", reason="retrieval needs faiss-cpu (shoal[rag])")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.rlhf import Ppo, Rlhf
-from shoal.tasks import credit
+from shoal.tasks import advantages
 from shoal.tasks.policy_gradient import PolicyGradient, Scored
 
 PLACES_BT = torch.arange(15, dtype=torch.float64).view(3, 5)
@@ -65,11 +65,11 @@ VALUE_SLOPES = [
 
 def credited(kind: Any, real_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards, advantages as TRL whitens them, and returns."""
-    penalty_BT = credit.kl_penalty(OLD_BT - REFERENCE_BT, kind)
-    rewards_BT = credit.token_rewards(SCORES_B, penalty_BT, COEFFICIENT, real_BT)
-    advantages_BT = credit.gae(rewards_BT, VALUES_BT, real_BT, GAMMA, DECAY)
+    penalty_BT = advantages.kl_penalty(OLD_BT - REFERENCE_BT, kind)
+    rewards_BT = advantages.token_rewards(SCORES_B, penalty_BT, COEFFICIENT, real_BT)
+    advantages_BT = advantages.gae(rewards_BT, VALUES_BT, real_BT, GAMMA, DECAY)
     count = int(real_BT.sum())
-    whitened_BT = credit.whiten(advantages_BT, real_BT) * math.sqrt((count - 1) / count)
+    whitened_BT = advantages.whiten(advantages_BT, real_BT) * math.sqrt((count - 1) / count)
     return rewards_BT, whitened_BT, advantages_BT + VALUES_BT * real_BT
 
 
@@ -112,6 +112,6 @@ def test_losses_and_gradients_are_those_of_trls_newer_trainer() -> None:
 def test_the_adaptive_coefficient_goes_the_way_of_trls_controller() -> None:
     coefficient, found = 0.2, []
     for kl, samples in ((0.5, 64), (6.0, 64), (6.6, 256), (20.0, 64), (-1.0, 128), (5.7, 512)):
-        coefficient = credit.adapted(coefficient, kl, 6.0, samples, 10_000)
+        coefficient = advantages.adapted(coefficient, kl, 6.0, samples, 10_000)
         found.append(coefficient)
     assert found == pytest.approx([0.199744, 0.199744, 0.20025534464, 0.2005116714811392, 0.19999836160214746, 0.19948636579644596])

@@ -27,9 +27,9 @@ from shoal.models.value_head import Scored, add_value
 from shoal.runs.rlhf.rewards.interface import Answer
 from shoal.runs.rlhf.rollouts import Asked, RolloutFeed
 from shoal.runs.training.train_alone import prepare
-from shoal.tasks import credit
-from shoal.tasks.answers import Text, as_text, as_used, given_to, log_probs
-from shoal.tasks.pieces import Pieces, in_pieces
+from shoal.tasks import advantages
+from shoal.tasks.answer_logprobs import Text, as_text, as_used, given_to, log_probs
+from shoal.tasks.chunked_logprobs import Pieces, in_pieces
 from shoal.tasks.policy_gradient import OnlineDpo, PolicyGradient
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 24}
@@ -52,7 +52,7 @@ def real(lengths: list[int], width: int) -> Tensor:
 def test_advantages_are_the_sum_of_their_definition(gamma: float, decay: float) -> None:
     torch.manual_seed(0)
     rewards, values, there = torch.randn(3, 6).double(), torch.randn(3, 6).double(), real([6, 4, 1], 6)
-    found = credit.gae(rewards, values, there, gamma, decay)
+    found = advantages.gae(rewards, values, there, gamma, decay)
     for row, length in enumerate([6, 4, 1]):
         for t in range(6):
             total = 0.0
@@ -67,19 +67,19 @@ def test_advantages_are_the_sum_of_their_definition(gamma: float, decay: float) 
 def test_an_answers_rewards_add_up_to_its_score_less_the_penalty_and_nothing_follows_its_end() -> None:
     torch.manual_seed(0)
     scores, difference, there = torch.randn(3).double(), torch.randn(3, 5).double(), real([5, 3, 1], 5)
-    rewards = credit.token_rewards(scores, credit.kl_penalty(difference, "kl"), 0.3, there)
+    rewards = advantages.token_rewards(scores, advantages.kl_penalty(difference, "kl"), 0.3, there)
     for row, length in enumerate([5, 3, 1]):
         assert float(rewards[row].sum()) == pytest.approx(float(scores[row] - 0.3 * difference[row, :length].sum()), abs=1e-12)
         assert not rewards[row, length:].any()
         assert float(rewards[row, length - 1]) == pytest.approx(float(scores[row] - 0.3 * difference[row, length - 1]), abs=1e-12)
-    assert torch.equal(credit.kl_penalty(difference, "abs"), difference.abs())
-    assert torch.equal(credit.kl_penalty(difference, "mse"), 0.5 * difference**2)
+    assert torch.equal(advantages.kl_penalty(difference, "abs"), difference.abs())
+    assert torch.equal(advantages.kl_penalty(difference, "mse"), 0.5 * difference**2)
 
 
 def test_answers_are_compared_with_the_others_to_the_same_prompt() -> None:
     totals = torch.tensor([1.0, 2.0, 6.0, 3.0, 3.0, 3.0]).double()
-    assert torch.allclose(credit.leave_one_out(totals, 3), torch.tensor([1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0]).double())
-    grouped = credit.group_relative(totals, 3)
+    assert torch.allclose(advantages.leave_one_out(totals, 3), torch.tensor([1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0]).double())
+    grouped = advantages.group_relative(totals, 3)
     assert torch.allclose(grouped[:3], (totals[:3] - 3) / totals[:3].std())
     assert not grouped[3:].any(), "a group without a difference teaches nothing"
 
@@ -88,22 +88,22 @@ def test_whitening_looks_at_real_tokens_only() -> None:
     torch.manual_seed(0)
     values, there = torch.randn(3, 5).double(), real([5, 2, 3], 5)
     changed = torch.where(there, values, 1e6)
-    white = credit.whiten(values, there)
-    assert torch.equal(white, credit.whiten(changed, there))
+    white = advantages.whiten(values, there)
+    assert torch.equal(white, advantages.whiten(changed, there))
     assert float(white[there].mean()) == pytest.approx(0, abs=1e-9)
     assert float(white[there].var(correction=0)) == pytest.approx(1, abs=1e-6)
-    assert float(credit.whiten(values, there, shift=False)[there].mean()) == pytest.approx(float(values[there].mean()))
-    assert torch.equal(credit.gae(values, values, there, 0.9, 0.9), credit.gae(changed, changed, there, 0.9, 0.9))
+    assert float(advantages.whiten(values, there, shift=False)[there].mean()) == pytest.approx(float(values[there].mean()))
+    assert torch.equal(advantages.gae(values, values, there, 0.9, 0.9), advantages.gae(changed, changed, there, 0.9, 0.9))
 
 
 def test_the_coefficient_follows_its_closed_form() -> None:
     for kl, error in ((6.3, 0.05), (60.0, 0.2), (0.1, -0.2), (6.0, 0.0)):
-        assert credit.adapted(0.2, kl, 6.0, 64, 10_000) == pytest.approx(0.2 * (1 + error * 64 / 10_000), rel=1e-12)
+        assert advantages.adapted(0.2, kl, 6.0, 64, 10_000) == pytest.approx(0.2 * (1 + error * 64 / 10_000), rel=1e-12)
 
 
 def test_the_spread_of_all_numbers_so_far_is_their_standard_deviation() -> None:
     torch.manual_seed(0)
-    numbers, spread = torch.randn(30).double() * 3 + 5, credit.Spread()
+    numbers, spread = torch.randn(30).double() * 3 + 5, advantages.Spread()
     assert spread.deviation == 1.0
     for some in numbers.split([7, 1, 22]):
         spread.add(some)
@@ -271,9 +271,9 @@ def test_gradients_that_are_formed_in_pieces_are_those_of_whole_logits(
     task, model = feed.task, feed.task.players["model"].double()
     batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
     batch["log_probs"] = batch["log_probs"] + 0.3 * torch.sin(torch.arange(batch["log_probs"].numel())).view_as(batch["log_probs"])
-    monkeypatch.setattr("shoal.tasks.pieces._LOGITS_AT_ONCE", 3 * 257)
-    monkeypatch.setattr("shoal.tasks.pieces._CACHED", 2 * 264)
-    monkeypatch.setattr("shoal.tasks.pieces._rows_missing", lambda weight_VD: more)
+    monkeypatch.setattr("shoal.tasks.chunked_logprobs._LOGITS_AT_ONCE", 3 * 257)
+    monkeypatch.setattr("shoal.tasks.chunked_logprobs._CACHED", 2 * 264)
+    monkeypatch.setattr("shoal.tasks.chunked_logprobs._rows_missing", lambda weight_VD: more)
     (loss, *_) = task.losses(batch)
     parameters = [one for name, one in model.named_parameters() if name != "value_head.weight"]
     policy_alone = loss.value - task.ppo.value_weight * loss.metrics.get("value_loss", 0.0)

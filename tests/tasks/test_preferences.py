@@ -21,7 +21,7 @@ from shoal.models.moe import Moe
 from shoal.models.value_head import Scored
 from shoal.runs.trained_model import export, open_run
 from shoal.runs.training.train_alone import prepare
-from shoal.tasks.answers import Reference, Text, as_used, log_probs
+from shoal.tasks.answer_logprobs import Reference, Text, as_used, log_probs
 from shoal.tasks.dpo import Dpo
 from shoal.tasks.reward import Reward
 

@@ -27,7 +27,7 @@ from shoal.runs.rlhf.rollouts import RolloutFeed, prompts_of
 from shoal.runs.training.initial_weights import begin, passages_of, root_of
 from shoal.strategies import lengths
 from shoal.tasks import Draws
-from shoal.tasks.answers import Reference
+from shoal.tasks.answer_logprobs import Reference
 from shoal.tasks.dpo import Dpo
 from shoal.tasks.images import grid, save_png
 from shoal.tasks.policy_gradient import PolicyGradient

@@ -20,7 +20,7 @@ from shoal.config.schema.model import FactoryModel
 from shoal.data.user_data import Collate, OwnSamples, OwnStream, stacked
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import HuggingFace
-from shoal.tasks.custom import Custom, LossFunction, Measured, Metric, named
+from shoal.tasks.user_task import Custom, LossFunction, Measured, Metric, named
 
 
 class Given(NamedTuple):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shoal.config import Run
 from shoal.config.schema import task as schema
-from shoal.tasks.answers import Pairwise, Reference, Text, given_to, log_probs, share_won
+from shoal.tasks.answer_logprobs import Pairwise, Reference, Text, given_to, log_probs, share_won
 from shoal.tasks.base import Batch, TaskInfo
 
 SIDES = ("chosen_", "rejected_")

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from shoal.config import Run
 from shoal.config.schema import task as schema
 from shoal.config.schema.rlhf import Rlhf
-from shoal.tasks.answers import Text, as_used, chosen, given_to, log_softmax, output_of, spread, with_auxiliary
+from shoal.tasks.answer_logprobs import Text, as_used, chosen, given_to, log_softmax, output_of, spread, with_auxiliary
 from shoal.tasks.base import Batch, Loss, Mean, TaskInfo
+from shoal.tasks.chunked_logprobs import SlopeOf, in_pieces, room_of, with_slopes
 from shoal.tasks.dpo import SIDES, preference_loss
-from shoal.tasks.pieces import SlopeOf, in_pieces, room_of, with_slopes
 
 
 def build(task: schema.PpoTask, run: Run, players: dict[str, nn.Module], info: TaskInfo) -> PolicyGradient:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from shoal.config import Run
 from shoal.config.schema import task as schema
-from shoal.tasks.answers import Pairwise, Text, at_the_end, given_to, share_won
+from shoal.tasks.answer_logprobs import Pairwise, Text, at_the_end, given_to, share_won
 from shoal.tasks.base import Batch, TaskInfo
 
 

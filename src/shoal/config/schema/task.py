@@ -95,7 +95,7 @@ class PpoTask(Task, built_by="shoal.tasks.policy_gradient:build"):
     pipeline = "text-generation"
 
 
-class CustomTask(Task, built_by="shoal.tasks.custom:build"):
+class CustomTask(Task, built_by="shoal.tasks.user_task:build"):
     """What a loss of one's own says, on data of one's own."""
 
     kind: Literal["custom"] = "custom"

@@ -30,7 +30,7 @@ from shoal.models.generation.decoding import Warp, draws_of_group, gap
 from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
 from shoal.protocol.frames import Frame, UpdateError
 from shoal.tasks import Batch
-from shoal.tasks.answers import as_text, as_used, chosen, log_softmax
+from shoal.tasks.answer_logprobs import as_text, as_used, chosen, log_softmax
 from shoal.updates.answer_frames import InexactAnswers, unpack
 
 _AT_ONCE = 8

@@ -32,8 +32,8 @@ from shoal.models.generation.batch_sampling import Sampled, sample
 from shoal.models.generation.decoding import draws_of_group
 from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
 from shoal.runs.rlhf.rewards.interface import Answer, Score
-from shoal.tasks import Batch, credit
-from shoal.tasks.answers import Reference, Text, as_text, as_used
+from shoal.tasks import Batch, advantages
+from shoal.tasks.answer_logprobs import Reference, Text, as_text, as_used
 from shoal.tasks.dpo import SIDES
 from shoal.tasks.language import IGNORED
 from shoal.tasks.policy_gradient import PolicyGradient
@@ -170,7 +170,7 @@ class RolloutFeed:
         self.precision: Callable[[], AbstractContextManager[Any]] = nullcontext
         if engine is not None:
             self._learn_with(engine)
-        self.coefficient, self.spread = self.settings.kl.coefficient, credit.Spread()
+        self.coefficient, self.spread = self.settings.kl.coefficient, advantages.Spread()
         self.epoch = self.position = 0
         self.buffer: Batch | None = None
         self._distance: float | None = None
@@ -272,7 +272,7 @@ class RolloutFeed:
 
     def load_state_dict(self, state: State) -> None:
         self.epoch, self.position, self.coefficient = state["epoch"], state["position"], state["coefficient"]
-        self.spread = credit.Spread(*state["spread"])
+        self.spread = advantages.Spread(*state["spread"])
         self._distance = state["approximate_kl"]
         self.figures, self.first = dict(state["figures"]), dict(state["first"])
         self.buffer = {name: value.clone() for name, value in state["buffer"].items()} or None
@@ -328,7 +328,7 @@ class RolloutFeed:
         if settings.kl.adaptive:
             kl = settings.kl
             moved = float(rollout.figures["kl"].mean())
-            self.coefficient = credit.adapted(self.coefficient, moved, kl.target, len(rollout.answers), kl.horizon)
+            self.coefficient = advantages.adapted(self.coefficient, moved, kl.target, len(rollout.answers), kl.horizon)
         self._watch(rollout)
         return {name: value.cpu() for name, value in batch.items()}
 
@@ -435,21 +435,21 @@ class RolloutFeed:
         """What each token is worth: its advantage, and for PPO what its value should have been."""
         settings, ppo, real_BT = self.settings, self.settings.ppo, rollout.drawn.real_BT
         scores_B = self._scores(rollout)
-        penalty_BT = credit.kl_penalty(rollout.difference_BT, settings.kl.penalty)
-        rewards_BT = credit.token_rewards(scores_B, penalty_BT, self.coefficient, real_BT)
+        penalty_BT = advantages.kl_penalty(rollout.difference_BT, settings.kl.penalty)
+        rewards_BT = advantages.token_rewards(scores_B, penalty_BT, self.coefficient, real_BT)
         if settings.algorithm != "ppo":
-            against = credit.leave_one_out if settings.algorithm == "rloo" else credit.group_relative
+            against = advantages.leave_one_out if settings.algorithm == "rloo" else advantages.group_relative
             advantages_BT = against(rewards_BT.sum(1), self.group)[:, None] * real_BT
-            return {"advantages": credit.whiten(advantages_BT, real_BT) if self._whitens else advantages_BT}
+            return {"advantages": advantages.whiten(advantages_BT, real_BT) if self._whitens else advantages_BT}
         values_BT = rollout.values_BT
         assert values_BT is not None
         if ppo.whiten_rewards:
-            rewards_BT = credit.whiten(rewards_BT, real_BT, shift=False)
-        advantages_BT = credit.gae(rewards_BT, values_BT, real_BT, ppo.gamma, ppo.gae_lambda)
+            rewards_BT = advantages.whiten(rewards_BT, real_BT, shift=False)
+        advantages_BT = advantages.gae(rewards_BT, values_BT, real_BT, ppo.gamma, ppo.gae_lambda)
         returns_BT = advantages_BT + values_BT
         self.figures["explained_variance"] = _explained(values_BT[real_BT], returns_BT[real_BT])
         return {
-            "advantages": credit.whiten(advantages_BT, real_BT) if ppo.whiten_advantages else advantages_BT,
+            "advantages": advantages.whiten(advantages_BT, real_BT) if ppo.whiten_advantages else advantages_BT,
             "values": values_BT,
             "returns": returns_BT,
         }

@@ -19,7 +19,7 @@ from shoal.models.huggingface.model import HuggingFace, pretrained
 from shoal.runs.rlhf.rewards.http import ask
 from shoal.runs.rlhf.rewards.interface import Answer, Score, filled
 from shoal.runs.trained_model import open_run
-from shoal.tasks.answers import Text, as_used, log_probs
+from shoal.tasks.answer_logprobs import Text, as_used, log_probs
 from shoal.tasks.language import IGNORED
 
 _WORDS = (" yes", " no")

@@ -14,7 +14,7 @@ from shoal.errors import ShoalError
 from shoal.models.generation.side_texts import columns_beside, read_beside
 from shoal.runs.rlhf.rewards.interface import Answer, Score
 from shoal.runs.trained_model import open_run
-from shoal.tasks.answers import Text, as_used
+from shoal.tasks.answer_logprobs import Text, as_used
 from shoal.tasks.reward import Reward
 
 _AT_ONCE = 16

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.tasks.base import Batch, Loss, Mean
+from shoal.tasks.chunked_logprobs import at_temperature, log_probs_of
 from shoal.tasks.language import IGNORED, READ_BESIDE
-from shoal.tasks.pieces import at_temperature, log_probs_of
 
 
 class Text(NamedTuple):
