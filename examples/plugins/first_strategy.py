@@ -7,7 +7,7 @@ from typing import Literal
 from shoal.coordinator import Every
 from shoal.plugins import PositiveInt, Run, Strategy, builds
 from shoal.strategies import Policies
-from shoal.strategies.lengths import in_updates
+from shoal.strategies.run_length import in_updates
 
 
 class FirstComers(Strategy):

@@ -26,7 +26,7 @@ from shoal.config.load import resolve_data
 from shoal.config.ranks import Place, environment_of, place
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import read
-from shoal.strategies.lengths import alone as total_steps
+from shoal.strategies.run_length import alone as total_steps
 
 CONFIG = """\
 dialect: shoal

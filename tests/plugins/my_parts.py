@@ -13,7 +13,7 @@ from shoal.models.data_shapes import Shapes
 from shoal.plugins import Aggregation, Codec, Model, PositiveFloat, PositiveInt, PositiveShare, Strategy, Task, builds
 from shoal.protocol.frames import expect_frames, frame_of, values_of
 from shoal.strategies import Policies
-from shoal.strategies.lengths import in_updates
+from shoal.strategies.run_length import in_updates
 from shoal.tasks import Batch, Loss, TaskInfo
 from shoal.tasks.classification import Classification
 from shoal.updates.codecs.base import Coder

@@ -25,7 +25,7 @@ from shoal.runs.live_objects import NOTHING, Given, players_of, samples_of, task
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.rlhf.rollouts import RolloutFeed, prompts_of
 from shoal.runs.training.initial_weights import begin, passages_of, root_of
-from shoal.strategies import lengths
+from shoal.strategies import run_length
 from shoal.tasks import Draws
 from shoal.tasks.answer_logprobs import Reference
 from shoal.tasks.dpo import Dpo
@@ -93,7 +93,7 @@ def assemble(
         task.finder = samples.info.finder
     part = reading(run, rank, ranks)
     feed = feed_of(run, samples, part=part)
-    steps = lengths.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
+    steps = run_length.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
     engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps, learns=True)
     if isinstance(task, Dpo):
         task.reference = task.reference.held(engine.hold, task.players["model"])

@@ -23,7 +23,7 @@ from shoal.scheduling.layer_split import Hands, split
 from shoal.simulate.machines import CALM, Machine
 from shoal.simulate.meta_model import Sketch
 from shoal.simulate.pipeline_timing import Step, held_by, step_of
-from shoal.strategies import lengths
+from shoal.strategies import run_length
 
 _ENGINES = tuple(Pipeline(micro_batches=parts, schedule=schedule) for parts in (4, 8, 16, 32) for schedule in get_args(Schedule))
 """Micro-batches and schedules that are tried. All forward passes first takes more memory, and waits less for slow links."""
@@ -153,7 +153,7 @@ def _settled(found: Sketch, tried: _Tried, variant: Variant) -> StagedPlan:
     if refused := errors(refusals(loaded, packages="warning")):
         raise ShoalError(refused[0].message)
     each = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
-    steps = lengths.alone(run, feed_of(run, found.parts.data).batches_per_epoch, 1)
+    steps = run_length.alone(run, feed_of(run, found.parts.data).batches_per_epoch, 1)
     price = sum(kind.price_per_hour for _, kind in tried.chosen)
     return StagedPlan(candidate, loaded, tried.stages, tried.step, each / tried.step.seconds, steps * each, price)
 

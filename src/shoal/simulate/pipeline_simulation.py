@@ -15,7 +15,7 @@ from shoal.simulate.meta_model import Sketch, data_of, sketch
 from shoal.simulate.pipeline_timing import Held, Step, held_by, step_of
 from shoal.simulate.report import span
 from shoal.simulate.simulation import Asked, step_s_for, weather_for
-from shoal.strategies import lengths
+from shoal.strategies import run_length
 
 
 class PipelineReport(NamedTuple):
@@ -75,7 +75,7 @@ def pipelined(run: Run, asked: Asked) -> PipelineReport:
         machines = _placed(run, stages, machines)
     held = held_by(run, layers, stages, machines)
     samples = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
-    steps = lengths.alone(run, found.parts.feed.batches_per_epoch, 1)
+    steps = run_length.alone(run, found.parts.feed.batches_per_epoch, 1)
     return PipelineReport(held, step_of(run, layers, held), samples, steps, asked.hours, stage_placement.passes_of(run))
 
 

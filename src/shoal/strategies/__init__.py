@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.config import Run
 from shoal.strategies.policies import Extent, Length, Policies
-from shoal.strategies.relaying import no_relay
+from shoal.strategies.relay_rules import no_relay
 
 __all__ = ["Extent", "Length", "Policies", "no_relay", "of"]
 

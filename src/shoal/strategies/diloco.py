@@ -11,8 +11,8 @@ from shoal.config import Run
 from shoal.config.schema.strategy import DiLoCo
 from shoal.coordinator import Barrier, Discounted, Everything
 from shoal.engines.learners.apply import OuterStep
-from shoal.strategies.lengths import in_rounds
 from shoal.strategies.policies import Policies
+from shoal.strategies.run_length import in_rounds
 from shoal.worker.policies import Pulling
 from shoal.worker.producers import Movement
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from shoal.config import Run
 from shoal.config.schema.strategy import Edp
 from shoal.coordinator import Discounted, Every
-from shoal.strategies.lengths import in_updates
 from shoal.strategies.policies import Policies
+from shoal.strategies.run_length import in_updates
 from shoal.worker.policies import Pulling
 from shoal.worker.producers import Gradients
 

@@ -12,8 +12,8 @@ from shoal.config import Run
 from shoal.config.schema.strategy import Rollouts
 from shoal.coordinator import UnitQuorum
 from shoal.engines.learners.answers import FromAnswers
-from shoal.strategies.lengths import in_rollouts
 from shoal.strategies.policies import Policies
+from shoal.strategies.run_length import in_rollouts
 from shoal.worker.policies import LeasedUnits
 from shoal.worker.producers import Answers
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from shoal.config import Run
 from shoal.config.schema.strategy import WorkUnits
 from shoal.coordinator import UnitQuorum
-from shoal.strategies.lengths import in_units
 from shoal.strategies.policies import Policies
+from shoal.strategies.run_length import in_units
 from shoal.worker.policies import LeasedUnits
 from shoal.worker.producers import UnitGradient
 
