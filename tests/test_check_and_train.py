@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import main
-from shoal.config import refusals
+from shoal.config import missing_packages as refusals
 from shoal.config.load import File, Loaded, Override, resolve
 from shoal.config.presets import names
 from shoal.config.schema import Run

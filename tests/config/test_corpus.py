@@ -9,7 +9,7 @@ import pytest
 
 from shoal.config.dialects import DIALECTS, candidates
 from shoal.config.load import File, Loaded, resolve
-from shoal.config.places import Source
+from shoal.config.source_span import Source
 from shoal.config.text import Node, data_of, parse
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.yaml"))

@@ -70,7 +70,7 @@ def test_the_schema_helps_an_editor() -> None:
 
 
 def _yaml_1_2(text: str) -> Any:
-    from shoal.config.places import Source
+    from shoal.config.source_span import Source
     from shoal.config.text import data_of, parse
 
     root = parse(text, Source("m", text), lambda problem: pytest.fail(problem.message))

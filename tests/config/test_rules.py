@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.config.derive import quorum, tolerated
+from shoal.config.derived_values import quorum, tolerated
 from shoal.config.dialects import native_paths
 from shoal.config.load import File, Loaded, parse_override, resolve
 from shoal.config.problems import masked, render

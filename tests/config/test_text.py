@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.load import File, resolve
-from shoal.config.places import Source
 from shoal.config.problems import Problem
+from shoal.config.source_span import Source
 from shoal.config.text import Node, data_of, interpolate, parse, read
 
 

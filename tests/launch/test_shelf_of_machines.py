@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.config import derive
+from shoal.config import derived_values as derive
 from shoal.config.dialects import smolcluster
 from shoal.config.load import File, Loaded, Override, resolve
 from shoal.errors import ShoalError

@@ -12,7 +12,7 @@ import torch
 from shoal.cli.main import main
 from shoal.cli.running import _speaks_for_all
 from shoal.config.load import resolve_data
-from shoal.config.paths import nothing_at
+from shoal.config.path_hints import nothing_at
 from shoal.config.ranks import Place
 from shoal.config.schema.model import HuggingFace
 from shoal.data.hub.dataset import Request, load_splits

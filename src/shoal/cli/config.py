@@ -7,8 +7,8 @@ import sys
 from shoal import ShoalError
 from shoal.cli.main import leading_flags, report
 from shoal.cli.options import add_plugin_option, load, load_plugins, parse, parser, require
+from shoal.config.missing_packages import refusals
 from shoal.config.problems import ConfigError, render
-from shoal.config.refusals import refusals
 from shoal.config.schema import Run
 
 HELP = """\

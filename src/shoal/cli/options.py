@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from shoal.config.dialects import NAMES
 from shoal.config.load import File, Loaded, Override, parse_override, resolve
-from shoal.config.places import Source
 from shoal.config.problems import ConfigError, Label, Problem
+from shoal.config.source_span import Source
 from shoal.errors import ShoalError
 
 LAYERS = {"config": "base", "hardware_config": "hardware", "distributed_config": "distributed", "rlhf_config": "rlhf"}

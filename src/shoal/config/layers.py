@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shoal.config.fields import INVALID, Checker, Faults, MappingType, OptionalType, Section, SectionType, TaggedType, Tree
-from shoal.config.places import Source, Span
 from shoal.config.problems import Label, Problem, Severity
 from shoal.config.schema import Run
+from shoal.config.source_span import Source, Span
 from shoal.config.text import Node, node_of
 
 Key = tuple[str, ...]

@@ -6,16 +6,16 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from shoal.config import derive, former, rules
+from shoal.config import derived_values, former, rules
 from shoal.config.dialects import DIALECTS, NAMES, NATIVE, candidates, native_knows, native_paths
 from shoal.config.dialects.table import Seen, belongs, leaves, parse_target
 from shoal.config.fields import INVALID, Fault, Faults, SectionType, did_you_mean
 from shoal.config.layers import Assignment, Key, Layer, Settings
-from shoal.config.places import Source
 from shoal.config.presets import find as find_preset
 from shoal.config.problems import ConfigError, Label, Problem, errors
 from shoal.config.ranks import started
 from shoal.config.schema import Run
+from shoal.config.source_span import Source
 from shoal.config.text import Entry, Node, interpolate, parse_value, python_node, read
 
 VARIABLES = {
@@ -293,7 +293,7 @@ class _Loader:
             self.problems += [self.problem(fault, settings) for fault in faults]
         self.problems += self.without_effect(settings)
         if not self.resolved:
-            derive.derive(settings)
+            derived_values.derive(settings)
             rules.apply(settings)
         self.problems += settings.problems
         if loaded.ok:

@@ -20,8 +20,8 @@ from shoal.config.fields import (
     Section,
     SectionType,
 )
-from shoal.config.places import Span
 from shoal.config.problems import ConfigError, Label, Problem, errors
+from shoal.config.source_span import Span
 from shoal.config.text import Node, read
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from shoal.config import derive
+from shoal.config import derived_values
 from shoal.config.dialects import DIALECTS, NATIVE
 from shoal.config.dialects.table import Seen
 from shoal.config.fields import as_data
 from shoal.config.layers import Assignment, Key, Layer, Settings, default_at, section_at
 from shoal.config.load import File, _Loader
-from shoal.config.places import Source
 from shoal.config.problems import ConfigError, errors
 from shoal.config.show import is_secret, scalar
+from shoal.config.source_span import Source
 from shoal.config.text import Node, data_of
 
 _TRAILING = re.compile(r"""(?:^|\s)#\s?(.*)$""")
@@ -41,7 +41,7 @@ def migrate(path: str, dialect: str | None = None) -> str:
     if errors(loader.problems):
         raise ConfigError(loader.problems)
     settings = Settings([*written, *unwritten])
-    derive.derive(settings)
+    derived_values.derive(settings)
     return _Writer(settings, root.span.source, layer.dialect).text()
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from shoal.config.places import Span
+from shoal.config.source_span import Span
 from shoal.errors import ShoalError
 
 Severity = Literal["error", "warning"]

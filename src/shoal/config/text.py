@@ -13,8 +13,8 @@ from typing import Any, Union
 
 import yaml
 
-from shoal.config.places import Source, Span
 from shoal.config.problems import Label, Problem
+from shoal.config.source_span import Source, Span
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 50

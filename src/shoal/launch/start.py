@@ -13,13 +13,13 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal.config.derive import OWN
+from shoal.config.derived_values import OWN
 from shoal.config.dialects import in_words_of
 from shoal.config.former import was_a_transport
 from shoal.config.load import Loaded, Override
+from shoal.config.missing_packages import refusals
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, Place, of_several, place
-from shoal.config.refusals import refusals
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch import forkserver

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.config.derive import OWN
+from shoal.config.derived_values import OWN
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import HuggingFace
 from shoal.runs.coordinator_run import ClusterLoop

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.config.derive import OWN
+from shoal.config.derived_values import OWN
 from shoal.config.plugins import load as load_plugins
 from shoal.errors import ShoalError
 from shoal.launch.start import Asked, Plan, Way, headline, plan, started

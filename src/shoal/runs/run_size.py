@@ -8,7 +8,7 @@ import torch
 
 from shoal import data
 from shoal.config import Run
-from shoal.config.derive import quorum
+from shoal.config.derived_values import quorum
 from shoal.config.ranks import reading
 from shoal.config.schema.updates import Bucketing, NearestNeighbours
 from shoal.runs.build_run import feed_of

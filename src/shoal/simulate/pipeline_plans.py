@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, get_args
 from shoal.config import Run
 from shoal.config.load import Loaded
 from shoal.config.machines import MachineKind
+from shoal.config.missing_packages import refusals
 from shoal.config.problems import errors
 from shoal.config.ranks import STRATEGY_ALONE
-from shoal.config.refusals import refusals
 from shoal.config.rules.rule import CUT_INTO_STAGES
 from shoal.config.schema.engine import Pipeline, Schedule
 from shoal.engines.pipeline.split import Layers, layers_of

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from shoal.config import Run
 from shoal.config.load import Loaded
 from shoal.config.machines import MachineKind
+from shoal.config.missing_packages import refusals
 from shoal.config.problems import errors
-from shoal.config.refusals import refusals
 from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
 from shoal.runs.coordinator_run import Agreed

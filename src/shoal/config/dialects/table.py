@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from shoal.config.fields import did_you_mean
 from shoal.config.layers import Assignment, Key, Layer
-from shoal.config.places import Source
 from shoal.config.problems import Label, Problem
+from shoal.config.source_span import Source
 from shoal.config.text import Entry, Node, Report, data_of, describe, node_of
 
 NOTHING: Any = object()

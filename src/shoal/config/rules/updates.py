@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.config.derive import bucket_size, contributions, formula, quorum, tolerated
+from shoal.config.derived_values import bucket_size, contributions, formula, quorum, tolerated
 from shoal.config.layers import Settings
 from shoal.config.rules.rule import rule
 from shoal.config.schema.updates import Aggregation

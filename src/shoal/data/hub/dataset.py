@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from shoal.config.paths import nothing_at
+from shoal.config.path_hints import nothing_at
 from shoal.config.schema.data import HubDataset
 from shoal.data.hub.access import hub_answers, offline, quiet
 from shoal.data.interfaces import Progress

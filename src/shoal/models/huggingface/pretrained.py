@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.config.paths import nothing_at
+from shoal.config.path_hints import nothing_at
 from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 

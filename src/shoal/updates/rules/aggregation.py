@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.config.derive import default_byzantine, quorum
+from shoal.config.derived_values import default_byzantine, quorum
 from shoal.config.schema import updates as schema
 from shoal.errors import ShoalError
 from shoal.updates.parallel_blocks import BLOCK, Floats, in_blocks, scratch

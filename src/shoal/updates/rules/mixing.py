@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shoal.config.derive import default_byzantine
+from shoal.config.derived_values import default_byzantine
 from shoal.config.schema.updates import Bucketing, Mixing, NearestNeighbours
 from shoal.updates.rules.gram import gram, squared_distances, weighted_sum
 

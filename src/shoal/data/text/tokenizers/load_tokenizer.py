@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from shoal.config.paths import nothing_at
+from shoal.config.path_hints import nothing_at
 from shoal.data.hub.access import hub_answers, quiet
 from shoal.data.packages import need
 from shoal.data.text.tokenizers.byte_level import ByteTokenizer
