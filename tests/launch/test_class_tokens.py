@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import join
-from shoal.cli.showing import quoted
+from shoal.cli.output import quoted
 from shoal.errors import ShoalError
 from shoal.transports.database_address import parse
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.cli.showing import contributions
+from shoal.cli.output import contributions
 from shoal.config.load import resolve_data
 from shoal.engines import StepResult
 from shoal.runs.coordinator_run import SharedData

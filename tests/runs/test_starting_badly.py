@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.cli.main import main
-from shoal.cli.running import _speaks_for_all
+from shoal.cli.run_command import _speaks_for_all
 from shoal.config.load import resolve_data
 from shoal.config.path_hints import nothing_at
 from shoal.config.ranks import Place
@@ -160,7 +160,7 @@ def test_a_mistyped_model_data_set_or_tokenizer_says_so() -> None:
     ],
 )
 def test_one_process_tells_what_is_doubtful_about_the_settings(here: Place | None, speaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli.running.place", lambda: here)
+    monkeypatch.setattr("shoal.cli.run_command.place", lambda: here)
     assert _speaks_for_all() == speaks
 
 

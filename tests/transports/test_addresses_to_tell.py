@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.showing import show_invitation
+from shoal.cli.output import show_invitation
 from shoal.config.load import resolve_data
 from shoal.runs.invitation import Invitation
 from shoal.transports import addresses

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from shoal.cli.demo_shows import show
+from shoal.cli.demo_results import show
 from shoal.cli.main import main
 from shoal.config import load
 from shoal.engines import SingleEngine

@@ -13,7 +13,7 @@ def run(argv: list[str]) -> int:
     made.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
     made.add_argument("--watch", action="store_true", help="show the run in the browser (see `shoal watch`)")
     arguments, overrides = parse(made, argv)
-    from shoal.cli.running import carry_out, planned
+    from shoal.cli.run_command import carry_out, planned
     from shoal.launch.start import Asked
 
     asked = Asked(arguments.run_dir, arguments.resume, arguments.workers, invite=True, hosts=tuple(arguments.host), watch=arguments.watch)

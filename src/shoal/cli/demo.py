@@ -88,7 +88,7 @@ def _together(scene: Scene, folder: Path, seconds: float) -> None:
     _audit(folder / "run")
     if scene.compares:
         _compare(scene, folder, seen)
-    from shoal.cli.demo_shows import show
+    from shoal.cli.demo_results import show
 
     show(scene.shows, folder / "run")
     print(f"\nyour own: {scene.next}\nthe page: {scene.page}", flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.cli.orders import give, parser
+from shoal.cli.owner_commands import give, parser
 
 
 def run(argv: list[str]) -> int:

@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
     if arguments.passage_words < 1:
         made.error("--passage-words: a passage has at least one word")
 
-    from shoal.cli.showing import download
+    from shoal.cli.output import download
     from shoal.data.retrieval.load_index import index_files
 
     index = index_files(

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
+from shoal.cli.engine_processes import as_rank, ignore_signals, island
 from shoal.cli.options import add_plugin_option, load_plugins
-from shoal.cli.ranks import as_rank, ignore_signals, island
-from shoal.cli.showing import download, tell
+from shoal.cli.output import download, tell
 from shoal.config.environment import database_password, join_token
 from shoal.config.load import File, parse_override, resolve
 from shoal.config.ranks import of_several, place

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cli.join import check_trust, typed
 from shoal.cli.options import add_plugin_option, load_plugins
-from shoal.cli.showing import tell
+from shoal.cli.output import tell
 from shoal.config.load import Override, parse_override
 from shoal.errors import ShoalError
 from shoal.transports.database_address import is_address
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _relay(joined: Joined, arguments: argparse.Namespace, argv: list[str]) -> int:
-    from shoal.cli.running import carry_out
+    from shoal.cli.run_command import carry_out
     from shoal.launch.start import Asked, plan
     from shoal.runs.welcome import settings_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.options import add_plugin_option, load_plugins
-from shoal.cli.showing import show_nodes, tell
+from shoal.cli.output import show_nodes, tell
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
 

@@ -21,8 +21,8 @@ def run(argv: list[str]) -> int:
     made.add_argument("--watch", action="store_true", help="show the run in the browser (see `shoal watch`)")
     made.add_argument("--slowdown", action="append", default=[], metavar="NAME=FACTOR", help="make a worker slower: w2=8 (may be repeated)")
     arguments, overrides = parse(made, argv)
-    from shoal.cli.phases import train_in_phases
-    from shoal.cli.running import carry_out, goes_on_by_folder, planned, weather_and_speeds
+    from shoal.cli.rlhf_phases import train_in_phases
+    from shoal.cli.run_command import carry_out, goes_on_by_folder, planned, weather_and_speeds
     from shoal.launch.rlhf_phases import in_phases
     from shoal.launch.start import Asked
 

@@ -62,7 +62,7 @@ def _counts(arguments: argparse.Namespace, overrides: list[Override]) -> list[Ov
 
 
 def _planned(arguments: argparse.Namespace, overrides: list[Override]) -> Plan:
-    from shoal.cli.running import planned
+    from shoal.cli.run_command import planned
     from shoal.launch.start import Asked
 
     if not arguments.resume and require(load(arguments, overrides)).run.launch.kind == "slurm":
@@ -112,7 +112,7 @@ def _show(written: Written) -> None:
 
 def _stay(arguments: argparse.Namespace, overrides: list[Override], folder: Path, argv: list[str]) -> int:
     """Coordinate in this process, until the run is over."""
-    from shoal.cli.running import carry_out
+    from shoal.cli.run_command import carry_out
     from shoal.launch.up_file import noted
 
     arguments.run_dir = str(folder)

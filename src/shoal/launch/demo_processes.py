@@ -23,7 +23,7 @@ from shoal.runs.invitation import Invitation
 from shoal.transports.database_address import is_address
 from shoal.transports.database_address import parse as parse_database
 
-LEASHED = "shoal.cli.leashed"
+LEASHED = "shoal.cli.ends_with_parent"
 """Runs a command that ends with this process, however this process ends."""
 _LOOK_S = 0.05
 _START_S = 120.0

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.cli.engine_processes import as_rank, gather, ignore_signals, start_ranks
 from shoal.cli.main import report
 from shoal.cli.options import load, slowdowns
-from shoal.cli.ranks import as_rank, gather, ignore_signals, start_ranks
-from shoal.cli.showing import download, show_invitation, show_outcome, stopping_on_signals, tell
+from shoal.cli.output import download, show_invitation, show_outcome, stopping_on_signals, tell
 from shoal.config.load import Override
 from shoal.config.problems import ConfigError
 from shoal.config.ranks import place

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.cli.options import LAYERS, load
-from shoal.cli.running import carry_out, weather_and_speeds
+from shoal.cli.run_command import carry_out, weather_and_speeds
 from shoal.config.load import Loaded, Override
 from shoal.config.ranks import place
 from shoal.errors import ShoalError

@@ -1,4 +1,4 @@
-"""`python -m shoal.cli.leashed COMMAND …`: a command that saves and ends when its standard input does.
+"""`python -m shoal.cli.ends_with_parent COMMAND …`: a command that saves and ends when its standard input does.
 
 Whoever starts it holds the other end of a pipe, so it does not outlive that process, however that process ends.
 """

@@ -46,7 +46,7 @@ def start_ranks(run: Run, argv: list[str]) -> int:
 
 def gather(made: Plan, argv: list[str]) -> int:
     """Give out the places of a pipeline to machines that join, and have the first stage here, until the run is over."""
-    from shoal.cli.showing import show_places
+    from shoal.cli.output import show_places
     from shoal.launch.start import places
 
     host = places(made, _without(argv, "--host"), _tell)
