@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import NoReturn
 
 from shoal import __version__
-from shoal.ending import end
 from shoal.errors import ShoalError
+from shoal.process_exit import end
 
 COMMANDS = {
     "train": "train what a configuration describes",

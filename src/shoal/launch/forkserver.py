@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
-from shoal.ending import end
 from shoal.errors import ShoalError
+from shoal.process_exit import end
 
 _LOADED = (
     "torch.distributed",
