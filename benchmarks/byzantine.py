@@ -24,7 +24,7 @@ from shoal.coordinator.state import Called, Plan
 from shoal.protocol.messages import PROTOCOL, Contribute
 from shoal.runs.build_run import assemble, feed_of, held_out
 from shoal.runs.run_size import extent_of, needed
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.worker.session import Left, Protocol
 
 WORKERS, FALSE = 11, 2
@@ -117,7 +117,7 @@ class Cluster:
         self.feeds = [feed_of(run, self.parts.data, seat, WORKERS) for seat in range(WORKERS)]
         self.weights = [self.learner.vector.clone() for _ in range(WORKERS)]
         self.bases = [0] * WORKERS
-        self.residuals = [build.residual_for(run.updates.codec, self.learner.vector.numel()) for _ in range(WORKERS)]
+        self.residuals = [codecs.residual_for(run.updates.codec, self.learner.vector.numel()) for _ in range(WORKERS)]
         self.generator = torch.Generator().manual_seed(0)
         self.clock = 0.0
         self.protocols = [Protocol(f"w{seat}", {}, PROTOCOL, f"instance {seat}") for seat in range(WORKERS)]
@@ -165,7 +165,7 @@ class Cluster:
         return stack
 
     def _contribute(self, seat: int, gradient: Tensor) -> None:
-        frames = build.encode(self.run.updates.codec, gradient, self.residuals[seat])
+        frames = codecs.encode(self.run.updates.codec, gradient, self.residuals[seat])
         feed, base = self.feeds[seat], self.bases[seat]
         made = Contribute("", 0, 0, base, 0, 32.0, 32, feed.epoch, feed.position, 1, -1, {})
         self.protocols[seat].contribute(made, frames, pulls=False)

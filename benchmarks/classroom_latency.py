@@ -132,7 +132,7 @@ def coordinate(given: dict[str, Any]) -> None:
     from shoal.config.load import resolve_data
     from shoal.config.schema.cluster import Postgres
     from shoal.runs.coordinator_setup import prepare
-    from shoal.updates.codecs.build import build as codecs
+    from shoal.updates import codecs
 
     folder, codec = given.pop("folder"), given.pop("codec")
     settings = DCGAN | {"transport": {"kind": "postgres", "host": given["host"], "port": given["port"]}}
@@ -180,7 +180,7 @@ def work(given: dict[str, Any]) -> None:
     import torch
 
     from shoal.config.schema.updates import Int8Codec, NoCodec
-    from shoal.updates.codecs.build import build as codecs
+    from shoal.updates import codecs
 
     desk = UnitDesk(given["address"], poll_interval_s=60.0)
     welcome = desk.welcome(30.0)

@@ -40,7 +40,7 @@ from shoal.protocol.messages import PROTOCOL, Contribute
 from shoal.runs.connections import ClientLine
 from shoal.runs.coordinator_run import ClusterLoop
 from shoal.runs.coordinator_setup import prepare
-from shoal.updates.codecs.build import build as codecs
+from shoal.updates import codecs
 from shoal.worker.sender import Courier
 from shoal.worker.session import Protocol, Receipt
 

@@ -22,7 +22,7 @@ from shoal.engines.expert_layout import expert_blocks
 from shoal.engines.learners.apply import OuterStep
 from shoal.runs.build_run import Parts, assemble, feed_of, held_out
 from shoal.updates.experts import mean_by_experts
-from shoal.updates.rules.aggregation import aggregation
+from shoal.updates.rules import aggregation
 
 TEXT = Path(__file__).parents[2] / "shared" / "data" / "text" / "tinyshakespeare.txt"
 ROUNDS, INNER, SEEDS = 12, 25, (1, 2, 3)

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from run import Row
 
-from shoal.updates.rules.aggregation import aggregation
+from shoal.updates.rules import aggregation
 from shoal.updates.rules.mixing import nearest_neighbour_mixing
 
 COUNT, SIZE, FALSE, TRIM = 43, 1_000_000, 10, 0.3

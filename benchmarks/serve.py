@@ -30,9 +30,9 @@ from run import Row
 from shoal.config.load import parse_override
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import Draws, Warp
-from shoal.serve.engine import Ended, Engine, Heard, Job
-from shoal.serve.opening import open_served
-from shoal.serve.stages import OneNode
+from shoal.serve.backend import OneNode
+from shoal.serve.batching import Ended, Engine, Heard, Job
+from shoal.serve.load_model import open_served
 
 STREAMS, PROMPT, ROUNDS, FEW = 8, 32, 3, 8
 

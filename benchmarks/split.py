@@ -21,12 +21,12 @@ from shoal.config.schema.serving import Serving
 from shoal.data.text.tokenizers.byte_level import ByteTokenizer
 from shoal.models.generation.decoding import Draws, Warp
 from shoal.models.gpt import Gpt
-from shoal.serve.chat import ChatTemplate
-from shoal.serve.engine import Engine, Job
-from shoal.serve.opening import Served
-from shoal.serve.routes import Node, Planner, Stop
-from shoal.serve.skeletons import described_own
-from shoal.serve.spread import Spread
+from shoal.serve.api.chat_format import ChatTemplate
+from shoal.serve.batching import Engine, Job
+from shoal.serve.load_model import Served
+from shoal.serve.nodes.distributed_model import Spread
+from shoal.serve.nodes.model_description import described_own
+from shoal.serve.nodes.routes import Node, Planner, Stop
 from shoal.transports.connect import serve
 from shoal.transports.keys import new_token
 

@@ -19,7 +19,7 @@ from run import Row
 from torch import Tensor
 
 from shoal.config.schema.updates import Codec, Fp16Codec, Int8Codec, TopKCodec
-from shoal.updates.codecs.build import decode, encode, residual_for
+from shoal.updates.codecs import decode, encode, residual_for
 
 SIZE, ROUNDS, SHARE = 25_000_000, 9, 0.01
 Side = Callable[[], object]

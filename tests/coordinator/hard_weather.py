@@ -20,7 +20,7 @@ from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S
 from shoal.coordinator.state import Called, Concluded, Event, Opened, Plan, Tick
 from shoal.protocol.messages import PROTOCOL, Asked, Leave
 from shoal.strategies import Policies
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.worker.session import Protocol, Receipt, Seated, Unit
 
 SIZE = 2
@@ -215,7 +215,7 @@ class World:
         worker.steps += 1
 
     def encoded(self, value: float) -> Any:
-        return build.encode(self.plan.updates.codec, torch.full((SIZE,), value), None)
+        return codecs.encode(self.plan.updates.codec, torch.full((SIZE,), value), None)
 
     def send(self, worker: Traveller) -> None:
         """Put the protocol's question on its way; an earlier one may still be."""

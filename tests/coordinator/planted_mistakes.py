@@ -11,7 +11,7 @@ from shoal.coordinator.effects import Persist, Reply
 from shoal.coordinator.members import table
 from shoal.coordinator.policies import Barrier
 from shoal.coordinator.rounds.open_rounds import contributions, open_rounds
-from shoal.coordinator.units.cut import leases
+from shoal.coordinator.units import leases
 
 Patch = Callable[[Any], None]
 """Given pytest's monkeypatch."""

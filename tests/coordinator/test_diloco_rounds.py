@@ -14,7 +14,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.state import Exited
 from shoal.protocol.messages import Gone
 from shoal.strategies import Policies
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.updates.fragments import spans
 
 
@@ -304,17 +304,17 @@ def test_only_a_fragment_travels_in_either_direction(codec: Codec) -> None:
     for number in range(6):
         start, end = parts[number % 2]
         sent = torch.linspace(-1, 1, end - start) * (number + 1)
-        call = cluster.contribute(worker, frames=build.encode(codec, sent, None))
+        call = cluster.contribute(worker, frames=codecs.encode(codec, sent, None))
         answer, frames = cluster.answers[call], cluster.frames[call]
         assert answer["span"] == [start, end]
         assert sum(memoryview(frame).nbytes for frame in frames) <= 4 * (end - start)
         part = base[start:end]
         if answer["weights"] == "full":
-            build.decode(NoCodec(), end - start, frames, out=part)
+            codecs.decode(NoCodec(), end - start, frames, out=part)
         elif answer["weights"] == "changes":
-            build.apply_changes(part, frames)
+            codecs.apply_changes(part, frames)
         else:
-            build.decode_into(codec, end - start, frames, part, 1.0)
+            codecs.decode_into(codec, end - start, frames, part, 1.0)
         cluster.hear(worker, call)
         near = 0.2 if codec.kind == "int4" else 0.02
         assert torch.allclose(base, cluster.learner.vector, atol=near * (number + 1))
@@ -326,4 +326,4 @@ def test_a_contribution_of_the_wrong_fragment_is_malformed() -> None:
     cluster = Cluster(policy(1, fragments=2), 1, learner=InTurn(parts))
     cluster.coordinator = believing(Coordinator(cluster.plan._replace(spans=parts), cluster.strategy, cluster.learner))
     worker = cluster.join("w")
-    assert cluster.status(cluster.contribute(worker, frames=build.encode(NoCodec(), torch.ones(300), None))) == "malformed"
+    assert cluster.status(cluster.contribute(worker, frames=codecs.encode(NoCodec(), torch.ones(300), None))) == "malformed"

@@ -27,7 +27,7 @@ from shoal.protocol.messages import PROTOCOL, Message, Request, header_of
 from shoal.runs.folder.file_store import Files
 from shoal.strategies import Policies
 from shoal.transports import Traffic
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.worker.receipts import Receipts
 from shoal.worker.session import Protocol, Receipt, Seated, Unit
 
@@ -169,7 +169,7 @@ class Walker:
         self.world.at(self.world.random.uniform(0.0, 0.05), self.speak)
 
     def compute(self) -> None:
-        protocol, frames = self.protocol, build.encode(NoCodec(), torch.ones(2), None)
+        protocol, frames = self.protocol, codecs.encode(NoCodec(), torch.ones(2), None)
         if not self.world.strategy.feed.leased:
             self.place = (self.place[0], self.place[1] + 1)
             protocol.contribute(contribution(*self.place, protocol.have), frames, pulls=True)

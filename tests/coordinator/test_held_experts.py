@@ -11,7 +11,7 @@ from tiny_cluster import Cluster, FakeWorker, encoded, strategy_of
 from shoal.config.schema.strategy import SyncPs
 from shoal.config.schema.updates import Krum, NearestNeighbours, Updates
 from shoal.coordinator import Coordinator
-from shoal.coordinator.rounds.open_rounds import weights_publisher as publisher
+from shoal.coordinator.rounds import weights_publisher as publisher
 from shoal.coordinator.state import Above
 from shoal.errors import ShoalError
 from shoal.runs.worker_run import Joined

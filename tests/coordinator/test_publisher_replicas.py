@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from shoal.config.schema.updates import Codec, Fp16Codec, Int4Codec, Int8Codec, NoCodec, TopKCodec
-from shoal.coordinator.rounds.open_rounds import weights_publisher as publishing
+from shoal.coordinator.rounds import weights_publisher as publishing
 from shoal.coordinator.rounds.weights_publisher import Bulletin, Notice, Publisher
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 
 CODECS = (NoCodec(), Fp16Codec(), Int8Codec(), Int4Codec(), TopKCodec(ratio=0.05), TopKCodec(values="int4"))
 SIZE = 5000
@@ -26,7 +26,7 @@ class Replica:
         self.codec, self.version, self.vector = codec, -1, torch.empty(SIZE)
 
     def take(self, kind: str, version: int, frames: Sequence[memoryview]) -> int:
-        build.renew(self.vector, kind, self.codec, frames)
+        codecs.renew(self.vector, kind, self.codec, frames)
         self.version = version
         return sum(frame.nbytes for frame in frames)
 
@@ -53,7 +53,7 @@ def test_every_replica_is_what_the_coordinator_thinks_it_is(codec: Codec) -> Non
             worker.take(fields["weights"], version, frames)
             known = publisher._held.get(session)
             assert known is None or known[0] != version or torch.equal(worker.vector, known[1].vector)
-            if build.of_weights(codec).kind == "none":
+            if codecs.of_weights(codec).kind == "none":
                 assert torch.equal(worker.vector, vector), "changes are exact"
             else:
                 assert float((worker.vector - vector).abs().max()) < 0.1

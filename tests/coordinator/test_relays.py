@@ -24,7 +24,7 @@ from shoal.coordinator.driver import Captured, Driver, Surroundings
 from shoal.coordinator.state import Above, Adopted, Plan, Upstream
 from shoal.protocol.messages import PROTOCOL, Message, header_of
 from shoal.runs.folder.file_store import Files
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.worker.receipts import Receipts
 from shoal.worker.relay import Climber
 from shoal.worker.session import Protocol
@@ -48,9 +48,9 @@ class Learner(Walker):
     def compute(self) -> None:
         codec = self.world.updates.codec
         if self.residual is None:
-            self.residual = build.residual_for(codec, 2)
+            self.residual = codecs.residual_for(codec, 2)
         self.place = (self.place[0], self.place[1] + 1)
-        frames = build.encode(codec, gradient(self.protocol.name, self.place[1]), self.residual)
+        frames = codecs.encode(codec, gradient(self.protocol.name, self.place[1]), self.residual)
         made = contribution(*self.place, self.protocol.have, weight=weight(self.protocol.name))
         self.protocol.contribute(made, frames, pulls=True)
         self.speak()

@@ -11,7 +11,7 @@ from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator.durable.replayed_state import Book
 from shoal.coordinator.state import Plan
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.updates.experts import ExpertBlocks
 
 BLOCKS = ExpertBlocks((((1, 2),), ((2, 3),)), layers=1, per_token=1, loads_at=0, cap=1.5)
@@ -26,7 +26,7 @@ def after_a_round(*reports: list[float] | None) -> torch.Tensor:
     book = Book(plan, strategy_of(DiLoCo(expert_weight_cap=1.5, rounds=4), 2), learner)
     for number, report in enumerate(reports):
         told = [] if report is None else [torch.tensor(report)]
-        frames = [build.encode(NoCodec(), values, None)[0] for values in (torch.full((4,), float(number)), *told)]
+        frames = [codecs.encode(NoCodec(), values, None)[0] for values in (torch.full((4,), float(number)), *told)]
         about = {"worker": f"w{number}", "seq": 0, "seat": number, "base": 0, "round": 0, "share": 1.0, "weight": 1.0, "samples": 2}
         book.take({"kind": "accepted", **about, "epoch": 0, "position": 1, "batches": 1, "metrics": {}}, frames)
     book.take({"kind": "closed", "round": 0, "contributions": [(f"w{number}", 0) for number in range(len(reports))]})

@@ -17,7 +17,7 @@ from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Publi
 from shoal.coordinator.state import Concluded, LeaseResult, Opened, Plan
 from shoal.coordinator.units.cut import Cut, Settled
 from shoal.protocol.messages import BadMessage, Delivered, Failed, parse, parse_from_leases
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 
 
 def made(quorum: int = 3, cut: Cut | None = None, needed: int = 1, updates: Updates | None = None) -> Coordinator:
@@ -63,7 +63,7 @@ class Board:
         unit = self.coordinator.plan.cut.unit(number)
         base = self.version if base is None else base
         asked = Delivered(worker, self.seq, base, float(unit.batches), unit.batches, *unit, {"loss": value})
-        content = build.encode(NoCodec(), torch.full((4,), value), None) if frames is None else frames
+        content = codecs.encode(NoCodec(), torch.full((4,), value), None) if frames is None else frames
         self.carry_out(self.coordinator.handle(LeaseResult(asked, content), self.now))
 
     def fail(self, number: int) -> None:

@@ -20,7 +20,7 @@ from shoal.coordinator.effects import Effect, Entry, Note, Persist, Published, R
 from shoal.coordinator.state import Called, Plan, Tick
 from shoal.protocol.messages import PROTOCOL, Asked, Contribute, Join, header_of, parse
 from shoal.strategies import Policies
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.worker.session import Protocol
 
 RATE = 0.25
@@ -204,7 +204,7 @@ class Cluster:
             return self.say(worker, **other)
         worker.position += 1
         protocol.have = max(0, protocol.have)
-        content = build.encode(self.updates.codec, torch.full_like(self.learner.vector, value), None) if frames is None else frames
+        content = codecs.encode(self.updates.codec, torch.full_like(self.learner.vector, value), None) if frames is None else frames
         protocol.contribute(contribution(worker.epoch, worker.position, protocol.have, value), content, pulls=True)
         return self.say(worker, **other)
 
@@ -238,4 +238,4 @@ class Cluster:
 
 
 def encoded(*values: float) -> tuple[memoryview, ...]:
-    return build.encode(NoCodec(), torch.tensor(values), None)
+    return codecs.encode(NoCodec(), torch.tensor(values), None)

@@ -25,7 +25,7 @@ from shoal.protocol.messages import PROTOCOL, Gone, Join, header_of
 from shoal.runs.folder.file_store import Files
 from shoal.transports import Message, new_token
 from shoal.transports.zeromq import ZmqClient, ZmqServer
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.worker.session import Protocol, Receipt, Seated, Unit
 
 TOKEN = new_token()
@@ -153,7 +153,7 @@ class Honest:
         """Do a unit, and say what became of its result."""
         unit = self.lease()
         made = contribution(unit.epoch, unit.start + unit.batches, self.protocol.have, samples=SAMPLES, unit=unit.number)
-        self.protocol.contribute(made, build.encode(NoCodec(), torch.ones(2), None), pulls=False)
+        self.protocol.contribute(made, codecs.encode(NoCodec(), torch.ones(2), None), pulls=False)
         self.say_all()
         return self.receipts[-1].status
 
@@ -167,7 +167,7 @@ class Honest:
         epoch, position = self.place
         self.place = (epoch, position + 1)
         made = contribution(*self.place, self.protocol.have, samples=SAMPLES, **claims)
-        self.protocol.contribute(made, build.encode(NoCodec(), torch.ones(2), None), pulls=True)
+        self.protocol.contribute(made, codecs.encode(NoCodec(), torch.ones(2), None), pulls=True)
         self.say_all()
         return self.receipts[-1].status
 
@@ -178,7 +178,7 @@ class Honest:
         made = contribution(0, self.place[1] + 1, protocol.have, samples=SAMPLES)._replace(
             session=protocol.session, number=protocol._number, seq=protocol.seq, have=-1
         )
-        message = Message(header_of(made._replace(**fields)), tuple(build.encode(NoCodec(), torch.ones(2), None)))
+        message = Message(header_of(made._replace(**fields)), tuple(codecs.encode(NoCodec(), torch.ones(2), None)))
         return self.client.call(message, PATIENCE_S).header
 
     def leave(self) -> None:

@@ -16,7 +16,7 @@ from shoal.coordinator.state import Bounds, Called, Opened
 from shoal.coordinator.units.cut import Cut
 from shoal.coordinator.units.leases import PATIENCE_LEASES
 from shoal.protocol.messages import Asked, header_of, parse
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.worker.session import Left, Unit
 
 
@@ -74,7 +74,7 @@ def deliver(cluster: Cluster, worker: FakeWorker, **claims: Any) -> None:
     unit = lease(cluster, worker)
     assert unit is not None
     made = contribution(unit.epoch, unit.start + unit.batches, worker.protocol.have, unit=unit.number, **claims)
-    worker.protocol.contribute(made, build.encode(NoCodec(), torch.ones(4), None), pulls=False)
+    worker.protocol.contribute(made, codecs.encode(NoCodec(), torch.ones(4), None), pulls=False)
     cluster.hear(worker, cluster.say(worker))
 
 

@@ -319,7 +319,7 @@ def test_an_owner_who_is_no_superuser_is_told_what_is_missing_and_still_has_a_wa
         schema.grant(teacher, "room", "correct-horse", "class")
         mia = own_access(parse(postgres.conninfo("room", "school")), "mia", tmp_path, PATIENCE_S)
         with connected(mia) as student:
-            teacher.execute("SELECT shoal.reporters(ARRAY[%s::int])", (student.info.backend_pid,))
+            teacher.execute("SELECT shoal.watch(ARRAY[%s::int])", (student.info.backend_pid,))
             with pytest.raises(psycopg.OperationalError):
                 student.execute("SELECT 1")
 
@@ -519,7 +519,7 @@ def test_who_holds_up_others_is_disconnected_and_the_fifth_time_shut_out(
         keeper.execute("SELECT shoal.fail(%s, %s, %s, '')", (hostile._secret, units[0].id, units[0].lease))
         keeper.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         with database.connect() as owner:
-            owner.execute("SELECT shoal.reporters(ARRAY[%s::int])", (keeper.info.backend_pid,))
+            owner.execute("SELECT shoal.watch(ARRAY[%s::int])", (keeper.info.backend_pid,))
         with pytest.raises(psycopg.OperationalError):
             keeper.execute("SELECT 1")
     (unit,) = honest.claim(1, 0.0)
@@ -527,7 +527,7 @@ def test_who_holds_up_others_is_disconnected_and_the_fifth_time_shut_out(
     with database.connect() as owner:
         owner.execute("UPDATE shoal.standings SET ended = 4 WHERE role = %s", (eve.user,))
         with connected(eve) as again:
-            owner.execute("SELECT shoal.reporters(ARRAY[%s::int])", (again.info.backend_pid,))
+            owner.execute("SELECT shoal.watch(ARRAY[%s::int])", (again.info.backend_pid,))
     with pytest.raises(psycopg.OperationalError, match="not permitted to log in"):
         connected(eve)
     assert [note for note in server.notes() if "student-eve is in quarantine: 5 of its connections had to be ended" in note]
@@ -553,9 +553,9 @@ def test_the_watchdog_ends_what_takes_longer_than_its_time_and_lets_it_be_before
     ):
         pid, now = student.info.backend_pid, "SELECT state, query FROM pg_stat_activity WHERE pid = %s"
         eventually(lambda: owner.execute(now, (pid,)).fetchone() == (state, statement))  # a transaction idles before its statement, too
-        owner.execute("SELECT shoal.reporters()")
+        owner.execute("SELECT shoal.watch()")
         assert (server.notes(), problems.empty()) == ([], True), "all is well within the usual times"
-        owner.execute(f"SELECT shoal.reporters({times})".encode())
+        owner.execute(f"SELECT shoal.watch({times})".encode())
         assert server.notes() == [f"warning: a connection of {eve.user} was ended: {said}"]
         eventually(lambda: not owner.execute("SELECT FROM pg_stat_activity WHERE pid = %s", (pid,)).fetchall())
 
@@ -574,9 +574,9 @@ def test_the_watchdog_ends_who_holds_up_others_and_those_go_on(
         keeper.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         with in_a_thread(lambda: honest.submit(unit, {}, [b"x"])) as outcome:
             eventually(lambda: bool(owner.execute("SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock'").fetchall()))
-            owner.execute("SELECT shoal.reporters(p_blocking => %s)", (PATIENCE_S,))
+            owner.execute("SELECT shoal.watch(p_blocking => %s)", (PATIENCE_S,))
             assert server.notes() == []
-            owner.execute("SELECT shoal.reporters(p_blocking => 0)")
+            owner.execute("SELECT shoal.watch(p_blocking => 0)")
             assert outcome.get(timeout=PATIENCE_S) == "accepted"
         assert f"warning: a connection of {eve.user} was ended: it held up others" in server.notes()
     for desk in (honest, hostile):
@@ -606,7 +606,7 @@ def in_a_thread(work: Callable[[], object]) -> Iterator[queue.SimpleQueue[object
 
 def test_only_students_are_watched(database: Database, server: PostgresServer) -> None:
     with database.connect() as owner, database.connect("coordinator") as coordinator:
-        owner.execute("SELECT shoal.reporters(ARRAY[%s::int])", (coordinator.info.backend_pid,))
+        owner.execute("SELECT shoal.watch(ARRAY[%s::int])", (coordinator.info.backend_pid,))
         assert coordinator.execute("SELECT 1").fetchone() == (1,)
 
 

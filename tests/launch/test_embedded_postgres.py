@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ShoalError
+from shoal.launch.postgres import programs as postgres_program
 from shoal.launch.postgres.connection_file import Memory
 from shoal.launch.postgres.data_folder import make
 from shoal.launch.postgres.programs import Programs, User
 from shoal.launch.postgres.server import EmbeddedPostgres, database_of
-from shoal.launch.postgres.server import programs as postgres_program
 from shoal.transports.database_address import Access
 from shoal.transports.postgres.access import connect
 

@@ -19,7 +19,7 @@ from shoal.config.schema.updates import Bulyan, Krum, Mean, MultiKrum, NoMixing
 from shoal.coordinator.durable.ledger import Ledger
 from shoal.runs.folder.run_reader import RunFolder, Tail, clean, newest_run
 from shoal.runs.monitoring.history import History
-from shoal.updates.rules.aggregation import aggregation
+from shoal.updates.rules import aggregation
 
 
 @pytest.fixture(scope="module")

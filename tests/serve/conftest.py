@@ -14,7 +14,8 @@ pytest.importorskip("uvicorn", reason="serving needs uvicorn: pip install 'shoal
 from serving import running, small_served
 
 from commands import HANG_S
-from shoal.serve import fleet, hub
+from shoal.serve.nodes import placement as fleet
+from shoal.serve.nodes import server as hub
 from shoal.serve.server import Service
 
 

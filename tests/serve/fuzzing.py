@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 from serving import small_model, small_served
 
-from shoal.serve.app import make_app
-from shoal.serve.doors import Doors
-from shoal.serve.engine import Engine
+from shoal.serve.api.app import make_app
+from shoal.serve.backend import OneNode
+from shoal.serve.batching import Engine
 from shoal.serve.server import Driver
-from shoal.serve.stages import OneNode
+from shoal.web.auth import Doors
 
 EXPECTED = {200, 400, 404, 413, 415, 429}
 PATHS = ("/v1/chat/completions", "/v1/completions")

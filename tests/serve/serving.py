@@ -12,8 +12,8 @@ from shoal.config.schema import model as schema
 from shoal.config.schema.serving import Serving
 from shoal.data.text.tokenizers.byte_level import ByteTokenizer
 from shoal.models.gpt import Gpt
-from shoal.serve.chat import ChatTemplate
-from shoal.serve.opening import Served
+from shoal.serve.api.chat_format import ChatTemplate
+from shoal.serve.load_model import Served
 from shoal.serve.server import Service
 
 

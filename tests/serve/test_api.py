@@ -23,10 +23,10 @@ from commands import HANG_S
 from shoal.config.fields import Secret
 from shoal.errors import ShoalError
 from shoal.models.generation.decoding import Warp
-from shoal.serve.answering import warp_for
-from shoal.serve.bodies import RefusedError, read_chat, read_completion, read_json
+from shoal.serve.api.completion import warp_for
+from shoal.serve.api.requests import RefusedError, read_chat, read_completion, read_json
+from shoal.serve.backend import OneNode
 from shoal.serve.server import Service, refuse_open_door
-from shoal.serve.stages import OneNode
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 5}
 
@@ -187,7 +187,7 @@ def test_both_ports_serve_the_same(service):
 
 
 def test_health_readiness_and_figures(service, monkeypatch):
-    monkeypatch.setattr("shoal.serve.app._READY_S", HANG_S)  # a moment is long enough on any machine
+    monkeypatch.setattr("shoal.serve.api.app._READY_S", HANG_S)  # a moment is long enough on any machine
     assert get(service, "/health").json()["status"] == "ok"
     before = service.engine.tokens_written
     service.engine.wrote_at = float("-inf")  # what was written long ago says nothing

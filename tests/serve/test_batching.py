@@ -21,9 +21,9 @@ from shoal.models.generation.side_texts import ReadBeside
 from shoal.models.gpt import Gpt
 from shoal.models.lstm import Lstm
 from shoal.models.moe import Moe
-from shoal.serve.engine import Ended, Engine, FullError, Job
-from shoal.serve.spread import Spread
-from shoal.serve.stages import OneNode
+from shoal.serve.backend import OneNode
+from shoal.serve.batching import Ended, Engine, FullError, Job
+from shoal.serve.nodes.distributed_model import Spread
 
 VOCABULARY = 40
 

@@ -16,9 +16,9 @@ from PIL import Image
 
 from commands import HANG_S
 from shoal.coordinator.durable.ledger import Ledger
+from shoal.dashboard.server import WatchServer
 from shoal.runs.folder.run_reader import RunFolder
 from shoal.runs.invitation import keep_line
-from shoal.serve.watch_server import WatchServer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright")
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\x1b[31m\u202eevil'
@@ -208,8 +208,8 @@ def answered(page: Any) -> AbstractContextManager[Any]:
 
 def test_the_owner_pauses_and_evicts_and_others_see_no_button(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, given = write_run(tmp_path / "run"), list[tuple[str, str | None]]()
-    monkeypatch.setattr("shoal.serve.watch_app.owner_in", lambda path: path)
-    monkeypatch.setattr("shoal.serve.watch_app.order", lambda owner, action, name: given.append((action, name)) or f"the owner: {HOSTILE}")
+    monkeypatch.setattr("shoal.dashboard.app.owner_in", lambda path: path)
+    monkeypatch.setattr("shoal.dashboard.app.order", lambda owner, action, name: given.append((action, name)) or f"the owner: {HOSTILE}")
     with shown(folder, word="") as address:
         home, _, word = address.partition("#")
         with opened(browser, home, f"#{word}") as page:

@@ -12,14 +12,14 @@ from test_nodes import LENGTHS, PROMPTS, Heard, Machines, alone, even_stops, fin
 
 from commands import HANG_S
 from shoal.errors import ShoalError
-from shoal.serve import hops
-from shoal.serve.engine import Engine
-from shoal.serve.holding import Held, Holder, Place, Reading
-from shoal.serve.hops import Handing, Seen, open_inbox
-from shoal.serve.orders import order_from, order_message, packed, unpacked
-from shoal.serve.pipeline import Pipeline
-from shoal.serve.routes import Door, Onward, Order
-from shoal.serve.rows import Rows
+from shoal.serve.batching import Engine
+from shoal.serve.kv_caches import Rows
+from shoal.serve.nodes import peer_links as hops
+from shoal.serve.nodes.layer_host import Held, Holder, Place, Reading
+from shoal.serve.nodes.messages import order_from, order_message, packed, unpacked
+from shoal.serve.nodes.peer_links import Handing, Seen, open_inbox
+from shoal.serve.nodes.pipeline import Pipeline
+from shoal.serve.nodes.routes import Door, Onward, Order
 from shoal.transports import Message, new_keys
 
 

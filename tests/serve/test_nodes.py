@@ -18,15 +18,15 @@ from shoal.config.schema.cluster import Zmq
 from shoal.models.generation.decoding import Draws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
-from shoal.serve.engine import Ended, Engine, Job
-from shoal.serve.holding import Holder, Place
-from shoal.serve.hub import Hub
-from shoal.serve.node import NodeProcess, Reached
-from shoal.serve.routes import HERE, Node, Planner, Stop, spares
-from shoal.serve.skeletons import described_hugging_face, described_own
-from shoal.serve.spread import Spread
-from shoal.serve.stages import OneNode
-from shoal.serve.tensors import Fetched
+from shoal.serve.backend import OneNode
+from shoal.serve.batching import Ended, Engine, Job
+from shoal.serve.nodes.distributed_model import Spread
+from shoal.serve.nodes.layer_host import Holder, Place
+from shoal.serve.nodes.model_description import described_hugging_face, described_own
+from shoal.serve.nodes.node import NodeProcess, Reached
+from shoal.serve.nodes.routes import HERE, Node, Planner, Stop, spares
+from shoal.serve.nodes.server import Hub
+from shoal.serve.nodes.weights import Fetched
 from shoal.transports import Message, Refused, Server
 from shoal.transports.connect import serve
 from shoal.transports.in_process import InProcessServer
@@ -380,8 +380,8 @@ def test_a_machine_that_joins_while_others_answer_is_used_by_new_requests():
 
 
 def test_a_machine_that_turns_out_to_be_slow_gets_fewer_layers_for_new_requests(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shoal.serve.pipeline._LOOK_EVERY", 30)
-    monkeypatch.setattr("shoal.serve.spread._WINDOW_S", 0.0)  # what the server itself takes is not looked at
+    monkeypatch.setattr("shoal.serve.nodes.pipeline._LOOK_EVERY", 30)
+    monkeypatch.setattr("shoal.serve.nodes.distributed_model._WINDOW_S", 0.0)  # what the server itself takes is not looked at
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, _):
         even_stops(engine, 2)
@@ -405,7 +405,7 @@ def test_a_machine_that_turns_out_to_be_slow_gets_fewer_layers_for_new_requests(
 
 
 def test_what_the_server_does_beside_its_layers_counts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shoal.serve.pipeline._LOOK_EVERY", 30)
+    monkeypatch.setattr("shoal.serve.nodes.pipeline._LOOK_EVERY", 30)
     model, described = make("gpt")
     with spread(model, described, ["pi1"]) as (engine, _):
         even_stops(engine, 2)

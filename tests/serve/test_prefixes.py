@@ -12,9 +12,9 @@ from test_nodes import alone as alone_whole
 from test_nodes import even_stops, make, spread
 
 from commands import HANG_S
-from shoal.serve.engine import Engine
-from shoal.serve.prefixes import SHORTEST, Prefixes
-from shoal.serve.stages import OneNode, Work
+from shoal.serve.backend import OneNode, Work
+from shoal.serve.batching import Engine
+from shoal.serve.prefix_cache import SHORTEST, Prefixes
 
 BEGINNING = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 

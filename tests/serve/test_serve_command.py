@@ -16,10 +16,10 @@ from shoal.config.load import File, parse_override, resolve
 from shoal.errors import ShoalError
 from shoal.launch.start import address_of_first
 from shoal.runs.trained_model import generate_text, open_run
-from shoal.serve.chat import template_in
-from shoal.serve.opening import open_served
+from shoal.serve.api.chat_format import template_in
+from shoal.serve.load_model import open_served
+from shoal.serve.nodes.distributed_model import door, own_door
 from shoal.serve.server import Service
-from shoal.serve.spread import door, own_door
 from shoal.transports.addresses import free_port
 
 TEXT = ["data.source.kind=text", "data.source.path=text.txt", "data.tokenizer=bytes", "data.sequence_length=16"]

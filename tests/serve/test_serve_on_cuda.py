@@ -14,8 +14,8 @@ from test_serve_command import SMALL, TEXT, complete
 from commands import processes_in, wait_for
 from shoal.models.huggingface.as_gpt import adopted
 from shoal.runs.trained_model import generate_text, open_run
-from shoal.serve.opening import open_served
-from shoal.serve.tensors import Tensors
+from shoal.serve.load_model import open_served
+from shoal.serve.nodes.weights import Tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SHORT = ["training.max_steps=3", "training.batch_size=2", "training.device=cuda"]

@@ -12,11 +12,11 @@ import pytest
 from serving import running, small_model, small_served
 
 from commands import HANG_S
-from shoal.serve import crowds
-from shoal.serve.app import Api
-from shoal.serve.engine import Engine
+from shoal.serve.api.app import Api
+from shoal.serve.backend import OneNode
+from shoal.serve.batching import Engine
 from shoal.serve.server import Service
-from shoal.serve.stages import OneNode
+from shoal.web import connection_limits as crowds
 
 
 def address(service: Service) -> tuple[str, int]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shoal.errors import ShoalError
-from shoal.serve import tensors as module
-from shoal.serve.tensors import Fetched, Tensors
+from shoal.serve.nodes import weights as module
+from shoal.serve.nodes.weights import Fetched, Tensors
 
 WEIGHTS = {"a": torch.arange(1000, dtype=torch.float32), "half": torch.ones(3, 2, dtype=torch.bfloat16)}
 

@@ -14,16 +14,16 @@ from fastapi.testclient import TestClient
 
 from shoal.cli.main import main
 from shoal.coordinator.durable.ledger import Ledger
+from shoal.dashboard.app import make_watch_app
+from shoal.dashboard.ledger_digest import LedgerDigest
+from shoal.dashboard.runs import Place, Watch, WatchedRun
+from shoal.dashboard.server import GUARDED, refuse_open_window
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import RunFolder
 from shoal.runs.invitation import keep_line
 from shoal.runs.monitoring.prometheus import exposition
 from shoal.serve import qr
-from shoal.serve.doors import Doors
-from shoal.serve.ledger_digest import LedgerDigest
-from shoal.serve.watch_app import make_watch_app
-from shoal.serve.watch_server import GUARDED, refuse_open_window
-from shoal.serve.watched import Place, Watch, WatchedRun
+from shoal.web.auth import Doors
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e"
 LOCAL = "http://localhost"
@@ -124,8 +124,8 @@ def test_orders_need_the_owners_word_and_a_page_for_watching_has_no_way_to_give_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, given = folder_with(tmp_path / "run"), list[tuple[str, str | None]]()
-    monkeypatch.setattr("shoal.serve.watch_app.owner_in", lambda path: path)
-    monkeypatch.setattr("shoal.serve.watch_app.order", lambda owner, action, name: given.append((action, name)) or "done")
+    monkeypatch.setattr("shoal.dashboard.app.owner_in", lambda path: path)
+    monkeypatch.setattr("shoal.dashboard.app.order", lambda owner, action, name: given.append((action, name)) or "done")
     word = {"x-shoal-owner": "a" * 20}
     with client(folder) as asks:  # nobody gave this one the owner's word
         assert asks.post("/api/runs/0/orders", json={"action": "stop"}, headers=word).status_code == 405

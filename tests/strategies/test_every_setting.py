@@ -21,7 +21,7 @@ from shoal.reporters.progress import PlainProgress, figures
 from shoal.runs.build_run import assemble, feed_of
 from shoal.runs.coordinator_setup import prepare
 from shoal.runs.worker_run import Joined
-from shoal.updates.rules.aggregation import aggregation
+from shoal.updates.rules import aggregation
 
 SMALL = {
     "model": {"kind": "mlp", "hidden_sizes": [16]},

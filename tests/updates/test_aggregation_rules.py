@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shoal.errors import ShoalError
-from shoal.updates.rules.aggregation import aggregation
+from shoal.updates.rules import aggregation
 from shoal.updates.rules.gram import gram, squared_distances
 
 Doubles = NDArray[np.float64]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.schema.updates import Codec, Fp16Codec, Int4Codec, Int8Codec, NoCodec, TernaryCodec, TopKCodec
-from shoal.updates.codecs.build import (
+from shoal.updates.codecs import (
     UpdateError,
     apply_changes,
     borrow,

@@ -10,7 +10,7 @@ import torch
 
 from shoal.config.schema.updates import Bulyan, CenteredClipping, GeometricMedian, Krum, Median, MultiKrum, NearestNeighbours, NoMixing
 from shoal.updates.experts import ExpertBlocks, believable, capped_shares, combine_apart, mean_by_experts, stretches
-from shoal.updates.rules.aggregation import aggregation
+from shoal.updates.rules import aggregation
 
 PARTS = ([0, 5, 8], [1, 2, 6], [3, 4, 7])
 BLOCKS = ExpertBlocks(spans_X=(((1, 3), (6, 7)), ((3, 5), (7, 8))), layers=1, per_token=1, cap=2.0)

@@ -26,7 +26,7 @@ from shoal.config.schema.updates import (
 )
 from shoal.errors import ShoalError
 from shoal.updates.parallel_blocks import BLOCK
-from shoal.updates.rules.aggregation import aggregation as rules
+from shoal.updates.rules import aggregation as rules
 from shoal.updates.rules.mixing import bucketing, nearest_neighbour_mixing
 
 Doubles = NDArray[np.float64]

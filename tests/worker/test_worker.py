@@ -13,7 +13,7 @@ from scripted import WELCOME, Engine, Feed, Line, MeanEngine, Numbered, weights,
 from shoal.config.schema.updates import Int8Codec, Updates
 from shoal.errors import ShoalError
 from shoal.protocol.frames import frame_of
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.worker.policies import Pulling
 from shoal.worker.producers import GradientProducer, Gradients
 from shoal.worker.sender import Answer
@@ -287,7 +287,7 @@ def test_of_several_networks_each_is_told_where_the_others_are_going() -> None:
 
 def test_differences_lead_on_from_what_the_worker_has() -> None:
     codec = Int8Codec()
-    ones = build.encode(codec, torch.ones(3), None)
+    ones = codecs.encode(codec, torch.ones(3), None)
 
     def answer(header: dict[str, Any], frames: Frames) -> Answer:
         stands = {"step": 0.0, "most_lag": 9.0, "seq": header.get("seq", 0), "round": 0, "status": "accepted", "kind": "receipt"}

@@ -146,7 +146,7 @@ def _attend(arguments: argparse.Namespace, invitation: Invitation, working: list
 
 def _hold_layers(arguments: argparse.Namespace) -> int:
     """Hold layers for a server until it ends, or this process is asked to leave."""
-    from shoal.serve.node import NodeProcess, Reached
+    from shoal.serve.nodes.node import NodeProcess, Reached
 
     invitation, _ = _invitation(arguments)
     node = NodeProcess(

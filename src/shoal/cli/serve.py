@@ -18,8 +18,8 @@ from shoal.config.load import parse_override
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.serve.opening import Served
-    from shoal.serve.spread import Spread
+    from shoal.serve.load_model import Served
+    from shoal.serve.nodes.distributed_model import Spread
 
 _LOOK_S = 0.02
 """How often the server looks whether a process of its own machine has ended."""
@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
     overrides = [parse_override(text) for text in arguments.settings]
 
     from shoal.serve.gguf import demo_file
-    from shoal.serve.opening import open_served
+    from shoal.serve.load_model import open_served
     from shoal.serve.server import refuse_open_door
 
     served = open_served([str(demo_file())] if arguments.demo else arguments.targets, overrides, warn, arguments.nodes)
@@ -64,7 +64,7 @@ def _spread(served: Served, arguments: argparse.Namespace) -> Iterator[Spread]:
     """The model with its layers on several machines, or with --nodes in several processes of this one."""
     from shoal.launch import forkserver
     from shoal.launch.start import address_of_first
-    from shoal.serve.spread import Spread, door, own_door
+    from shoal.serve.nodes.distributed_model import Spread, door, own_door
 
     assert served.run is not None
     if arguments.nodes is not None and not arguments.node_host:

@@ -26,8 +26,8 @@ def run(argv: list[str]) -> int:
     made.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     arguments = made.parse_args(argv)
     check_dashboard()
+    from shoal.dashboard.server import WatchServer
     from shoal.runs.folder.run_reader import RunFolder, newest_run
-    from shoal.serve.watch_server import WatchServer
 
     folders = [RunFolder(Path(name)) for name in arguments.runs] or [newest_run(Path("runs"))]
     host = arguments.host or ("0.0.0.0" if arguments.public else "127.0.0.1")

@@ -1,7 +1,7 @@
 """The coordinator's share of a strategy: whose contribution is too late, and when a round of them becomes new weights.
 
-A strategy's other policies are the worker's (`worker/policies.py`) and the learner's (`engines/learners/apply.py`); what the coordinator must
-know of those is in `Contribution`. Nobody asks which class a policy is: whatever differs between strategies is a method.
+A strategy's other policies are the worker's (`worker/policies.py`) and the learner's (`engines/learners/apply.py`); what the coordinator
+must know of those is in `Contribution`. Nobody asks which class a policy is: whatever differs between strategies is a method.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from shoal.runs.worker_run import Joined
 from shoal.strategies import Length
 from shoal.transports import Message
 from shoal.transports.connect import needs_keys
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 
 _ENDLESS = 2**31
 _MOST_DEVICES = 8
@@ -233,7 +233,7 @@ def _cut(run: Run, agreed: Agreed) -> Cut:
         workers=max(agreed.expected, needed(run)),
         parameters=size,
         vocabulary=agreed.parts.data.info.vocab_size or 0,
-        megabits=8e-6 * (build.encoded_bytes(run.updates.codec, size) + 4 * size),
+        megabits=8e-6 * (codecs.encoded_bytes(run.updates.codec, size) + 4 * size),
         frozen=agreed.parts.frozen,
     )
     return tasks_of(run, extent)
@@ -281,7 +281,7 @@ def _warn_of_gaps(transport: Transport, hosts: tuple[str, ...], run: Run, agreed
 def _largest_frame(run: Run, learner: EngineLearner) -> int:
     """Bytes that any frame of this run can have, and some more."""
     size = learner.vector.numel()
-    return max(4 * size, build.encoded_bytes(run.updates.codec, size), 4 * learner.buffers.numel()) + (1 << 20)
+    return max(4 * size, codecs.encoded_bytes(run.updates.codec, size), 4 * learner.buffers.numel()) + (1 << 20)
 
 
 def _welcome(run: Run, directory: RunDirectory, agreed: Agreed, learner: EngineLearner) -> Message:

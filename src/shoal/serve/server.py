@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.errors import ShoalError
-from shoal.serve.app import make_app
-from shoal.serve.crowds import bounded_server
-from shoal.serve.doors import Doors, bound, is_loopback
-from shoal.serve.engine import Engine
-from shoal.serve.opening import Served
-from shoal.serve.stages import OneNode, Stages
+from shoal.serve.api.app import make_app
+from shoal.serve.backend import OneNode, Stages
+from shoal.serve.batching import Engine
+from shoal.serve.load_model import Served
+from shoal.web.auth import Doors, bound, is_loopback
+from shoal.web.connection_limits import bounded_server
 
 
 class Driver:

@@ -23,7 +23,7 @@ from shoal.simulate.pipeline_plans import Staged, staged_plans
 from shoal.simulate.report import Report
 from shoal.simulate.simulation import scenario_of
 from shoal.simulate.virtual_run import World
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 
 CODECS = ("none", "fp16", "int8", "int4")
 """From what loses nothing to what loses most. The last is for updates that many steps made."""
@@ -250,7 +250,7 @@ def _with_batch(found: Sketch, batch: int) -> Run:
 def _span_s(found: Sketch, agreed: Agreed, loaded: Loaded, machines: list[Machine], contributions: int) -> float:
     """Virtual seconds: some rounds of the slowest machine, fewer where the others send much meanwhile."""
     size, batches = found.parameters, agreed.length.batches_per_contribution
-    bits = 8.0 * (build.encoded_bytes(loaded.run.updates.codec, size) + 4 * size)
+    bits = 8.0 * (codecs.encoded_bytes(loaded.run.updates.codec, size) + 4 * size)
     takes = [one.step_s * batches + bits / (1e6 * (one.link.mbit_per_s or 1e6)) + one.link.round_trip_ms / 500 for one in machines]
     slowest, together = max(takes), sum(1 / one for one in takes)
     return max(_LEAST_ROUNDS * slowest, min(_MOST_ROUNDS * slowest, contributions / together))

@@ -19,7 +19,7 @@ from shoal.runs.live_objects import NOTHING, players_of, task_of
 from shoal.runs.worker_run import pieces_of
 from shoal.simulate.batched_workers import Ahead, TaughtEngine, Together
 from shoal.strategies import Policies
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.updates.fragments import Span
 from shoal.worker.interfaces import Feed
 from shoal.worker.session import Frames, News, Seated, Unit
@@ -89,8 +89,8 @@ class Timing:
         self.scale = size / self.size
         generator = torch.Generator().manual_seed(0)
         vectors = [torch.randn(self.size, generator=generator) * 0.01 for _ in range(_POOL)]
-        self.honest = [build.encode(updates.codec, vector, None) for vector in vectors]
-        self.false = [build.encode(updates.codec, _FALSE * vector, None) for vector in vectors]
+        self.honest = [codecs.encode(updates.codec, vector, None) for vector in vectors]
+        self.false = [codecs.encode(updates.codec, _FALSE * vector, None) for vector in vectors]
         self.update_bytes = self.scale * sum(map(len, self.honest[0]))
 
     def mind(self, false: bool) -> Mind:

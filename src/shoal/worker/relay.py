@@ -13,7 +13,7 @@ import torch
 
 from shoal.config.schema.updates import Codec, NoCodec
 from shoal.protocol.messages import Contribute
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.worker.receipts import Receipts
 from shoal.worker.session import Event, Frames, News, Protocol, Receipt
 
@@ -69,7 +69,7 @@ class Climber:
     def frames(self) -> list[memoryview]:
         """The weights above, as they are written down."""
         vectors = [self.weights, self.statistics] if self.statistics.numel() else [self.weights]
-        return [frame for vector in vectors for frame in build.encode(_PLAIN, vector.clone(), None)]
+        return [frame for vector in vectors for frame in codecs.encode(_PLAIN, vector.clone(), None)]
 
     def _learn(self, news: News) -> None:
         header, kind = news.header, news.header.get("weights", "same")
@@ -77,7 +77,7 @@ class Climber:
         if kind == "same":
             return
         extra = self.statistics.numel()
-        build.renew(self.weights, kind, self.codec, news.frames[:-1] if extra else news.frames)
+        codecs.renew(self.weights, kind, self.codec, news.frames[:-1] if extra else news.frames)
         if extra:
-            build.decode(_PLAIN, extra, news.frames[-1:], out=self.statistics)
+            codecs.decode(_PLAIN, extra, news.frames[-1:], out=self.statistics)
         self.version = int(header["version"])

@@ -13,8 +13,7 @@ from shoal.config.schema.updates import Updates
 from shoal.errors import ShoalError
 from shoal.protocol.frames import frame_of
 from shoal.tasks import Batch
-from shoal.updates import clipping, privacy
-from shoal.updates.codecs.build import build
+from shoal.updates import clipping, codecs, privacy
 from shoal.worker.interfaces import Feed, StepResult, World
 
 _ALL = slice(None)
@@ -71,7 +70,7 @@ class Outgoing:
         self.engine, self.updates = engine, updates
         self.poisoned = 0
         self._in_a_row = 0
-        self.residual = build.residual_for(updates.codec, engine.vector.numel())
+        self.residual = codecs.residual_for(updates.codec, engine.vector.numel())
         """What the codec has not sent yet."""
         self._noise = torch.Generator()
         self._noise.seed()  # from the system: noise that somebody could guess would hide nothing
@@ -107,7 +106,7 @@ class Outgoing:
         if self.updates.privacy.enabled:
             self._blur(vector, samples)
         residual = None if self.residual is None else self.residual[span]
-        frames: list[memoryview] = list(build.encode(self.updates.codec, vector, residual))
+        frames: list[memoryview] = list(codecs.encode(self.updates.codec, vector, residual))
         report = self.engine.take_report()
         return [*frames, frame_of(report.numpy())] if report.numel() else frames
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from shoal.config.schema.updates import Codec, NoCodec
 from shoal.protocol.checksums import crc32
 from shoal.protocol.frames import frame_of
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.worker.policies import Pulling
 from shoal.worker.session import News
 from shoal.worker.update_encoding import Engine
@@ -45,9 +45,9 @@ class Weights:
         if self._before is not None:
             self._before.copy_(self.base)
         body = news.frames[:-1] if self._buffers else news.frames
-        build.renew(self.base[span], kind, self.codec, body)
+        codecs.renew(self.base[span], kind, self.codec, body)
         if self._buffers:
-            self.engine.load_buffers(build.decode(_PLAIN, self._buffers, news.frames[-1:]))
+            self.engine.load_buffers(codecs.decode(_PLAIN, self._buffers, news.frames[-1:]))
         before, self.version = -1 if news.afresh else self.version, news.header["version"]
         pulled = self.base[span]
         if self._before is not None and before >= 0:
@@ -57,7 +57,7 @@ class Weights:
 
     def checksum(self) -> int:
         """Of the coordinator's weights; -1 where a codec shortens them, so that two workers with the same version differ a little."""
-        return crc32(frame_of(self.base.numpy())) if isinstance(build.of_weights(self.codec), NoCodec) else -1
+        return crc32(frame_of(self.base.numpy())) if isinstance(codecs.of_weights(self.codec), NoCodec) else -1
 
     def go_back(self) -> None:
         """Back to the coordinator's weights: what was learned since was not taken."""

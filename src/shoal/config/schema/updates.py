@@ -81,7 +81,7 @@ class TopKCodec(Codec, built_by="shoal.updates.codecs.topk:TopK"):
 
 
 class Aggregation(Part, noun="aggregation rule"):
-    """How contributions become one update. Built by a function of its settings and of `shoal.updates.rules.mixing.Contributions`: the update."""
+    """How contributions become one update: a function of these settings and `shoal.updates.rules.mixing.Contributions` computes it."""
 
     withstands: ClassVar[tuple[int, int] | None] = None
     """a and b of the a·f + b contributions that withstand f false ones, where `byzantine` is f; None: one contribution is enough."""

@@ -41,12 +41,12 @@ from shoal.coordinator.rounds.open_rounds import Rounds
 from shoal.coordinator.state import Held, Learner, Piece, Plan, State, Upstream, former_key_of, ledger_line, mean_metrics
 from shoal.coordinator.units.cut import Settled
 from shoal.protocol.messages import Contribute
+from shoal.updates import codecs
 from shoal.updates.answer_frames import digest
-from shoal.updates.codecs.build import build
 from shoal.updates.episodes import EpisodeRows
 from shoal.updates.expert_subsets import Experts, Part, mean_of_reports, mean_over_holders, size_of
 from shoal.updates.experts import ExpertBlocks, combine_apart, mean_by_experts
-from shoal.updates.rules.aggregation import aggregation
+from shoal.updates.rules import aggregation
 
 _PLAIN = NoCodec()
 _NOTHING = torch.empty(0)
@@ -119,12 +119,12 @@ class Book:
         if experts and self.plan.experts is not None:
             size = size_of(self.plan.experts, experts)
         if not frames or (extra and len(frames) < 2):
-            raise build.UpdateError("frames are missing")
+            raise codecs.UpdateError("frames are missing")
         body, tail = (frames[:-1], frames[-1:]) if extra else (frames, ())
-        vector = build.borrow(self.plan.updates.codec, size, body)
+        vector = codecs.borrow(self.plan.updates.codec, size, body)
         if vector is None:
             vector = self._decode(size, body)
-        return vector, build.decode(_PLAIN, extra, tail) if extra else _NOTHING
+        return vector, codecs.decode(_PLAIN, extra, tail) if extra else _NOTHING
 
     def decode_unit(self, frames: Frames, unit: int, base: int, worker: str = "", experts: Experts = ()) -> tuple[Tensor, Tensor]:
         """What came of a unit. Raises UpdateError. `worker`: who sent it now; empty: it was taken before."""
@@ -147,8 +147,8 @@ class Book:
     def _decode(self, size: int, frames: Frames) -> Tensor:
         room = self._room(size)
         try:
-            return build.decode(self.plan.updates.codec, size, frames, out=room)
-        except build.UpdateError:
+            return codecs.decode(self.plan.updates.codec, size, frames, out=room)
+        except codecs.UpdateError:
             self._leave([room])
             raise
 
@@ -202,7 +202,7 @@ class Book:
             if "unit" in record:
                 return self.decode_unit(frames, record["unit"], record["base"], experts=experts)
             return self.decode(frames, record["round"], experts)
-        except build.UpdateError:
+        except codecs.UpdateError:
             added = self._told_since()
             if not added:
                 raise
@@ -353,8 +353,8 @@ class Book:
         kept = [(one.record, one.frames) for one in held]
         update, buffers, share = self._combine(held)
         codec = self.plan.updates.codec
-        residual = build.residual_for(codec, update.numel()) if self.residual is None else self.residual.clone()
-        frames = [*build.encode(codec, update * share, residual), *(build.encode(_PLAIN, buffers, None) if buffers.numel() else ())]
+        residual = codecs.residual_for(codec, update.numel()) if self.residual is None else self.residual.clone()
+        frames = [*codecs.encode(codec, update * share, residual), *(codecs.encode(_PLAIN, buffers, None) if buffers.numel() else ())]
         self.upward = Upward(record, kept, self._contribution(held), frames, residual)
 
     def _contribution(self, held: list[Held]) -> Contribute:
@@ -391,8 +391,8 @@ class Book:
     def _whole(self, frames: Frames) -> tuple[Tensor, Tensor]:
         """Weights and statistics that are sent as they are."""
         extra = self.learner.buffers.numel()
-        vector = build.decode(_PLAIN, self.learner.vector.numel(), frames[:-1] if extra else frames)
-        return vector, build.decode(_PLAIN, extra, frames[-1:]) if extra else _NOTHING
+        vector = codecs.decode(_PLAIN, self.learner.vector.numel(), frames[:-1] if extra else frames)
+        return vector, codecs.decode(_PLAIN, extra, frames[-1:]) if extra else _NOTHING
 
     def pending(self) -> list[tuple[dict[str, Any], Frames]]:
         """What is taken and not yet in a version: records that belong to the journal that follows a snapshot."""

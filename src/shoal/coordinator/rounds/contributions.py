@@ -20,7 +20,6 @@ from shoal.coordinator.units.leasing import Lender
 from shoal.coordinator.units.tasks import Taskmaster
 from shoal.protocol.messages import Contribute
 from shoal.updates.answer_frames import InexactAnswers, digest
-from shoal.updates.codecs.build import build
 
 LONGEST_WAIT_S = 5.0
 """An answer is never held back longer: a worker that hears nothing may then take the connection for lost."""
@@ -115,7 +114,7 @@ class Intake:
         late = host.policies.rounds.window > 0 and asked.round < number
         try:
             decoded = host.book.decode(event.frames, number, worker.experts)
-        except build.UpdateError as error:
+        except codecs.UpdateError as error:
             worker.reject("malformed")
             return host.refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
@@ -135,7 +134,7 @@ class Intake:
             outcome = host.lender.submit(worker, asked, event.frames)
         except InexactAnswers as error:
             return self._tell_inexact(event, asked, worker, str(error))
-        except build.UpdateError as error:
+        except codecs.UpdateError as error:
             host.refuse(event.caller, "malformed", str(error))
             return host.attendance.count_failure(worker, "what it sent cannot be used")
         if outcome != "accepted":

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.config.schema.updates import Codec
 from shoal.protocol.buffer_pool import room
 from shoal.protocol.frames import Frames, frame_of
-from shoal.updates.codecs.build import build
+from shoal.updates import codecs
 from shoal.updates.expert_subsets import Experts, part_of
 from shoal.updates.experts import ExpertBlocks
 from shoal.updates.fragments import Span
@@ -119,7 +119,7 @@ class Publisher:
         kind, frames = shorter or ("full", (frame_of(target.clone().numpy()),))
         moved = None if replica is None else self._movable(replica)
         if moved is not None:
-            build.renew(moved.vector[start:end], kind, self.codec, frames, own=True)
+            codecs.renew(moved.vector[start:end], kind, self.codec, frames, own=True)
         return Way(kind, frames, span, moved)
 
     def _movable(self, replica: Replica) -> Replica | None:
@@ -130,18 +130,18 @@ class Publisher:
 
     def _shorter(self, replica: Tensor, vector: Tensor) -> tuple[str, Frames] | None:
         """The way from the replica to the weights, if it is shorter than all of them."""
-        codec = build.of_weights(self.codec)
+        codec = codecs.of_weights(self.codec)
         if self.codec.kind == "topk":
-            changes = self._changes(replica, vector, build.encoded_bytes(codec, vector.numel()))
+            changes = self._changes(replica, vector, codecs.encoded_bytes(codec, vector.numel()))
             if changes is not None:
                 return "changes", changes
         if codec.kind == "none":
             return None
-        return "difference", build.encode(codec, vector - replica, None)
+        return "difference", codecs.encode(codec, vector - replica, None)
 
     def _changes(self, replica: Tensor, vector: Tensor, most: int) -> Frames | None:
         """Where the replica is not to the bit what the weights are, if few are and it takes no more than so many bytes."""
-        changes = None if self._dense else build.encode_changes(replica, vector)
+        changes = None if self._dense else codecs.encode_changes(replica, vector)
         if changes is None or sum(frame.nbytes for frame in changes) > most:
             self._dense = self._dense or _RETRY
             return None

@@ -22,7 +22,6 @@ from shoal.coordinator.units.leases import HELD_TOO_LONG, GivenUp, Leases
 from shoal.errors import printable
 from shoal.protocol.messages import Claim, Contribute, Delivered, Failed
 from shoal.updates import staleness
-from shoal.updates.codecs.build import build
 
 NO_UNIT = -1
 
@@ -143,7 +142,7 @@ class Lender:
         host = self.host
         try:
             decoded = host.book.decode(frames)
-        except build.UpdateError as error:
+        except codecs.UpdateError as error:
             return self.spoil(asked.epoch, asked.start, f"what {asked.worker} sent cannot be used: {error}")
         version, asked = host.book.state.version, host.claims.delivered(asked)
         host.record(delivered(asked, number, staleness.weight(max(0, version - asked.base)), version), frames, decoded)
@@ -232,7 +231,7 @@ class Lender:
             return self.leases.submit(worker.name, asked.unit, asked.base, host.now)
         try:
             decoded = host.book.decode_unit(frames, asked.unit, asked.base, worker.name, worker.experts)
-        except build.UpdateError as error:
+        except codecs.UpdateError as error:
             self._failed(self.leases.fail(worker.name, asked.unit, f"what {worker.name} sent cannot be used: {error}", host.now))
             raise
         outcome = self.leases.submit(worker.name, asked.unit, asked.base, host.now)

@@ -1,8 +1,8 @@
 """Learning from answers that others gave: each unit is checked with one pass over it, and the steps are taken here.
 
 A unit is some prompts with a few answers to each. Which token an answer has at a place follows from the weights of the version that the
-unit was leased with, and from a draw that nobody can choose (`models/generation/decoding.py`). So one pass over the answers tells of every token
-whether the draw gives it, and how probable it was, which is what a policy learns from.
+unit was leased with, and from a draw that nobody can choose (`models/generation/decoding.py`). So one pass over the answers tells of every
+token whether the draw gives it, and how probable it was, which is what a policy learns from.
 
 Holds: no score is taken from a worker; a worker whose tokens are other ones too often is found out by their share over its last units, so
 that numbers which were rounded otherwise cost nobody anything, and choosing among near tokens does.

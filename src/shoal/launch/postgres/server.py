@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.errors import ShoalError
+from shoal.launch.postgres import supervisor
 from shoal.launch.postgres.certificate import Certificate, certificate_of
 from shoal.launch.postgres.connection_file import FILE, Memory, ourselves, refuse_a_second_owner
 from shoal.launch.postgres.data_folder import (
@@ -37,7 +38,6 @@ from shoal.launch.postgres.data_folder import (
     settle,
 )
 from shoal.launch.postgres.programs import Programs, programs_for
-from shoal.launch.postgres.server import supervisor
 from shoal.transports.addresses import bracketed, free_port, is_listening, is_loopback, resolve
 from shoal.transports.database_address import Access
 from shoal.transports.postgres import tls_proxy

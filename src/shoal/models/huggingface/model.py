@@ -18,8 +18,8 @@ from shoal.config.schema import model as schema
 from shoal.errors import ShoalError
 from shoal.models.data_shapes import Shapes
 from shoal.models.generation.kv_cache import padded_rows
+from shoal.models.huggingface import pretrained
 from shoal.models.huggingface.lora import with_lora
-from shoal.models.huggingface.model import pretrained
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 """What attention models and state-space models call it."""

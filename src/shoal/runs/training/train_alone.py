@@ -77,7 +77,7 @@ def _tell_stages(run: Run, parts: Parts, reporters: list[Reporter]) -> None:
     for reporter in reporters:
         if rest := stage_placement.rest_of(run, stages):
             reporter.message(f"note: {rest}")
-        reporter.message(f"stages: {staging.told(stages, machines)}")
+        reporter.message(f"stages: {stage_placement.told(stages, machines)}")
 
 
 def _loop(

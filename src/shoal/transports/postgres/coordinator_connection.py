@@ -223,7 +223,7 @@ class _Pulse:
             self._vacuumed_bytes = freed
             for table in _BUSY_TABLES:
                 connection.execute(f"VACUUM (SKIP_LOCKED, TRUNCATE FALSE) shoal.{table}")
-        connection.execute("SELECT shoal.reporters(), shoal.clear_doorway()")
+        connection.execute("SELECT shoal.watch(), shoal.clear_doorway()")
 
     def close(self) -> None:
         self._closing.set()

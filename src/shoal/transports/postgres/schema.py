@@ -122,7 +122,7 @@ def close_other_databases(connection: Connection) -> None:
 
 def end_greedy(connection: Connection, processes: list[int]) -> None:
     """End those of these processes of the server that belong to students."""
-    connection.execute("SELECT shoal.reporters(%s)", (processes,))
+    connection.execute("SELECT shoal.watch(%s)", (processes,))
 
 
 def grant(connection: Connection, role: str, password: str | None, kind: str) -> None:

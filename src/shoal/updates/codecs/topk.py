@@ -8,8 +8,8 @@ import numpy as np
 
 from shoal.config.schema.updates import NoCodec, TopKCodec
 from shoal.protocol.frames import Frame, Frames, expect_frames
+from shoal.updates.codecs import sparse
 from shoal.updates.codecs.base import Coder
-from shoal.updates.codecs.build import sparse
 from shoal.updates.parallel_blocks import Floats
 
 

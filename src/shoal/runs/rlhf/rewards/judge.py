@@ -15,7 +15,8 @@ from shoal.config.schema import model as schema
 from shoal.config.schema.rlhf import JudgeReward
 from shoal.errors import ShoalError
 from shoal.models.generation.batch_sampling import padded
-from shoal.models.huggingface.model import HuggingFace, pretrained
+from shoal.models.huggingface import pretrained
+from shoal.models.huggingface.model import HuggingFace
 from shoal.runs.rlhf.rewards.http import ask
 from shoal.runs.rlhf.rewards.interface import Answer, Score, filled
 from shoal.runs.trained_model import open_run

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from shoal.dashboard.app import make_watch_app
+from shoal.dashboard.runs import Watch
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import RunFolder
-from shoal.serve.crowds import bounded_server
-from shoal.serve.doors import Doors, bound, is_loopback
-from shoal.serve.watch_app import make_watch_app
-from shoal.serve.watched import Watch
+from shoal.web.auth import Doors, bound, is_loopback
+from shoal.web.connection_limits import bounded_server
 
 GUARDED = ("/api", "/metrics")
 _SHORTEST_TOKEN = 16

@@ -14,12 +14,12 @@ from torch import Tensor
 from shoal.engines.single import choose_device
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Frame
-from shoal.serve.holding import Holder, Place, free_memory
-from shoal.serve.hops import Handing, Inbox, Seen, open_inbox
-from shoal.serve.orders import carry_out, order_from, packed
-from shoal.serve.routes import Onward, Order
-from shoal.serve.skeletons import skeleton_of
-from shoal.serve.tensors import PIECE_BYTES, Fetched
+from shoal.serve.nodes.layer_host import Holder, Place, free_memory
+from shoal.serve.nodes.messages import carry_out, order_from, packed
+from shoal.serve.nodes.model_description import skeleton_of
+from shoal.serve.nodes.peer_links import Handing, Inbox, Seen, open_inbox
+from shoal.serve.nodes.routes import Onward, Order
+from shoal.serve.nodes.weights import PIECE_BYTES, Fetched
 from shoal.transports import Client, Message, Refused, Unreachable, connect
 
 FRAME_BYTES = 1 << 28

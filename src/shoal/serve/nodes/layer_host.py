@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.models.kernels.cpu_packing import pack
 from shoal.models.stages import Stage, fill, needed, stage_of
-from shoal.serve.rows import Rows
+from shoal.serve.kv_caches import Rows
 
 _SHARE_OF_MEMORY = 0.8
 _MEASURED = 8

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shoal.models.generation.decoding import NO_PENALTIES, Draws, Penalties, Warp, choose, penalised
-from shoal.serve.prefixes import Prefixes
-from shoal.serve.stages import Stages, Work, smooth
+from shoal.serve.backend import Stages, Work, smooth
+from shoal.serve.prefix_cache import Prefixes
 
 _SMALLEST_PIECE = 8
 """Fewer cost almost as much: SmolLM2-135M on one slow core reads 2 or 4 tokens in 0.21 s, and 8 in 0.26 s."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shoal.dashboard.ledger_digest import LedgerDigest
 from shoal.runs.folder.run_reader import RunFolder, Tail, clean
 from shoal.runs.monitoring.history import FILE as HISTORY
-from shoal.serve.ledger_digest import LedgerDigest
 
 _MOST_RECORDS, _MOST_MOMENTS, _MOST_EVENTS = 4000, 1000, 2000
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from shoal.web.auth import RefusedError
+
 MOST_CHOICES = 8
 MOST_STOPS = 4
 MOST_BIASES = 300
@@ -15,18 +17,6 @@ _IGNORABLE = frozenset({"user", "metadata", "safety_identifier"})
 """Words about the request that change nothing in an answer, here or at OpenAI's."""
 _ROLES = ("system", "developer", "user", "assistant")
 STRATEGIES = ("greedy", "sampling", "top_k", "top_p", "top_k_top_p")
-
-
-class RefusedError(Exception):
-    """A request that is answered with an error."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, kind: str = "") -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.kind = kind or "invalid_request_error"
-
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 class Asked(NamedTuple):

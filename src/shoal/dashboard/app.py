@@ -10,6 +10,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,12 +18,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from shoal.dashboard.runs import Place, Watch, WatchedRun
 from shoal.errors import ShoalError
 from shoal.runs.monitoring.prometheus import exposition
 from shoal.runs.owner import order, owner_in
 from shoal.serve import qr
-from shoal.serve.pages import show_page
-from shoal.serve.watched import Place, Watch, WatchedRun
+from shoal.web.pages import show_page
 
 _LOOK_EVERY_S = 1.0
 _ALIVE_EVERY_S = 15.0
@@ -177,5 +178,5 @@ def make_watch_app(watch: Watch, *, shows_invitation: bool, ending: Callable[[],
         app.get("/api/owner")(orders.knock)
         app.post("/api/runs/{number}/orders")(orders.give)
     app.add_exception_handler(HTTPException, refuse)
-    show_page(app, "board")
+    show_page(app, Path(__file__).parent / "board")
     return app

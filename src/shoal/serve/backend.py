@@ -16,8 +16,8 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.models.generation.side_texts import ReadBeside, Reader
 from shoal.models.kernels.cpu_packing import pack
-from shoal.serve.holding import free_memory
-from shoal.serve.rows import Rows
+from shoal.serve.kv_caches import Rows
+from shoal.serve.nodes.layer_host import free_memory
 
 LONGEST_UNBOUNDED = 32_768
 """Tokens that a request may have where the model itself has no longest sequence: its cache, or the time to read it, is bounded so."""

@@ -23,11 +23,11 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.models.generation.kv_cache import mask_of_rows
 from shoal.models.stages import Ends
-from shoal.serve.fleet import Fleet
-from shoal.serve.holding import Place, Reading
-from shoal.serve.routes import HERE, Node, Order, Planner, Route, Stop
-from shoal.serve.stages import LONGEST_UNBOUNDED, Machine, Work
-from shoal.serve.trips import Live, Started, Trip, only
+from shoal.serve.backend import LONGEST_UNBOUNDED, Machine, Work
+from shoal.serve.nodes.in_flight import Live, Started, Trip, only
+from shoal.serve.nodes.layer_host import Place, Reading
+from shoal.serve.nodes.placement import Fleet
+from shoal.serve.nodes.routes import HERE, Node, Order, Planner, Route, Stop
 
 _WAIT_S = 0.1
 _LOOK_EVERY = 256

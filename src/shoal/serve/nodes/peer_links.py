@@ -13,9 +13,9 @@ from typing import Any
 
 from shoal.config.schema.cluster import Zmq
 from shoal.errors import ShoalError
-from shoal.serve.holding import Holder
-from shoal.serve.orders import order_from, order_message
-from shoal.serve.routes import Door, Order
+from shoal.serve.nodes.layer_host import Holder
+from shoal.serve.nodes.messages import order_from, order_message
+from shoal.serve.nodes.routes import Door, Order
 from shoal.transports import Message, Server, needs_keys, new_keys, new_token, serve
 from shoal.transports.addresses import own_address_towards, parse
 from shoal.transports.zeromq.client import ZmqClient

@@ -19,10 +19,10 @@ from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.pretrained import check_layers, load
 from shoal.models.stages import needed
 from shoal.runs.trained_model import beside_of, open_run
-from shoal.serve.chat import ChatTemplate, read_object, template_in
+from shoal.serve.api.chat_format import ChatTemplate, read_object, template_in
 from shoal.serve.gguf import converted
-from shoal.serve.skeletons import bones, described_hugging_face, described_own
-from shoal.serve.tensors import Tensors
+from shoal.serve.nodes.model_description import bones, described_hugging_face, described_own
+from shoal.serve.nodes.weights import Tensors
 
 
 class Served(NamedTuple):

@@ -1,7 +1,7 @@
 """How many connections a server of pages and answers has: no more than there are descriptors for, and strangers give their places up.
 
 uvicorn takes whoever comes, and waits for a first question for ever. Here a connection has a moment to ask something. Where all places are
-taken, the one that has been silent for longest, and waits for no answer, is ended in favour of the next (`transports/connection_limits.py`).
+taken, the one that has been silent for longest, and waits for no answer, is closed in favour of the next (transports/connection_limits.py).
 """
 
 from __future__ import annotations

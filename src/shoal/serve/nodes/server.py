@@ -15,11 +15,11 @@ from typing import Any
 
 from shoal.errors import ShoalError, printable
 from shoal.protocol.messages import Frame
-from shoal.serve.holding import Holder, Place
-from shoal.serve.orders import carry_out, door_from, order_message, unpacked
-from shoal.serve.pipeline import Pipeline
-from shoal.serve.routes import HERE, Node, Order
-from shoal.serve.tensors import Tensors
+from shoal.serve.nodes.layer_host import Holder, Place
+from shoal.serve.nodes.messages import carry_out, door_from, order_message, unpacked
+from shoal.serve.nodes.pipeline import Pipeline
+from shoal.serve.nodes.routes import HERE, Node, Order
+from shoal.serve.nodes.weights import Tensors
 from shoal.transports import Message, Request, Server
 
 SILENCE_S = 10.0

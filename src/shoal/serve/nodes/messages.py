@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.protocol.messages import Frame
-from shoal.serve.holding import Holder, Place, Reading
-from shoal.serve.routes import Door, Onward, Order
-from shoal.serve.tensors import as_frame, claimed_bytes, from_frame, type_name
+from shoal.serve.nodes.layer_host import Holder, Place, Reading
+from shoal.serve.nodes.routes import Door, Onward, Order
+from shoal.serve.nodes.weights import as_frame, claimed_bytes, from_frame, type_name
 
 _MOST_REQUESTS = 4096
 _MOST_LAYERS = 1 << 20

@@ -18,14 +18,14 @@ from shoal.models.generation.decoding import Warp, choose
 from shoal.models.kernels.cpu_packing import pack
 from shoal.models.stages import ends_of, fill, layer_parameters, needed
 from shoal.runs.invitation import Invitation, listen
-from shoal.serve.holding import Holder, Place, free_memory
-from shoal.serve.hub import Hub, OwnLayers
-from shoal.serve.node import FRAME_BYTES
-from shoal.serve.opening import Served
-from shoal.serve.pipeline import Pipeline
-from shoal.serve.routes import HERE, Node
-from shoal.serve.stages import LONGEST_UNBOUNDED, reads_beside, refuse_unserved, smooth
-from shoal.serve.tensors import Tensors
+from shoal.serve.backend import LONGEST_UNBOUNDED, reads_beside, refuse_unserved, smooth
+from shoal.serve.load_model import Served
+from shoal.serve.nodes.layer_host import Holder, Place, free_memory
+from shoal.serve.nodes.node import FRAME_BYTES
+from shoal.serve.nodes.pipeline import Pipeline
+from shoal.serve.nodes.routes import HERE, Node
+from shoal.serve.nodes.server import Hub, OwnLayers
+from shoal.serve.nodes.weights import Tensors
 from shoal.transports import Server
 
 _MEASURED = 8

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from shoal import data
 from shoal.models.generation.decoding import Draws, Penalties, Warp, warp_of
-from shoal.serve.bodies import Asked, RefusedError
-from shoal.serve.engine import Ended, Engine, FullError, Heard, Job, Written
-from shoal.serve.opening import Served
+from shoal.serve.api.requests import Asked
+from shoal.serve.batching import Ended, Engine, FullError, Heard, Job, Written
+from shoal.serve.load_model import Served
+from shoal.web.auth import RefusedError
 
 _LEAST_SHARE = 1e-9
 """A request may say top_p 0, and means the most likely token."""

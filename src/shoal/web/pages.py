@@ -1,4 +1,4 @@
-"""The pages of this room: one head and one look for all of them, and a folder with a body, a style and scripts for each."""
+"""Pages of the servers: one head and one style sheet for all of them; each page is a folder with a body, a style and scripts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from fastapi import FastAPI
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-_HERE = Path(__file__).parent
-_LOOK = _HERE / "look"
+_LOOK = Path(__file__).parent / "look"
 
 
-def show_page(app: FastAPI, name: str) -> None:
-    """Let an app show the page in a folder of this room. It takes every path that no other route has: call this last."""
-    folder = _HERE / name
+def show_page(app: FastAPI, folder: Path) -> None:
+    """Let an app show the page in `folder`. It takes every path that no other route has: call this last."""
     text = (_LOOK / "head.html").read_text(encoding="utf-8") + (folder / "body.html").read_text(encoding="utf-8")
 
     async def page() -> Response:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,12 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from shoal.models.generation.decoding import Draws, Warp
-from shoal.serve.answering import Answer, prompts_of
-from shoal.serve.bodies import Asked, RefusedError, read_chat, read_completion, read_json
-from shoal.serve.engine import Ended, Engine, FullError, Heard, Job
-from shoal.serve.forms import Form, event
-from shoal.serve.opening import Served
-from shoal.serve.pages import show_page
+from shoal.serve.api.completion import Answer, prompts_of
+from shoal.serve.api.requests import Asked, read_chat, read_completion, read_json
+from shoal.serve.api.responses import Form, event
+from shoal.serve.batching import Ended, Engine, FullError, Heard, Job
+from shoal.serve.load_model import Served
+from shoal.web.auth import RefusedError
+from shoal.web.pages import show_page
 
 _LARGEST_BODY = 4 * 2**20
 _READY_S = 10.0
@@ -203,5 +205,5 @@ def make_app(served: Served, engine: Engine) -> FastAPI:
     app.get("/metrics")(lambda: PlainTextResponse(api.metrics.text(), media_type="text/plain; version=0.0.4"))
     app.add_exception_handler(RefusedError, refuse)
     app.add_exception_handler(HTTPException, not_found)
-    show_page(app, "page")
+    show_page(app, Path(__file__).parents[1] / "page")
     return app

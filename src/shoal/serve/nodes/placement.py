@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-from shoal.serve.holding import Place
-from shoal.serve.routes import HERE, Node, Onward, Order, Planner, Route, Stop, spares
+from shoal.serve.nodes.layer_host import Place
+from shoal.serve.nodes.routes import HERE, Node, Onward, Order, Planner, Route, Stop, spares
 
 _WORTH, _WORTH_AGAIN = 0.95, 0.9
 """A new split is taken while the service runs if its slowest machine takes less than this share of the time; where no machine came and only

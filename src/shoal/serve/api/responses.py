@@ -11,8 +11,8 @@ from itertools import accumulate
 from typing import Any
 
 from shoal.data import Tokenizer
-from shoal.serve.answering import Answer, Piece
-from shoal.serve.engine import Written
+from shoal.serve.api.completion import Answer, Piece
+from shoal.serve.batching import Written
 
 
 class Form:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.serve.holding import Reading
-from shoal.serve.routes import Route
-from shoal.serve.stages import Work
+from shoal.serve.backend import Work
+from shoal.serve.nodes.layer_host import Reading
+from shoal.serve.nodes.routes import Route
 
 
 @dataclass

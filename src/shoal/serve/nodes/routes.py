@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.scheduling.layer_split import Hands, split
-from shoal.serve.holding import Place, Reading
+from shoal.serve.nodes.layer_host import Place, Reading
 
 HERE = "server"
 

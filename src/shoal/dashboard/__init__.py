@@ -1,0 +1,1 @@
+"""`shoal watch`: the dashboard of runs in a browser."""

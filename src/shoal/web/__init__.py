@@ -1,0 +1,1 @@
+"""What the chat server and the dashboard share: authentication, connection limits, pages."""
