@@ -15,7 +15,7 @@ from run import Row
 
 from shoal.config.schema.model import Gpt as Settings
 from shoal.config.schema.serving import Decoding
-from shoal.models.generation import generate
+from shoal.models import generate
 from shoal.models.gpt import Gpt
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from shoal.coordinator.durable import replayed_state
 from shoal.coordinator.effects import Persist, Reply
 from shoal.coordinator.members import table
 from shoal.coordinator.policies import Barrier
-from shoal.coordinator.rounds.open_rounds import contributions, open_rounds
+from shoal.coordinator.rounds import contributions, open_rounds
 from shoal.coordinator.units import leases
 
 Patch = Callable[[Any], None]

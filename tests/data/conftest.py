@@ -36,4 +36,4 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub does not answer, whether or not there is a network."""
     monkeypatch.setattr("shoal.data.hub.dataset.hub_answers", lambda: False)
     monkeypatch.setattr("shoal.data.hub.files.hub_answers", lambda: False)
-    monkeypatch.setattr("shoal.data.text.tokenizers.load_tokenizer.hub_answers", lambda: False)
+    monkeypatch.setattr("shoal.data.text.tokenizers.lookup.hub_answers", lambda: False)

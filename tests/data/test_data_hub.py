@@ -12,8 +12,7 @@ import datasets
 import pytest
 
 from shoal.config.schema.data import Loader
-from shoal.data import Data, Feed
-from shoal.data import load_data as load
+from shoal.data import Data, Feed, load
 from shoal.data.hub.dataset import Subset
 from shoal.errors import ShoalError
 

@@ -16,8 +16,7 @@ import torch
 from PIL import Image
 
 from shoal.config.schema.data import Loader
-from shoal.data import Data, Feed
-from shoal.data import load_data as load
+from shoal.data import Data, Feed, load
 from shoal.errors import ShoalError
 
 Make = Callable[..., Any]

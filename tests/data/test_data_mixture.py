@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data import Feed, load_tokenizer
-from shoal.data import load_data as load
+from shoal.data import Feed, load, load_tokenizer
 from shoal.data.limits import share_out
 from shoal.data.text.documents import Document
 from shoal.data.text.encoding import Encoding

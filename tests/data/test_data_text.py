@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.data import Data, Feed, Prompt, read_prompts
-from shoal.data import load_data as load
+from shoal.data import Data, Feed, Prompt, load, read_prompts
 from shoal.data.text.files import TextFiles, by_split, find_files
 from shoal.data.text.preferences import Pair
 from shoal.data.text.python_source import zen

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from shoal.cli.main import main
-from shoal.data import Feed, fingerprint, load_tokenizer
-from shoal.data import load_data as load
+from shoal.data import Feed, fingerprint, load, load_tokenizer
 from shoal.data.packages import need
 from shoal.data.retrieval import encoders
 from shoal.data.retrieval.finder import Finder, Reading

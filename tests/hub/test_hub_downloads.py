@@ -19,8 +19,7 @@ from PIL import Image
 
 from shoal.config import Run
 from shoal.config.load import resolve_data
-from shoal.data import Data
-from shoal.data import load_data as load
+from shoal.data import Data, load
 from shoal.errors import ShoalError
 
 NAME = "nielsr/CelebA-faces"

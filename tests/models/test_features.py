@@ -14,10 +14,9 @@ from shoal.config.schema import model as schema
 from shoal.config.schema.model import CrossAttention, Experts, MixtureOfActivations, MixtureOfHeads, Retrieval
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
-from shoal.models import ReadBeside
+from shoal.models import ReadBeside, generate
 from shoal.models.activations import ACTIVATIONS, blend
 from shoal.models.cross_attention import WithCrossAttention
-from shoal.models.generation import generate
 from shoal.models.mixture_of_heads import MixtureOfHeads as RoutedHeads
 from shoal.models.moe import Moe
 from shoal.models.trunk import Sight

@@ -8,7 +8,7 @@ import torch
 from shoal.config.schema import model as schema
 from shoal.config.schema.serving import Decoding, Sampling
 from shoal.errors import ShoalError
-from shoal.models.generation import generate
+from shoal.models import generate
 from shoal.models.lstm import Lstm
 from shoal.models.mlp import Mlp
 

@@ -18,8 +18,7 @@ from shoal.config.schema.data import Data
 from shoal.config.schema.serving import Decoding
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
-from shoal.models import build
-from shoal.models.generation import generate
+from shoal.models import build, generate
 from shoal.models.generation.batch_sampling import sample
 from shoal.models.generation.decoding import draws_of_group
 from shoal.models.value_head import Scored

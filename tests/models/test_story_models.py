@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from story_models import load_story_model
 
 from shoal.config.schema.serving import Decoding
-from shoal.models.generation import generate
+from shoal.models import generate
 
 
 @pytest.mark.parametrize("name", ["stories260K", "stories15M"])

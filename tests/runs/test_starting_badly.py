@@ -16,7 +16,7 @@ from shoal.config.path_hints import nothing_at
 from shoal.config.ranks import Place
 from shoal.config.schema.model import HuggingFace
 from shoal.data.hub.dataset import Request, load_splits
-from shoal.data.text.tokenizers.load_tokenizer import load_tokenizer
+from shoal.data.text.tokenizers.lookup import load_tokenizer
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models.huggingface.pretrained import load as load_model

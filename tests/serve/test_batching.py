@@ -13,8 +13,8 @@ import torch
 from shoal.config.schema import model as schema
 from shoal.config.schema.serving import Decoding
 from shoal.errors import ShoalError
+from shoal.models import generate
 from shoal.models.cross_attention import WithCrossAttention
-from shoal.models.generation import generate
 from shoal.models.generation.decoding import Draws, Warp
 from shoal.models.generation.kv_cache import KeyValueCache
 from shoal.models.generation.side_texts import ReadBeside

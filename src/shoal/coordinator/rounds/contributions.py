@@ -18,6 +18,7 @@ from shoal.coordinator.rounds.plausibility import MOST_UNRECORDED, Claims
 from shoal.coordinator.state import Called, Plan, State, Waiting, accepted
 from shoal.coordinator.units.leasing import Lender
 from shoal.coordinator.units.tasks import Taskmaster
+from shoal.protocol.frames import UpdateError
 from shoal.protocol.messages import Contribute
 from shoal.updates.answer_frames import InexactAnswers, digest
 
@@ -114,7 +115,7 @@ class Intake:
         late = host.policies.rounds.window > 0 and asked.round < number
         try:
             decoded = host.book.decode(event.frames, number, worker.experts)
-        except codecs.UpdateError as error:
+        except UpdateError as error:
             worker.reject("malformed")
             return host.refuse(event.caller, "malformed", str(error))
         worker.accepted += 1
@@ -134,7 +135,7 @@ class Intake:
             outcome = host.lender.submit(worker, asked, event.frames)
         except InexactAnswers as error:
             return self._tell_inexact(event, asked, worker, str(error))
-        except codecs.UpdateError as error:
+        except UpdateError as error:
             host.refuse(event.caller, "malformed", str(error))
             return host.attendance.count_failure(worker, "what it sent cannot be used")
         if outcome != "accepted":

@@ -20,6 +20,7 @@ from shoal.coordinator.state import LeaseResult, Plan, delivered
 from shoal.coordinator.units.cut import ISSUED_PER_QUORUM, LEAST_ISSUED, Cut
 from shoal.coordinator.units.leases import HELD_TOO_LONG, GivenUp, Leases
 from shoal.errors import printable
+from shoal.protocol.frames import UpdateError
 from shoal.protocol.messages import Claim, Contribute, Delivered, Failed
 from shoal.updates import staleness
 
@@ -142,7 +143,7 @@ class Lender:
         host = self.host
         try:
             decoded = host.book.decode(frames)
-        except codecs.UpdateError as error:
+        except UpdateError as error:
             return self.spoil(asked.epoch, asked.start, f"what {asked.worker} sent cannot be used: {error}")
         version, asked = host.book.state.version, host.claims.delivered(asked)
         host.record(delivered(asked, number, staleness.weight(max(0, version - asked.base)), version), frames, decoded)
@@ -231,7 +232,7 @@ class Lender:
             return self.leases.submit(worker.name, asked.unit, asked.base, host.now)
         try:
             decoded = host.book.decode_unit(frames, asked.unit, asked.base, worker.name, worker.experts)
-        except codecs.UpdateError as error:
+        except UpdateError as error:
             self._failed(self.leases.fail(worker.name, asked.unit, f"what {worker.name} sent cannot be used: {error}", host.now))
             raise
         outcome = self.leases.submit(worker.name, asked.unit, asked.base, host.now)

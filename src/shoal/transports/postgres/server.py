@@ -99,7 +99,7 @@ class PostgresServer(Mailbox):
         """Put units (epoch, start, batches) on the board for an iteration; `max_retries` are the attempts at each, in all.
 
         `coordinator/units/leases.py` says what that means for units of older iterations and for those that are listed again. Here a result
-        may also wait to be consumed: its unit is done as long as it waits. One that is listed again afterwards had a result that was of no use.
+        may also wait to be consumed; its unit counts as done while it waits. A unit that is listed again later had an unusable result.
         """
         columns = [list(column) for column in zip(*units, strict=True)] or [[], [], []]
         with self.transaction() as connection:

@@ -1,7 +1,7 @@
 """Text to token ids and back: bytes, characters, trained or pretrained vocabularies, behind one small interface."""
 
 from shoal.data.text.tokenizers.interface import Tokenizer
-from shoal.data.text.tokenizers.load_tokenizer import load_tokenizer
+from shoal.data.text.tokenizers.lookup import load_tokenizer
 from shoal.data.text.tokenizers.streaming import StreamedText
 
 __all__ = ["StreamedText", "Tokenizer", "load_tokenizer"]
