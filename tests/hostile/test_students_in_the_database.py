@@ -78,7 +78,7 @@ def dismiss(database: Database, student: Access) -> None:
     with database.connect() as owner:
         ended = "SELECT pg_terminate_backend(pid, %s) FROM pg_stat_activity WHERE usename = %s"
         owner.execute(ended, (int(1000 * PATIENCE_S), student.user))
-        owner.execute("SELECT shoal.dismiss(%s)", (student.user,))
+        owner.execute("SELECT shoal.drop_student(%s)", (student.user,))
 
 
 def connected(student: Access) -> Student:
@@ -106,7 +106,7 @@ def test_the_class_token_makes_a_role_for_each_student_and_nothing_else(
     assert enrolled(database, "mia", tmp_path / "mia") == mia, "who comes again is the same student"
     assert enrolled(database, "mia", tmp_path / "other").user == "student-mia-2", "a name that is taken stays whose it is"
     with database.connect("class") as door:
-        for statement in ("SELECT shoal.claim(gen_random_uuid(), gen_random_uuid(), 1, 0, false, false)", "SELECT * FROM shoal.welcome()"):
+        for statement in ("SELECT shoal.claim(gen_random_uuid(), gen_random_uuid(), 1, 0, false, false)", "SELECT * FROM shoal.read_run()"):
             with pytest.raises(errors.InsufficientPrivilege):
                 door.execute(statement.encode())
         with pytest.raises(psycopg.Error, match="comes as its SCRAM verifier"):
@@ -228,9 +228,9 @@ def test_a_role_that_made_room_leaves_nothing_to_the_next_one_of_its_name(
 
 def test_who_stays_in_the_doorway_is_put_out(database: Database) -> None:
     with contextlib.closing(database.connect("class")) as door, database.connect() as owner:
-        owner.execute("SELECT shoal.clear_doorway()")
+        owner.execute("SELECT shoal.end_slow_enrollments()")
         assert door.execute("SELECT 1").fetchone() == (1,)
-        owner.execute("SELECT shoal.clear_doorway(0)")
+        owner.execute("SELECT shoal.end_slow_enrollments(0)")
         with pytest.raises(psycopg.OperationalError):
             door.execute("SELECT 1")
 
@@ -319,7 +319,7 @@ def test_an_owner_who_is_no_superuser_is_told_what_is_missing_and_still_has_a_wa
         schema.grant(teacher, "room", "correct-horse", "class")
         mia = own_access(parse(postgres.conninfo("room", "school")), "mia", tmp_path, PATIENCE_S)
         with connected(mia) as student:
-            teacher.execute("SELECT shoal.watch(ARRAY[%s::int])", (student.info.backend_pid,))
+            teacher.execute("SELECT shoal.end_harmful_connections(ARRAY[%s::int])", (student.info.backend_pid,))
             with pytest.raises(psycopg.OperationalError):
                 student.execute("SELECT 1")
 
@@ -408,7 +408,7 @@ def test_a_unit_that_every_student_has_tried_in_vain_waits_for_somebody_and_is_t
             assert first.claim(1, 0.0) == [], "the other one has not tried it"
     assert (server.table()["failed"], other.claim(1, 0.0)) == (0, []), "it may be that both are hostile"
     (told,) = server.notes()
-    assert "a unit was tried in vain 3 times, and nobody who is here has managed one yet: out of memory. Such units wait 400 s" in told
+    assert "a unit failed 3 times, and no student here has completed one yet: out of memory. Such units wait 400 s" in told
     with database.connect() as owner:
         owner.execute("UPDATE shoal.failures SET at = at - interval '401 s', first_at = first_at - interval '401 s'")
     (unit,) = other.claim(1, 0.0)
@@ -481,9 +481,9 @@ def test_nobody_takes_the_name_of_another_student(server: PostgresServer, databa
 def test_one_student_brings_sixteen_names_at_most(server: PostgresServer, eve: Access) -> None:
     with connected(eve) as student:
         for number in range(16):
-            student.execute("SELECT shoal.enter(gen_random_uuid(), %s, '{}')", (f"n{number}",))
+            student.execute("SELECT shoal.join_run(gen_random_uuid(), %s, '{}')", (f"n{number}",))
         with pytest.raises(psycopg.Error, match="too many workers"):
-            student.execute("SELECT shoal.enter(gen_random_uuid(), 'more', '{}')")
+            student.execute("SELECT shoal.join_run(gen_random_uuid(), 'more', '{}')")
 
 
 # --- what fills the disk, and what holds others up --------------------------------------------------------------
@@ -502,9 +502,9 @@ def test_an_upload_that_never_ends_is_cut_off(server: PostgresServer, eve: Acces
 def test_questions_that_nobody_answers_are_bounded(server: PostgresServer, eve: Access) -> None:
     with connected(eve) as student:
         for _ in range(16):
-            student.execute("SELECT shoal.ask(gen_random_uuid(), 1, 'x', '{}', '{}')")
+            student.execute("SELECT shoal.send_request(gen_random_uuid(), 1, 'x', '{}', '{}')")
         with pytest.raises(psycopg.Error, match="16 questions at a time"):
-            student.execute("SELECT shoal.ask(gen_random_uuid(), 1, 'x', '{}', '{}')")
+            student.execute("SELECT shoal.send_request(gen_random_uuid(), 1, 'x', '{}', '{}')")
 
 
 def test_who_holds_up_others_is_disconnected_and_the_fifth_time_shut_out(
@@ -516,10 +516,10 @@ def test_who_holds_up_others_is_disconnected_and_the_fifth_time_shut_out(
     units = hostile.claim(1, 0.0)
     with connected(eve) as keeper:
         keeper.execute("BEGIN")
-        keeper.execute("SELECT shoal.fail(%s, %s, %s, '')", (hostile._secret, units[0].id, units[0].lease))
+        keeper.execute("SELECT shoal.fail_unit(%s, %s, %s, '')", (hostile._secret, units[0].id, units[0].lease))
         keeper.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         with database.connect() as owner:
-            owner.execute("SELECT shoal.watch(ARRAY[%s::int])", (keeper.info.backend_pid,))
+            owner.execute("SELECT shoal.end_harmful_connections(ARRAY[%s::int])", (keeper.info.backend_pid,))
         with pytest.raises(psycopg.OperationalError):
             keeper.execute("SELECT 1")
     (unit,) = honest.claim(1, 0.0)
@@ -527,7 +527,7 @@ def test_who_holds_up_others_is_disconnected_and_the_fifth_time_shut_out(
     with database.connect() as owner:
         owner.execute("UPDATE shoal.standings SET ended = 4 WHERE role = %s", (eve.user,))
         with connected(eve) as again:
-            owner.execute("SELECT shoal.watch(ARRAY[%s::int])", (again.info.backend_pid,))
+            owner.execute("SELECT shoal.end_harmful_connections(ARRAY[%s::int])", (again.info.backend_pid,))
     with pytest.raises(psycopg.OperationalError, match="not permitted to log in"):
         connected(eve)
     assert [note for note in server.notes() if "student-eve is in quarantine: 5 of its connections had to be ended" in note]
@@ -553,9 +553,9 @@ def test_the_watchdog_ends_what_takes_longer_than_its_time_and_lets_it_be_before
     ):
         pid, now = student.info.backend_pid, "SELECT state, query FROM pg_stat_activity WHERE pid = %s"
         eventually(lambda: owner.execute(now, (pid,)).fetchone() == (state, statement))  # a transaction idles before its statement, too
-        owner.execute("SELECT shoal.watch()")
+        owner.execute("SELECT shoal.end_harmful_connections()")
         assert (server.notes(), problems.empty()) == ([], True), "all is well within the usual times"
-        owner.execute(f"SELECT shoal.watch({times})".encode())
+        owner.execute(f"SELECT shoal.end_harmful_connections({times})".encode())
         assert server.notes() == [f"warning: a connection of {eve.user} was ended: {said}"]
         eventually(lambda: not owner.execute("SELECT FROM pg_stat_activity WHERE pid = %s", (pid,)).fetchall())
 
@@ -574,9 +574,9 @@ def test_the_watchdog_ends_who_holds_up_others_and_those_go_on(
         keeper.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         with in_a_thread(lambda: honest.submit(unit, {}, [b"x"])) as outcome:
             eventually(lambda: bool(owner.execute("SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock'").fetchall()))
-            owner.execute("SELECT shoal.watch(p_blocking => %s)", (PATIENCE_S,))
+            owner.execute("SELECT shoal.end_harmful_connections(p_blocking => %s)", (PATIENCE_S,))
             assert server.notes() == []
-            owner.execute("SELECT shoal.watch(p_blocking => 0)")
+            owner.execute("SELECT shoal.end_harmful_connections(p_blocking => 0)")
             assert outcome.get(timeout=PATIENCE_S) == "accepted"
         assert f"warning: a connection of {eve.user} was ended: it held up others" in server.notes()
     for desk in (honest, hostile):
@@ -606,7 +606,7 @@ def in_a_thread(work: Callable[[], object]) -> Iterator[queue.SimpleQueue[object
 
 def test_only_students_are_watched(database: Database, server: PostgresServer) -> None:
     with database.connect() as owner, database.connect("coordinator") as coordinator:
-        owner.execute("SELECT shoal.watch(ARRAY[%s::int])", (coordinator.info.backend_pid,))
+        owner.execute("SELECT shoal.end_harmful_connections(ARRAY[%s::int])", (coordinator.info.backend_pid,))
         assert coordinator.execute("SELECT 1").fetchone() == (1,)
 
 
@@ -687,13 +687,13 @@ def test_a_lease_is_a_secret(server: PostgresServer, mia: Access, eve: Access) -
 def test_a_student_who_comes_and_goes_all_the_time_hides_no_warning(database: Database, server: PostgresServer, eve: Access) -> None:
     notes = Notes(server)
     with database.connect() as owner:
-        owner.execute("SELECT shoal.say('eve left: spam ' || n) FROM generate_series(1, 300) n")
-        owner.execute("SELECT shoal.say('warning: something else')")
+        owner.execute("SELECT shoal.add_note('eve left: spam ' || n) FROM generate_series(1, 300) n")
+        owner.execute("SELECT shoal.add_note('warning: something else')")
     told = notes.read(1.0)
     assert told[0] == "warning: something else"
     assert (len(told), told[-1]) == (201, "101 more notes came from the database")
     with database.connect() as owner:
-        owner.execute("SELECT shoal.say('warning: one more')")
+        owner.execute("SELECT shoal.add_note('warning: one more')")
     assert notes.read(1.5) == [], "it is asked once a second"
     assert notes.read(3.0) == ["warning: one more"]
 

@@ -171,7 +171,9 @@ class PostgresKeeper:
 
     def holds(self, worker: str, unit: int) -> bool:
         leased = self._leased(worker, unit, self.version)
-        row = self.owner.execute("SELECT shoal.held(%s, %s)", (leased.id, leased.lease)).fetchone() if leased is not None else None
+        row = (
+            self.owner.execute("SELECT shoal.is_lease_valid(%s, %s)", (leased.id, leased.lease)).fetchone() if leased is not None else None
+        )
         return bool(row and row[0])
 
     def _leased(self, worker: str, unit: int, version: int) -> Unit | None:
@@ -199,7 +201,7 @@ class PostgresKeeper:
 
     def wait(self, seconds: float) -> None:
         self.wait_unnoticed(seconds)
-        self.owner.execute("SELECT shoal.reclaim()")
+        self.owner.execute("SELECT shoal.requeue_expired()")
 
     def wait_unnoticed(self, seconds: float) -> None:
         self.owner.execute("UPDATE shoal.units SET deadline = deadline - make_interval(secs => %s) WHERE state = 'claimed'", (seconds,))
@@ -218,7 +220,7 @@ class PostgresKeeper:
     def forget(self) -> None:
         """Begin again, as if nobody had been here; the workers' connections stay."""
         self._consume()
-        tables = ("units", "iterations", "workers", "tallies", "contributions", "failures", "standings", "tellings")
+        tables = ("units", "iterations", "workers", "unit_totals", "contributions", "failures", "standings", "note_times")
         self.owner.execute(f"TRUNCATE {', '.join(f'shoal.{table}' for table in tables)}".encode())
         for worker, desk in self.desks.items():
             assert desk.enter(worker, {}) == worker
@@ -264,4 +266,4 @@ class StudentsKeeper(PostgresKeeper):
             for access in self.accesses.values():
                 ended = "SELECT pg_terminate_backend(pid, %s) FROM pg_stat_activity WHERE usename = %s"
                 owner.execute(ended, (int(1000 * PATIENCE_S), access.user))
-                owner.execute("SELECT shoal.dismiss(%s)", (access.user,))
+                owner.execute("SELECT shoal.drop_student(%s)", (access.user,))

@@ -76,13 +76,6 @@ def test_a_damaged_journal_is_refused_by_name(database: Database, server: Postgr
         assert database.rows("SELECT count(*) FROM shoal.ledger") == lines, "what tells of the loss is still there"
 
 
-def test_records_of_an_earlier_version_are_read_unchecked(database: Database, server: PostgresServer) -> None:
-    with database.connect() as owner:
-        owner.execute("UPDATE shoal.records SET checksum = NULL, before = NULL")
-        owner.execute("UPDATE shoal.ledger SET checksum = NULL, record = NULL")
-    assert recovered(server) == [*range(6)]
-
-
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [

@@ -340,7 +340,7 @@ def test_a_stuck_upload_does_not_hold_up_the_coordinator(database: Database, ser
     (unit,) = desk.claim(1, 0.0)
     with database.connect("student") as stuck:
         stuck.execute("BEGIN")
-        stuck.execute("SELECT shoal.held(%s, %s)", (unit.id, unit.lease))
+        stuck.execute("SELECT shoal.is_lease_valid(%s, %s)", (unit.id, unit.lease))
         stuck.execute("SELECT shoal.put_part(gen_random_uuid(), 0, %s)", (bytes(100_000),))
         stuck.execute("SET LOCAL idle_in_transaction_session_timeout = 0")  # it is not ended meanwhile, however slow this machine is
         began = time.monotonic()

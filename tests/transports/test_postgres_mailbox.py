@@ -47,13 +47,13 @@ def test_a_frame_that_many_are_answered_with_is_stored_once(
     for request in take(server, 3):
         server.reply(request, Message({}, (weights, b"buffers", weights)))
     assert [call.answer().frames for call in calls] == [(LARGE, b"buffers", LARGE)] * 3
-    assert count(database, "flyers") == 2
+    assert count(database, "published_frames") == 2
     with answering(server, lambda request: Message({})):
         for client in clients:
             client.call(Message({}), PATIENCE_S)
     server._flyers.clear()
     server.carry_out(server.drop_flyers)
-    assert (count(database, "flyers"), count(database, "flyer_parts")) == (0, 0)
+    assert (count(database, "published_frames"), count(database, "published_parts")) == (0, 0)
 
 
 def test_nothing_is_left_of_what_was_answered_abandoned_or_hung_up(
@@ -88,7 +88,7 @@ def test_answers_that_nobody_fetched_are_thrown_away(
     server._tidied_at = time.monotonic() - 60.0
     server._flyers.clear()
     server.poll(0)
-    assert (count(database, "replies"), count(database, "flyers")) == (0, 0)
+    assert (count(database, "replies"), count(database, "published_frames")) == (0, 0)
 
 
 def test_an_answer_comes_with_the_transaction_or_not_at_all(server: PostgresServer, clients: list[PostgresClient]) -> None:

@@ -16,11 +16,24 @@ from shoal.transports import Message, Refused, Unreachable
 from shoal.transports.postgres import PostgresClient, PostgresServer, UnitDesk, schema
 
 TABLES = (
-    *("roles", "coordinator", "run", "facts", "blobs", "parts", "flyers", "flyer_parts", "requests", "replies", "workers", "iterations"),
-    *("units", "tallies", "contributions", "weights", "journals", "records", "ledger", "snapshots", "metrics", "picture", "migrations"),
-    *("student_functions", "standings", "failures", "notes", "uploads", "pieces", "tellings"),
+    *(
+        "roles",
+        "coordinator",
+        "run",
+        "facts",
+        "blobs",
+        "parts",
+        "published_frames",
+        "published_parts",
+        "requests",
+        "replies",
+        "workers",
+        "iterations",
+    ),
+    *("units", "unit_totals", "contributions", "weights", "journals", "records", "ledger", "snapshots", "metrics", "picture", "migrations"),
+    *("student_functions", "standings", "failures", "notes", "uploads", "pieces", "note_times"),
 )
-VIEWS = ("worker_list", "unit_counts", "progress", "at_work")
+VIEWS = ("worker_list", "unit_counts", "progress", "active_roles", "current_iteration")
 
 
 @pytest.fixture
@@ -65,8 +78,8 @@ OTHER_THINGS = (
     "CREATE ROLE mine",
     "CREATE DATABASE mine",
     "DROP SCHEMA shoal CASCADE",
-    "SELECT nextval('shoal.places')",
-    "SELECT setval('shoal.places', 1)",
+    "SELECT nextval('shoal.unit_queue')",
+    "SELECT setval('shoal.unit_queue', 1)",
     "SELECT lo_create(0)",
     "SELECT pg_read_file('postgresql.conf')",
     "COPY (SELECT 1) TO PROGRAM 'true'",
@@ -86,10 +99,19 @@ def test_a_student_calls_what_it_needs_and_no_other_function(database: Database,
     functions = {name for (name,) in database.rows("SELECT proname FROM pg_proc WHERE pronamespace = 'shoal'::regnamespace")}
     allowed = "SELECT proname FROM pg_proc WHERE pronamespace = 'shoal'::regnamespace AND has_function_privilege('student', oid, 'EXECUTE')"
     assert {name for (name,) in database.rows(allowed)} == set(schema.STUDENTS_FUNCTIONS)
-    assert {"own", "release", "put_back", "reclaim", "put_back_all", "worker_of", "abandon", "orphans"} < functions
-    refused(student, "SELECT shoal.release('{}')")
-    refused(student, "SELECT shoal.own('{}', '{}')")
-    refused(student, "SELECT shoal.put_back(1, '', true)")
+    assert {
+        "attach_frames",
+        "release_frames",
+        "requeue_unit",
+        "requeue_expired",
+        "requeue_units_of",
+        "worker_with_secret",
+        "drop_requests",
+        "orphans",
+    } < functions
+    refused(student, "SELECT shoal.release_frames('{}')")
+    refused(student, "SELECT shoal.attach_frames('{}', '{}')")
+    refused(student, "SELECT shoal.requeue_unit(1, '', true)")
     refused(student, "SELECT * FROM shoal.orphans()")
 
 
@@ -116,10 +138,10 @@ def test_others_leases_answers_and_uploads_are_out_of_reach(database: Database) 
         with pytest.raises(errors.UniqueViolation):
             student.execute("SELECT shoal.put_part(%s, 0, 'more')", (blob,))
         with pytest.raises(errors.UniqueViolation):
-            student.execute("SELECT shoal.ask(gen_random_uuid(), 1, '', %s, '{4}')", ([blob],))
+            student.execute("SELECT shoal.send_request(gen_random_uuid(), 1, '', %s, '{4}')", ([blob],))
         with pytest.raises(errors.ForeignKeyViolation):
             student.execute("SELECT shoal.put_part(gen_random_uuid(), 0, 'nobody owns this')")
-        assert student.execute("SELECT * FROM shoal.answer(gen_random_uuid(), 1)").fetchall() == []
+        assert student.execute("SELECT * FROM shoal.read_reply(gen_random_uuid(), 1)").fetchall() == []
     for desk in (mine, other):
         desk.close()
     server.close()
@@ -136,7 +158,7 @@ def test_what_is_too_large_or_not_as_announced_is_not_taken(database: Database) 
     with pytest.raises(ShoalError):
         desk.submit(unit, {}, [b""] * 17)
     with database.connect("student") as student, pytest.raises(psycopg.Error, match="not the one announced"):
-        student.execute("SELECT shoal.ask(gen_random_uuid(), 1, '', ARRAY[gen_random_uuid()], '{4}')")
+        student.execute("SELECT shoal.send_request(gen_random_uuid(), 1, '', ARRAY[gen_random_uuid()], '{4}')")
     with database.connect("student") as student, pytest.raises(psycopg.Error, match="too large"):
         student.execute("SELECT shoal.put_part(gen_random_uuid(), 0, %s)", (bytes(5_000_000),))
     assert database.rows("SELECT count(*) FROM shoal.parts") == [(0,)]
@@ -167,7 +189,7 @@ def test_a_role_of_another_kind_loses_what_it_could(database: Database) -> None:
         schema.grant(owner, "student", None, "reader")
         with database.connect("student") as connection:
             connection.execute("SELECT * FROM shoal.metrics")
-            refused(connection, "SELECT shoal.limits()")
+            refused(connection, "SELECT shoal.message_limits()")
         schema.grant(owner, "student", None, "student")
         with pytest.raises(ShoalError, match="no kind of role"):
             schema.grant(owner, "student", None, "teacher")

@@ -86,7 +86,7 @@ def test_a_database_is_described_and_emptied(database: Database) -> None:
         assert (found["run"]["iteration"], found["run"]["version"]) == (4, 3)
         assert found["units"] == {"pending": 2, "issued": 2, "dropped": 0}
         assert found["roles"] == {kind: kind for kind in schema.KINDS}
-        assert found["bytes"]["flyer_parts"] > 50_000
+        assert found["bytes"]["published_parts"] > 50_000
         server.close()
         schema.reset(connection)
         found = schema.describe(connection)

@@ -431,7 +431,7 @@ def test_weights_lead_to_the_newest(database: Database, server: PostgresServer, 
     server._flyers.clear()
     with server.transaction():
         server.drop_flyers()
-    assert database.rows("SELECT count(*) FROM shoal.flyers") == [(2,)]
+    assert database.rows("SELECT count(*) FROM shoal.published_frames") == [(2,)]
 
 
 def test_people_see_figures_and_the_last_picture(database: Database, server: PostgresServer) -> None:

@@ -28,13 +28,13 @@ class Press:
         """Begin to write frames; the function that is returned waits for the end. Unreachable: a connection was lost, and none counts."""
         sizes = frames.sizes(content)
         rows = list(zip(ids, sizes, strict=True))
-        self._lines[0].once(lambda connection: connection.cursor().executemany("INSERT INTO shoal.flyers VALUES (%s, %s)", rows))
+        self._lines[0].once(lambda connection: connection.cursor().executemany("INSERT INTO shoal.published_frames VALUES (%s, %s)", rows))
         lines = self._lines if sum(sizes) > _SMALL_BYTES else self._lines[:1]
 
         def write(turn: int) -> None:
             def copy(connection: Connection) -> None:
                 try:
-                    frames.copy_in(connection, "flyer_parts", ids, content, turn, len(lines))
+                    frames.copy_in(connection, "published_parts", ids, content, turn, len(lines))
                 except errors.ForeignKeyViolation:
                     raise OperationalError("the server crashed, which emptied the table of flyers") from None
 

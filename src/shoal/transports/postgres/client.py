@@ -50,7 +50,8 @@ class PostgresClient:
         with connection.transaction():
             ids = frames.upload(connection, content) if content and _welcome(connection, content) else []
             connection.execute(
-                "SELECT shoal.ask(%b, %b::int8, %b, %b::uuid[], %b::int8[])", (self._peer, self._number, header, ids, frames.sizes(content))
+                "SELECT shoal.send_request(%b, %b::int8, %b, %b::uuid[], %b::int8[])",
+                (self._peer, self._number, header, ids, frames.sizes(content)),
             )
 
     def _answer(self, deadline: float) -> Message:
@@ -67,7 +68,7 @@ class PostgresClient:
             pause = min(2 * pause, self._poll_interval_s)
 
     def _look(self, connection: Connection) -> frames.Answer | None:
-        query = "SELECT frame, sizes, data, header FROM shoal.answer(%b, %b::int8) ORDER BY frame, n"
+        query = "SELECT frame, sizes, data, header FROM shoal.read_reply(%b, %b::int8) ORDER BY frame, n"
         return frames.read(connection, query, (self._peer, self._number))
 
     def _opened(self, answer: frames.Answer) -> Message:
@@ -84,7 +85,7 @@ class PostgresClient:
             return
         self._line.hang_up()
         with self._line.alone(self._calling):
-            self._line.farewell("SELECT shoal.hang_up(%b)", (self._peer,))
+            self._line.farewell("SELECT shoal.forget_requests(%b)", (self._peer,))
             self._line.close()
 
 
@@ -97,5 +98,5 @@ def _welcome(connection: Connection, content: list[Frame]) -> bool:
     """Whether the frames would be taken; else the question goes without them, and is refused for their sizes."""
     if wire.size_of(content) < frames.LARGE_BYTES:
         return True
-    row = connection.execute("SELECT max_frame_bytes FROM shoal.limits()").fetchone()
+    row = connection.execute("SELECT max_frame_bytes FROM shoal.message_limits()").fetchone()
     return row is None or max(frames.sizes(content)) <= row[0]

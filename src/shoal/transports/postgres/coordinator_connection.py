@@ -28,7 +28,7 @@ BEAT_S = 1.5
 SILENT_S = 5.0
 VACUUM_BYTES = 64 << 20
 """Room for this much is given back for use again without waiting for the server's own housekeeping, which looks once a minute."""
-_BUSY_TABLES = ("parts", "flyer_parts")
+_BUSY_TABLES = ("parts", "published_parts")
 _TAKEN_OVER = "another coordinator has taken over the run in"
 Result = TypeVar("Result")
 
@@ -223,7 +223,7 @@ class _Pulse:
             self._vacuumed_bytes = freed
             for table in _BUSY_TABLES:
                 connection.execute(f"VACUUM (SKIP_LOCKED, TRUNCATE FALSE) shoal.{table}")
-        connection.execute("SELECT shoal.watch(), shoal.clear_doorway()")
+        connection.execute("SELECT shoal.end_harmful_connections(), shoal.end_slow_enrollments()")
 
     def close(self) -> None:
         self._closing.set()

@@ -72,7 +72,7 @@ def _lets_in(access: Access, patience_s: float) -> bool:
 
 
 def _kind(connection: Connection) -> str:
-    row = connection.execute("SELECT shoal.kind_here()").fetchone()
+    row = connection.execute("SELECT shoal.role_kind()").fetchone()
     return str(row[0]) if row else ""
 
 

@@ -67,7 +67,7 @@ def release(connection: Connection, blobs: Sequence[uuid.UUID]) -> int:
     if not blobs:
         return 0
     row = connection.execute(
-        "SELECT coalesce(sum(bytes) FILTER (WHERE uses = 1), 0)::int8, shoal.release(%s) FROM shoal.blobs WHERE id = ANY (%s)",
+        "SELECT coalesce(sum(bytes) FILTER (WHERE uses = 1), 0)::int8, shoal.release_frames(%s) FROM shoal.blobs WHERE id = ANY (%s)",
         (list(blobs), list(blobs)),
     ).fetchone()
     assert row is not None

@@ -70,7 +70,7 @@ class UnitDesk:
         deadline, waits = time.monotonic() + wait_s, False
         with self._working:
             self._line.run(schema.check, self.patience_s)
-            while (answer := self._read("SELECT frame, sizes, data, header FROM shoal.welcome() ORDER BY frame, n", ())) is None:
+            while (answer := self._read("SELECT frame, sizes, data, header FROM shoal.read_run() ORDER BY frame, n", ())) is None:
                 if not waits and wait_s:
                     self._line.tell(f"{self._line.place} holds no run yet: waiting for the coordinator")
                 waits = True
@@ -81,14 +81,14 @@ class UnitDesk:
 
     def enter(self, name: str | None, about: Mapping[str, str]) -> str:
         """Take part; the name to go by. One whose owner left or died is taken over, one that is in use gets a number behind it."""
-        entered: str = self._ask("SELECT shoal.enter(%b, %t, %t)", (self._secret, name, json.dumps(dict(about))))[0][0]
+        entered: str = self._ask("SELECT shoal.join_run(%b, %t, %t)", (self._secret, name, json.dumps(dict(about))))[0][0]
         return entered
 
     def beat(self, state: str, figures: Mapping[str, float]) -> None:
         """A sign of life, over a connection of its own. Tried once: the next one comes soon."""
         finite = {key: value for key, value in figures.items() if math.isfinite(value)}
         with self._beating:
-            self._pulse.once(lambda line: line.execute("SELECT shoal.beat(%b, %t, %t)", (self._secret, state, json.dumps(finite))))
+            self._pulse.once(lambda line: line.execute("SELECT shoal.heartbeat(%b, %t, %t)", (self._secret, state, json.dumps(finite))))
 
     def is_answered(self) -> bool:
         """Whether the database gives a sign of life, over a connection that is made for it: the others may be stuck."""
@@ -118,7 +118,8 @@ class UnitDesk:
             nonlocal attempts
             attempts += 1
             query = (
-                "SELECT id, iteration, epoch, start, batches, attempts, place, due_s FROM shoal.claim(%b, %b, %b::int4, %b::int8, %b, %b)"
+                "SELECT id, iteration, epoch, start, batches, attempts, queue_position, due_s"
+                " FROM shoal.claim(%b, %b, %b::int4, %b::int8, %b, %b)"
             )
             return connection.execute(query, (self._secret, lease, count, self._after, look, attempts > 1), binary=True).fetchall()
 
@@ -133,12 +134,12 @@ class UnitDesk:
 
     def piece(self, number: int) -> bytes | None:
         """A piece of the data set, where the coordinator put it there."""
-        found: bytes | None = self._ask("SELECT shoal.piece(%b::int4)", (number,))[0][0]
+        found: bytes | None = self._ask("SELECT shoal.read_piece(%b::int4)", (number,))[0][0]
         return found
 
     def notice(self) -> str | None:
         """What a student should know who gets no work: why, and for how long."""
-        told: str | None = self._ask("SELECT shoal.notice()", ())[0][0]
+        told: str | None = self._ask("SELECT shoal.why_no_work()", ())[0][0]
         return told
 
     def weights(self, have: int) -> Weights | None:
@@ -170,7 +171,7 @@ class UnitDesk:
         """Whether the lease is still held, so that much is not uploaded in vain."""
         if wire.size_of(content) < blobs.LARGE_BYTES:
             return True
-        row = connection.execute("SELECT shoal.held(%b::int8, %b)", (unit.id, unit.lease)).fetchone()
+        row = connection.execute("SELECT shoal.is_lease_valid(%b::int8, %b)", (unit.id, unit.lease)).fetchone()
         return bool(row and row[0])
 
     def wanted(self, unit: Unit) -> bool:
@@ -180,19 +181,19 @@ class UnitDesk:
             if news == self._news:
                 return True
             self._news = news
-            return bool(self._ask("SELECT shoal.held(%b::int8, %b)", (unit.id, unit.lease))[0][0])
+            return bool(self._ask("SELECT shoal.is_lease_valid(%b::int8, %b)", (unit.id, unit.lease))[0][0])
 
     def give_back(self, unit: Unit) -> None:
         """Give a unit back, so that another worker may do it. This does not count as an attempt."""
-        self._ask("SELECT shoal.give_back(%b, %b::int8, %b)", (self._secret, unit.id, unit.lease))
+        self._ask("SELECT shoal.return_unit(%b, %b::int8, %b)", (self._secret, unit.id, unit.lease))
 
     def fail(self, unit: Unit, reason: str) -> None:
         """Report that a unit failed here. Another worker tries it, unless too many have."""
-        self._ask("SELECT shoal.fail(%b, %b::int8, %b, %t)", (self._secret, unit.id, unit.lease, reason))
+        self._ask("SELECT shoal.fail_unit(%b, %b::int8, %b, %t)", (self._secret, unit.id, unit.lease, reason))
 
     def leave(self) -> None:
         """Give back all leases, and leave the run."""
-        self._ask("SELECT shoal.leave(%b)", (self._secret,))
+        self._ask("SELECT shoal.leave_run(%b)", (self._secret,))
 
     def _ask(self, query: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         with self._working:

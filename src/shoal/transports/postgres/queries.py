@@ -81,9 +81,9 @@ def trail(connection: Connection) -> Trail:
 def damage(connection: Connection) -> list[str]:
     """What does not match its checksum, and which records are missing, by name. Frames are not read: the coordinator checks them when it
     comes back."""
-    lines = connection.execute("SELECT line, entry, checksum FROM shoal.ledger WHERE checksum IS NOT NULL ORDER BY line").fetchall()
+    lines = connection.execute("SELECT line, entry, checksum FROM shoal.ledger ORDER BY line").fetchall()
     found = [f"line {line} of the ledger does not match its checksum" for line, entry, own in lines if zlib.crc32(entry.encode()) != own]
-    saved = connection.execute("SELECT number, header, checksum FROM shoal.snapshots WHERE checksum IS NOT NULL ORDER BY number").fetchall()
+    saved = connection.execute("SELECT number, header, checksum FROM shoal.snapshots ORDER BY number").fetchall()
     found += [f"snapshot {number} does not match its checksum" for number, header, own in saved if zlib.crc32(header.encode()) != own]
     query = (
         "SELECT id FROM (SELECT id, before, lag(checksum) OVER (ORDER BY id) AS last FROM shoal.records) r"

@@ -259,7 +259,7 @@ class Mailbox(Office):
     def drop_flyers(self) -> None:
         kept = [flyer for _, flyer in self._flyers.values()]
         gone = self.fetch(
-            "DELETE FROM shoal.flyers f WHERE f.id <> ALL (%s::uuid[])"
+            "DELETE FROM shoal.published_frames f WHERE f.id <> ALL (%s::uuid[])"
             " AND NOT EXISTS (SELECT FROM shoal.replies r WHERE f.id = ANY (r.frames))"
             " AND NOT EXISTS (SELECT FROM shoal.weights w WHERE f.id = ANY (w.frames)) RETURNING bytes",
             (kept,),

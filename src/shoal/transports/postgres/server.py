@@ -105,7 +105,7 @@ class PostgresServer(Mailbox):
         with self.transaction() as connection:
             again, tried = self.iteration() == iteration, self._tried_before(iteration)
             connection.execute(
-                "INSERT INTO shoal.iterations VALUES (%s, nextval('shoal.places'), %s, %s, %s) ON CONFLICT (iteration) DO UPDATE"
+                "INSERT INTO shoal.iterations VALUES (%s, nextval('shoal.unit_queue'), %s, %s, %s) ON CONFLICT (iteration) DO UPDATE"
                 " SET lease_timeout_s = excluded.lease_timeout_s, max_retries = excluded.max_retries, quorum = excluded.quorum",
                 (iteration, lease_timeout_s, max_retries, quorum),
             )
@@ -157,7 +157,7 @@ class PostgresServer(Mailbox):
             (iteration, epochs, starts),
         )
         for (unit,) in spoiled:
-            self.fetch("SELECT shoal.put_back(%s, 'its result could not be used', true)", (unit,))
+            self.fetch("SELECT shoal.requeue_unit(%s, 'its result could not be used', true)", (unit,))
 
     def _clear_board(self, iteration: int) -> None:
         """Cancel what is left of older iterations. Rows that somebody may still ask for stay until the next time, and units whose results
@@ -165,7 +165,7 @@ class PostgresServer(Mailbox):
         self.fetch("SELECT id FROM shoal.units WHERE state = 'claimed' AND iteration < %s ORDER BY id FOR UPDATE", (iteration,))
         used = "SELECT array_agg(u.id) FROM shoal.units u WHERE iteration < %s AND state = 'completed'"
         self.fetch(
-            f"SELECT shoal.count_managed(({used} AND NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id)))", (iteration,)
+            f"SELECT shoal.count_completed(({used} AND NOT EXISTS (SELECT FROM shoal.contributions c WHERE c.unit = u.id)))", (iteration,)
         )
         gone = self.fetch(
             "DELETE FROM shoal.units u WHERE iteration < %s AND state <> 'claimed' AND NOT (state = 'completed'"
@@ -180,7 +180,7 @@ class PostgresServer(Mailbox):
     def _tally(self, counts: Mapping[str, int]) -> None:
         for state, units in counts.items():
             self.fetch(
-                "INSERT INTO shoal.tallies AS t VALUES (%s, %s) ON CONFLICT (state)"
+                "INSERT INTO shoal.unit_totals AS t VALUES (%s, %s) ON CONFLICT (state)"
                 " DO UPDATE SET units = t.units + excluded.units RETURNING 1",
                 (state, units),
             )
@@ -275,5 +275,5 @@ class PostgresServer(Mailbox):
         if self.line.hung_up.is_set():
             return
         if self._waiting:
-            self.line.farewell("SELECT shoal.abandon(%s)", (list(self._waiting.values()),))
+            self.line.farewell("SELECT shoal.drop_requests(%s)", (list(self._waiting.values()),))
         self.close_office()

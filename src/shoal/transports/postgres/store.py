@@ -93,7 +93,7 @@ class Journal:
                 "SELECT journal, record, frames, checksum, before FROM shoal.records WHERE id = %s", (number,)
             )
             frames = self._read(ids, place)
-            if checksum is not None and checksum != checksum_of(journal, record, frames):
+            if checksum != checksum_of(journal, record, frames):
                 raise self._damaged(f"record {number} of journal {journal} does not match its checksum", place - 1)
             if last is not None and before != last:
                 raise self._damaged(f"record {number} of journal {journal} does not follow the one before it", place - 1)
@@ -229,7 +229,7 @@ class Snapshots:
         ((text, ids, checksum),) = self._server.fetch(
             "SELECT header, frames, checksum FROM shoal.snapshots WHERE number = %s", (int(path.name.partition("-")[2]),)
         )
-        if checksum is not None and crc32(text.encode()) != checksum:
+        if crc32(text.encode()) != checksum:
             raise ShoalError(f"snapshot {path} is damaged: its state does not match its checksum")
         try:
             header = json.loads(text)
