@@ -31,7 +31,7 @@ from processes import Helper
 
 from shoal.launch import EmbeddedPostgres
 from shoal.transports.database_address import Access
-from shoal.transports.postgres import PostgresServer, UnitDesk, schema
+from shoal.transports.postgres import LeaseClient, PostgresServer, schema
 from shoal.transports.postgres.access import connect
 
 WORKERS = 3
@@ -182,7 +182,7 @@ def work(given: dict[str, Any]) -> None:
     from shoal.config.schema.updates import Int8Codec, NoCodec
     from shoal.updates import codecs
 
-    desk = UnitDesk(given["address"], poll_interval_s=60.0)
+    desk = LeaseClient(given["address"], poll_interval_s=60.0)
     welcome = desk.welcome(30.0)
     desk.enter(None, {})
     weights = desk.weights(-1)

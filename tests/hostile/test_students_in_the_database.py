@@ -22,7 +22,7 @@ from shoal.cli.status import _drawn
 from shoal.coordinator.units.database_leases import Notes
 from shoal.transports import Message, Refused
 from shoal.transports.database_address import Access, parse
-from shoal.transports.postgres import PostgresServer, UnitDesk, schema
+from shoal.transports.postgres import LeaseClient, PostgresServer, schema
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.enrolment import own_access
 from shoal.transports.postgres.queries import look
@@ -85,8 +85,8 @@ def connected(student: Access) -> Student:
     return psycopg.connect(student.address, autocommit=True)
 
 
-def desk_of(student: Access, name: str) -> UnitDesk:
-    desk = UnitDesk(student.address, poll_interval_s=0.1)
+def desk_of(student: Access, name: str) -> LeaseClient:
+    desk = LeaseClient(student.address, poll_interval_s=0.1)
     desk.enter(name, {})
     return desk
 
@@ -462,7 +462,7 @@ def test_a_unit_that_is_held_for_ever_is_given_to_who_has_nothing_to_do(
     assert honest.submit(unit, {}, [b"x"]) == "accepted"
     assert hostile.submit(kept, {}, [b"x"]) == "late"
     (told,) = [note for note in server.notes() if "has held a unit" in note]
-    held = re.search(r"eve has held a unit for (\d+) s, longer than others need, and somebody else has nothing to do", told)
+    held = re.search(r"eve has held a unit for (\d+) s, longer than others need, and another student has nothing to do", told)
     assert held is not None, told
     assert int(held[1]) >= 1100
     for desk in (honest, hostile):
@@ -470,7 +470,7 @@ def test_a_unit_that_is_held_for_ever_is_given_to_who_has_nothing_to_do(
 
 
 def test_nobody_takes_the_name_of_another_student(server: PostgresServer, database: Database, mia: Access, eve: Access) -> None:
-    honest, hostile = desk_of(mia, "mia"), UnitDesk(eve.address, poll_interval_s=0.1)
+    honest, hostile = desk_of(mia, "mia"), LeaseClient(eve.address, poll_interval_s=0.1)
     with database.connect() as owner:
         owner.execute("UPDATE shoal.workers SET seen_at = now() - interval '1 day'")
     assert hostile.enter("mia", {}) == "mia-2"

@@ -15,7 +15,7 @@ from transport_harness import PATIENCE_S
 
 from shoal.coordinator.units.leases import PATIENCE_LEASES, GivenUp, Leases
 from shoal.transports.database_address import parse
-from shoal.transports.postgres import PostgresServer, Unit, UnitDesk
+from shoal.transports.postgres import LeaseClient, LeasedUnit, PostgresServer
 from shoal.transports.postgres.enrolment import own_access
 
 LEASE_S = 1000.0
@@ -128,8 +128,8 @@ class PostgresKeeper:
         self.owner = database.connect()
         self._set_patience()
         self.server = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=1_000_000)
-        self.desks: dict[str, UnitDesk] = {}
-        self.units: dict[tuple[str, int, int], Unit] = {}
+        self.desks: dict[str, LeaseClient] = {}
+        self.units: dict[tuple[str, int, int], LeasedUnit] = {}
         """By worker, unit and version: what the worker last leased of that."""
         self.version = -1
         self._given_up: dict[int, str] = {}
@@ -137,9 +137,9 @@ class PostgresKeeper:
     def _set_patience(self) -> None:
         self.database.wait_for_nobody()
 
-    def desk(self, worker: str) -> UnitDesk:
+    def desk(self, worker: str) -> LeaseClient:
         if worker not in self.desks:
-            self.desks[worker] = UnitDesk(
+            self.desks[worker] = LeaseClient(
                 self.database.conninfo("coordinator"), poll_interval_s=1.0
             )  # a student may hold less, and fail less
             assert self.desks[worker].enter(worker, {}) == worker
@@ -176,7 +176,7 @@ class PostgresKeeper:
         )
         return bool(row and row[0])
 
-    def _leased(self, worker: str, unit: int, version: int) -> Unit | None:
+    def _leased(self, worker: str, unit: int, version: int) -> LeasedUnit | None:
         return self.units.get((worker, unit, version))
 
     def submit(self, worker: str, unit: int, version: int) -> str:
@@ -248,7 +248,7 @@ class StudentsKeeper(PostgresKeeper):
     def _enter(self) -> None:
         for name, access in self.accesses.items():
             if name not in self.desks:
-                self.desks[name] = UnitDesk(access.address, poll_interval_s=1.0)
+                self.desks[name] = LeaseClient(access.address, poll_interval_s=1.0)
             assert self.desks[name].enter(name, {}) == name
 
     def claim(self, worker: str) -> Claimed | None:

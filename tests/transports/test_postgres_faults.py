@@ -19,17 +19,17 @@ from transport_harness import PATIENCE_S, Calling, answering, call_until_answere
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Request, Unreachable
-from shoal.transports.postgres import PostgresClient, PostgresServer, UnitDesk
+from shoal.transports.postgres import LeaseClient, PostgresClient, PostgresServer
 from shoal.transports.postgres import coordinator_connection as office
 from shoal.transports.postgres import reconnecting as line
 from shoal.transports.postgres.coordinator_connection import Deposed
-from shoal.transports.postgres.lease_client import Unit
-from shoal.transports.postgres.reconnecting import Line
-from shoal.transports.postgres.store import Journal
+from shoal.transports.postgres.lease_client import LeasedUnit
+from shoal.transports.postgres.reconnecting import ReconnectingConnection
+from shoal.transports.postgres.store import PostgresJournal
 
 LARGE = bytes(range(256)) * 12_000
 Serve = Callable[[], PostgresServer]
-Enter = Callable[[], UnitDesk]
+Enter = Callable[[], LeaseClient]
 
 
 @pytest.fixture
@@ -48,10 +48,10 @@ def serve(database: Database) -> Iterator[Serve]:
 
 @pytest.fixture
 def enter(database: Database) -> Iterator[Enter]:
-    made: list[UnitDesk] = []
+    made: list[LeaseClient] = []
 
-    def enter() -> UnitDesk:
-        made.append(UnitDesk(database.conninfo("coordinator"), poll_interval_s=1.0))
+    def enter() -> LeaseClient:
+        made.append(LeaseClient(database.conninfo("coordinator"), poll_interval_s=1.0))
         made[-1].enter(None, {})
         return made[-1]
 
@@ -60,7 +60,7 @@ def enter(database: Database) -> Iterator[Enter]:
         desk.close()
 
 
-def claimed(desk: UnitDesk) -> Unit:
+def claimed(desk: LeaseClient) -> LeasedUnit:
     """A claim ends with any news: claim until there is a unit."""
     while not (units := desk.claim(1, PATIENCE_S)):
         pass
@@ -114,7 +114,7 @@ def test_one_that_fell_silent_elsewhere_is_replaced_and_cannot_go_on(
     with database.connect() as connection:
         connection.execute("UPDATE shoal.coordinator SET alive_at = now() - make_interval(secs => %s)", (PATIENCE_S + 1,))
     serve()
-    for forbidden in (lambda: old.issue(2, [], 10.0, 3), lambda: old.publish(1, "full", {}, []), lambda: Journal(old).begin()):
+    for forbidden in (lambda: old.issue(2, [], 10.0, 3), lambda: old.publish(1, "full", {}, []), lambda: PostgresJournal(old).begin()):
         with pytest.raises(Deposed, match="taken over"):
             forbidden()
     assert database.rows("SELECT iteration FROM shoal.iterations") == [(1,)]
@@ -175,7 +175,7 @@ def test_a_claim_that_waits_finds_its_way_back(database: Database, serve: Serve,
 
 def test_a_transaction_cut_off_is_done_once(database: Database, serve: Serve) -> None:
     server = serve()
-    journal = Journal(server)
+    journal = PostgresJournal(server)
     journal.begin()
     tries: list[int] = []
 
@@ -188,12 +188,12 @@ def test_a_transaction_cut_off_is_done_once(database: Database, serve: Serve) ->
 
     server.carry_out(work)
     assert len(tries) == 2
-    assert [record for record, _ in Journal(server).recover(1)] == [{"n": 2}]
+    assert [record for record, _ in PostgresJournal(server).recover(1)] == [{"n": 2}]
 
 
 def test_a_commit_whose_answer_was_lost_counts_as_done(database: Database, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve()
-    journal = Journal(server)
+    journal = PostgresJournal(server)
     journal.begin()
     tries: list[int] = []
 
@@ -213,7 +213,7 @@ def test_a_commit_whose_answer_was_lost_counts_as_done(database: Database, serve
     monkeypatch.setattr(psycopg.Transaction, "_exit_gen", commit_and_lose)
     server.carry_out(work)
     assert len(tries) == 1
-    assert [record for record, _ in Journal(server).recover(1)] == [{"n": 1}]
+    assert [record for record, _ in PostgresJournal(server).recover(1)] == [{"n": 1}]
 
 
 # --- the server crashes ---------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def own_postgres() -> Iterator[PostgresProcess]:
 def test_a_run_survives_the_server(own_postgres: PostgresProcess, how: signal.Signals) -> None:
     database = Database(own_postgres)
     server = PostgresServer(database.conninfo(), max_frame_bytes=10_000_000)
-    desk = UnitDesk(database.conninfo("student"), poll_interval_s=0.2)
+    desk = LeaseClient(database.conninfo("student"), poll_interval_s=0.2)
     desk.enter("mia", {})
     client = PostgresClient(database.conninfo("student"), max_frame_bytes=10_000_000)
     server.open_run(Message({"config": "x"}), resume=False)
@@ -278,9 +278,9 @@ def test_a_question_in_flight_is_lost_with_a_crash_and_said_so(own_postgres: Pos
 
 def test_nothing_relies_on_a_session(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """As through a transaction pooler: every statement outside a transaction finds another session, which has forgotten all of the last."""
-    connect = Line._connect
+    connect = ReconnectingConnection._connect
 
-    def forgetful(line: Line) -> psycopg.Connection[tuple[object, ...]]:
+    def forgetful(line: ReconnectingConnection) -> psycopg.Connection[tuple[object, ...]]:
         connection = connect(line)
         execute = connection.execute
 
@@ -292,9 +292,9 @@ def test_nothing_relies_on_a_session(database: Database, monkeypatch: pytest.Mon
         connection.execute = execute_and_forget  # type: ignore[method-assign]
         return connection
 
-    monkeypatch.setattr(Line, "_connect", forgetful)
+    monkeypatch.setattr(ReconnectingConnection, "_connect", forgetful)
     server = PostgresServer(database.conninfo(), max_frame_bytes=10_000_000, poll_interval_s=0.05)
-    desk = UnitDesk(database.conninfo("student"), poll_interval_s=0.05)
+    desk = LeaseClient(database.conninfo("student"), poll_interval_s=0.05)
     client = PostgresClient(database.conninfo("student"), max_frame_bytes=10_000_000, poll_interval_s=0.05)
     desk.enter("mia", {})
     server.open_run(Message({"a": 1}), resume=False)
@@ -356,7 +356,7 @@ def test_who_tries_in_vain_hears_of_it_meanwhile(monkeypatch: pytest.MonkeyPatch
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     told: list[str] = []
-    desk = UnitDesk(f"postgresql://eve@127.0.0.1:{port}/school", poll_interval_s=1.0, patience_s=1.5, tell=told.append)
+    desk = LeaseClient(f"postgresql://eve@127.0.0.1:{port}/school", poll_interval_s=1.0, patience_s=1.5, tell=told.append)
 
     def pause(seconds: float) -> bool:
         now[0] += seconds

@@ -13,7 +13,7 @@ from shoal.transports import Message, Unreachable
 from shoal.transports.postgres import PostgresClient, PostgresServer
 from shoal.transports.postgres import reconnecting as line
 from shoal.transports.postgres import requests as mailbox
-from shoal.transports.postgres.store import Journal
+from shoal.transports.postgres.store import PostgresJournal
 
 LARGE = bytes(range(256)) * 12_000
 
@@ -92,7 +92,7 @@ def test_answers_that_nobody_fetched_are_thrown_away(
 
 
 def test_an_answer_comes_with_the_transaction_or_not_at_all(server: PostgresServer, clients: list[PostgresClient]) -> None:
-    journal = Journal(server)
+    journal = PostgresJournal(server)
     journal.begin()
     call = Calling(clients[0], Message({"seq": 1}, (LARGE,)))
     (request,) = take(server)
@@ -105,13 +105,13 @@ def test_an_answer_comes_with_the_transaction_or_not_at_all(server: PostgresServ
 
     with pytest.raises(OSError):  # noqa: PT011
         fail_after_the_reply()
-    assert list(Journal(server).recover(1)) == []
+    assert list(PostgresJournal(server).recover(1)) == []
     assert server.poll(0) == []
     with server.transaction():
         journal.append({"seq": 1}, request.message.frames)
         server.reply(request, Message({"confirmed": True}, (LARGE,)))
     assert call.answer().header == {"confirmed": True}
-    ((record, frames),) = Journal(server).recover(1)
+    ((record, frames),) = PostgresJournal(server).recover(1)
     assert (record, bytes(frames[0])) == ({"seq": 1}, LARGE)
 
 

@@ -13,7 +13,7 @@ from transport_harness import PATIENCE_S
 
 from shoal.errors import ShoalError
 from shoal.transports import Message, Refused, Unreachable
-from shoal.transports.postgres import PostgresClient, PostgresServer, UnitDesk, schema
+from shoal.transports.postgres import LeaseClient, PostgresClient, PostgresServer, schema
 
 TABLES = (
     *(
@@ -123,7 +123,7 @@ def test_functions_with_the_owners_rights_choose_their_own_schema(database: Data
 
 def test_others_leases_answers_and_uploads_are_out_of_reach(database: Database) -> None:
     server = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=1000)
-    mine, other = (UnitDesk(database.conninfo("student"), poll_interval_s=1.0) for _ in range(2))
+    mine, other = (LeaseClient(database.conninfo("student"), poll_interval_s=1.0) for _ in range(2))
     mine.enter("mine", {})
     other.enter("other", {})
     server.issue(1, [(0, 0, 1)], 100.0, 3)
@@ -149,7 +149,7 @@ def test_others_leases_answers_and_uploads_are_out_of_reach(database: Database) 
 
 def test_what_is_too_large_or_not_as_announced_is_not_taken(database: Database) -> None:
     server = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=1000)
-    desk = UnitDesk(database.conninfo("student"), poll_interval_s=1.0)
+    desk = LeaseClient(database.conninfo("student"), poll_interval_s=1.0)
     desk.enter(None, {})
     server.issue(1, [(0, 0, 1)], 100.0, 3)
     (unit,) = desk.claim(1, 0.0)
@@ -208,14 +208,14 @@ def test_a_wrong_password_is_refused_and_a_missing_server_is_not(database: Datab
             client.call(Message({}), PATIENCE_S)
         assert "correct-horse" not in str(problem.value)
         client.close()
-    desk = UnitDesk("postgresql://student:pw@127.0.0.1:1/none", poll_interval_s=1.0, patience_s=0.2)
+    desk = LeaseClient("postgresql://student:pw@127.0.0.1:1/none", poll_interval_s=1.0, patience_s=0.2)
     with pytest.raises(Unreachable, match="no PostgreSQL answers at"):
         desk.enter(None, {})
     desk.close()
 
 
 def test_who_may_not_is_told_whom_to_ask(database: Database) -> None:
-    desk = UnitDesk(database.conninfo("reader"), poll_interval_s=1.0)
+    desk = LeaseClient(database.conninfo("reader"), poll_interval_s=1.0)
     with pytest.raises(Refused, match="shoal db grant"):
         desk.enter(None, {})
     desk.close()

@@ -10,7 +10,7 @@ from postgres_harness import Database, PostgresProcess
 
 from shoal.errors import ShoalError
 from shoal.transports import Message
-from shoal.transports.postgres import PostgresServer, UnitDesk, schema
+from shoal.transports.postgres import LeaseClient, PostgresServer, schema
 
 
 def test_several_may_prepare_a_database_at_once(postgres: PostgresProcess) -> None:
@@ -73,7 +73,7 @@ def test_a_database_is_described_and_emptied(database: Database) -> None:
     server.set_fact("name", "faces")
     server.issue(4, [(0, 0, 1), (0, 1, 1)], 10.0, 1)
     server.publish(3, "full", {}, [bytes(50_000)])
-    desk = UnitDesk(database.conninfo("student"), poll_interval_s=1.0)
+    desk = LeaseClient(database.conninfo("student"), poll_interval_s=1.0)
     desk.enter("mia", {})
     with database.connect() as connection:
         found = schema.describe(connection)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shoal.config.ranks import Place
     from shoal.launch import Crew
     from shoal.runs.worker_run import Joined, Way
-    from shoal.transports.netem import Proxy
+    from shoal.transports.netem import NetemProxy
 
 EPILOG = """\
 The coordinator sends everything else: the configuration, what the data must be, the tokenizer.
@@ -261,17 +261,17 @@ def _configured(file: str) -> str:
     return access_of(settings).address
 
 
-def _through_weather(address: str, name: str, worker: str) -> tuple[Proxy, str]:
+def _through_weather(address: str, name: str, worker: str) -> tuple[NetemProxy, str]:
     """A link with this weather, and the address to use in place of the coordinator's. What a worker's link loses depends on its name, or
     on chance where it has none: two workers do not lose the same packets."""
-    from shoal.transports.netem import Proxy, profile
+    from shoal.transports.netem import NetemProxy, profile
 
     seed = zlib.crc32(worker.encode()) if worker else secrets.randbits(32)
     if not is_address(address):
-        weather = Proxy(address, profile(name), seed)
+        weather = NetemProxy(address, profile(name), seed)
         return weather, weather.address
     access = parse_address(address)
-    weather = Proxy(f"tcp://{bracketed(access.host)}:{access.port}", profile(name), seed)
+    weather = NetemProxy(f"tcp://{bracketed(access.host)}:{access.port}", profile(name), seed)
     reached = parse_tcp(weather.address)
     return weather, access._replace(host=reached.host, port=reached.port).address
 

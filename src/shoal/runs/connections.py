@@ -18,8 +18,8 @@ from shoal.worker.sender import Answer, Lost
 from shoal.worker.session import COMPUTING, Frames
 
 if TYPE_CHECKING:
-    from shoal.transports.postgres import UnitDesk
-    from shoal.transports.postgres.lease_client import Unit, Weights
+    from shoal.transports.postgres import LeaseClient
+    from shoal.transports.postgres.lease_client import LeasedUnit, PublishedWeights
 
 _WELCOME_BYTES = 64 << 20
 """The largest frame before the size of the model is known: a tokenizer's file."""
@@ -96,10 +96,10 @@ class BoardLine:
     The desk behind it tries again by itself where the database cannot be reached.
     """
 
-    def __init__(self, desk: UnitDesk, welcome: Message, lease_s: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, desk: LeaseClient, welcome: Message, lease_s: float, tell: Callable[[str], None]) -> None:
         self.desk, self.welcome, self.tell = desk, welcome, tell
         self.sent_bytes = 0
-        self._unit: Unit | None = None
+        self._unit: LeasedUnit | None = None
         self._lease_s, self._leased_at, self._told_slow = lease_s, 0.0, False
         self._notice_at = 0.0
         self._fetching = False
@@ -153,7 +153,7 @@ class BoardLine:
             raise Lost("there are no weights yet")
         return self._news({"kind": "weights"}, newer)
 
-    def _news(self, header: dict[str, Any], newer: Weights | None) -> Answer:
+    def _news(self, header: dict[str, Any], newer: PublishedWeights | None) -> Answer:
         """Where the run stands, with weights where there are newer ones."""
         if newer is None:
             return Answer(header | self._known | {"weights": "same"}, ())
@@ -261,9 +261,9 @@ def _own_address(address: str, caller: Caller) -> str:
 
 def _board(address: str, patience_s: float, tell: Callable[[str], None]) -> BoardLine | None:
     """The board of units in a database, where its run leases units."""
-    from shoal.transports.postgres import UnitDesk  # asks for a driver that others do without
+    from shoal.transports.postgres import LeaseClient  # asks for a driver that others do without
 
-    desk = UnitDesk(address, poll_interval_s=1.0, patience_s=patience_s, tell=tell)
+    desk = LeaseClient(address, poll_interval_s=1.0, patience_s=patience_s, tell=tell)
     try:
         welcome = desk.welcome(wait_s=patience_s)
         run = configuration(welcome.header, ())

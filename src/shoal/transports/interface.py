@@ -71,7 +71,7 @@ class Guest(NamedTuple):
     """How many workers may be here on it at a time."""
 
 
-class Place(NamedTuple):
+class ServerOptions(NamedTuple):
     """Where a transport's `serve(settings, place)` is to make a server, and for whom."""
 
     hosts: Sequence[str]
@@ -88,7 +88,7 @@ class Place(NamedTuple):
     """Who else may come in, besides those who know the run's token. It is asked whenever somebody unknown is at the door."""
 
 
-class Call(NamedTuple):
+class ClientOptions(NamedTuple):
     """What a transport's `connect(call)` makes a client from."""
 
     address: str

@@ -10,18 +10,18 @@ from psycopg import OperationalError, errors
 
 from shoal.transports.interface import Frame
 from shoal.transports.postgres import frames
-from shoal.transports.postgres.reconnecting import Connection, Line
+from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
 
 _PRESSES = 2
 _SMALL_BYTES = 1 << 20
 """Less than this is written over one connection."""
 
 
-class Press:
+class BulkWriter:
     """Writes flyers. They are there for all to see before anything refers to them, and what nothing refers to is thrown away later."""
 
     def __init__(self, conninfo: str) -> None:
-        self._lines = [Line(conninfo) for _ in range(_PRESSES)]
+        self._lines = [ReconnectingConnection(conninfo) for _ in range(_PRESSES)]
         self._pool = ThreadPoolExecutor(_PRESSES, thread_name_prefix="shoal-press")
 
     def print(self, ids: Sequence[uuid.UUID], content: Sequence[Frame]) -> Callable[[], None]:

@@ -10,7 +10,7 @@ import uuid
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Refused, Traffic, Unreachable
 from shoal.transports.postgres import frames
-from shoal.transports.postgres.reconnecting import Connection, Line
+from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
 
 _FIRST_PAUSE_S = 0.05
 """The pause before the first look if no notification came. Each pause is twice the one before, up to the poll interval."""
@@ -26,7 +26,7 @@ class PostgresClient:
         self._limits = wire.Limits(max_frame_bytes, max_header_bytes)
         self._poll_interval_s = poll_interval_s
         self._peer = uuid.uuid4()
-        self._line = Line(conninfo, [channel_of(self._peer)])
+        self._line = ReconnectingConnection(conninfo, [channel_of(self._peer)])
         self._number = 0
         self._calling = threading.Lock()
 
@@ -67,11 +67,11 @@ class PostgresClient:
             self._line.wait(min(pause, left))
             pause = min(2 * pause, self._poll_interval_s)
 
-    def _look(self, connection: Connection) -> frames.Answer | None:
+    def _look(self, connection: Connection) -> frames.FramedRow | None:
         query = "SELECT frame, sizes, data, header FROM shoal.read_reply(%b, %b::int8) ORDER BY frame, n"
         return frames.read(connection, query, (self._peer, self._number))
 
-    def _opened(self, answer: frames.Answer) -> Message:
+    def _opened(self, answer: frames.FramedRow) -> Message:
         parts = [answer.row[3], *answer.frames]
         try:
             message = wire.decode(parts, self._limits)[1]

@@ -22,7 +22,7 @@ import psycopg
 from shoal.errors import ShoalError
 from shoal.transports.interface import Unreachable
 from shoal.transports.postgres import schema
-from shoal.transports.postgres.reconnecting import LOST, Connection, Line, explained
+from shoal.transports.postgres.reconnecting import LOST, Connection, ReconnectingConnection, explained
 
 BEAT_S = 1.5
 SILENT_S = 5.0
@@ -37,7 +37,7 @@ class Deposed(ShoalError):
     """Another coordinator has taken over."""
 
 
-class Office:
+class CoordinatorConnection:
     """Belongs to one thread."""
 
     def __init__(self, conninfo: str, *, max_frame_bytes: int, max_header_bytes: int, patience_s: float = 30.0) -> None:
@@ -45,7 +45,7 @@ class Office:
         self.patience_s = patience_s
         self.freed_bytes = self.freed_beside = 0
         """Bytes freed since the coordinator began, by itself and in `beside`; the tables are vacuumed now and then."""
-        self.line = Line(conninfo, ["shoal_inbox"])
+        self.line = ReconnectingConnection(conninfo, ["shoal_inbox"])
         self.deposed = threading.Event()
         """Set when a sign of life found that another coordinator has taken over."""
         self._open: Connection | None = None
@@ -146,7 +146,7 @@ class Office:
                 self._check_office(connection)
                 return work(connection)
 
-        line = Line(self.line.conninfo)
+        line = ReconnectingConnection(self.line.conninfo)
         try:
             return line.run(whole, self.patience_s)
         finally:
@@ -199,8 +199,8 @@ class Office:
 class _Pulse:
     """Signs of life and housekeeping, over a connection of their own, while the coordinator computes."""
 
-    def __init__(self, conninfo: str, office: Office) -> None:
-        self._line = Line(conninfo)
+    def __init__(self, conninfo: str, office: CoordinatorConnection) -> None:
+        self._line = ReconnectingConnection(conninfo)
         self._office = office
         self._vacuumed_bytes = 0
         self._closing = threading.Event()

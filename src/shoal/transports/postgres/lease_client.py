@@ -19,14 +19,14 @@ from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Unreachable
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres import schema
-from shoal.transports.postgres.reconnecting import Connection, Line
+from shoal.transports.postgres.reconnecting import Connection, ReconnectingConnection
 
 _LIMITS = wire.Limits(1 << 40)
 _LOOK_EVERY_S = 1.0
 """While there is other work, expired leases of other workers are looked for this often."""
 
 
-class Unit(NamedTuple):
+class LeasedUnit(NamedTuple):
     """Some batches of an epoch's order, on lease."""
 
     id: int
@@ -38,7 +38,7 @@ class Unit(NamedTuple):
     attempts: int
 
 
-class Weights(NamedTuple):
+class PublishedWeights(NamedTuple):
     """A published version: all of it, or what changed since the one before."""
 
     version: int
@@ -47,7 +47,7 @@ class Weights(NamedTuple):
     frames: tuple[memoryview, ...]
 
 
-class UnitDesk:
+class LeaseClient:
     """`beat` belongs to a thread of its own, `wake` and `close` to any; the rest to one."""
 
     def __init__(
@@ -57,8 +57,8 @@ class UnitDesk:
         self.poll_interval_s = poll_interval_s
         self.patience_s = patience_s
         self._secret = uuid.uuid4()
-        self._line = Line(conninfo, ["shoal_work"], tell)
-        self._pulse = Line(conninfo)
+        self._line = ReconnectingConnection(conninfo, ["shoal_work"], tell)
+        self._pulse = ReconnectingConnection(conninfo)
         self._working, self._beating = threading.RLock(), threading.RLock()
         self._woken = threading.Event()
         self._after = 0
@@ -99,7 +99,7 @@ class UnitDesk:
             return False
         return True
 
-    def claim(self, count: int, timeout_s: float) -> list[Unit]:
+    def claim(self, count: int, timeout_s: float) -> list[LeasedUnit]:
         """Up to `count` units, as soon as there is one. None after the timeout, when woken, or when there is other news: look at
         the weights then, and claim again."""
         with self._working:
@@ -110,7 +110,7 @@ class UnitDesk:
             self._woken.clear()
             return units
 
-    def _try_to_claim(self, count: int) -> tuple[list[Unit], float]:
+    def _try_to_claim(self, count: int) -> tuple[list[LeasedUnit], float]:
         lease, attempts = uuid.uuid4(), 0
         look = time.monotonic() - self._looked_at > _LOOK_EVERY_S
 
@@ -130,7 +130,7 @@ class UnitDesk:
             self._after = 0
             return [], math.inf if rows[0][7] is None else rows[0][7]
         self._after = max(row[6] for row in rows)
-        return [Unit(row[0], lease, *row[1:6]) for row in sorted(rows, key=lambda row: row[6])], 0.0
+        return [LeasedUnit(row[0], lease, *row[1:6]) for row in sorted(rows, key=lambda row: row[6])], 0.0
 
     def piece(self, number: int) -> bytes | None:
         """A piece of the data set, where the coordinator put it there."""
@@ -142,13 +142,13 @@ class UnitDesk:
         told: str | None = self._ask("SELECT shoal.why_no_work()", ())[0][0]
         return told
 
-    def weights(self, have: int) -> Weights | None:
+    def weights(self, have: int) -> PublishedWeights | None:
         """What leads from the version `have` towards the newest: the difference to the next, else all of the newest; None: it has that."""
         query = "SELECT frame, sizes, data, header, version, kind FROM shoal.read_weights(%b::int8) ORDER BY frame, n"
         answer = self._read(query, (have,))
-        return Weights(answer.row[4], answer.row[5], _opened(answer.row[3]), answer.frames) if answer else None
+        return PublishedWeights(answer.row[4], answer.row[5], _opened(answer.row[3]), answer.frames) if answer else None
 
-    def submit(self, unit: Unit, header: dict[str, Any], frames: Sequence[Frame]) -> str:
+    def submit(self, unit: LeasedUnit, header: dict[str, Any], frames: Sequence[Frame]) -> str:
         """Hand in a unit's result: `accepted`; or `cancelled`, `late`: dropped, and counted."""
         packed, *content = wire.encode(Message(header, tuple(frames)), 0, _LIMITS)
 
@@ -167,14 +167,14 @@ class UnitDesk:
         with self._working:
             return self._line.run(hand_in, self.patience_s)
 
-    def _wanted(self, connection: Connection, unit: Unit, content: Sequence[Frame]) -> bool:
+    def _wanted(self, connection: Connection, unit: LeasedUnit, content: Sequence[Frame]) -> bool:
         """Whether the lease is still held, so that much is not uploaded in vain."""
         if wire.size_of(content) < blobs.LARGE_BYTES:
             return True
         row = connection.execute("SELECT shoal.is_lease_valid(%b::int8, %b)", (unit.id, unit.lease)).fetchone()
         return bool(row and row[0])
 
-    def wanted(self, unit: Unit) -> bool:
+    def wanted(self, unit: LeasedUnit) -> bool:
         """Whether the lease still holds. The database is asked only after a notification."""
         with self._working:
             news = self._line.listen()
@@ -183,11 +183,11 @@ class UnitDesk:
             self._news = news
             return bool(self._ask("SELECT shoal.is_lease_valid(%b::int8, %b)", (unit.id, unit.lease))[0][0])
 
-    def give_back(self, unit: Unit) -> None:
+    def give_back(self, unit: LeasedUnit) -> None:
         """Give a unit back, so that another worker may do it. This does not count as an attempt."""
         self._ask("SELECT shoal.return_unit(%b, %b::int8, %b)", (self._secret, unit.id, unit.lease))
 
-    def fail(self, unit: Unit, reason: str) -> None:
+    def fail(self, unit: LeasedUnit, reason: str) -> None:
         """Report that a unit failed here. Another worker tries it, unless too many have."""
         self._ask("SELECT shoal.fail_unit(%b, %b::int8, %b, %t)", (self._secret, unit.id, unit.lease, reason))
 
@@ -199,7 +199,7 @@ class UnitDesk:
         with self._working:
             return self._line.run(lambda connection: connection.execute(query.encode(), values, binary=True).fetchall(), self.patience_s)
 
-    def _read(self, query: str, values: tuple[Any, ...]) -> blobs.Answer | None:
+    def _read(self, query: str, values: tuple[Any, ...]) -> blobs.FramedRow | None:
         with self._working:
             return self._line.run(lambda connection: blobs.read(connection, query, values), self.patience_s)
 
@@ -219,7 +219,7 @@ class UnitDesk:
 
 def stored_run(conninfo: str) -> Message:
     """The description of the run that a database holds. Raises ShoalError where there is none."""
-    desk = UnitDesk(conninfo, poll_interval_s=1.0, patience_s=0.0)
+    desk = LeaseClient(conninfo, poll_interval_s=1.0, patience_s=0.0)
     try:
         return desk.welcome()
     finally:

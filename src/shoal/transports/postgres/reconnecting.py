@@ -18,7 +18,7 @@ from shoal.transports.database_address import Access, split_pin
 from shoal.transports.interface import Refused, Unreachable
 from shoal.transports.postgres import access
 from shoal.transports.postgres.certificate_pin import pinned_certificate
-from shoal.transports.wakeup import Bell
+from shoal.transports.wakeup import Wakeup
 
 try:
     import psycopg
@@ -66,7 +66,7 @@ class Lock(Protocol):
     def release(self) -> None: ...
 
 
-class Line:
+class ReconnectingConnection:
     """One connection. `run`, `wait` and `close` belong to one thread at a time; `ring` to any."""
 
     def __init__(self, conninfo: str, channels: Sequence[str] = (), tell: Callable[[str], None] = lambda text: None) -> None:
@@ -80,7 +80,7 @@ class Line:
         self.hung_up = threading.Event()
         self._channels = channels
         self._connection: Connection | None = None
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._notified = False
         self._heard = 0
 
@@ -141,16 +141,16 @@ class Line:
         if not self._notified and timeout_s > 0:
             self._wait_for_bytes(timeout_s)
         self._notified = False
-        self._bell.silence()
+        self._wakeup.clear()
 
     def _wait_for_bytes(self, timeout_s: float) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._bell, selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
             connection = self._connection
             if connection is not None and not connection.closed:
                 selector.register(connection.fileno(), selectors.EVENT_READ)
             ready = [key.fileobj for key, _ in selector.select(timeout_s)]
-        if connection is not None and not connection.closed and any(source is not self._bell for source in ready):
+        if connection is not None and not connection.closed and any(source is not self._wakeup for source in ready):
             try:
                 connection.pgconn.consume_input()
                 while connection.pgconn.notifies():
@@ -164,7 +164,7 @@ class Line:
         return self._heard
 
     def ring(self) -> None:
-        self._bell.ring()
+        self._wakeup.wake()
 
     def drop(self) -> None:
         """Forget the connection, whatever state it is in."""
@@ -176,7 +176,7 @@ class Line:
     def hang_up(self) -> None:
         """From any thread: whoever waits here stops waiting, and no connection is made any more."""
         self.hung_up.set()
-        self._bell.ring()
+        self._wakeup.wake()
 
     def tear(self) -> None:
         """From any thread: whoever waits for an answer of the server hears that the connection is lost. A server that hangs, or a cable
@@ -207,7 +207,7 @@ class Line:
     def close(self) -> None:
         self.hang_up()
         self.drop()
-        self._bell.close()
+        self._wakeup.close()
 
 
 def conninfo_of(settings: Postgres) -> str:

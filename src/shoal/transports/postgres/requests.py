@@ -13,9 +13,9 @@ from shoal.errors import ShoalError
 from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request, Traffic
 from shoal.transports.postgres import frames
-from shoal.transports.postgres.bulk_writer import Press
+from shoal.transports.postgres.bulk_writer import BulkWriter
 from shoal.transports.postgres.client import channel_of
-from shoal.transports.postgres.coordinator_connection import Office
+from shoal.transports.postgres.coordinator_connection import CoordinatorConnection
 from shoal.transports.postgres.reconnecting import place
 from shoal.transports.request_rate import Rate, RateLimit
 
@@ -49,7 +49,7 @@ class KnownFrames:
         return found[1] if found and found[0]() is frame else None
 
 
-class Seen:
+class DeliveredRows:
     """Numbers of rows that were handed on, and the number from which to look for others."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Row(NamedTuple):
     too_large: str | None
 
 
-class Mailbox(Office):
+class RequestTables(CoordinatorConnection):
     """`poll`, `reply` and `close` belong to one thread; `wake` to any."""
 
     def __init__(
@@ -94,13 +94,13 @@ class Mailbox(Office):
         self.limits = wire.Limits(max_frame_bytes, max_header_bytes)
         self._poll_interval_s = poll_interval_s
         self._rates = RateLimit(rate)
-        self._requests, self._contributions = Seen(), Seen()
+        self._requests, self._contributions = DeliveredRows(), DeliveredRows()
         self._waiting: dict[tuple[bytes, int], int] = {}
         """Requests that were handed on and not answered, and their rows."""
         self._flyers: OrderedDict[int, tuple[Frame, uuid.UUID]] = OrderedDict()
         self._flyers_of = 0
         """The connection over which the flyers were written."""
-        self._press = Press(conninfo)
+        self._press = BulkWriter(conninfo)
         self._tidied_at = time.monotonic()
         self._printed_at = 0.0
         self._printed_bytes = 0

@@ -13,10 +13,10 @@ from shoal.transports import wire
 from shoal.transports.interface import Frame, Message, Request
 from shoal.transports.postgres import frames as blobs
 from shoal.transports.postgres.queries import WORKER_COLUMNS, workers_in
-from shoal.transports.postgres.requests import Mailbox
+from shoal.transports.postgres.requests import RequestTables
 
 
-class PostgresServer(Mailbox):
+class PostgresServer(RequestTables):
     """A `Server` like any other, and more: what it does within `transaction()` happens together or not at all."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -5,14 +5,14 @@ itself (PLAIN), beyond it by CURVE, where a worker's key is derived from the tok
 """
 
 from shoal.config.schema.cluster import Zmq
-from shoal.transports.interface import Call, Place
+from shoal.transports.interface import ClientOptions, ServerOptions
 from shoal.transports.zeromq.client import ZmqClient
 from shoal.transports.zeromq.server import ZmqServer
 
 __all__ = ["ZmqClient", "ZmqServer", "connect", "serve"]
 
 
-def serve(settings: Zmq, place: Place) -> ZmqServer:
+def serve(settings: Zmq, place: ServerOptions) -> ZmqServer:
     return ZmqServer(
         place.hosts,
         settings.port,
@@ -26,5 +26,5 @@ def serve(settings: Zmq, place: Place) -> ZmqServer:
     )
 
 
-def connect(call: Call) -> ZmqClient:
+def connect(call: ClientOptions) -> ZmqClient:
     return ZmqClient(call.address, token=call.token, server_key=call.server_key, max_frame_bytes=call.max_frame_bytes, local=call.local)
