@@ -124,7 +124,7 @@ class Units:
 
 def claim(given: dict[str, Any]) -> None:
     desk = LeaseClient(given["address"], poll_interval_s=5.0)
-    desk.enter(None, {})
+    desk.join(None, {})
     print(json.dumps("ready"), flush=True)
     sys.stdin.readline()
     jobs, first = 0, time.time()

@@ -143,7 +143,7 @@ def coordinate(given: dict[str, Any]) -> None:
     loop = prepare(loaded, run_dir=f"{folder}/run", resume=False, reporters=[], workers=WORKERS, transport=transport).loop
     clock, server = Clock(), loop.server
     assert isinstance(server, PostgresServer)
-    clock.around(server.line, "wait", "waiting")
+    clock.around(server.connection, "wait", "waiting")
     clock.around(server, "_look", "looking for results")
     clock.around(server, "read", "reading gradients")
     clock.around(server, "_tidy", "tidying")
@@ -183,8 +183,8 @@ def work(given: dict[str, Any]) -> None:
     from shoal.updates import codecs
 
     desk = LeaseClient(given["address"], poll_interval_s=60.0)
-    welcome = desk.welcome(30.0)
-    desk.enter(None, {})
+    welcome = desk.read_run(30.0)
+    desk.join(None, {})
     weights = desk.weights(-1)
     while weights is None:
         desk.claim(1, 1.0)

@@ -59,10 +59,10 @@ class Class(School):
         self.deaths, self.cuts = self.deaths + dies, self.cuts + (not dies)
         board = worker.lines[0]
         assert isinstance(board, BoardLine)
-        for line in (board.desk._line, board.desk._pulse):
+        for line in (board.desk._connection, board.desk._heartbeats):
             if dies:
                 worker.protocol.stop()
-                line.hang_up()
+                line.stop()
             tear(line)
 
     def look(self) -> None:

@@ -61,10 +61,10 @@ def take_and_fail(school: School, over: threading.Event) -> None:
     """Take all the work there is, and fail it."""
     with contextlib.suppress(ShoalError):  # quarantine is the end of it
         desk = LeaseClient(as_eve(school, school.folder / "eve").address, poll_interval_s=0.1, patience_s=5.0)
-        desk.enter("eve", {})
+        desk.join("eve", {})
         while not over.is_set():
             for unit in desk.claim(1000, 0.1):
-                desk.fail(unit, "\x1b[2J\x1b]0;owned\x07")
+                desk.fail_unit(unit, "\x1b[2J\x1b]0;owned\x07")
 
 
 def hold_and_burn(school: School, over: threading.Event) -> None:

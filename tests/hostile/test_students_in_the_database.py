@@ -87,7 +87,7 @@ def connected(student: Access) -> Student:
 
 def desk_of(student: Access, name: str) -> LeaseClient:
     desk = LeaseClient(student.address, poll_interval_s=0.1)
-    desk.enter(name, {})
+    desk.join(name, {})
     return desk
 
 
@@ -215,7 +215,7 @@ def test_a_role_that_made_room_leaves_nothing_to_the_next_one_of_its_name(
     hostile = enrolled(database, "mia", tmp_path / "hostile")
     desk = desk_of(hostile, "mia")
     for unit in desk.claim(5, 0.0):
-        desk.fail(unit, "broken")
+        desk.fail_unit(unit, "broken")
     desk.close()
     with database.connect() as owner:
         owner.execute("SELECT shoal.quarantine('student-mia', 'so')")
@@ -333,7 +333,7 @@ def test_one_student_who_takes_all_and_fails_all_costs_the_class_no_unit(server:
     assert len(hostile.claim(1000, 0.0)) == 8, "a student holds eight units at most"
     for _ in range(100):
         for unit in hostile.claim(1000, 0.0):
-            hostile.fail(unit, "no")
+            hostile.fail_unit(unit, "no")
     hostile.leave()
     assert server.table()["failed"] == 0
     done = 0
@@ -353,7 +353,7 @@ def test_one_student_who_enrols_again_and_again_costs_the_class_no_unit_and_ever
     hostile = [desk_of(role, f"eve{n}") for n, role in enumerate(roles)]
     for desk in hostile:
         for unit in desk.claim(1000, 0.0):
-            desk.fail(unit, "no")
+            desk.fail_unit(unit, "no")
     assert server.table()["failed"] == 0, "mia has not tried them"
     done = 0
     while units := honest.claim(8, 0.0):
@@ -376,7 +376,7 @@ def test_who_fails_what_others_manage_is_put_in_quarantine_and_both_sides_hear_w
     issue(server, 4)
     honest, hostile = desk_of(mia, "mia"), desk_of(eve, "eve")
     for unit in hostile.claim(4, 0.0):
-        hostile.fail(unit, "nothing works")
+        hostile.fail_unit(unit, "nothing works")
     assert hostile.claim(4, 0.0) == [], "others are asked first for what failed here"
     for unit in honest.claim(4, 0.0):
         assert honest.submit(unit, {}, [b"x"]) == "accepted"
@@ -403,7 +403,7 @@ def test_a_unit_that_every_student_has_tried_in_vain_waits_for_somebody_and_is_t
     for attempt in range(3):
         first, other = desks if attempt % 2 == 0 else reversed(desks)
         (unit,) = first.claim(1, 0.0)
-        first.fail(unit, "out of memory")
+        first.fail_unit(unit, "out of memory")
         if attempt == 0:
             assert first.claim(1, 0.0) == [], "the other one has not tried it"
     assert (server.table()["failed"], other.claim(1, 0.0)) == (0, []), "it may be that both are hostile"
@@ -412,7 +412,7 @@ def test_a_unit_that_every_student_has_tried_in_vain_waits_for_somebody_and_is_t
     with database.connect() as owner:
         owner.execute("UPDATE shoal.failures SET at = at - interval '401 s', first_at = first_at - interval '401 s'")
     (unit,) = other.claim(1, 0.0)
-    other.fail(unit, "out of memory")
+    other.fail_unit(unit, "out of memory")
     assert server.table()["failed"] == 1
     for desk in desks:
         desk.close()
@@ -424,7 +424,7 @@ def test_what_a_student_failed_comes_back_to_it_after_a_lease_though_another_one
     issue(server, 1, timeout_s=1000.0)
     tried, idle = desk_of(mia, "mia"), desk_of(eve, "eve")
     (unit,) = tried.claim(1, 0.0)
-    tried.fail(unit, "out of memory")
+    tried.fail_unit(unit, "out of memory")
     assert tried.claim(1, 0.0) == []
     with database.connect() as owner:
         owner.execute("UPDATE shoal.failures SET at = at - interval '1001 s'")
@@ -439,11 +439,11 @@ def test_after_five_failures_in_a_row_a_student_waits_and_is_told_for_how_long(
     issue(server, 10)
     hostile = desk_of(eve, "eve")
     for unit in hostile.claim(5, 0.0):
-        hostile.fail(unit, "broken")
+        hostile.fail_unit(unit, "broken")
     with database.connect() as owner:  # however slow this machine is, the five seconds are not over
         owner.execute("UPDATE shoal.standings SET paused_until = paused_until + interval '1 hour'")
     assert hostile.claim(5, 0.0) == []
-    assert "5 units in a row failed here" in str(hostile.notice())
+    assert "5 units in a row failed here" in str(hostile.why_no_work())
     assert [note for note in server.notes() if "5 units in a row failed at student-eve (broken)" in note]
     hostile.close()
 
@@ -457,7 +457,7 @@ def test_a_unit_that_is_held_for_ever_is_given_to_who_has_nothing_to_do(
     assert honest.claim(1, 0.0) == []
     with database.connect() as owner:
         owner.execute("UPDATE shoal.units SET claimed_at = claimed_at - interval '1100 s'")
-    hostile.beat("computing", {})
+    hostile.heartbeat("computing", {})
     (unit,) = honest.claim(1, 0.0)
     assert honest.submit(unit, {}, [b"x"]) == "accepted"
     assert hostile.submit(kept, {}, [b"x"]) == "late"
@@ -473,7 +473,7 @@ def test_nobody_takes_the_name_of_another_student(server: PostgresServer, databa
     honest, hostile = desk_of(mia, "mia"), LeaseClient(eve.address, poll_interval_s=0.1)
     with database.connect() as owner:
         owner.execute("UPDATE shoal.workers SET seen_at = now() - interval '1 day'")
-    assert hostile.enter("mia", {}) == "mia-2"
+    assert hostile.join("mia", {}) == "mia-2"
     for desk in (honest, hostile):
         desk.close()
 
@@ -636,8 +636,8 @@ def test_a_unit_that_takes_longer_than_the_timeout_is_told_with_what_to_set(
     (unit,) = honest.claim(1, 0.0)
     with database.connect() as owner:
         owner.execute("UPDATE shoal.units SET claimed_at = claimed_at - interval '1400 s'")
-    honest.beat("computing", {})
-    honest.beat("computing", {})
+    honest.heartbeat("computing", {})
+    honest.heartbeat("computing", {})
     (note,) = server.notes()
     took = re.search(r"mia has computed one unit for (\d+) s, longer than the timeout of 1000 s", note)
     assert took is not None, note
@@ -675,7 +675,7 @@ def test_a_lease_is_a_secret(server: PostgresServer, mia: Access, eve: Access) -
     issue(server, 1)
     honest, hostile = desk_of(mia, "mia"), desk_of(eve, "eve")
     (unit,) = honest.claim(1, 0.0)
-    hostile.fail(unit._replace(lease=uuid.uuid4()), "mine")
+    hostile.fail_unit(unit._replace(lease=uuid.uuid4()), "mine")
     assert honest.submit(unit, {}, [b"x"]) == "accepted"
     for desk in (honest, hostile):
         desk.close()
@@ -702,10 +702,10 @@ def test_what_a_student_says_of_itself_steers_no_terminal(database: Database, se
     issue(server, 6)
     hostile = desk_of(eve, "eve")
     with pytest.raises(Refused, match="not plain text"):
-        hostile.beat("\x1b[2Jcomputing", {})
-    hostile.beat("[/] [red]computing", {})
+        hostile.heartbeat("\x1b[2Jcomputing", {})
+    hostile.heartbeat("[/] [red]computing", {})
     for unit in hostile.claim(5, 0.0):
-        hostile.fail(unit, "\x1b]0;owned\x07")
+        hostile.fail_unit(unit, "\x1b]0;owned\x07")
     hostile.close()
     assert Notes(server).read(1.0) == ["warning: 5 units in a row failed at student-eve (?]0;owned?): it gets no more for 5 s"]
     with connect(parse(database.conninfo("admin"))) as owner:

@@ -142,7 +142,7 @@ class PostgresKeeper:
             self.desks[worker] = LeaseClient(
                 self.database.conninfo("coordinator"), poll_interval_s=1.0
             )  # a student may hold less, and fail less
-            assert self.desks[worker].enter(worker, {}) == worker
+            assert self.desks[worker].join(worker, {}) == worker
         return self.desks[worker]
 
     def issue(self, version: int, units: Sequence[int], quorum: int | None = None) -> None:
@@ -167,7 +167,7 @@ class PostgresKeeper:
         return None
 
     def renew(self, worker: str) -> None:
-        self.desk(worker).beat("computing", {})
+        self.desk(worker).heartbeat("computing", {})
 
     def holds(self, worker: str, unit: int) -> bool:
         leased = self._leased(worker, unit, self.version)
@@ -184,11 +184,11 @@ class PostgresKeeper:
 
     def give_back(self, worker: str, unit: int) -> None:
         if (leased := self._leased(worker, unit, self.version)) is not None:
-            self.desk(worker).give_back(leased)
+            self.desk(worker).return_unit(leased)
 
     def fail(self, worker: str, unit: int) -> None:
         if (leased := self._leased(worker, unit, self.version)) is not None:
-            self.desk(worker).fail(leased, "broken")
+            self.desk(worker).fail_unit(leased, "broken")
 
     def leave(self, worker: str) -> None:
         self.desk(worker).leave()
@@ -223,7 +223,7 @@ class PostgresKeeper:
         tables = ("units", "iterations", "workers", "unit_totals", "contributions", "failures", "standings", "note_times")
         self.owner.execute(f"TRUNCATE {', '.join(f'shoal.{table}' for table in tables)}".encode())
         for worker, desk in self.desks.items():
-            assert desk.enter(worker, {}) == worker
+            assert desk.join(worker, {}) == worker
         self.units, self._given_up = {}, {}
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class StudentsKeeper(PostgresKeeper):
         for name, access in self.accesses.items():
             if name not in self.desks:
                 self.desks[name] = LeaseClient(access.address, poll_interval_s=1.0)
-            assert self.desks[name].enter(name, {}) == name
+            assert self.desks[name].join(name, {}) == name
 
     def claim(self, worker: str) -> Claimed | None:
         self.owner.execute("UPDATE shoal.standings SET failed_in_row = 0, paused_until = NULL, quarantined = NULL")

@@ -51,8 +51,8 @@ def test_a_frame_that_many_are_answered_with_is_stored_once(
     with answering(server, lambda request: Message({})):
         for client in clients:
             client.call(Message({}), PATIENCE_S)
-    server._flyers.clear()
-    server.carry_out(server.drop_flyers)
+    server._published_frames.clear()
+    server.carry_out(server.drop_unused_frames)
     assert (count(database, "published_frames"), count(database, "published_parts")) == (0, 0)
 
 
@@ -86,7 +86,7 @@ def test_answers_that_nobody_fetched_are_thrown_away(
     assert count(database, "replies") == 1
     monkeypatch.setattr(mailbox, "_ABANDONED_S", 0.0)
     server._tidied_at = time.monotonic() - 60.0
-    server._flyers.clear()
+    server._published_frames.clear()
     server.poll(0)
     assert (count(database, "replies"), count(database, "published_frames")) == (0, 0)
 

@@ -124,13 +124,13 @@ def test_functions_with_the_owners_rights_choose_their_own_schema(database: Data
 def test_others_leases_answers_and_uploads_are_out_of_reach(database: Database) -> None:
     server = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=1000)
     mine, other = (LeaseClient(database.conninfo("student"), poll_interval_s=1.0) for _ in range(2))
-    mine.enter("mine", {})
-    other.enter("other", {})
+    mine.join("mine", {})
+    other.join("other", {})
     server.issue(1, [(0, 0, 1)], 100.0, 3)
     (unit,) = mine.claim(1, 0.0)
     guess = unit._replace(lease=uuid.uuid4())
-    other.give_back(guess)
-    other.fail(guess, "")
+    other.return_unit(guess)
+    other.fail_unit(guess, "")
     assert other.submit(guess, {}, [b"x"]) == "late"
     assert mine.submit(unit, {}, [b"mine"]) == "accepted"
     ((blob,),) = database.rows("SELECT id FROM shoal.blobs")
@@ -150,7 +150,7 @@ def test_others_leases_answers_and_uploads_are_out_of_reach(database: Database) 
 def test_what_is_too_large_or_not_as_announced_is_not_taken(database: Database) -> None:
     server = PostgresServer(database.conninfo("coordinator"), max_frame_bytes=1000)
     desk = LeaseClient(database.conninfo("student"), poll_interval_s=1.0)
-    desk.enter(None, {})
+    desk.join(None, {})
     server.issue(1, [(0, 0, 1)], 100.0, 3)
     (unit,) = desk.claim(1, 0.0)
     with pytest.raises(Refused, match="too large"):
@@ -210,14 +210,14 @@ def test_a_wrong_password_is_refused_and_a_missing_server_is_not(database: Datab
         client.close()
     desk = LeaseClient("postgresql://student:pw@127.0.0.1:1/none", poll_interval_s=1.0, patience_s=0.2)
     with pytest.raises(Unreachable, match="no PostgreSQL answers at"):
-        desk.enter(None, {})
+        desk.join(None, {})
     desk.close()
 
 
 def test_who_may_not_is_told_whom_to_ask(database: Database) -> None:
     desk = LeaseClient(database.conninfo("reader"), poll_interval_s=1.0)
     with pytest.raises(Refused, match="shoal db grant"):
-        desk.enter(None, {})
+        desk.join(None, {})
     desk.close()
     with pytest.raises(Refused, match="shoal db grant"):
         PostgresServer(database.conninfo("student"), max_frame_bytes=1000)

@@ -74,7 +74,7 @@ def test_a_database_is_described_and_emptied(database: Database) -> None:
     server.issue(4, [(0, 0, 1), (0, 1, 1)], 10.0, 1)
     server.publish(3, "full", {}, [bytes(50_000)])
     desk = LeaseClient(database.conninfo("student"), poll_interval_s=1.0)
-    desk.enter("mia", {})
+    desk.join("mia", {})
     with database.connect() as connection:
         found = schema.describe(connection)
         assert (found["schema_version"], found["facts"], found["workers"], found["orphans"]) == (
@@ -92,5 +92,5 @@ def test_a_database_is_described_and_emptied(database: Database) -> None:
         found = schema.describe(connection)
         assert (found["run"], found["workers"], found["roles"]) == (None, {}, {kind: kind for kind in schema.KINDS})
     with pytest.raises(ShoalError, match="holds no run yet"):
-        desk.welcome()
+        desk.read_run()
     desk.close()

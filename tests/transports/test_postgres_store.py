@@ -32,7 +32,7 @@ def reopened(database: Database, server: PostgresServer) -> PostgresServer:
 def delivered(database: Database, server: PostgresServer, count: int) -> None:
     """So many results of units."""
     desk = LeaseClient(database.conninfo("student"), poll_interval_s=5.0)
-    desk.enter(None, {})
+    desk.join(None, {})
     server.issue(1, [(0, n, 1) for n in range(count)], 100.0, 3)
     for unit in desk.claim(count, 0.0):
         assert desk.submit(unit, {}, [LARGE, b"buffers"]) == "accepted"

@@ -36,7 +36,7 @@ def enter(database: Database, server: PostgresServer) -> Iterator[Callable[..., 
     def enter(name: str | None = None) -> LeaseClient:
         desk = LeaseClient(database.conninfo("coordinator"), poll_interval_s=PATIENCE_S)  # a student may hold less
         desks.append(desk)
-        desk.enter(name, {"host": "laptop"})
+        desk.join(name, {"host": "laptop"})
         return desk
 
     yield enter
@@ -181,8 +181,8 @@ def test_a_unit_that_takes_longer_than_its_lease_is_accepted_from_a_worker_that_
     (unit,) = slow.claim(1, 0.0)
     for _ in range(4):
         pass_time(database, 60.0)
-        slow.beat(state, {})
-        other.beat(state, {})
+        slow.heartbeat(state, {})
+        other.heartbeat(state, {})
         assert other.claim(1, 0.0) == []
     assert slow.submit(unit, {}, [LARGE]) == "accepted"
     assert adds_up(server) == {"completed": 1}
@@ -195,7 +195,7 @@ def test_a_worker_that_is_alive_and_does_something_else_loses_its_lease(
     issue(server, 1, 1, lease_timeout_s=100.0)
     (unit,) = idle.claim(1, 0.0)
     pass_time(database, 60.0)
-    idle.beat("waiting", {})
+    idle.heartbeat("waiting", {})
     pass_time(database, 60.0)
     assert other.claim(1, 0.0)[0].attempts == 1
     assert idle.submit(unit, {}, [b"x"]) == "late"
@@ -209,7 +209,7 @@ def test_signs_of_life_and_results_of_the_same_worker_do_not_wait_for_each_other
 
     def beat() -> None:
         while not over.is_set():
-            desk.beat("computing", {})
+            desk.heartbeat("computing", {})
 
     with ThreadPoolExecutor(1) as pool:
         beating = pool.submit(beat)
@@ -327,14 +327,14 @@ def test_a_unit_given_back_is_no_attempt_and_one_that_failed_is(server: Postgres
     desk = enter()
     issue(server, 1, 1, max_retries=2)
     (unit,) = desk.claim(1, 0.0)
-    desk.give_back(unit)
+    desk.return_unit(unit)
     (unit,) = desk.claim(1, 0.0)
     assert unit.attempts == 0
-    desk.fail(unit, "out of memory")
-    desk.fail(unit, "the lease is no longer held: without effect")
+    desk.fail_unit(unit, "out of memory")
+    desk.fail_unit(unit, "the lease is no longer held: without effect")
     (unit,) = desk.claim(1, 0.0)
     assert unit.attempts == 1
-    desk.fail(unit, "out of memory")
+    desk.fail_unit(unit, "out of memory")
     assert desk.claim(1, 0.0) == []
     assert take(server)[0].message.header["reason"] == "out of memory"
     assert adds_up(server) == {"failed": 1}
@@ -387,14 +387,14 @@ def test_who_lost_its_name_is_told(database: Database, server: PostgresServer, e
         connection.execute("UPDATE shoal.workers SET seen_at = now() - interval '1 hour'")
     new = enter("mia")
     assert new.claim(1, 0.0)[0].id == unit.id
-    for call in (lambda: old.beat("working", {}), lambda: old.claim(1, 0.0), lambda: old.submit(unit, {}, [LARGE])):
+    for call in (lambda: old.heartbeat("working", {}), lambda: old.claim(1, 0.0), lambda: old.submit(unit, {}, [LARGE])):
         with pytest.raises(Refused, match="not known here"):
             call()
     assert blobs(database) == 0
 
 
 def test_signs_of_life_are_seen(server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
-    enter("mia").beat("computing", {"images_per_s": 12.5, "loss": float("nan")})
+    enter("mia").heartbeat("computing", {"images_per_s": 12.5, "loss": float("nan")})
     (row,) = server.workers()
     assert (row["state"], row["figures"], row["about"]) == ("computing", {"images_per_s": 12.5}, {"host": "laptop"})
 
@@ -405,11 +405,11 @@ def test_signs_of_life_are_seen(server: PostgresServer, enter: Callable[..., Lea
 def test_a_run_is_described_once(database: Database, server: PostgresServer, enter: Callable[..., LeaseClient]) -> None:
     desk = enter()
     with pytest.raises(ShoalError, match="holds no run yet"):
-        desk.welcome()
+        desk.read_run()
     with pytest.raises(ShoalError, match="no run to go on with"):
         server.open_run(Message({}), resume=True)
     server.open_run(Message({"config": "text"}, (LARGE, b"")), resume=False)
-    welcome = desk.welcome()
+    welcome = desk.read_run()
     assert (welcome.header, tuple(map(bytes, welcome.frames))) == ({"config": "text"}, (LARGE, b""))
     with pytest.raises(ShoalError, match="another run"):
         server.open_run(Message({"config": "other"}), resume=False)
@@ -430,9 +430,9 @@ def test_weights_lead_to_the_newest(database: Database, server: PostgresServer, 
     server.publish(2, "difference", {"base": 1}, [b"more"])
     assert [w.kind for w in (desk.weights(0), desk.weights(1)) if w] == ["full", "difference"]
     assert database.rows("SELECT version, kind FROM shoal.weights ORDER BY 1, 2") == [(2, "difference"), (2, "full")]
-    server._flyers.clear()
+    server._published_frames.clear()
     with server.transaction():
-        server.drop_flyers()
+        server.drop_unused_frames()
     assert database.rows("SELECT count(*) FROM shoal.published_frames") == [(2,)]
 
 

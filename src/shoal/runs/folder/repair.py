@@ -79,7 +79,7 @@ def repair_database(address: str, folder: Path, say: Callable[[str], None]) -> b
     try:
         snapshot = PostgresSnapshots(server, 2).newest(say)
         if snapshot is None:
-            raise _nothing_to_go_on_from(server.line.place)
+            raise _nothing_to_go_on_from(server.connection.name)
         sound, length = mending.sound_since(server, snapshot.step), int(snapshot.state["ledger"])
         ledger = [*mending.ledger_since(server, length)]
         known, version = _known(snapshot, sound.records), _version(snapshot, sound.records)

@@ -23,7 +23,7 @@ class PostgresServer(RequestTables):
         super().__init__(*args, **options)
         self._published: dict[tuple[int, str], tuple[dict[str, Any], tuple[Frame, ...]]] = {}
         """What can be published again, should a crash of the server have emptied its unlogged tables."""
-        self._connects = self.line.connects
+        self._connects = self.connection.connect_count
 
     # --- the run -----------------------------------------------------------------------------------
 
@@ -39,11 +39,13 @@ class PostgresServer(RequestTables):
         with self.transaction():
             stored = self.stored_run()
             if resume and stored is None:
-                raise ShoalError(f"{self.line.place} holds no run to go on with: leave --resume out to start one")
+                raise ShoalError(f"{self.connection.name} holds no run to go on with: leave --resume out to start one")
             if resume and stored is not None:
                 return stored
             if stored is not None:
-                raise ShoalError(f"{self.line.place} holds another run: add --resume to go on with it, or delete it with `shoal db reset`")
+                raise ShoalError(
+                    f"{self.connection.name} holds another run: add --resume to go on with it, or delete it with `shoal db reset`"
+                )
             header = wire.encode(welcome, 0, self.limits)[0]
             values = (header, self.keep(welcome.frames), silence_s)
             self.fetch("INSERT INTO shoal.run (header, frames, silence_s) VALUES (%b, %b::uuid[], %s) RETURNING 1", values)
@@ -67,7 +69,7 @@ class PostgresServer(RequestTables):
                     (old,),
                 )
                 if len(held) != len(set(old)):
-                    raise ShoalError(f"{self.line.place} has lost frames that a record refers to: restore it from a backup")
+                    raise ShoalError(f"{self.connection.name} has lost frames that a record refers to: restore it from a backup")
         return [blob or next(fresh) for blob in found]
 
     def put_piece(self, number: int, piece: bytes) -> None:
@@ -203,7 +205,7 @@ class PostgresServer(RequestTables):
             self.fetch(
                 "INSERT INTO shoal.weights VALUES (%b::int8, %t, %b::int8, %b, %b::uuid[]) ON CONFLICT (version, kind)"
                 " DO UPDATE SET base = excluded.base, header = excluded.header, frames = excluded.frames RETURNING 1",
-                (version, kind, base, packed, self.flyers(frames)),
+                (version, kind, base, packed, self.publish_frames(frames)),
             )
             if kind == "full":
                 # Not `<`: after a resume the database may hold newer versions than the run.
@@ -219,8 +221,8 @@ class PostgresServer(RequestTables):
 
     def poll(self, timeout_s: float) -> list[Request]:
         found = super().poll(timeout_s)
-        if self.line.connects != self._connects:
-            self._connects = self.line.connects
+        if self.connection.connect_count != self._connects:
+            self._connects = self.connection.connect_count
             self._publish_again()
         return found
 
@@ -272,8 +274,8 @@ class PostgresServer(RequestTables):
 
     def close(self) -> None:
         """Stop. Clients that still wait for an answer learn that none will come."""
-        if self.line.hung_up.is_set():
+        if self.connection.stopped.is_set():
             return
         if self._waiting:
-            self.line.farewell("SELECT shoal.drop_requests(%s)", (list(self._waiting.values()),))
-        self.close_office()
+            self.connection.execute_last("SELECT shoal.drop_requests(%s)", (list(self._waiting.values()),))
+        self.close_connection()

@@ -43,7 +43,7 @@ class DamagedJournal(ShoalError):
 
     def __init__(self, server: PostgresServer, what: str) -> None:
         super().__init__(
-            f"the journal in {server.line.place} is damaged: {what}. Restore the database from a backup; or let `shoal repair RUN`, with "
+            f"the journal in {server.connection.name} is damaged: {what}. Restore the database from a backup; or let `shoal repair RUN`, with "
             "the run's folder, take out what follows the damage, which names what is lost, and resume then"
         )
         self.what = what
@@ -139,7 +139,7 @@ class PostgresLedger:
         """Cut the ledger back to its length at a snapshot; the records since then write the rest again."""
         if self.length < length:
             raise ShoalError(
-                f"the ledger in {self._server.line.place} is shorter than when the snapshot was taken: restore it from a backup"
+                f"the ledger in {self._server.connection.name} is shorter than when the snapshot was taken: restore it from a backup"
             )
         self._refuse_lost_end(length)
         with self._server.transaction():
@@ -188,7 +188,7 @@ class PostgresSnapshots:
         def write() -> None:
             files = [save({name: value.cpu().contiguous() for name, value in each.items()}) for each in (copies, tensors)]
             header = json.dumps({"format": 1, "step": step, "checksums": [crc32(file) for file in files], "state": plain})
-            self._server.freed_beside += self._server.beside(lambda connection: self._write(connection, step, header, files))
+            self._server.freed_elsewhere += self._server.in_own_transaction(lambda connection: self._write(connection, step, header, files))
 
         return write
 
