@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from shoal.data import Data
-from shoal.data.hub.dataset import Request
+from shoal.data.hub.dataset import DataRequest
 from shoal.data.images.samples import Target, from_pixels, image_data
 from shoal.plugins import DataSource, PositiveInt, Run, builds
 
@@ -22,7 +22,7 @@ class Stripes(DataSource):
 
 
 @builds(Stripes)
-def load(source: Stripes, run: Run, request: Request) -> Data:
+def load(source: Stripes, run: Run, request: DataRequest) -> Data:
     """A source of text returns a list of `shoal.data.documents.TextPart` instead, and Shoal does the rest."""
     random = np.random.default_rng(run.seed)
     labels = random.integers(0, 2, source.count)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.config import Run
 from shoal.coordinator import Barrier, Discounted
-from shoal.models.data_shapes import Shapes
+from shoal.models.data_shapes import DataShapes
 from shoal.plugins import Aggregation, Codec, Model, PositiveFloat, PositiveInt, PositiveShare, Strategy, Task, builds
 from shoal.protocol.frames import expect_frames, frame_of, values_of
 from shoal.strategies import Policies
@@ -111,7 +111,7 @@ class Sine(nn.Module):
 
 
 @builds(Waves)
-def waves(settings: Waves, run: Run, shapes: Shapes) -> dict[str, nn.Module]:
+def waves(settings: Waves, run: Run, shapes: DataShapes) -> dict[str, nn.Module]:
     pixels = int(np.prod(shapes.image_shape))
     layers = (nn.Flatten(), nn.Linear(pixels, settings.width), Sine(), nn.Linear(settings.width, shapes.num_classes))
     return {"model": nn.Sequential(*layers)}

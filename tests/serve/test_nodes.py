@@ -15,7 +15,7 @@ from serving import small_served
 from commands import HANG_S
 from shoal.config.schema import model as schema
 from shoal.config.schema.cluster import Zmq
-from shoal.models.generation.decoding import Draws, Warp
+from shoal.models.generation.decoding import TokenDraws, Warp
 from shoal.models.gpt import Gpt
 from shoal.models.moe import Moe
 from shoal.serve.backend import OneNode
@@ -75,7 +75,7 @@ class Heard:
 
 
 def job(prompt: list[int], heard: Heard, tokens: int) -> Job:
-    return Job(prompt, tokens, Draws(3, prompt), heard, Warp(1.0))
+    return Job(prompt, tokens, TokenDraws(3, prompt), heard, Warp(1.0))
 
 
 class Machines:

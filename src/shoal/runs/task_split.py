@@ -47,7 +47,7 @@ def tasks_of(run: Run, extent: Extent) -> Cut:
     else:
         count = _count(extent)
         wanted = [ScheduledTask(id=f"task-{number + 1}", data_share=1 / count) for number in range(count)]
-    needs_gb = memory_estimate.of_training(run, extent.parameters, extent.vocabulary, extent.frozen).gb
+    needs_gb = memory_estimate.training_memory(run, extent.parameters, extent.vocabulary, extent.frozen).gb
     claims = {name: Claimed(host.flops, host.memory_gb, host.bandwidth_mbps) for name, host in run.cluster.hosts.items()}
     tasks = Tasks(_placed(wanted, extent, needs_gb), run.training.epochs, extent.grain, KINDS[run.scheduler.kind], claims, extent.megabits)
     return Cut(tasks, note)

@@ -19,7 +19,7 @@ from shoal import data, strategies
 from shoal.config.environment import state_folder
 from shoal.config.load import Override
 from shoal.config.ranks import Place, reading
-from shoal.data.images.transfer import Offer, fetched, is_without_images
+from shoal.data.images.transfer import ImageOffer, fetch_images, is_without_images
 from shoal.engines import Meeting, World
 from shoal.engines.island import Follower, Island
 from shoal.errors import ShoalError
@@ -180,7 +180,7 @@ class Joined:
         line, header = self.lines[0], self.welcome.header
         if "images" in header and isinstance(line, BoardLine) and is_without_images(self.run):
             folder = (self.way.state or state_folder()) / "images"
-            found = fetched(Offer.of(header["images"]), line.desk.piece, folder, progress)
+            found = fetch_images(ImageOffer.of(header["images"]), line.desk.piece, folder, progress)
             self.welcome = self.welcome._replace(header=header | {"images_path": str(found)})
 
     @property
@@ -328,7 +328,7 @@ class Share(NamedTuple):
     strategy: Policies
     shards: int
     keepsakes: Keepsakes
-    pieces: data.Pieces | None
+    pieces: data.UnitBatches | None
     """The units of the data, where they are leased."""
 
     @classmethod
@@ -352,7 +352,7 @@ class Share(NamedTuple):
         pieces = pieces_of(parts, strategy) if strategy.feed.leased and not strategy.feed.given else None
         return cls(parts, strategy, header["shards"], keepsakes, pieces)
 
-    def feed_for(self, seat: int, epoch: int, position: int) -> data.PieceFeed | Feed:
+    def feed_for(self, seat: int, epoch: int, position: int) -> data.UnitFeed | Feed:
         """The batches of a seat, from a position that counts batches of one process; or those of a leased unit."""
         part = part_of(self.parts)
         if self.pieces is not None:
@@ -370,12 +370,12 @@ def part_of(parts: Parts) -> tuple[int, int]:
     return reading(parts.run, crew.rank, crew.size)
 
 
-def pieces_of(parts: Parts, strategy: Policies) -> data.Pieces:
+def pieces_of(parts: Parts, strategy: Policies) -> data.UnitBatches:
     """The data as units that are leased. Of a worker of several processes each takes its part of every batch."""
     run = parts.run
     if not isinstance(parts.data.train, data.Samples):
         raise ShoalError("work units are pieces of data that has an end")
-    return data.Pieces(
+    return data.UnitBatches(
         parts.data.train,
         batch_size=run.training.batch_size or 1,
         seed=run.data.shuffle_seed or 0,

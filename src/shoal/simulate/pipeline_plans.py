@@ -19,7 +19,7 @@ from shoal.engines.pipeline.split import Layers, layers_of
 from shoal.errors import ShoalError
 from shoal.runs.build_run import feed_of
 from shoal.runs.stage_placement import Stage, cut_at, stage_at
-from shoal.scheduling.layer_split import Hands, split
+from shoal.scheduling.layer_split import MachineSpec, split
 from shoal.simulate.machines import CALM, Machine
 from shoal.simulate.meta_model import Sketch
 from shoal.simulate.pipeline_timing import Step, held_by, step_of
@@ -181,7 +181,7 @@ def _bounds(found: Sketch, run: Run, layers: Layers, chosen: Chosen) -> list[int
         return memory_gb is None or stage_at(run, layers, vocabulary, (number, len(chosen)), (first, last)).memory.gb <= memory_gb
 
     whole = sum(layers.work) + layers.work_after
-    hands = [Hands(whole / found.step_s(run, kind)) for _, kind in chosen]
+    hands = [MachineSpec(whole / found.step_s(run, kind)) for _, kind in chosen]
     return split(layers.work, hands, after=layers.work_after, holds=holds)
 
 
