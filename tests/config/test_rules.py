@@ -173,7 +173,6 @@ BROKEN = [
         ["data.sequence_length", "model.max_seq_len"],
     ),
     ("engine", "strategy: {kind: edp}\nengine: {kind: collectives}\n", ["engine.kind", "strategy.kind"]),
-    ("engine", "strategy: {kind: diloco}\nengine: {kind: fsdp}\ntransport: {kind: collectives}\n", None),
     ("engine", "strategy: {kind: diloco, fragments: 2}\nengine: {kind: collectives}\n", ["strategy.fragments", "engine.kind"]),
     ("engine", "strategy: {kind: diloco, overlap_steps: 2}\nengine: {kind: collectives}\n", ["strategy.overlap_steps", "engine.kind"]),
     (
@@ -332,26 +331,6 @@ def test_a_broken_rule_is_an_error_with_its_places(tmp_path: Path, code: str, te
     assert all(label.span.line for label in problem.labels)
     if paths is not None:
         assert [label.text.strip("`") for label in problem.labels] == paths
-
-
-def test_collectives_in_their_former_place_load_and_are_told_where_they_are_now(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "strategy: {kind: diloco}\ntransport: {kind: collectives}\ncluster: {num_workers: 4}\n")
-    assert (loaded.run.engine.kind, loaded.run.launch.devices_per_node) == ("collectives", 4)
-    assert (loaded.run.transport.kind, loaded.run.cluster.num_workers) == ("zmq", None)
-    assert [(problem.code, problem.severity, problem.labels[0].span.line) for problem in loaded.problems] == [("moved", "warning", 2)]
-
-
-def test_a_file_that_shoal_wrote_with_collectives_in_their_former_place_goes_on_silently(tmp_path: Path) -> None:
-    text = "engine: {kind: single}\nstrategy: {kind: diloco}\ntransport: {kind: collectives}\ncluster: {num_workers: 2}\n"
-    (tmp_path / "config.yaml").write_text(text + "launch: {devices_per_node: null}\n")
-    loaded = resolve([File(str(tmp_path / "config.yaml"))], dialect="shoal", environ={}, resolved=True)
-    assert (loaded.run.engine.kind, loaded.run.launch.devices_per_node, loaded.problems) == ("collectives", 2, [])
-
-
-def test_torchrun_counts_the_processes_of_collectives_itself(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("strategy: {kind: diloco}\ntransport: {kind: collectives}\ncluster: {num_workers: 4}\n")
-    loaded = resolve([File(str(tmp_path / "config.yaml"))], dialect="shoal", environ={"RANK": "0"})
-    assert (loaded.run.launch.devices_per_node, loaded.run.cluster.num_workers) == (None, None)
 
 
 def test_the_same_files_mended_load(tmp_path: Path) -> None:

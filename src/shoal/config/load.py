@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from shoal.config import derived_values, former, rules
+from shoal.config import derived_values, rules
 from shoal.config.dialects import DIALECTS, NAMES, NATIVE, candidates, native_knows, native_paths
 from shoal.config.dialects.table import Seen, belongs, leaves, parse_target
 from shoal.config.fields import INVALID, Fault, Faults, SectionType, did_you_mean
@@ -193,8 +193,6 @@ class _Loader:
         for rank, name in enumerate(name for name in used if name != NATIVE):
             layer = Layer(f"{name} dialect", rank, name)
             assignments += DIALECTS[name].unwritten(self.seen.get(name, Seen()), layer, self.report)
-        assignments, warnings = former.moved(assignments, self.environ)
-        self.problems += [] if self.resolved else warnings
         return self.check(Settings(assignments, started(self.environ)), files)
 
     def translate(self, root: Node, layer: Layer) -> list[Assignment]:

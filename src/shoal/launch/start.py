@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.config.derived_values import OWN
 from shoal.config.dialects import in_words_of
-from shoal.config.former import was_a_transport
 from shoal.config.load import Loaded, Override
 from shoal.config.missing_packages import refusals
 from shoal.config.problems import ConfigError
@@ -144,9 +143,6 @@ def plan(load: Load, asked: Asked) -> Plan:
         more.append(Override("transport.kind", "in-process", f"{asked.live[0]}=…"))
         loaded = _good(load(more))
     wait_quietly()
-    if asked.workers and was_a_transport(loaded.settings):
-        more.append(Override("launch.devices_per_node", str(asked.workers), "--workers"))
-        loaded, asked = _good(load(more)), asked._replace(workers=1)
     here, count = place(), asked.workers or loaded.run.cluster.num_workers or _otherwise(loaded.run, asked)
     if facts := facts_of(loaded.run, here, count):
         loaded = _good(load([*more, *facts]))
