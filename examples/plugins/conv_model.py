@@ -6,8 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from shoal.models.data_shapes import DataShapes
-from shoal.plugins import Model, PositiveInt, Run, builds
+from shoal.plugins import DataShapes, Model, PositiveInt, Run, builds
 
 
 class Conv(Model):
