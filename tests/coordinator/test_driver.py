@@ -24,7 +24,7 @@ from shoal.coordinator.effects import Published
 from shoal.coordinator.state import Exited, Plan
 from shoal.coordinator.units.cut import Cut
 from shoal.protocol.messages import PROTOCOL, Message, Request, header_of
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
 from shoal.strategies import Policies
 from shoal.transports import Traffic
 from shoal.updates import codecs
@@ -79,7 +79,7 @@ class World:
 
     def begin(self, resume: bool) -> Driver:
         learner = Numbers(2)
-        store = Files(self.folder / "coordinator")
+        store = FileStore(self.folder / "coordinator")
         coordinator = believing(Coordinator(self.plan._replace(receipt_key=store.receipt_key), self.strategy, learner))
 
         def capture() -> Captured:
