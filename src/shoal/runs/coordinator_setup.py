@@ -12,7 +12,7 @@ import torch
 
 from shoal import data, strategies
 from shoal.config import Run
-from shoal.config.load import Loaded
+from shoal.config.load import LoadedConfig
 from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
@@ -55,7 +55,7 @@ class ReadyCoordinator(NamedTuple):
 
 
 def prepare(
-    loaded: Loaded,
+    loaded: LoadedConfig,
     *,
     run_dir: str | None,
     resume: bool,
@@ -87,7 +87,7 @@ def prepare(
 
 
 def _coordinating(
-    loaded: Loaded,
+    loaded: LoadedConfig,
     home: RunStorage,
     directory: RunDirectory,
     agreed: RunAgreement,
