@@ -109,14 +109,8 @@ class CoordinatorLoop:
     ) -> None:
         """`judging`: the device that evaluates; the weights are stepped on the CPU."""
         parts, length = agreed.parts, agreed.length
-        self.length = length
-        self.run, self.engine, self.policies, self.coordinator, self.learner = (
-            parts.run,
-            parts.engine,
-            agreed.policies,
-            coordinator,
-            learner,
-        )
+        self.run, self.engine, self.policies, self.length = parts.run, parts.engine, agreed.policies, length
+        self.coordinator, self.learner = coordinator, learner
         self.server, self.store, self.directory, self.board = storage.server, storage.store, directory, storage.board
         self.data = SharedDataProgress(length.batches_per_epoch, lambda: coordinator.state.positions.values())
         self.recorder = Recorder(parts.run, parts.engine, self.data, directory, reporters, learner.meaningless)

@@ -109,9 +109,8 @@ def _coordinating(
     for reporter in reporters if run.scheduled and _cut(run, agreed).note else ():
         reporter.message(_cut(run, agreed).note)
     bounds = plan.bounds._replace(guests=opened.guests)
-    owner = (
-        write_owner_file(directory.path, opened.invitation) if place.kind != "in-process" else ""
-    )  # threads of this process have no address
+    # Threads of this process have no address, so their run has no owner file
+    owner = write_owner_file(directory.path, opened.invitation) if place.kind != "in-process" else ""
     plan = plan._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key, bounds=bounds, owner_key=owner)
     coordinator = Coordinator(plan, agreed.policies, learner)
     loop = CoordinatorLoop(agreed, coordinator, learner, directory, opened._replace(board=board), reporters, welcome, _judging(run, warn))
