@@ -20,7 +20,7 @@ from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Reply
-from shoal.coordinator.state import Called, Plan
+from shoal.coordinator.state import RequestReceived, RunPlan
 from shoal.protocol.messages import PROTOCOL, Contribute
 from shoal.runs.build_run import assemble, feed_for_seat, held_out_batches
 from shoal.runs.run_size import data_extent, needed_contributions
@@ -111,7 +111,7 @@ class Cluster:
         policies = strategies.of(run, WORKERS)
         self.parts = assemble(run, length=lambda samples: policies.length(data_extent(run, samples, WORKERS)).steps)
         length = policies.length(data_extent(run, self.parts.data, WORKERS))
-        plan = Plan(
+        plan = RunPlan(
             run.updates, run.seed, WORKERS, needed_contributions(run), length.steps, length.batches, length.batches_per_step, 5.0, 0.2
         )
         self.learner = policies.apply.learner(self.parts.single, ())
@@ -178,7 +178,7 @@ class Cluster:
         self.clock += 0.001
         question = self.protocols[seat].question(self.clock)
         assert question is not None
-        called = Called(seat, question.asked, question.frames, f"s{seat}")
+        called = RequestReceived(seat, question.asked, question.frames, f"s{seat}")
         for effect in self.coordinator.handle(called, self.clock):
             if isinstance(effect, Reply):
                 self.protocols[effect.caller].hear(effect.header, effect.frames)
