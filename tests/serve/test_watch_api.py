@@ -19,7 +19,7 @@ from shoal.dashboard.runs import StreamPosition, WatchedRun, WatchedRuns
 from shoal.dashboard.server import GUARDED, require_token
 from shoal.errors import ShoalError
 from shoal.runs.folder.run_reader import RunFolder
-from shoal.runs.invitation import keep_line
+from shoal.runs.invitation import write_join_command
 from shoal.runs.monitoring.prometheus import exposition
 from shoal.web.auth import AuthMiddleware
 
@@ -103,7 +103,7 @@ def test_the_stream_and_the_files_are_there_and_what_is_hostile_is_cleaned(tmp_p
 
 def test_whoever_only_watches_needs_the_token_and_never_learns_how_to_join(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "run")
-    keep_line(folder.path, "shoal join tcp://127.0.0.1:1 --token secret")
+    write_join_command(folder.path, "shoal join tcp://127.0.0.1:1 --token secret")
     assert (folder.path / "invitation.json").stat().st_mode & 0o77 == 0
     token = "a" * 20
     with client(folder, token, public=True) as asks:
@@ -122,8 +122,8 @@ def test_orders_need_the_owners_word_and_a_page_for_watching_has_no_way_to_give_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, given = folder_with(tmp_path / "run"), list[tuple[str, str | None]]()
-    monkeypatch.setattr("shoal.dashboard.app.owner_in", lambda path: path)
-    monkeypatch.setattr("shoal.dashboard.app.order", lambda owner, action, name: given.append((action, name)) or "done")
+    monkeypatch.setattr("shoal.dashboard.app.read_owner_file", lambda path: path)
+    monkeypatch.setattr("shoal.dashboard.app.send_command", lambda owner, action, name: given.append((action, name)) or "done")
     word = {"x-shoal-owner": "a" * 20}
     with client(folder) as asks:  # nobody gave this one the owner's word
         assert asks.post("/api/runs/0/orders", json={"action": "stop"}, headers=word).status_code == 405

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from shoal.dashboard.runs import StreamPosition, WatchedRun, WatchedRuns
 from shoal.errors import ShoalError
 from shoal.runs.monitoring.prometheus import exposition
-from shoal.runs.owner import order, owner_in
+from shoal.runs.owner import read_owner_file, send_command
 from shoal.web.pages import show_page
 
 _LOOK_EVERY_S = 1.0
@@ -127,7 +127,7 @@ class OwnerRoutes:
         action, name = await _order_in(request)
         path = self.board.run(number).folder.path
         try:
-            said = await asyncio.to_thread(lambda: order(owner_in(path), action, name))
+            said = await asyncio.to_thread(lambda: send_command(read_owner_file(path), action, name))
         except ShoalError as error:
             raise HTTPException(409, str(error)) from None
         return JSONResponse({"text": said})

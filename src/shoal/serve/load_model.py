@@ -18,7 +18,7 @@ from shoal.models.huggingface.as_gpt import Adopted, adopted
 from shoal.models.huggingface.model import HuggingFace
 from shoal.models.huggingface.pretrained import check_layers, load
 from shoal.models.stages import needed
-from shoal.runs.trained_model import beside_of, open_run
+from shoal.runs.trained_model import open_run, side_texts_for
 from shoal.serve.api.chat_format import ChatTemplate, read_object, template_in
 from shoal.serve.gguf import converted
 from shoal.serve.nodes.model_description import describe_huggingface_model, describe_own_model, meta_model
@@ -98,7 +98,7 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None], no
         ends,
         nodes,
         run=run,
-        beside=beside_of(trained),
+        beside=side_texts_for(trained),
     )
     if isinstance(model, HuggingFace):
         return _computed(served, WeightStore(model.state_dict()))
