@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.config.schema.cluster import ScheduledTask
 from shoal.errors import ShoalError
 from shoal.scheduling import KINDS, PendingTask, WorkerSpec
-from shoal.scheduling.task_stages import bounds_by_share, place_stages, stage_shares
+from shoal.scheduling.task_stages import bounds_by_share, match_stages, stage_shares
 
 
 def tasks(*shares: float) -> list[ScheduledTask]:
@@ -52,35 +52,35 @@ LARGE, SMALL = PendingTask("large", 7.0, 8.0), PendingTask("small", 3.0, 2.0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stage_goes_to_a_machine_that_has_the_memory(kind: str) -> None:
     machines = [WorkerSpec("fast", 100.0, 4.0), WorkerSpec("roomy", 1.0, 16.0)]
-    assert place_stages([SMALL, LARGE], machines, KINDS[kind]) == {"small": "fast", "large": "roomy"}
+    assert match_stages([SMALL, LARGE], machines, KINDS[kind]) == {"small": "fast", "large": "roomy"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_urgent_stage_gives_its_machine_up_where_another_fits_nowhere_else(kind: str) -> None:
     urgent = SMALL._replace(priority=9.0)
     machines = [WorkerSpec("roomy", 100.0, 16.0), WorkerSpec("small", 1.0, 4.0)]
-    assert place_stages([LARGE, urgent], machines, KINDS[kind]) == {"large": "roomy", "small": "small"}
+    assert match_stages([LARGE, urgent], machines, KINDS[kind]) == {"large": "roomy", "small": "small"}
 
 
 @pytest.mark.parametrize("kind", ["capability", "gale-shapley"])
 def test_the_larger_stage_has_the_faster_of_two_machines_that_it_fits(kind: str) -> None:
     machines = [WorkerSpec("slow", 1.0, 16.0), WorkerSpec("fast", 2.0, 16.0), WorkerSpec("slowest", 0.5, 16.0)]
-    assert place_stages([SMALL, LARGE], machines, KINDS[kind]) == {"small": "slow", "large": "fast"}
+    assert match_stages([SMALL, LARGE], machines, KINDS[kind]) == {"small": "slow", "large": "fast"}
 
 
 def test_a_stage_without_a_machine_is_named_with_what_it_lacks() -> None:
     machines = [WorkerSpec("a", 1.0, 4.0), WorkerSpec("b", 1.0, 6.0)]
     with pytest.raises(ShoalError, match="stage `large`: it needs 8 GB of memory, and b, which has the most, has 6"):
-        place_stages([SMALL, LARGE], machines, KINDS["priority"])
+        match_stages([SMALL, LARGE], machines, KINDS["priority"])
     with pytest.raises(ShoalError, match="`second`: it needs 8 GB of memory, and b, which has so much, has another stage"):
-        place_stages([LARGE, LARGE._replace(id="second")], [machines[0], WorkerSpec("b", 1.0, 9.0)], KINDS["priority"])
+        match_stages([LARGE, LARGE._replace(id="second")], [machines[0], WorkerSpec("b", 1.0, 9.0)], KINDS["priority"])
     with pytest.raises(ShoalError, match="2 stages need a machine each, and there are 1: none is left for `large`"):
-        place_stages([SMALL, LARGE], [WorkerSpec("a")], KINDS["priority"])
+        match_stages([SMALL, LARGE], [WorkerSpec("a")], KINDS["priority"])
 
 
 def test_a_machine_that_must_have_a_stage_has_the_smallest_that_nobody_else_gave_it() -> None:
     machines = [WorkerSpec("keeper", 0.1, 4.0), WorkerSpec("a", 1.0), WorkerSpec("b", 1.0)]
-    assert set(place_stages([SMALL, LARGE], machines, KINDS["gale-shapley"]).values()) == {"a", "b"}
-    found = place_stages([SMALL, LARGE], machines, KINDS["gale-shapley"], must_have="keeper")
+    assert set(match_stages([SMALL, LARGE], machines, KINDS["gale-shapley"]).values()) == {"a", "b"}
+    found = match_stages([SMALL, LARGE], machines, KINDS["gale-shapley"], must_have="keeper")
     assert found["small"] == "keeper"
     assert found["large"] in ("a", "b")

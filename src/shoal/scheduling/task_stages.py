@@ -60,7 +60,7 @@ def bounds_by_share(sizes: Sequence[float], shares: Sequence[float], before: flo
     return [*bounds, layers]
 
 
-def place_stages(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], matching: Matching, must_have: str = "") -> dict[str, str]:
+def match_stages(jobs: Sequence[PendingTask], machines: Sequence[WorkerSpec], matching: Matching, must_have: str = "") -> dict[str, str]:
     """Which machine has which stage: the machine's name by the stage's. Raises ShoalError with the stage that has none, and what it lacks.
 
     `must_have`: a machine that has a stage in any case, and that the smallest one fits; where the scheduler gives it none, that is it.
