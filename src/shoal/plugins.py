@@ -28,6 +28,7 @@ from shoal.config.parts import builds
 from shoal.config.plugins import Plugin, load
 from shoal.config.schema.cluster import Transport
 from shoal.config.schema.data import DataSource
+from shoal.config.schema.engine import Engine
 from shoal.config.schema.model import Model
 from shoal.config.schema.output import Sink
 from shoal.config.schema.rlhf import Reward
@@ -42,6 +43,7 @@ __all__ = [
     "Codec",
     "DataSource",
     "Decay",
+    "Engine",
     "Model",
     "NonNegativeFloat",
     "NonNegativeInt",

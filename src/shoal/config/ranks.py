@@ -83,12 +83,12 @@ def started(environ: Mapping[str, str]) -> int | None:
 
 def of_several(run: Run) -> bool:
     """Whether a worker of this run is several processes."""
-    return run.engine.kind != "single"
+    return run.engine.several_processes
 
 
 def reading(run: Run, rank: int, size: int) -> tuple[int, int]:
-    """Which part of every batch a process of a worker reads, and of how many. All stages of a pipeline read whole batches."""
-    return (0, 1) if run.engine.kind == "pipeline" else (rank, size)
+    """Which part of every batch a process of a worker reads, and of how many."""
+    return (0, 1) if run.engine.reads_whole_batches else (rank, size)
 
 
 def environment_of(here: Place) -> dict[str, str]:

@@ -32,7 +32,6 @@ from shoal.runs.live_objects import NOTHING, Given
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.owner import keep_owner
 from shoal.runs.relay import Relay
-from shoal.runs.rlhf.rollouts import RolloutFeed
 from shoal.runs.run_size import extent_of, needed, ranks_of, weight_per_sample
 from shoal.runs.storage import Home, home_of
 from shoal.runs.task_split import Cut, Extent, listed_workers, tasks_of
@@ -115,9 +114,7 @@ def _coordinating(
     coordinator = Coordinator(plan, agreed.policies, learner)
     around = Place(opened.server, opened.store, directory, board)
     loop = ClusterLoop(agreed, coordinator, learner, around, reporters, welcome, _judging(run, warn))
-    feed = agreed.parts.feed
-    if isinstance(feed, RolloutFeed) and feed.starts_at_random and not resume:
-        warn("rlhf.policy is not given: the policy starts from random weights")
+    agreed.parts.feed.start(lambda text: loop.message(f"warning: {text}"), new=not resume)
     try:
         _go_on(loop, run, resume, warn)
     except BaseException:

@@ -30,7 +30,6 @@ from shoal.runs.folder.checkpoint import Checkpoint, find, handed_out, read
 from shoal.runs.folder.run_directory import RunDirectory, SilentDirectory
 from shoal.runs.live_objects import NOTHING, Given
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.runs.rlhf.rollouts import RolloutFeed
 from shoal.runs.training.initial_weights import keep_start
 from shoal.runs.training.loop import Loop
 
@@ -102,13 +101,9 @@ def _loop(
         write_info(directory, parts.data)
         keep_start(run, parts.engine.task.players, directory.path)
     recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)
-    judged = held_out(run, parts.data.eval)
+    judged = parts.feed.evaluation_batches(held_out(run, parts.data.eval))
     loop = Loop(recorder, parts.engine, parts.feed, judged, sampler(parts, directory))
-    if isinstance(parts.feed, RolloutFeed):
-        parts.feed.warn = warner(reporters)
-        if checkpoint is None and parts.feed.starts_at_random:
-            parts.feed.warn("rlhf.policy is not given: the policy starts from random weights")
-        loop.held_out = parts.feed.judged if parts.feed.held_out and run.evaluation.strategy != "never" else None
+    parts.feed.start(warner(reporters), new=checkpoint is None)
     if checkpoint is not None:
         loop.resume(checkpoint, same_run=True)
     elif start is not None:
