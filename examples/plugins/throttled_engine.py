@@ -7,9 +7,7 @@ from typing import Literal
 
 import torch
 
-from shoal.engines import SingleEngine, StepResult, World
-from shoal.plugins import Engine, PositiveShare, Run, builds
-from shoal.tasks import Batch, Task
+from shoal.plugins import Batch, Engine, PositiveShare, Run, SingleEngine, StepResult, TrainingTask, World, builds
 
 
 class Throttled(Engine):
@@ -23,7 +21,7 @@ class Throttled(Engine):
 
 @builds(Throttled)
 class ThrottledEngine(SingleEngine):
-    def __init__(self, run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> None:
+    def __init__(self, run: Run, task: TrainingTask, device: torch.device, total_steps: int, world: World) -> None:
         super().__init__(run, task, device, total_steps, learns=True)
         assert isinstance(run.engine, Throttled)
         self.busy = run.engine.busy

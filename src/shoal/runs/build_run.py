@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from shoal import data, models
 from shoal.config import Run
-from shoal.config.ranks import Place, reading
+from shoal.config.ranks import RankPlace, batch_share
 from shoal.config.schema.model import Moe
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
@@ -61,7 +61,7 @@ def assemble(
     progress: Progress | None = None,
     tokenizer_of: Path | None = None,
     length: StepsOf | None = None,
-    here: Place | None = None,
+    here: RankPlace | None = None,
     world: World | None = None,
     given: Given = NOTHING,
     joins: bool = False,
@@ -89,7 +89,7 @@ def assemble(
         task.answer_only(samples.info.finder)
     if task.learns_from_answers:
         return _with_rollouts(run, samples, task, device, length, world)
-    part = reading(run, rank, ranks)
+    part = batch_share(run, rank, ranks)
     feed = feed_of(run, samples, part=part)
     steps = run_length.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
     engine = _engine(run, task, device, steps, world)
@@ -117,21 +117,21 @@ def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
     if index is None:
         return run
     assert isinstance(run.model, Moe)
-    reading: Run = run.replace(model=run.model.replace(retrieval=retrieval.replace(index=str(index))))
-    return reading
+    with_index: Run = run.replace(model=run.model.replace(retrieval=retrieval.replace(index=str(index))))
+    return with_index
 
 
 def _with_rollouts(run: Run, samples: data.Data, task: Task, device: torch.device, length: StepsOf | None, world: World | None) -> Parts:
     """A run whose feed makes its batches with the model itself."""
     assert run.rlhf is not None
     assert samples.info.tokenizer is not None
-    assert isinstance(task, PolicyGradient)
     ppo = run.rlhf.ppo
     steps = ppo.steps * ppo.epochs * ppo.rollout_size // ppo.mini_batch_size if length is None else length(samples)
     reference = Reference(task.players["model"])  # before an engine cuts the networks into parts
     engine = _engine(run, task, device, steps, world)
     reward = run.rlhf.reward.builder()(run.rlhf.reward, run)
-    feed = RolloutFeed(run, task, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference, samples.info.finder)
+    policy = cast("PolicyGradient", task)  # the only task that learns from answers
+    feed = RolloutFeed(run, policy, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference, samples.info.finder)
     return Parts(run, samples, engine, feed)
 
 
