@@ -9,7 +9,7 @@ import torch
 
 from shoal.config.schema.data import Loader
 from shoal.data.batch_source import epoch_order, part_of, without_samples
-from shoal.data.interfaces import Batch, Samples, State
+from shoal.data.interfaces import Batch, Feed, Samples, State
 from shoal.data.loader_processes import LoaderOptions
 
 
@@ -55,11 +55,8 @@ class UnitBatches:
         return min(per_epoch, (start // self.batches_per_piece + 1) * self.batches_per_piece)
 
 
-class UnitFeed:
+class UnitFeed(Feed):
     """One piece, batch by batch."""
-
-    batches_per_epoch: int | None = None
-    at_epoch_end = False
 
     def __init__(self, pieces: UnitBatches, epoch: int, start: int) -> None:
         self._pieces, self._epoch, self._next, self._end = pieces, epoch, start, pieces.end(start)
