@@ -24,7 +24,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Numbers, believing, nameplate, strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import Updates
@@ -33,6 +32,7 @@ from shoal.coordinator.effects import Effect, Entry, Issue, Note, Persist, Publi
 from shoal.coordinator.state import Called, Concluded, Event, LeaseResult, Opened, Plan, Spoiled, Tick, former_key_of, key_of
 from shoal.coordinator.units.cut import Cut
 from shoal.protocol import messages
+from tests.support.small_cluster import Numbers, believing, nameplate, strategy_of
 
 TRACES: list[dict[str, Any]] = json.loads(gzip.decompress((Path(__file__).parent / "traces.json.gz").read_bytes()))
 SETTINGS = {"syncps": SyncPs, "edp": Edp, "async": Async, "diloco": DiLoCo, "workunits": WorkUnits}

@@ -9,14 +9,14 @@ import time
 
 import httpx
 import pytest
-from serving import running, small_model, small_served
 
-from commands import HANG_S
 from shoal.serve.api.app import Api
 from shoal.serve.backend import OneNode
 from shoal.serve.batching import Engine
 from shoal.serve.server import Service
 from shoal.web import connection_limits as crowds
+from tests.support.processes import HANG_S
+from tests.support.small_service import running, small_model, small_served
 
 
 def address(service: Service) -> tuple[str, int]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from layered import loaded, merged
 
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.runs.build_run import Parts, assemble, feed_of
 from shoal.runs.worker_run import Joined
+from tests.support.layered_settings import loaded, merged
 
 MLP = {"model": {"kind": "mlp", "hidden_sizes": [16]}}
 LEARNING = {

@@ -10,13 +10,13 @@ from collections import Counter
 from typing import Any
 
 import httpx
-from serving import small_model, small_served
 
 from shoal.serve.api.app import make_app
 from shoal.serve.backend import OneNode
 from shoal.serve.batching import Engine
 from shoal.serve.server import Driver
 from shoal.web.auth import Doors
+from tests.support.small_service import small_model, small_served
 
 EXPECTED = {200, 400, 404, 413, 415, 429}
 PATHS = ("/v1/chat/completions", "/v1/completions")
