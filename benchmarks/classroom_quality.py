@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shoal import data
 from shoal.config.fields import Secret
-from shoal.config.load import Loaded, resolve_data
+from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.schema.cluster import Postgres
 from shoal.launch import EmbeddedPostgres
 from shoal.runs.coordinator_setup import prepare as prepare_class
@@ -57,7 +57,7 @@ def settings(seed: int, batch_size: int) -> dict[str, Any]:
     }
 
 
-def resolved(tree: dict[str, Any]) -> Loaded:
+def resolved(tree: dict[str, Any]) -> LoadedConfig:
     loaded = resolve_data(tree, name="quality", dialect="shoal", environ={})
     if not loaded.ok:
         raise RuntimeError(str(loaded.problems))

@@ -34,7 +34,7 @@ import zmq
 from processes import Helper, seconds_of
 from run import Row
 
-from shoal.config.load import File, Override, resolve
+from shoal.config.load import ConfigFile, Override, resolve
 from shoal.protocol.frames import frame_of
 from shoal.protocol.messages import PROTOCOL, Contribute
 from shoal.runs.connections import ClientLine
@@ -231,7 +231,7 @@ def watched(loop: ClusterLoop) -> Clock:
 
 def serve(given: dict[str, Any]) -> None:
     overrides = [Override(path, value, f"--set {path}={value}") for path, value in (COMMON | given["settings"]).items()]
-    loaded = resolve([File("starter")], overrides, environ={})
+    loaded = resolve([ConfigFile("starter")], overrides, environ={})
     hosts = ("0.0.0.0",) if given["curve"] else ("127.0.0.1",)
     transport = loaded.run.transport.replace(host=None, port=0)
     run_dir = str(Path(given["folder"]) / "run")

@@ -22,7 +22,7 @@ import torch
 from engines import loaded
 from run import Row
 
-from shoal.config.ranks import Place, environment_of, place
+from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.models.partial_model import StagedModel, layers_in
 from shoal.models.stages import depth, stage_of
 from shoal.runs.training.train_alone import prepare
@@ -63,7 +63,7 @@ def asleep(model: Any) -> None:
         layer.register_full_backward_pre_hook(lambda module, slopes: time.sleep(2 * LAYER_S * len(slopes[0]) / BATCH))
 
 
-def step_s(folder: str, settings: dict[str, str], way: str, here: Place | None) -> float:
+def step_s(folder: str, settings: dict[str, str], way: str, here: RankPlace | None) -> float:
     """What a step takes, after a first one."""
     torch.set_num_threads(1)
     loop = prepare(loaded(settings), run_dir=folder, resume=False, reporters=[], here=here)
@@ -85,7 +85,7 @@ def started(settings: dict[str, str], way: str, count: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(count):
-            here = environment_of(Place(rank, count, rank, count, file=f"{folder}/meeting")) if count > 1 else {}
+            here = rank_environment(RankPlace(rank, count, rank, count, file=f"{folder}/meeting")) if count > 1 else {}
             command = [sys.executable, __file__, f"{folder}/run", json.dumps(settings), way]
             environ = os.environ | here | {"OMP_NUM_THREADS": "1"}
             processes.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
@@ -109,4 +109,4 @@ def _in_parts(parts: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(step_s(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], place()), flush=True)
+    print(step_s(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], rank_place()), flush=True)

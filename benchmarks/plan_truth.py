@@ -20,7 +20,7 @@ import real_runs
 from run import Row
 from simulate_truth import COMMON, measured
 
-from shoal.config.load import File, Loaded, Override, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.config.machines import MachineKind
 from shoal.config.schema.strategy import Strategy
 from shoal.config.show import scalar
@@ -32,9 +32,11 @@ SECONDS = float(os.environ.get("PLAN_SECONDS", "10"))
 _LEAST_SENT, _ROUNDS = 3, 3
 
 
-def variant(settings: Mapping[str, Any]) -> Loaded:
+def variant(settings: Mapping[str, Any]) -> LoadedConfig:
     overrides = [Override(path, value, path) for path, value in (real_runs.QUIET | COMMON).items()]
-    return resolve([File("starter")], [*overrides, *(Override(path, scalar(value), path) for path, value in settings.items())], environ={})
+    return resolve(
+        [ConfigFile("starter")], [*overrides, *(Override(path, scalar(value), path) for path, value in settings.items())], environ={}
+    )
 
 
 def planned(batch_s: float) -> Planned:

@@ -30,7 +30,7 @@ from processes import environment
 from run import Row
 
 from shoal import strategies
-from shoal.config.load import File, Override, resolve
+from shoal.config.load import ConfigFile, Override, resolve
 from shoal.coordinator.members.authentication import Shares
 from shoal.coordinator.state import Bounds, Plan
 from shoal.simulate import Machine, batched_workers, simulate
@@ -77,7 +77,7 @@ peers.INSTALL.setdefault(FLOWER, [["flwr[simulation]==1.41.0"]])
 
 def scenario(kind: str, codec: str, workers: int) -> Scenario:
     settings = {"strategy.kind": kind, "updates.codec.kind": codec} | STRATEGIES[kind]
-    run = resolve([File("starter")], [Override(name, value, name) for name, value in settings.items()]).run
+    run = resolve([ConfigFile("starter")], [Override(name, value, name) for name, value in settings.items()]).run
     policies = strategies.of(run, workers)
     bounds = Bounds(joins_per_minute=60 * workers, sessions=workers)
     plan = Plan(run.updates, 0, workers, 1, 10**9, None, workers, 5.0, 0.2, worker_steps=10**9, bounds=bounds)
@@ -137,7 +137,7 @@ def row(kind: str, codec: str, many: int) -> tuple[Row, float]:
 def learning(model: str, kind: str, alone: bool) -> tuple[float, Report]:
     """Seconds of processor time that a simulation of workers takes that learn; with gradients one by one, or of many in one call."""
     settings = {"strategy.kind": kind, "evaluation.strategy": "never", "training.epochs": "50"} | LEARNED[kind] | MODELS[model][1]
-    run = resolve([File(MODELS[model][0])], [Override(name, value, name) for name, value in settings.items()]).run
+    run = resolve([ConfigFile(MODELS[model][0])], [Override(name, value, name) for name, value in settings.items()]).run
     machines = [Machine(f"w{number}", 1.0 + 0.5 * number / LEARNERS) for number in range(LEARNERS)]
     freely: Any = batched_workers.why_alone
     batched_workers.why_alone = (lambda *_: "as it was before") if alone else freely

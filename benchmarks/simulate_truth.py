@@ -31,7 +31,7 @@ import real_runs
 from real_runs import Seen
 from run import Row
 
-from shoal.config.load import File, Override, resolve
+from shoal.config.load import ConfigFile, Override, resolve
 from shoal.simulate.report import Report
 from shoal.simulate.simulation import Asked, simulated
 
@@ -96,7 +96,7 @@ def competing() -> float:
 
 def foretold(settings: dict[str, str], slowdown: tuple[float, ...], weather: str, here: Measured) -> Told:
     overrides = [Override(path, value, path) for path, value in (real_runs.QUIET | settings).items()]
-    run = resolve([File("starter")], overrides, environ={}).run
+    run = resolve([ConfigFile("starter")], overrides, environ={}).run
     slow = {f"w{number}": factor for number, factor in enumerate(slowdown, 1)}
     cores = float(os.cpu_count() or 1)
     asked = Asked(len(slowdown), weather, _HOURS, 0, here.batch_s, slowdown=slow, cores=cores, others=here.others)

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.config import missing_packages as refusals
-from shoal.config.load import File, Loaded, Override, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.config.presets import names
 from shoal.config.schema import Run
 from shoal.config.schema.engine import Engine
@@ -73,10 +73,10 @@ def test_a_preset_that_passes_the_check_starts_and_the_others_are_refused_in_the
 
 @contextlib.contextmanager
 def start(preset: str) -> Iterator[Any]:
-    own = stand_ins(resolve([File(preset)]).run)
+    own = stand_ins(resolve([ConfigFile(preset)]).run)
 
-    def load(more: Sequence[Override]) -> Loaded:
-        return resolve([File(preset)], [*(Override(path, value, f"--set {path}={value}") for path, value in own.items()), *more])
+    def load(more: Sequence[Override]) -> LoadedConfig:
+        return resolve([ConfigFile(preset)], [*(Override(path, value, f"--set {path}={value}") for path, value in own.items()), *more])
 
     planned = plan(load, Asked(otherwise=2))
     with started(planned, []) as made:

@@ -13,7 +13,7 @@ from shoal.cli import demo, demo_alone, demo_scenes
 from shoal.cli.demo import activation
 from shoal.cli.demo_scenes import SCENES
 from shoal.cli.main import main
-from shoal.config.load import File, parse_override, resolve
+from shoal.config.load import ConfigFile, parse_override, resolve
 from tests.support.processes import HANG_S, processes_in, wait_for
 
 
@@ -21,12 +21,12 @@ from tests.support.processes import HANG_S, processes_in, wait_for
 def test_every_scene_has_good_settings_together_and_alone(name: str) -> None:
     scene = SCENES[name]
     together = resolve(
-        [File(file) for file in scene.files], [parse_override(text) for text in (*scene.settings, *scene.together)], environ={}
+        [ConfigFile(file) for file in scene.files], [parse_override(text) for text in (*scene.settings, *scene.together)], environ={}
     )
     assert together.ok, together.problems
     if scene.compares:
         overrides = [parse_override(text) for text in (*scene.settings, "strategy.kind=local", "evaluation.strategy=never")]
-        assert resolve([File(file) for file in scene.files], overrides, environ={}).ok
+        assert resolve([ConfigFile(file) for file in scene.files], overrides, environ={}).ok
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -49,7 +49,7 @@ def test_a_demo_without_its_extra_says_what_to_install(
     monkeypatch.setattr(demo_scenes, "find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "classroom", "--run-dir", "x"]) == 2
-    assert "pip install 'shoal[class]'" in capsys.readouterr().err
+    assert "pip install 'shoal[classroom]'" in capsys.readouterr().err
     assert main(["demo", "chat", "--run-dir", "x"]) == 2
     assert "pip install 'shoal[serve]'" in capsys.readouterr().err
 

@@ -42,7 +42,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     with processes_in(tmp_path) as made:
         yield made
     for plugin in list(plugins.LOADED.values()):
-        plugins.forget(plugin)
+        plugins.unload(plugin)
 
 
 def joined(processes: Processes, command: list[str], name: str, *settings: str) -> Command:

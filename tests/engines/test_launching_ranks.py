@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
-from shoal.config.ranks import Place, environment_of, place
+from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.errors import ShoalError
 from shoal.runs.folder.checkpoint import read
 from shoal.strategies.run_length import alone as total_steps
@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_told_before_anything_starts(
     base = ["train", "config.yaml", "--run-dir", "none"]
     assert main([*base, "--set", "engine.kind=ddp", "--set", "launch.nodes=2", "--set", "launch.devices_per_node=2"]) == 2
     assert "torchrun --nnodes 2 --nproc-per-node 2" in capsys.readouterr().err
-    for name, value in environment_of(Place(0, 2, 0, 2, file="meeting")).items():
+    for name, value in rank_environment(RankPlace(0, 2, 0, 2, file="meeting")).items():
         monkeypatch.setenv(name, value)
     assert main([*base, "--set", "strategy.kind=diloco", "--workers", "2"]) == 2
     assert "--workers is for workers that Shoal starts here" in capsys.readouterr().err
@@ -263,11 +263,11 @@ def test_the_global_batch_is_checked_with_the_real_number_of_processes() -> None
 
 def test_a_place_is_read_as_torchrun_writes_it() -> None:
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
-    found = place(environ | {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert found == Place(5, 8, 1, 4, "", "here", 29500, True, 2)
+    found = rank_place(environ | {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert found == RankPlace(5, 8, 1, 4, "", "here", 29500, True, 2)
     assert found.nodes == 2
-    assert place({}) is None
+    assert rank_place({}) is None
     with pytest.raises(ShoalError, match="start with torchrun"):
-        place({name: value for name, value in environ.items() if name != "MASTER_PORT"})
+        rank_place({name: value for name, value in environ.items() if name != "MASTER_PORT"})
     with pytest.raises(ShoalError, match="not as torchrun leaves it"):
-        place(environ | {"LOCAL_RANK": "one"})
+        rank_place(environ | {"LOCAL_RANK": "one"})

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from shoal.config.load import File, Override, resolve
+from shoal.config.load import ConfigFile, Override, resolve
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit, missing_above
 from shoal.launch.threads import WorkerThreads
@@ -35,7 +35,7 @@ def overrides(settings: dict[str, str]) -> list[Override]:
 
 
 def test_rounds_of_syncps_go_up_to_a_run_that_applies_each_update_when_it_comes(tmp_path: Path) -> None:
-    loaded = resolve([File("starter")], overrides(ABOVE), environ={})
+    loaded = resolve([ConfigFile("starter")], overrides(ABOVE), environ={})
     above = prepare(loaded, run_dir=str(tmp_path / "above"), resume=False, reporters=[], workers=1)
     ended: dict[str, dict[str, Any]] = {}
     upper = threading.Thread(target=lambda: ended.update(above=above.loop.train()))

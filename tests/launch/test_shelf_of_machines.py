@@ -9,7 +9,7 @@ import pytest
 
 from shoal.config import derived_values as derive
 from shoal.config.dialects import smolcluster
-from shoal.config.load import File, Loaded, Override, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.errors import ShoalError
 from shoal.launch.start import Asked, plan, started
 from shoal.transports.addresses import free_port
@@ -25,14 +25,14 @@ worker_update_interval: 10
 """
 
 
-def loader(*files: str) -> Loaded:
-    return resolve([File(file) for file in files], environ={})
+def loader(*files: str) -> LoadedConfig:
+    return resolve([ConfigFile(file) for file in files], environ={})
 
 
 def load_with(path: Path) -> object:
-    def load(more: Sequence[Override]) -> Loaded:
+    def load(more: Sequence[Override]) -> LoadedConfig:
         own = [Override(name, value, f"--set {name}={value}") for name, value in HERE.items()]
-        return resolve([File(str(path)), File("smolcluster/nn_config")], [*own, *more], environ={})
+        return resolve([ConfigFile(str(path)), ConfigFile("smolcluster/nn_config")], [*own, *more], environ={})
 
     return load
 

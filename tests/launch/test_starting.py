@@ -11,12 +11,12 @@ import pytest
 from shoal import TrainerConfig, train
 from shoal.cli.join import check_trust
 from shoal.config.dialects import in_words_of
-from shoal.config.load import Loaded, Override, resolve_data
+from shoal.config.load import LoadedConfig, Override, resolve_data
 from shoal.errors import ShoalError
 from shoal.launch.start import Asked, Plan, Way, plan
 
 
-def loader(settings: dict[str, Any]) -> Callable[[Sequence[Override]], Loaded]:
+def loader(settings: dict[str, Any]) -> Callable[[Sequence[Override]], LoadedConfig]:
     return lambda more: resolve_data(settings, name="config", dialect="shoal", environ={}, overrides=more)
 
 

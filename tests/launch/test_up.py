@@ -116,10 +116,10 @@ def test_machines_that_are_not_fit_are_named_with_what_to_do(by_ssh: Path, capsy
 
 
 def test_receipts_are_deleted_on_a_machine_only_when_they_are_here(by_ssh: Path) -> None:
-    from shoal.config.load import File, resolve
+    from shoal.config.load import ConfigFile, resolve
     from shoal.runs.invitation import Invitation
 
-    run = resolve([File("fleet.yaml")], [], environ={}).run
+    run = resolve([ConfigFile("fleet.yaml")], [], environ={}).run
     said: list[str] = []
     made = ssh_workers.SshWorkers(run, by_ssh / "w", Invitation("tcp://h:1", "t", None), {"ann": (), "nobody": ()}, said.append)
     made.pythons = {"ann": "python3", "nobody": "python3"}
@@ -135,10 +135,10 @@ def test_receipts_are_deleted_on_a_machine_only_when_they_are_here(by_ssh: Path)
 
 
 def test_every_machine_is_told_the_address_under_which_it_reaches_the_server(folder: Path) -> None:
-    from shoal.config.load import File, resolve
+    from shoal.config.load import ConfigFile, resolve
     from shoal.runs.invitation import Invitation
 
-    run = resolve([File("cluster_config_edp"), File("nn_config")], [], environ={}).run
+    run = resolve([ConfigFile("cluster_config_edp"), ConfigFile("nn_config")], [], environ={}).run
     made = ssh_workers.SshWorkers(run, folder / "w", Invitation("tcp://10.10.0.1:65432", "t", None), {"pi5": (), "win": ()}, print)
     assert [made.invitation_of(worker)["address"] for worker in made.workers] == ["tcp://192.168.50.1:65432", "tcp://10.10.0.1:65432"]
 

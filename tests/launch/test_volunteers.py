@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.main import main
-from shoal.config.load import File, Override, resolve
+from shoal.config.load import ConfigFile, Override, resolve
 from shoal.config.presets import find
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
@@ -55,7 +55,7 @@ class Notes(Reporter):
 
 def coordinated(folder: Path, preset: str, workers: int, **settings: str) -> tuple[Any, Notes]:
     overrides = [Override(path, value, "test") for path, value in (SMALL | settings).items()]
-    loaded = resolve([File(find(f"dist-llm-train/{preset}") or "")], overrides)
+    loaded = resolve([ConfigFile(find(f"dist-llm-train/{preset}") or "")], overrides)
     assert loaded.ok, loaded.problems
     notes = Notes()
     return prepare(loaded, run_dir=str(folder / "run"), resume=False, reporters=[notes], workers=workers), notes

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.config import plugins
-from shoal.config.load import File, Loaded, resolve, resolve_data
+from shoal.config.load import ConfigFile, LoadedConfig, resolve, resolve_data
 from shoal.config.parts import FAMILIES
 from shoal.config.reference import json_schema, settings_page
 from shoal.config.schema.task import Gan
@@ -55,7 +55,7 @@ def nothing_stays() -> Iterator[None]:
     """A test's plugins end with it."""
     yield
     for plugin in list(plugins.LOADED.values()):
-        plugins.forget(plugin)
+        plugins.unload(plugin)
 
 
 @pytest.fixture
@@ -72,13 +72,13 @@ def processes(folder: Path) -> Iterator[Processes]:
         yield made
 
 
-def loaded_with(text: str, *named: str | Path) -> Loaded:
+def loaded_with(text: str, *named: str | Path) -> LoadedConfig:
     plugins.load(*named)
     Path("other.yaml").write_text(text, encoding="utf-8")
-    return resolve([File("other.yaml")], dialect="shoal", environ={})
+    return resolve([ConfigFile("other.yaml")], dialect="shoal", environ={})
 
 
-def codes(loaded: Loaded) -> list[str]:
+def codes(loaded: LoadedConfig) -> list[str]:
     return [problem.code for problem in loaded.problems]
 
 
@@ -268,7 +268,7 @@ def test_an_installed_plugin_is_imported_only_when_it_is_named(folder: Path, mon
     before = plugins.needed_by(loaded.run)
     assert list(before) == ["own"]
     (package / "one.py").write_text(RULE.format(kind="own") + "# changed\n")
-    plugins.forget(plugins.LOADED["own"])
+    plugins.unload(plugins.LOADED["own"])
     assert plugins.load("own")[0].digest != before["own"], "the digest is of all files of the package"
 
 
@@ -283,7 +283,7 @@ def test_a_run_without_plugins_needs_none(folder: Path) -> None:
 def test_a_coordinators_words_about_plugins_are_not_trusted() -> None:
     for needed in ({"x; rm -rf .": "0" * 64}, {"mine.py": "not a digest"}):
         with pytest.raises(ShoalError, match="in an impossible way"):
-            plugins.expect(needed, "this run")
+            plugins.require_same(needed, "this run")
 
 
 def test_a_part_of_the_program_itself_is_no_part_for_other_processes(folder: Path) -> None:
@@ -294,4 +294,4 @@ def test_a_part_of_the_program_itself_is_no_part_for_other_processes(folder: Pat
             plugins.needed_by(loaded_with("model: {kind: waves}\nstrategy: {kind: syncps}\n").run)
         assert plugins.needed_by(loaded_with("model: {kind: waves}\n").run) == {}, "a run within the program"
     finally:
-        plugins.forget(spec)
+        plugins.unload(spec)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoal.cli.main import main
-from shoal.config.load import File, Loaded, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, resolve
 from shoal.coordinator.durable.journal import journals, path_of
 from shoal.coordinator.durable.records import Reading, head_of
 from shoal.runs.coordinator_setup import prepare
@@ -31,8 +31,8 @@ def old(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def loaded(folder: Path) -> Loaded:
-    return resolve([File(str(folder / "config.yaml"))], [], dialect="shoal", resolved=True)
+def loaded(folder: Path) -> LoadedConfig:
+    return resolve([ConfigFile(str(folder / "config.yaml"))], [], dialect="shoal", resolved=True)
 
 
 @pytest.mark.parametrize("kind", ["async", "syncps", "diloco"])

@@ -12,8 +12,8 @@ import torch
 from shoal.cli.main import main
 from shoal.cli.run_command import _speaks_for_all
 from shoal.config.load import resolve_data
-from shoal.config.path_hints import nothing_at
-from shoal.config.ranks import Place
+from shoal.config.path_hints import missing_path_hint
+from shoal.config.ranks import RankPlace
 from shoal.config.schema.model import HuggingFace
 from shoal.data.hub.dataset import Request, load_splits
 from shoal.data.text.tokenizers.lookup import load_tokenizer
@@ -132,11 +132,11 @@ def test_no_name_leads_out_of_the_folder_of_runs(settings: dict[str, object], tm
 def test_a_mistyped_path_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
-    assert nothing_at("./corpsu") == "there is nothing at ./corpsu (did you mean corpus?)"
-    assert nothing_at("data.jsonl") == "there is nothing at data.jsonl"
-    assert nothing_at("/no/where/else") == "there is nothing at /no/where/else"
-    assert not nothing_at("./corpus")
-    assert not nothing_at("openai/gpt2"), "this may be on the hub"
+    assert missing_path_hint("./corpsu") == "there is nothing at ./corpsu (did you mean corpus?)"
+    assert missing_path_hint("data.jsonl") == "there is nothing at data.jsonl"
+    assert missing_path_hint("/no/where/else") == "there is nothing at /no/where/else"
+    assert not missing_path_hint("./corpus")
+    assert not missing_path_hint("openai/gpt2"), "this may be on the hub"
 
 
 def test_a_mistyped_model_data_set_or_tokenizer_says_so() -> None:
@@ -154,13 +154,15 @@ def test_a_mistyped_model_data_set_or_tokenizer_says_so() -> None:
     ("here", "speaks"),
     [
         (None, True),
-        (Place(0, 2, 0, 2), True),
-        (Place(1, 2, 1, 2), False),
-        (Place(0, 2, 0, 2, file="meeting"), False),
+        (RankPlace(0, 2, 0, 2), True),
+        (RankPlace(1, 2, 1, 2), False),
+        (RankPlace(0, 2, 0, 2, file="meeting"), False),
     ],
 )
-def test_one_process_tells_what_is_doubtful_about_the_settings(here: Place | None, speaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.cli.run_command.place", lambda: here)
+def test_one_process_tells_what_is_doubtful_about_the_settings(
+    here: RankPlace | None, speaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.cli.run_command.rank_place", lambda: here)
     assert _speaks_for_all() == speaks
 
 

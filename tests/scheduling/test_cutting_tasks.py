@@ -9,7 +9,7 @@ import torch
 
 from shoal import models
 from shoal.config import Run
-from shoal.config.load import File, resolve
+from shoal.config.load import ConfigFile, resolve
 from shoal.data.interfaces import Info
 from shoal.errors import ShoalError
 from shoal.runs.task_split import Extent, listed_workers, tasks_of
@@ -18,7 +18,7 @@ from shoal.scheduling import memory_estimate
 
 def run_of(folder: Path, text: str) -> Run:
     (folder / "run.yaml").write_text("dialect: shoal\nmodel: {kind: gpt}\nstrategy: {kind: async}\n" + text)
-    loaded = resolve([File(str(folder / "run.yaml"))])
+    loaded = resolve([ConfigFile(str(folder / "run.yaml"))])
     assert loaded.ok, loaded.problems
     return loaded.run
 
@@ -82,7 +82,7 @@ def test_listed_workers_are_told_with_their_place(tmp_path: Path) -> None:
 )
 def test_the_memory_of_training_is_estimated_within_a_factor_of_two_of_what_is_kept(tmp_path: Path, model: str) -> None:
     (tmp_path / "run.yaml").write_text(f"dialect: shoal\nmodel: {model}\ndata: {{sequence_length: 64}}\ntraining: {{batch_size: 8}}\n")
-    run = resolve([File(str(tmp_path / "run.yaml"))]).run
+    run = resolve([ConfigFile(str(tmp_path / "run.yaml"))]).run
     network = models.build(run, Info("text", "text", vocab_size=256))["model"]
     parameters = sum(one.numel() for one in network.parameters())
     own, kept = {one.data_ptr() for one in network.parameters()}, dict[int, int]()

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from shoal.cli.main import main
-from shoal.config.load import File, parse_override, resolve
+from shoal.config.load import ConfigFile, parse_override, resolve
 from shoal.errors import ShoalError
 from shoal.launch.start import address_of_first
 from shoal.runs.trained_model import generate_text, open_run
@@ -160,7 +160,7 @@ causal_gpt2: {{hf_model_name: gpt2, num_nodes: 2, num_layers: 12}}
 
 def cluster(folder: Path, server: str, port: int, *overrides: str):
     (folder / "cluster.yaml").write_text(CLUSTER.format(server=server, port=port))
-    return resolve([File(str(folder / "cluster.yaml"))], [parse_override(one) for one in overrides]).run
+    return resolve([ConfigFile(str(folder / "cluster.yaml"))], [parse_override(one) for one in overrides]).run
 
 
 def test_machines_join_where_the_clusters_file_says(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Run
-from shoal.config.load import File, Override, resolve
+from shoal.config.load import ConfigFile, Override, resolve
 from shoal.runs.live_objects import NOTHING, players_of, task_of
 from shoal.simulate import Machine, Report, simulate
 from shoal.simulate import batched_workers as together
@@ -37,7 +37,7 @@ STRATEGIES = {
 
 def run_of(file: str, **settings: str) -> Run:
     common = {"training.batch_size": "4", "training.epochs": "5", "evaluation.strategy": "never"}
-    loaded = resolve([File(file)], [Override(name, value, name) for name, value in (common | settings).items()])
+    loaded = resolve([ConfigFile(file)], [Override(name, value, name) for name, value in (common | settings).items()])
     assert loaded.ok, loaded.problems
     return loaded.run
 

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.cli import plan as plan_command
 from shoal.cli.main import main
-from shoal.config.load import File, Loaded, Override, resolve, resolve_data
+from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve, resolve_data
 from shoal.config.machines import MachineKind, read_machines
 from shoal.config.problems import ConfigError
 from shoal.config.schema.strategy import DiLoCo, Strategy
@@ -31,8 +31,8 @@ def _short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiLoCo, "worth_trying", lambda workers: tuple({"inner_steps": steps} for steps in (1, 10, 50)))
 
 
-def starter(settings: dict[str, Any] | None = None) -> Loaded:
-    return resolve([File("starter")], [Override(path, scalar(value), path) for path, value in (settings or {}).items()])
+def starter(settings: dict[str, Any] | None = None) -> LoadedConfig:
+    return resolve([ConfigFile("starter")], [Override(path, scalar(value), path) for path, value in (settings or {}).items()])
 
 
 def planned(kinds: dict[str, MachineKind], **settings: Any) -> Planned:
@@ -106,17 +106,17 @@ def test_a_plan_is_the_same_again_and_its_file_gives_the_same_run(tmp_path: Path
     assert first[2:] == again[2:]
     file = tmp_path / "plan.yaml"
     file.write_text(brief(first.loaded))
-    loaded = resolve([File(str(file))])
+    loaded = resolve([ConfigFile(str(file))])
     assert loaded.problems == []
     assert loaded.run == first.loaded.run
 
 
 @pytest.mark.parametrize("preset", ["starter", "demo-gpt", "dist-llm-train/lan", "diloco/quick-start"])
 def test_the_brief_form_of_a_run_gives_the_same_run(preset: str, tmp_path: Path) -> None:
-    loaded = resolve([File(preset)])
+    loaded = resolve([ConfigFile(preset)])
     file = tmp_path / "brief.yaml"
     file.write_text(brief(loaded))
-    assert resolve([File(str(file))]).run == loaded.run
+    assert resolve([ConfigFile(str(file))]).run == loaded.run
 
 
 def test_of_those_that_are_about_as_fast_the_one_whose_workers_are_least_apart_is_chosen() -> None:
@@ -157,7 +157,7 @@ def test_a_model_that_fits_only_a_few_machines_leaves_the_others_out_or_takes_a_
 
 def test_what_would_fit_is_said() -> None:
     settings = {"model.kind": "gpt", "model.num_layers": 6, "model.hidden_size": 128, "model.num_heads": 4, "training.batch_size": 32}
-    loaded = resolve([File("demo-gpt")], [Override(path, str(value), path) for path, value in settings.items()])
+    loaded = resolve([ConfigFile("demo-gpt")], [Override(path, str(value), path) for path, value in settings.items()])
     run, found = loaded.run, sketch(loaded.run)
     whole = found.memory(run).gb
     assert not fitting(found, run, {"m": FAST.replace(memory_gb=0.9 * whole)})

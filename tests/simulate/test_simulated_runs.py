@@ -12,7 +12,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.config import Run
-from shoal.config.load import File, Override, resolve
+from shoal.config.load import ConfigFile, Override, resolve
 from shoal.simulate import Machine, Report, listed, simulate, weather_named
 from shoal.simulate.event_queue import Timeline
 from shoal.simulate.links import Cores, Link
@@ -34,7 +34,7 @@ SMALL = {"model.hidden_sizes": "[16]", "training.batch_size": "16", "training.ep
 
 def run_of(**settings: str) -> Run:
     overrides = [Override(name, value, f"{name}={value}") for name, value in (SMALL | settings).items()]
-    loaded = resolve([File("starter")], overrides)
+    loaded = resolve([ConfigFile("starter")], overrides)
     assert loaded.ok, loaded.problems
     return loaded.run
 

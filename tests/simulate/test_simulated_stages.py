@@ -10,7 +10,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.config import Run
-from shoal.config.load import Loaded, resolve_data
+from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.machines import MachineKind
 from shoal.engines.pipeline.split import Layers
 from shoal.errors import ShoalError
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def loaded(**more: Any) -> Loaded:
+def loaded(**more: Any) -> LoadedConfig:
     return resolve_data(SETTINGS | more, name="test", dialect="shoal", environ={})
 
 
@@ -138,7 +138,7 @@ def test_what_fits_nobody_and_not_all_of_them_together_is_said(tmp_path: Path, c
 # --- plans ---------------------------------------------------------------------------------------------------
 
 
-def varied(changed: Any) -> Loaded:
+def varied(changed: Any) -> LoadedConfig:
     data: dict[str, Any] = json.loads(json.dumps(SETTINGS))
     for path, value in changed.items():
         section, _, name = path.partition(".")

@@ -13,7 +13,7 @@ import torch
 from shoal import data
 from shoal.cli.main import main
 from shoal.config import Run
-from shoal.config.load import File, Override, resolve
+from shoal.config.load import ConfigFile, Override, resolve
 from shoal.config.schema.data import Builtin, HubDataset, Images, Mixture, MixturePart, Text, Wikitext
 from shoal.errors import ShoalError
 from shoal.simulate import Machine, simulate
@@ -35,7 +35,7 @@ def large(tmp_path: Path) -> str:
 
 
 def run_of(file: str, **settings: Any) -> Run:
-    return resolve([File(file)], [Override(path, str(value), path) for path, value in settings.items()]).run
+    return resolve([ConfigFile(file)], [Override(path, str(value), path) for path, value in settings.items()]).run
 
 
 def test_billions_of_parameters_are_simulated_without_numbers_and_without_data(large: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.fields import Secret
-from shoal.config.load import Loaded, resolve_data
+from shoal.config.load import LoadedConfig, resolve_data
 from shoal.config.schema.cluster import Postgres
 from shoal.runs.coordinator_setup import Coordinating, prepare
 from shoal.runs.worker_run import Joined, Way
@@ -55,7 +55,7 @@ class School:
         password = Secret(where.password or "")
         return Postgres(host=where.host, port=where.port, database=where.database, user=where.user, password=password)
 
-    def loaded(self, *layers: Mapping[str, Any]) -> Loaded:
+    def loaded(self, *layers: Mapping[str, Any]) -> LoadedConfig:
         settings: dict[str, Any] = {}
         for layer in ({"transport": {"kind": "postgres", "host": self.access.host, "port": self.access.port}}, DIGITS, *layers):
             for section, values in layer.items():

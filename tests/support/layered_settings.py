@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.config.load import Loaded, resolve_data
+from shoal.config.load import LoadedConfig, resolve_data
 
 
-def loaded(settings: Mapping[str, Any]) -> Loaded:
+def loaded(settings: Mapping[str, Any]) -> LoadedConfig:
     found = resolve_data(settings, name="test", dialect="shoal", environ={})
     assert found.ok, found.problems
     return found

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal.config import Run
 from shoal.config.load import resolve_data
-from shoal.config.ranks import Place, environment_of, place
+from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.config.schema.serving import Decoding
 from shoal.data import load_tokenizer
 from shoal.engines import Engine, SingleEngine, World, build, choose_device, enter
@@ -62,8 +62,8 @@ def together(name: str, count: int, *arguments: str, device: str = "cpu") -> lis
         logs = [result.with_suffix(".log") for result in results]
         processes = []
         for rank in range(count):
-            here = Place(rank, count, rank, count, file=f"{folder}/meeting")
-            environ = os.environ | environment_of(here) | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device, "SHOAL_TEST_DEVICE": device}
+            here = RankPlace(rank, count, rank, count, file=f"{folder}/meeting")
+            environ = os.environ | rank_environment(here) | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device, "SHOAL_TEST_DEVICE": device}
             command = [__file__, str(results[rank]), name, *arguments]
             with logs[rank].open("wb") as log:
                 processes.append(forkserver.start(command, env=environ, stdout=log, stderr=log, loads=LOADS if device == "cpu" else ()))
@@ -506,7 +506,7 @@ def pipelines(world: World, folder: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    here = place()
+    here = rank_place()
     assert here is not None
     world = enter(here, choose_device(DEVICE, here.local_rank))
     found = globals()[sys.argv[2]](world, *sys.argv[3:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -37,15 +38,29 @@ def test_several_may_prepare_a_database_at_once(postgres: PostgresProcess) -> No
 
 @pytest.mark.parametrize(
     ("change", "advice"),
-    [("DELETE FROM shoal.migrations WHERE version > 1", "older"), ("INSERT INTO shoal.migrations VALUES (99)", "newer")],
+    [("UPDATE shoal.migrations SET version = 0", "older"), ("INSERT INTO shoal.migrations VALUES (99)", "newer")],
 )
-def test_another_version_is_told(database: Database, change: str, advice: str) -> None:
+def test_a_database_of_another_version_is_refused(database: Database, change: str, advice: str) -> None:
     with database.connect() as connection:
         connection.execute(change.encode())
         with pytest.raises(ShoalError, match=advice):
             schema.check(connection)
     with pytest.raises(ShoalError, match=advice):
         PostgresServer(database.conninfo(), max_frame_bytes=1000)
+
+
+def test_a_database_of_a_newer_version_is_not_changed(database: Database) -> None:
+    with database.connect() as connection:
+        connection.execute("INSERT INTO shoal.migrations VALUES (10)")
+        with pytest.raises(ShoalError, match=r"schema 10, here 1\).*shoal db reset"):
+            schema.init(connection)
+        schema.reset(connection)
+        schema.check(connection)
+
+
+def test_each_function_is_defined_once() -> None:
+    names = re.findall(r"^CREATE (?:OR REPLACE )?FUNCTION shoal\.(\w+)", "".join(one.text for one in schema.migrations()), re.MULTILINE)
+    assert len(names) == len(set(names)) > 50
 
 
 def test_migrations_are_numbered_without_gaps() -> None:

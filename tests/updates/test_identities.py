@@ -1,10 +1,10 @@
-"""Ed25519 in plain Python: the test vectors of RFC 8032, and what is no signature."""
+"""Ed25519: the test vectors of RFC 8032, and signatures that must be refused."""
 
 from __future__ import annotations
 
 import pytest
 
-from shoal.protocol.identities import Identity, is_proved, is_signed, public_of, sign
+from shoal.protocol.identities import Identity, is_proved, is_signed, public_key, sign
 
 VECTORS = [
     (
@@ -31,7 +31,7 @@ ORDER = 2**252 + 27742317777372353535851937790883648493
 
 @pytest.mark.parametrize(("secret", "public", "text", "signature"), [tuple(map(bytes.fromhex, vector)) for vector in VECTORS])
 def test_the_vectors_of_the_standard(secret: bytes, public: bytes, text: bytes, signature: bytes) -> None:
-    assert public_of(secret) == public
+    assert public_key(secret) == public
     assert sign(secret, text) == signature
     assert is_signed(public, text, signature)
     assert not is_signed(public, text + b".", signature)
@@ -41,7 +41,16 @@ def test_the_vectors_of_the_standard(secret: bytes, public: bytes, text: bytes, 
 
 
 def test_keys_that_fit_what_nobody_signed_are_refused() -> None:
-    for key in (b"\1" + bytes(31), bytes(32), b"\xec" + b"\xff" * 30 + b"\x7f", b"\xff" * 32, b"short"):
+    order_8 = bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05")
+    for key in (
+        b"\1" + bytes(31),
+        bytes(32),
+        b"\xec" + b"\xff" * 30 + b"\x7f",
+        b"\xff" * 32,
+        b"short",
+        order_8,
+        b"\1" + bytes(30) + b"\x80",
+    ):
         assert not is_signed(key, b"text", b"\1" + bytes(63))
 
 

@@ -23,24 +23,24 @@ _LONGEST_LINE = 10_000
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser("shoal audit", description="Check that nothing a coordinator confirmed was lost, or counted twice.")
-    made.add_argument("run", metavar="RUN", help="the run's folder, on the machine that coordinated it")
-    made.add_argument(
+    parser = argparse.ArgumentParser("shoal audit", description="Check that nothing a coordinator confirmed was lost, or counted twice.")
+    parser.add_argument("run", metavar="RUN", help="the run's folder, on the machine that coordinated it")
+    parser.add_argument(
         "--receipts",
         action="append",
         default=[],
         metavar="PATH",
         help="receipts of workers elsewhere: a file or a folder (may be repeated)",
     )
-    made.add_argument("--relay", action="append", default=[], metavar="DIR", help="the folder of a relay of this run (may be repeated)")
-    made.add_argument(
+    parser.add_argument("--relay", action="append", default=[], metavar="DIR", help="the folder of a relay of this run (may be repeated)")
+    parser.add_argument(
         "--regenerate",
         type=int,
         default=0,
         metavar="N",
         help="make the answers of N units again, with the weights of the run's checkpoints (strategy rollouts)",
     )
-    arguments = made.parse_args(argv)
+    arguments = parser.parse_args(argv)
     folder = Path(arguments.run)
     settings = _settings(folder)
     claims = [path for given in arguments.receipts for path in _receipts(Path(given))]
@@ -59,10 +59,10 @@ def _made_again(folder: Path, settings: Any, most: int) -> list[str]:
 
     found: list[str] = []
     evidence, _ = _from_files(folder, settings, [], [], found)
-    made = regenerate(folder, (line for _, line in evidence.ledger), most)
-    for line in made.told():
+    regenerated = regenerate(folder, (line for _, line in evidence.ledger), most)
+    for line in regenerated.told():
         print(line)
-    return made.violations()
+    return regenerated.violations()
 
 
 def _across(folder: Path, settings: Any, relay: Path) -> list[str]:
@@ -113,10 +113,10 @@ def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path]
 
 
 def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[Evidence, bool]:
-    from shoal.cli.db import connected, place_of
-    from shoal.cli.options import parse, parser
+    from shoal.cli.db import connected, database_location
+    from shoal.cli.options import make_parser, parse
 
-    with place_of(*parse(parser("audit", ""), [str(folder)])) as place, connected(place.access) as connection:
+    with database_location(*parse(make_parser("audit", ""), [str(folder)])) as place, connected(place.access) as connection:
         from shoal.coordinator.audit.files import gather_from, gather_receipts
         from shoal.transports.postgres.queries import damage, look, trail
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.demo_scenes import SCENES, Happening, Scene, require
+from shoal.cli.demo_scenes import SCENES, DemoEvent, Scene, require
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -35,17 +35,19 @@ What it writes is in {folder}
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "shoal demo",
         description="Train together on built-in data while machines come, go and die, and prove that nothing was lost. Without a name: "
         "three workers and a table of digits.",
     )
-    made.add_argument("scene", nargs="?", default="", choices=_names(), metavar="SCENE", help=f"one of {', '.join(filter(None, _names()))}")
-    made.add_argument("--run-dir", metavar="DIR", help="where the runs go (default: a temporary folder)")
-    made.add_argument("--seconds", type=float, help=f"how long to train (default: {SECONDS:.0f}; volunteers: 45)")
-    arguments = made.parse_args(argv)
+    parser.add_argument(
+        "scene", nargs="?", default="", choices=_names(), metavar="SCENE", help=f"one of {', '.join(filter(None, _names()))}"
+    )
+    parser.add_argument("--run-dir", metavar="DIR", help="where the runs go (default: a temporary folder)")
+    parser.add_argument("--seconds", type=float, help=f"how long to train (default: {SECONDS:.0f}; volunteers: 45)")
+    arguments = parser.parse_args(argv)
     if arguments.seconds is not None and not 1 <= arguments.seconds <= 3600:
-        made.error("--seconds takes 1 to 3600")
+        parser.error("--seconds takes 1 to 3600")
     folder = Path(arguments.run_dir or tempfile.mkdtemp(prefix="shoal-demo-"))
     if folder.exists() and any(folder.iterdir()):
         raise ShoalError(f"{folder} holds something already: choose another --run-dir")
@@ -126,7 +128,7 @@ def _first_update(stage: Stage) -> None:
         time.sleep(_LOOK_S)
 
 
-def _happen(happening: Happening, scene: Scene, stage: Stage, began: float) -> None:
+def _happen(happening: DemoEvent, scene: Scene, stage: Stage, began: float) -> None:
     _tell_progress(stage.seen(), began)
     _say(began, f"» {happening.story}")
     if happening.what == "kill":
@@ -178,15 +180,15 @@ def _compare(scene: Scene, folder: Path, seen: Seen) -> None:
 
 def _alone(scene: Scene, folder: Path, samples: int) -> int:
     """Train in this process, for some seconds at most; the samples that it learned from."""
-    from shoal.config.load import File, Loaded, Override, parse_override, resolve
+    from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override, resolve
     from shoal.launch.start import Asked, plan, started
 
     overrides = [parse_override(text) for text in (*scene.settings, "strategy.kind=local", "evaluation.strategy=never")]
-    files = [File(name) for name in scene.files]
+    files = [ConfigFile(name) for name in scene.files]
     batch = resolve(files, overrides, environ={}).run.training.batch_size or 1
     overrides.append(parse_override(f"training.max_steps={max(1, samples // batch)}"))
 
-    def load(more: Sequence[Override]) -> Loaded:
+    def load(more: Sequence[Override]) -> LoadedConfig:
         return resolve(files, [*overrides, *more], environ={})
 
     with started(plan(load, Asked(str(folder))), []) as ready:

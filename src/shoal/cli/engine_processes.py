@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.main import report
 from shoal.config import Run
-from shoal.config.ranks import Place
+from shoal.config.ranks import RankPlace
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _tell(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def as_rank(here: Place, work: Callable[[], int], watch: bool) -> int:
+def as_rank(here: RankPlace, work: Callable[[], int], watch: bool) -> int:
     """Do the work of one process among several. One that fails ends at once: cleaning up would wait for others that are gone.
 
     `watch`: end with the process that started this one.

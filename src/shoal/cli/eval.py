@@ -21,11 +21,11 @@ class Verdict(NamedTuple):
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser("shoal eval", description="Judge a run's newest checkpoint on its held-out data.")
-    made.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
-    made.add_argument("--format", choices=("text", "json"), default="text")
-    add_plugin_option(made)
-    arguments = made.parse_args(argv)
+    parser = argparse.ArgumentParser("shoal eval", description="Judge a run's newest checkpoint on its held-out data.")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or one of its checkpoints")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    add_plugin_option(parser)
+    arguments = parser.parse_args(argv)
     load_plugins(arguments)
 
     verdict = judged(arguments.run)

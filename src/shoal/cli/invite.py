@@ -16,16 +16,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "shoal invite",
         description="Print the line with which one person's workers join a run. The coordinator may be running; the same name again "
         "prints the same line, with another number of workers where one is given.",
     )
-    made.add_argument("name", help="whom to invite")
-    made.add_argument("--run", required=True, metavar="DIR", help="the run's folder, or its coordinator's (coordinator.state_path)")
-    made.add_argument("--withdraw", action="store_true", help="take the invitation back: their workers are told, and let in no longer")
-    made.add_argument("--workers", type=int, default=4, metavar="N", help="workers that may be there at a time (default: 4)")
-    arguments = made.parse_args(argv)
+    parser.add_argument("name", help="whom to invite")
+    parser.add_argument("--run", required=True, metavar="DIR", help="the run's folder, or its coordinator's (coordinator.state_path)")
+    parser.add_argument("--withdraw", action="store_true", help="take the invitation back: their workers are told, and let in no longer")
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="workers that may be there at a time (default: 4)")
+    arguments = parser.parse_args(argv)
     if not _NAME.fullmatch(arguments.name):
         raise ShoalError(f"`{arguments.name}` is no name for a guest: letters, digits, `.`, `_` and `-`, 64 at most")
     if arguments.workers < 1:

@@ -14,16 +14,17 @@ import tempfile
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from shoal.cli.engine_processes import as_rank, ignore_signals, island
 from shoal.cli.options import add_plugin_option, load_plugins
-from shoal.cli.output import download, tell
+from shoal.cli.output import download, print_log
 from shoal.config.environment import database_password, join_token
-from shoal.config.load import File, parse_override, resolve
-from shoal.config.ranks import of_several, place
+from shoal.config.load import ConfigFile, parse_override, resolve
+from shoal.config.ranks import rank_place, uses_several_processes
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.runs.invitation import Invitation
@@ -33,7 +34,7 @@ from shoal.transports.database_address import access_of, is_address
 from shoal.transports.database_address import parse as parse_address
 
 if TYPE_CHECKING:
-    from shoal.config.ranks import Place
+    from shoal.config.ranks import RankPlace
     from shoal.launch import Crew
     from shoal.runs.worker_run import Joined, Way
     from shoal.transports.netem import Proxy
@@ -49,7 +50,7 @@ def run(argv: list[str]) -> int:
     load_plugins(arguments)
     if arguments.node:
         return _hold_layers(arguments)
-    here = place()
+    here = rank_place()
     if here is None:
         return _take_part(arguments, argv)
     work = (lambda: _follow(arguments, here)) if here.rank else (lambda: _take_part(arguments, argv))
@@ -57,39 +58,39 @@ def run(argv: list[str]) -> int:
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "shoal join",
         description="Work for a coordinator, on this machine.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("address", nargs="?", metavar="ADDRESS", help="tcp://HOST:PORT or postgresql://…, as `shoal coordinate` printed it")
-    made.add_argument("--token", help="the join token; better than here: in SHOAL_TOKEN, in a file, or typed when it is asked for")
-    made.add_argument("--token-file", metavar="FILE", help="a file with the join token, which other users of this machine cannot read")
-    made.add_argument("--key", help="the coordinator's public key; none for a coordinator on this machine alone")
-    made.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
-    made.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
-    add_plugin_option(made)
-    made.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
-    made.add_argument("--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: its optimizer)")
-    made.add_argument(
+    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="tcp://HOST:PORT or postgresql://…, as `shoal coordinate` printed it")
+    parser.add_argument("--token", help="the join token; better than here: in SHOAL_TOKEN, in a file, or typed when it is asked for")
+    parser.add_argument("--token-file", metavar="FILE", help="a file with the join token, which other users of this machine cannot read")
+    parser.add_argument("--key", help="the coordinator's public key; none for a coordinator on this machine alone")
+    parser.add_argument("--name", help="this worker's name (default: the coordinator gives it one)")
+    parser.add_argument("--set", "--override", dest="settings", action="append", default=[], metavar="PATH=VALUE")
+    add_plugin_option(parser)
+    parser.add_argument("--receipts", metavar="FILE", help="write down what the coordinator confirmed, for `shoal audit`")
+    parser.add_argument("--state", metavar="DIR", help="keep what this worker needs to go on after a break (diloco: its optimizer)")
+    parser.add_argument(
         "--netem", metavar="WEATHER", help="as if the network were: good, cellular, satellite, degraded, brownout, or a rate: 50mbit"
     )
-    made.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
-    made.add_argument(
+    parser.add_argument("--slowdown", type=float, default=1.0, metavar="FACTOR", help="as if this machine were so many times slower")
+    parser.add_argument(
         "--patience",
         type=float,
         default=600.0,
         metavar="SECONDS",
         help="how long to wait for a coordinator that is gone, or not there yet (default: 600)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--factory", action="append", default=[], metavar="MODULE:FUNCTION", help="call this function where the run asks for it"
     )
-    made.add_argument("--node", action="store_true", help="hold layers of a model that `shoal serve` serves")
-    made.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
-    return made.parse_args(argv)
+    parser.add_argument("--node", action="store_true", help="hold layers of a model that `shoal serve` serves")
+    parser.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
 
 
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
@@ -100,30 +101,30 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     from shoal.worker.session import Left
 
     invitation, crew = _invitation(arguments)
-    working: list[Leaver] = []
-    _leave_when_asked(arguments.stdin, working)
+    stops: list[Callable[[], None]] = []
+    _leave_when_asked(arguments.stdin, stops)
     if crew is not None:
-        return _lead(crew, arguments, argv, invitation, working)
+        return _lead(crew, arguments, argv, invitation, stops)
     weather, reached = None, invitation
     if arguments.netem:
         weather, address = _through_weather(invitation.address, arguments.netem, arguments.name or "")
         reached = invitation._replace(address=address)
     try:
         try:
-            joined = Joined(_way(arguments, reached), tell)
+            joined = Joined(_way(arguments, reached), print_log)
         except Left as refusal:
             if refusal.reason != STAGES:
                 raise
-            return _attend(arguments, reached, working)
+            return _attend(arguments, reached, stops)
         check_trust(joined, arguments.factory)
         here = place_in(joined.run)
-        if here is None and of_several(joined.run):
+        if here is None and uses_several_processes(joined.run):
             joined.leave()
-            arguments.name, crew = joined.name, Crew.of(joined.run, "join", tell)
+            arguments.name, crew = joined.name, Crew.of(joined.run, "join", print_log)
             assert crew is not None
-            return _lead(crew, arguments, argv, invitation._replace(identity=joined.protocol.identity.secret), working)
-        working.append(joined)
-        tell(f"joined as {joined.name}")
+            return _lead(crew, arguments, argv, invitation._replace(identity=joined.protocol.identity.secret), stops)
+        stops.append(joined.stop)
+        print_log(f"joined as {joined.name}")
         joined.prepare(download, here)
         joined.work()
         print(f"{joined.name}: {joined.summary()}", flush=True)
@@ -134,14 +135,14 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def _attend(arguments: argparse.Namespace, invitation: Invitation, working: list[Leaver]) -> int:
+def _attend(arguments: argparse.Namespace, invitation: Invitation, stops: list[Callable[[], None]]) -> int:
     """Have a stage of a model that is too large for one machine."""
     from shoal.launch.pipeline_rendezvous import Attending
 
     overrides = [parse_override(text) for text in arguments.settings]
     machine = Attending(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)
-    working.append(machine)
-    return machine.work(tell)
+    stops.append(machine.stop)
+    return machine.work(print_log)
 
 
 def _hold_layers(arguments: argparse.Namespace) -> int:
@@ -154,9 +155,9 @@ def _hold_layers(arguments: argparse.Namespace) -> int:
         arguments.name,
         slowdown=arguments.slowdown,
         patience_s=arguments.patience,
-        tell=tell,
+        tell=print_log,
     )
-    _leave_when_asked(arguments.stdin, [node])
+    _leave_when_asked(arguments.stdin, [node.stop])
     node.work()
     return 0
 
@@ -173,18 +174,20 @@ def check_trust(joined: Joined, trusted: list[str]) -> None:
         raise problem
 
 
-def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, working: list[Leaver]) -> int:
+def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]) -> int:
     """Start the processes of a worker and look after them. What they keep of themselves outlives them, here or where it was told to."""
     from shoal.runs.worker_run import say_gone
 
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
         kept = [] if arguments.state else ["--state", folder]
-        started = island(crew, arguments.name, [*argv, *kept], invitation._asdict(), tell, lambda: say_gone(_way(arguments, invitation)))
-        working.append(started)
+        started = island(
+            crew, arguments.name, [*argv, *kept], invitation._asdict(), print_log, lambda: say_gone(_way(arguments, invitation))
+        )
+        stops.append(started.stop)
         return started.run()
 
 
-def _follow(arguments: argparse.Namespace, here: Place) -> int:
+def _follow(arguments: argparse.Namespace, here: RankPlace) -> int:
     """Work as one of several processes, of which the first has joined and decides when to stop."""
     from shoal.runs.worker_run import follow
 
@@ -255,7 +258,7 @@ def _asked_for(what: str) -> str | None:
 
 def _configured(file: str) -> str:
     """The database that a configuration names."""
-    settings = resolve([File(file)], []).run.transport
+    settings = resolve([ConfigFile(file)], []).run.transport
     if not isinstance(settings, Postgres) or settings.host == "embedded":
         raise ShoalError(f"{file} names no database to join through: `shoal coordinate` prints the command for its workers")
     return access_of(settings).address
@@ -276,29 +279,25 @@ def _through_weather(address: str, name: str, worker: str) -> tuple[Proxy, str]:
     return weather, access._replace(host=reached.host, port=reached.port).address
 
 
-class Leaver(Protocol):
-    """Who works here, and can be asked to stop."""
-
-    def stop(self) -> None: ...
-
-
-def _leave_when_asked(with_parent: bool, working: list[Leaver]) -> None:
-    """Stop on a signal, at once on a second one; `with_parent`: also when whoever started this worker is gone."""
+def _leave_when_asked(with_parent: bool, stops: list[Callable[[], None]]) -> None:
+    """Call `stops` on a signal, and exit at once on a second one; `with_parent`: also when the process that started this one ends."""
     asked = [0]
 
     def stop(number: int, frame: FrameType | None) -> None:
         asked[0] += 1
-        if asked[0] > 1 or not working:
+        if asked[0] > 1 or not stops:
             os._exit(130)
-        # By another thread: this one may be in the middle of writing to the very stream, and Python refuses to begin again within that
-        threading.Thread(target=tell, args=("leaving after this step; once more to leave at once",), name="leaving", daemon=True).start()
-        for one in working:
-            one.stop()
+        # From another thread: this one may be inside a write to the same stream, which Python does not allow to nest
+        threading.Thread(
+            target=print_log, args=("leaving after this step; once more to leave at once",), name="leaving", daemon=True
+        ).start()
+        for stop_work in stops:
+            stop_work()
 
     def watch() -> None:
         sys.stdin.read()
-        for one in working:
-            one.stop()
+        for stop_work in stops:
+            stop_work()
             time.sleep(5.0)
         os._exit(0)
 

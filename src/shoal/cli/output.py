@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shoal.transports.database_address import Access
 
 
-def tell(text: str) -> None:
+def print_log(text: str) -> None:
     """One line of a worker, with the time."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 

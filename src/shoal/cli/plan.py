@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.options import load, parse, parser, require
+from shoal.cli.options import load, make_parser, parse, require
 from shoal.config import Run
-from shoal.config.load import Loaded, Override
+from shoal.config.load import LoadedConfig, Override
 from shoal.config.machines import MachineKind, read_machines
 from shoal.config.show import brief, scalar
 from shoal.errors import ShoalError
@@ -25,9 +25,13 @@ _SHOWN = 12
 
 
 def run(argv: list[str]) -> int:
-    made = parser("plan", "Find the strategy, codec, quorum and batch that suit a model and your machines, by simulating candidates.")
-    made.add_argument("--machines", metavar="FILE", help="YAML: names of machines, with memory_gb, steps_per_s or flops, bandwidth_mbps …")
-    made.add_argument(
+    parser = make_parser(
+        "plan", "Find the strategy, codec, quorum and batch that suit a model and your machines, by simulating candidates."
+    )
+    parser.add_argument(
+        "--machines", metavar="FILE", help="YAML: names of machines, with memory_gb, steps_per_s or flops, bandwidth_mbps …"
+    )
+    parser.add_argument(
         "--measure",
         nargs="?",
         const="",
@@ -35,11 +39,11 @@ def run(argv: list[str]) -> int:
         help="time this machine, and plan for as many like it as the run expects; with the folder of a run: plan for those who joined it, "
         "as fast as they and their links were there",
     )
-    made.add_argument("--samples", type=int, metavar="N", help="samples that the data has, which is then not read")
-    made.add_argument("--out", metavar="FILE", help="write the first choice's configuration into this file")
-    made.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same plan (default: 0)")
-    made.add_argument("--all", action="store_true", help="show every candidate, and those that cannot be run")
-    arguments, overrides = parse(made, argv)
+    parser.add_argument("--samples", type=int, metavar="N", help="samples that the data has, which is then not read")
+    parser.add_argument("--out", metavar="FILE", help="write the first choice's configuration into this file")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same plan (default: 0)")
+    parser.add_argument("--all", action="store_true", help="show every candidate, and those that cannot be run")
+    arguments, overrides = parse(parser, argv)
     if bool(arguments.machines) == (arguments.measure is not None):
         raise ShoalError("say for which machines to plan: --machines FILE, or --measure for machines like this one")
     if arguments.samples is not None and arguments.samples < 1:
@@ -71,7 +75,7 @@ def _planned(found: Sketch, kinds: dict[str, MachineKind], arguments: argparse.N
     from shoal.simulate.meta_model import devices_of, sharing
     from shoal.simulate.planning import plan
 
-    def variant(settings: Mapping[str, Any]) -> Loaded:
+    def variant(settings: Mapping[str, Any]) -> LoadedConfig:
         further = [Override(path, scalar(value), f"--set {path}={scalar(value)}") for path, value in settings.items()]
         return load(arguments, [*overrides, *further])
 
@@ -216,7 +220,7 @@ def _time(hours: float) -> str:
     return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{3600 * hours:.1f} s"
 
 
-def _write(loaded: Loaded, path: Path) -> None:
+def _write(loaded: LoadedConfig, path: Path) -> None:
     try:
         path.write_text(brief(loaded), encoding="utf-8")
     except OSError as error:

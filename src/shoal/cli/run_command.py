@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from shoal.cli.engine_processes import as_rank, gather, ignore_signals, start_ranks
 from shoal.cli.main import report
 from shoal.cli.options import load, slowdowns
-from shoal.cli.output import download, show_invitation, show_outcome, stopping_on_signals, tell
+from shoal.cli.output import download, print_log, show_invitation, show_outcome, stopping_on_signals
 from shoal.config.load import Override
 from shoal.config.problems import ConfigError
-from shoal.config.ranks import place
+from shoal.config.ranks import rank_place
 from shoal.errors import ShoalError
 from shoal.launch.dashboard_process import check_dashboard, dashboard
 from shoal.launch.start import Arguments, Asked, Plan, Way, headline, load_beside, plan, started
@@ -44,7 +44,7 @@ def planned(arguments: argparse.Namespace, overrides: list[Override], asked: Ask
 def _speaks_for_all() -> bool:
     """Whether this process tells what is doubtful about the settings. Of torchrun's the first does; those that Shoal itself started do
     not, since the process that started them has."""
-    here = place()
+    here = rank_place()
     return here is None or (here.rank == 0 and not here.file and not here.apart)
 
 
@@ -76,7 +76,7 @@ def carry_out(made: Plan, argv: list[str], arguments: Arguments = lambda names: 
     if made.way is Way.FOLLOWS:
         assert made.fleet is not None
         ignore_signals()  # what this one starts is asked to stop, too, and it ends with that
-        made.fleet.work(tell)
+        made.fleet.work(print_log)
         return 0
     if made.here is not None:
         return as_rank(made.here, lambda: train(made), watch=bool(made.here.file) or made.here.apart)

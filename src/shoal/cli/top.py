@@ -20,10 +20,10 @@ _EVENTS = 6
 
 
 def run(argv: list[str]) -> int:
-    made = argparse.ArgumentParser("shoal top", description="Show a run with its workers, live, until it ends or you press Ctrl-C.")
-    made.add_argument("run", nargs="?", metavar="RUN", help="a run's folder, or a copy of its owner.json (default: the newest in runs)")
-    made.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to look (default: 1)")
-    arguments = made.parse_args(argv)
+    parser = argparse.ArgumentParser("shoal top", description="Show a run with its workers, live, until it ends or you press Ctrl-C.")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="a run's folder, or a copy of its owner.json (default: the newest in runs)")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to look (default: 1)")
+    arguments = parser.parse_args(argv)
     look, where = _looker([arguments.run] if arguments.run else [])
     if not sys.stdout.isatty():
         raise ShoalError(f"`shoal top` draws on a terminal, and this is none: `shoal status {where}` prints once")

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.options import load, parse, parser, require
+from shoal.cli.options import load, make_parser, parse, require
 from shoal.config.load import Override
 from shoal.errors import ShoalError
 
@@ -27,17 +27,17 @@ _OPEN_S = 600.0
 
 
 def run(argv: list[str]) -> int:
-    made = parser("up", _WHAT)
-    made.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
-    made.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
-    made.add_argument("--workers", type=int, metavar="N", help="how many workers (default: those that the configuration names)")
-    made.add_argument(
+    parser = make_parser("up", _WHAT)
+    parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (default: a new one in output_dir)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --run-dir")
+    parser.add_argument("--workers", type=int, metavar="N", help="how many workers (default: those that the configuration names)")
+    parser.add_argument(
         "--num_nodes", "--num-nodes", type=int, metavar="N", help="how many machines: one worker each, or one engine over all"
     )
-    made.add_argument("--num_gpus", "--num-gpus", metavar="N", help="GPUs of each machine (launch.devices_per_node)")
-    made.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
-    made.add_argument("--foreground", action="store_true", help="stay at the terminal, and end everything with Ctrl-C")
-    arguments, overrides = parse(made, argv)
+    parser.add_argument("--num_gpus", "--num-gpus", metavar="N", help="GPUs of each machine (launch.devices_per_node)")
+    parser.add_argument("--host", action="append", default=[], metavar="ADDRESS", help="listen here only (default: everywhere)")
+    parser.add_argument("--foreground", action="store_true", help="stay at the terminal, and end everything with Ctrl-C")
+    arguments, overrides = parse(parser, argv)
     if arguments.resume and not arguments.run_dir:
         raise ShoalError("--resume: say which run goes on, with --run-dir DIR")
     overrides += _counts(arguments, overrides)

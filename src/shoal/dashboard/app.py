@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import segno
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -22,7 +23,6 @@ from shoal.dashboard.runs import Place, Watch, WatchedRun
 from shoal.errors import ShoalError
 from shoal.runs.monitoring.prometheus import exposition
 from shoal.runs.owner import order, owner_in
-from shoal.serve import qr
 from shoal.web.pages import show_page
 
 _LOOK_EVERY_S = 1.0
@@ -30,6 +30,8 @@ _ALIVE_EVERY_S = 15.0
 """A stream that has nothing new says something so often, so that both sides notice when the other is gone."""
 _MOST_STREAMS = 200
 _LONGEST_ORDER = 1000
+_MOST_QR_ROWS = 97
+"""A code of version 20, for up to 666 bytes."""
 _ORDERS = ("pause", "resume", "stop", "evict", "readmit")
 
 
@@ -101,8 +103,7 @@ class Dashboard:
         """The line that lets a worker in. Whoever only watches does not learn it."""
         found = self.run(number).folder.invitation() if self.shows_invitation else {}
         line = str(found.get("line", ""))
-        square = qr.encode(line) if line else None
-        return JSONResponse({"line": line, "token": found.get("token", ""), "code": _rows(square) if square else []})
+        return JSONResponse({"line": line, "token": found.get("token", ""), "code": qr_rows(line)})
 
     async def metrics(self) -> Response:
         await self._look()
@@ -153,8 +154,15 @@ async def _order_in(request: Request) -> tuple[str, str | None]:
     return action, name
 
 
-def _rows(square: qr.Square) -> list[str]:
-    return ["".join("1" if dark else "0" for dark in row) for row in square]
+def qr_rows(text: str) -> list[str]:
+    """The QR code of a text, a string of 0 and 1 (dark) for each row; empty where the text is empty or too long for a phone to read it."""
+    if not text:
+        return []
+    try:
+        code = segno.make_qr(text, error="m", mode="byte", boost_error=False)
+    except segno.DataOverflowError:
+        return []
+    return ["".join(map(str, row)) for row in code.matrix] if len(code.matrix) <= _MOST_QR_ROWS else []
 
 
 def make_watch_app(watch: Watch, *, shows_invitation: bool, ending: Callable[[], bool] = lambda: False, word: str | None = None) -> FastAPI:

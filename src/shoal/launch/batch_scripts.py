@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from shoal.config import Run
-from shoal.config.ranks import of_several
+from shoal.config.ranks import uses_several_processes
 from shoal.errors import ShoalError
 from shoal.transports.keys import key_text, new_keys, new_token
 
@@ -54,7 +54,7 @@ def _goes_on(folder: Path, config: Path) -> list[str]:
 
 
 def _alone_on_slurm(run: Run, folder: Path, config: Path, nodes: int) -> list[str]:
-    if not of_several(run):
+    if not uses_several_processes(run):
         raise ShoalError("one process on one machine trains (strategy.kind local, engine.kind single): that needs no launcher")
     each = run.launch.devices_per_node or "gpu"
     return [

@@ -17,7 +17,7 @@ _PARTING_S = 5.0
 
 def check_dashboard() -> None:
     """Raises ShoalError where no dashboard can be shown."""
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    missing = [name for name in ("fastapi", "segno", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ShoalError(f"the dashboard needs {' and '.join(missing)}: pip install 'shoal[serve]'")
 

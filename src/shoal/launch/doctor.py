@@ -21,7 +21,7 @@ _LEAST_FREE = 5 << 30
 _OLDEST = 1_700_000_000
 """No clock is right that shows a time before this program was written."""
 _PORTS = {"a coordinator": 65432, "the dashboard": 8650}
-_NOT_TOLD = ("dev", "all", "classroom")
+_NOT_TOLD = ("dev", "all", "class")
 """Extras that repeat others, and the one for who works on Shoal itself."""
 _REQUIREMENT = re.compile(r"""^([A-Za-z0-9._-]+).*;.*extra\s*==\s*['"]([\w-]+)['"]""")
 

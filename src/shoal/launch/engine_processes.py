@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from shoal.config import Run
 from shoal.config.load import Override
-from shoal.config.ranks import Place, environment_of, of_several, place
+from shoal.config.ranks import RankPlace, rank_environment, rank_place, uses_several_processes
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
 from shoal.launch.local import MOST_FAILURES, fair_threads, last_line, pause_s
@@ -58,7 +58,7 @@ class Crew(NamedTuple):
         """
         import torch
 
-        if not of_several(run):
+        if not uses_several_processes(run):
             return None
         nodes, wanted, device = run.launch.nodes or 1, run.launch.devices_per_node or _stages(run), run.training.device
         if nodes > 1:
@@ -83,10 +83,10 @@ def _stages(run: Run) -> int | None:
     return run.cluster.num_workers + 1 if run.engine.kind == "pipeline" and run.alone and run.cluster.num_workers else None
 
 
-def facts_of(run: Run, here: Place | None, workers: int) -> list[Override]:
+def facts_of(run: Run, here: RankPlace | None, workers: int) -> list[Override]:
     """Settings that follow from what was started, where nobody gave them: how long a run is depends on how many take part."""
     given, facts = run.launch.devices_per_node, dict[str, int]()
-    if of_several(run) and given is None:
+    if uses_several_processes(run) and given is None:
         crew = Crew.of(run, "train", lambda text: None, max(1, workers)) if here is None else None
         facts = {"launch.devices_per_node": here.local_size if here is not None else crew.size if crew is not None else 1}
     if run.engine.kind == "collectives" and here is not None and run.launch.nodes is None:
@@ -94,12 +94,12 @@ def facts_of(run: Run, here: Place | None, workers: int) -> list[Override]:
     return [Override(path, str(value), "--workers" if here is None else "torchrun") for path, value in facts.items()]
 
 
-def place_in(run: Run) -> Place | None:
+def place_in(run: Run) -> RankPlace | None:
     """Which of the engine's processes this is. None: it is alone, or has to start them. Raises ShoalError where the two do not fit."""
-    here = place()
+    here = rank_place()
     if here is None:
         return None
-    if not of_several(run):
+    if not uses_several_processes(run):
         if here.size > 1:
             raise ShoalError(f"torchrun started {here.size} processes, and the engine single is one: set engine.kind to one of several")
         return None
@@ -136,8 +136,8 @@ class LocalRanks:
                 self._end()
 
     def _start(self, rank: int, folder: Path) -> forkserver.Process:
-        here = Place(rank, self.count, rank, self.count, file=str(folder / "meeting"))
-        environ = dict(os.environ) | environment_of(here) | ({"DS_ACCELERATOR": "cpu"} if self.on_cpu else {})
+        here = RankPlace(rank, self.count, rank, self.count, file=str(folder / "meeting"))
+        environ = dict(os.environ) | rank_environment(here) | ({"DS_ACCELERATOR": "cpu"} if self.on_cpu else {})
         if "OMP_NUM_THREADS" not in environ:
             environ |= {"OMP_NUM_THREADS": str(fair_threads(self.count)), "OMP_WAIT_POLICY": "PASSIVE"}
         command = ["-m", "shoal", *self.arguments]

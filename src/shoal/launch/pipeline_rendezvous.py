@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from shoal.config import Run
 from shoal.config.load import Override
 from shoal.config.plugins import needed_by
-from shoal.config.ranks import Place, environment_of
+from shoal.config.ranks import RankPlace, rank_environment
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
 from shoal.launch.engine_processes import LOST
@@ -233,14 +233,14 @@ class Host:
         self.tell(f"{gathering.size} stages begin: {', '.join(names[instance] for instance in order)}")
         self.port = free_port("0.0.0.0") or 0
         here = self._place("127.0.0.1")
-        environ = dict(os.environ) | environment_of(here) | {"TORCHELASTIC_RESTART_COUNT": str(gathering.start - 1)}
+        environ = dict(os.environ) | rank_environment(here) | {"TORCHELASTIC_RESTART_COUNT": str(gathering.start - 1)}
         environ |= _speaking_at(parse(self.invitation.address).host)
         self.process = forkserver.start(["-m", "shoal", "train", *self.arguments], env=environ, start_new_session=True)
 
-    def _place(self, address: str) -> Place:
+    def _place(self, address: str) -> RankPlace:
         """This machine's own."""
         group, stage = f"{self.group}-{self.gathering.start}", self.gathering.stages[HERE]
-        return Place(0, self.gathering.size, 0, 1, address=address, port=self.port, group=group, apart=True, stage=stage)
+        return RankPlace(0, self.gathering.size, 0, 1, address=address, port=self.port, group=group, apart=True, stage=stage)
 
     def _show_who_waits(self) -> None:
         names = [one.name for one in self.gathering.present(time.monotonic())]
@@ -401,8 +401,8 @@ class Attending:
         host = parse(self.invitation.address).host
         group = f"{place['group']}-{place['start']}"
         where = {"address": host, "port": place["port"], "group": group}
-        here = Place(place["rank"], place["size"], 0, 1, **where, apart=True, stage=place["stage"])
-        environ = dict(os.environ) | environment_of(here) | _speaking_at(host)
+        here = RankPlace(place["rank"], place["size"], 0, 1, **where, apart=True, stage=place["stage"])
+        environ = dict(os.environ) | rank_environment(here) | _speaking_at(host)
         with (folder / "log").open("wb") as log:
             command = ["-m", "shoal", "train", "--resume", "--run-dir", str(folder), *settings]
             self.process = forkserver.start(command, env=environ, stdout=log, stderr=log, start_new_session=True)

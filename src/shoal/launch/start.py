@@ -13,13 +13,12 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal.config.derived_values import OWN
+from shoal.config.derived_values import USER_KINDS
 from shoal.config.dialects import in_words_of
-from shoal.config.former import was_a_transport
-from shoal.config.load import Loaded, Override
-from shoal.config.missing_packages import refusals
+from shoal.config.load import LoadedConfig, Override
+from shoal.config.missing_packages import package_problems
 from shoal.config.problems import ConfigError
-from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, Place, of_several, place
+from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, RankPlace, rank_place, uses_several_processes
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from shoal.runs.training.loop import Loop
     from shoal.runs.worker_run import Joined
 
-Load = Callable[[Sequence[Override]], Loaded]
+Load = Callable[[Sequence[Override]], LoadedConfig]
 """Resolves the configuration with some more settings on top."""
 Arguments = Callable[[Sequence[str]], Mapping[str, Sequence[str]]]
 """Gives each worker, by its name, further arguments of `shoal join`."""
@@ -89,9 +88,9 @@ class Plan(NamedTuple):
     """Who takes part in a run, and what this process does in it."""
 
     way: Way
-    loaded: Loaded
+    loaded: LoadedConfig
     asked: Asked
-    here: Place | None = None
+    here: RankPlace | None = None
     """Which of an engine's processes this one is."""
     workers: int = 0
     """Workers that are started on this machine; 0 for a run that goes on: as many as it was begun for."""
@@ -144,10 +143,7 @@ def plan(load: Load, asked: Asked) -> Plan:
         more.append(Override("transport.kind", "in-process", f"{asked.live[0]}=…"))
         loaded = _good(load(more))
     wait_quietly()
-    if asked.workers and was_a_transport(loaded.settings):
-        more.append(Override("launch.devices_per_node", str(asked.workers), "--workers"))
-        loaded, asked = _good(load(more)), asked._replace(workers=1)
-    here, count = place(), asked.workers or loaded.run.cluster.num_workers or _otherwise(loaded.run, asked)
+    here, count = rank_place(), asked.workers or loaded.run.cluster.num_workers or _otherwise(loaded.run, asked)
     if facts := facts_of(loaded.run, here, count):
         loaded = _good(load([*more, *facts]))
     if here is not None:
@@ -155,20 +151,20 @@ def plan(load: Load, asked: Asked) -> Plan:
     return Plan(Way.COORDINATES, loaded, asked, workers=_number(loaded.run, asked, count), note=note)
 
 
-def _good(loaded: Loaded) -> Loaded:
+def _good(loaded: LoadedConfig) -> LoadedConfig:
     """Raise ConfigError with everything that the run is refused for."""
-    problems = loaded.problems if not loaded.ok else refusals(loaded)
+    problems = loaded.problems if not loaded.ok else package_problems(loaded)
     if problems:
         raise ConfigError(problems)
     return loaded
 
 
-def _refuse_other_processes(loaded: Loaded, live: tuple[str, ...]) -> None:
+def _refuse_other_processes(loaded: LoadedConfig, live: tuple[str, ...]) -> None:
     """Raise ShoalError where workers are to be processes, which cannot have live objects of this one."""
     run, settings = loaded.run, loaded.settings
     spoken = settings.given("transport.kind") and run.transport.kind != "in-process"
-    asks = "torchrun has started several" if place() else f"transport.kind is {run.transport.kind}" if spoken else ""
-    asks = asks or (f"the engine {run.engine.kind} is several" if of_several(run) else "")
+    asks = "torchrun has started several" if rank_place() else f"transport.kind is {run.transport.kind}" if spoken else ""
+    asks = asks or (f"the engine {run.engine.kind} is several" if uses_several_processes(run) else "")
     if asks:
         raise ShoalError(
             f"{' and '.join(f'{name}=' for name in live)} cannot be handed to other processes, and {asks}. For worker processes name "
@@ -176,16 +172,16 @@ def _refuse_other_processes(loaded: Loaded, live: tuple[str, ...]) -> None:
         )
 
 
-def _local(loaded: Loaded, asked: Asked) -> Plan:
+def _local(loaded: LoadedConfig, asked: Asked) -> Plan:
     here = place_in(loaded.run)
-    if here is None and of_several(loaded.run):
+    if here is None and uses_several_processes(loaded.run):
         if asked.live:
             _refuse_other_processes(loaded, asked.live)
         return Plan(Way.RANKS, loaded, asked)
     return Plan(Way.ALONE, loaded, asked, here)
 
 
-def _staged(load: Load, loaded: Loaded, asked: Asked) -> Plan:
+def _staged(load: Load, loaded: LoadedConfig, asked: Asked) -> Plan:
     """One model over several processes or machines. Workers are its stages; the process that is started, or the server, is the first."""
     run = loaded.run
     if not asked.invite:
@@ -228,7 +224,7 @@ def address_of_first(run: Run, option: str, spelling: Callable[[str], str] = lam
     return (server.server_address,)
 
 
-def _invited(loaded: Loaded, asked: Asked) -> Plan:
+def _invited(loaded: LoadedConfig, asked: Asked) -> Plan:
     run = loaded.run
     if run.alone:
         raise ShoalError("strategy.kind is local, so there is nobody to coordinate: --set strategy.kind=syncps (or edp, async)")
@@ -249,7 +245,7 @@ def _started_by_launcher(run: Run, asked: Asked) -> int:
     return count
 
 
-def _in_fleet(loaded: Loaded, asked: Asked, here: Place) -> Plan:
+def _in_fleet(loaded: LoadedConfig, asked: Asked, here: RankPlace) -> Plan:
     """As one of the processes that torchrun started, each of which is a worker, or one of a worker's."""
     from shoal.launch.torchrun import Fleet
 
@@ -350,7 +346,7 @@ def headline(plan: Plan, loop: Loop | ClusterLoop) -> str:
     if plan.way is Way.COORDINATES:
         return f"{plan.run.strategy.kind}, {rest}"
     where = loop.engine.device if plan.here is None else f"{plan.here.size} × {loop.engine.device.type} ({plan.run.engine.kind})"
-    own = plan.run.model.kind in OWN
+    own = plan.run.model.kind in USER_KINDS
     what = type(loop.engine.task.players["model"]).__name__ if own else f"{plan.run.chosen_task.kind} ({plan.run.model.kind})"
     return f"{what} on {where}, {rest}"
 
@@ -468,7 +464,7 @@ def _staff(
 def _threads(run: Run, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> WorkerThreads:
     from shoal.launch.threads import WorkerThreads
 
-    if of_several(run):
+    if uses_several_processes(run):
         raise ShoalError(f"transport.kind in-process: workers are threads of this process, and the engine {run.engine.kind} is several")
     if any(workers.values()):
         raise ShoalError("transport.kind in-process: --netem and --slowdown are for workers that are processes of their own")

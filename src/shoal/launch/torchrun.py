@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import Run
-from shoal.config.ranks import Place, environment_of, of_several, without_place
+from shoal.config.ranks import RankPlace, rank_environment, uses_several_processes, without_rank_variables
 from shoal.config.schema.cluster import XmlRpc, Zmq
 from shoal.engines import Meeting
 from shoal.errors import ShoalError
@@ -43,7 +43,7 @@ _RUNS = itertools.count()
 class Fleet:
     """This process among all of them."""
 
-    def __init__(self, run: Run, here: Place) -> None:
+    def __init__(self, run: Run, here: RankPlace) -> None:
         self.here, self.run = here, run
         if not isinstance(run.transport, (Zmq, XmlRpc)):
             raise ShoalError(f"transport.kind {run.transport.kind}: the processes of torchrun speak zmq; start others with `shoal join`")
@@ -179,14 +179,14 @@ class Fleet:
 
     def _worker(self, invitation: Invitation, folder: Path) -> LocalWorkers:
         """The worker process of this machine. The processes of an island are not started again here: torchrun starts them all together."""
-        invited, gpus, several = invitation._asdict(), gpus_of(self.run), of_several(self.run)
+        invited, gpus, several = invitation._asdict(), gpus_of(self.run), uses_several_processes(self.run)
         trusted, modules = trusting(self.run)
         environ = dict(modules or os.environ)
         if several:
             here = self.here._replace(rank=self.rank, size=self.per_worker, hosted=True, group=f"{self.start} {self.group}")
-            environ |= environment_of(here)
+            environ |= rank_environment(here)
         else:
-            environ = without_place(environ)
+            environ = without_rank_variables(environ)
             gpus = gpus[self.here.local_rank % len(gpus) :][:1] if gpus else []
         log = f"{self.name}-{self.rank}" if several else self.name
         return LocalWorkers(folder / "workers", invited, {self.name: trusted}, gpus, environ=environ, again=not several, log=log)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shoal.config.fields import Secret, as_data
-from shoal.config.load import File, Loaded, Override, parse_override, resolve, resolve_data
+from shoal.config.load import ConfigFile, LoadedConfig, Override, parse_override, resolve, resolve_data
 from shoal.config.schema import Run
 from shoal.config.show import flat
 from shoal.config.trainer_config import TrainerConfig
@@ -45,7 +45,7 @@ class Brought(NamedTuple):
 # --- the configuration -------------------------------------------------------------------------------
 
 
-def loader_of(config: Config, settings: Sequence[Override]) -> Callable[[Sequence[Override]], Loaded]:
+def loader_of(config: Config, settings: Sequence[Override]) -> Callable[[Sequence[Override]], LoadedConfig]:
     """Resolves the configuration with these settings on top, and some more."""
     if isinstance(config, TrainerConfig):
         return lambda more: config.resolve(overrides=[*settings, *more])
@@ -56,7 +56,7 @@ def loader_of(config: Config, settings: Sequence[Override]) -> Callable[[Sequenc
     several = [config] if isinstance(config, (str, Path)) else config
     if not isinstance(several, (list, tuple)) or not several or not all(isinstance(one, (str, Path)) for one in several):
         raise ArgumentError("config", "a file, a preset, a list of them, a dict of settings, a TrainerConfig or a Run", config)
-    files = [File(str(one)) for one in several]
+    files = [ConfigFile(str(one)) for one in several]
     return lambda more: resolve(files, [*settings, *more])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.config.derived_values import OWN
+from shoal.config.derived_values import USER_KINDS
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import HuggingFace
 from shoal.runs.coordinator_run import ClusterLoop
@@ -67,7 +67,7 @@ def result_of(loop: Loop | ClusterLoop, summary: Mapping[str, Any]) -> Result:
     loop.engine.finish()
     players = loop.engine.task.players
     model = players["model"] if len(players) == 1 else nn.ModuleDict(players)
-    own = loop.run.model.kind in OWN
+    own = loop.run.model.kind in USER_KINDS
     if own and isinstance(model, HuggingFace):  # wrapped, since it learned from text that the settings name
         model = model.inner
     return _made(loop.directory, model.eval(), summary, own)

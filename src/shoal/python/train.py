@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.config.derived_values import OWN
+from shoal.config.derived_values import USER_KINDS
 from shoal.config.plugins import load as load_plugins
 from shoal.errors import ShoalError
 from shoal.launch.start import Asked, Plan, Way, headline, plan, started
@@ -86,15 +86,15 @@ def _check_fit(made: Plan, own: Brought) -> None:
     source = run.data.source.kind if run.data.source is not None else ""
     if made.way is Way.RANKS:
         raise ShoalError(f"the engine {run.engine.kind} is several processes: start this program with torchrun, or use `shoal train`")
-    if source in OWN and run.model.kind not in OWN:
+    if source in USER_KINDS and run.model.kind not in USER_KINDS:
         raise ShoalError(
             f"data= is your own, and a model of kind {run.model.kind} is made for data that settings describe: give model=, too"
         )
-    if run.model.kind in OWN and not settings.given("data.source.kind"):
+    if run.model.kind in USER_KINDS and not settings.given("data.source.kind"):
         raise ShoalError("model= is your own, and nothing says what it learns from: give data=, or name data.source in the configuration")
-    if own.given.eval is not None and source not in OWN and run.chosen_task.needs != "labels":
+    if own.given.eval is not None and source not in USER_KINDS and run.chosen_task.needs != "labels":
         raise ShoalError("eval_data= goes with data=: text that settings describe has held-out text of its own")
-    if run.chosen_task.needs == "tokens" and run.model.kind in OWN and not settings.given("data.tokenizer"):
+    if run.chosen_task.needs == "tokens" and run.model.kind in USER_KINDS and not settings.given("data.tokenizer"):
         raise ShoalError("data.tokenizer: name the tokenizer that your model was made for")
 
 

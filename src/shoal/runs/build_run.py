@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal import data, models
 from shoal.config import Run
-from shoal.config.ranks import Place, reading
+from shoal.config.ranks import RankPlace, batch_share
 from shoal.config.schema.model import Moe
 from shoal.engines import Engine, SingleEngine, World, choose_device
 from shoal.engines import build as build_engine
@@ -63,7 +63,7 @@ def assemble(
     progress: Progress | None = None,
     tokenizer_of: Path | None = None,
     length: StepsOf | None = None,
-    here: Place | None = None,
+    here: RankPlace | None = None,
     world: World | None = None,
     given: Given = NOTHING,
     joins: bool = False,
@@ -91,7 +91,7 @@ def assemble(
         return _with_rollouts(run, samples, task, device, length, world)
     if isinstance(task, PolicyGradient):
         task.finder = samples.info.finder
-    part = reading(run, rank, ranks)
+    part = batch_share(run, rank, ranks)
     feed = feed_of(run, samples, part=part)
     steps = run_length.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
     engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps, learns=True)
@@ -113,8 +113,8 @@ def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
     if index is None:
         return run
     assert isinstance(run.model, Moe)
-    reading: Run = run.replace(model=run.model.replace(retrieval=retrieval.replace(index=str(index))))
-    return reading
+    with_index: Run = run.replace(model=run.model.replace(retrieval=retrieval.replace(index=str(index))))
+    return with_index
 
 
 def _with_rollouts(

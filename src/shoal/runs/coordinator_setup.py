@@ -12,7 +12,7 @@ import torch
 
 from shoal import data, strategies
 from shoal.config import Run
-from shoal.config.load import Loaded
+from shoal.config.load import LoadedConfig
 from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
@@ -56,7 +56,7 @@ class Coordinating(NamedTuple):
 
 
 def prepare(
-    loaded: Loaded,
+    loaded: LoadedConfig,
     *,
     run_dir: str | None,
     resume: bool,
@@ -88,7 +88,7 @@ def prepare(
 
 
 def _coordinating(
-    loaded: Loaded,
+    loaded: LoadedConfig,
     home: Home,
     directory: RunDirectory,
     agreed: Agreed,

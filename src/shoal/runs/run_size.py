@@ -9,7 +9,7 @@ import torch
 from shoal import data
 from shoal.config import Run
 from shoal.config.derived_values import quorum
-from shoal.config.ranks import reading
+from shoal.config.ranks import batch_share
 from shoal.config.schema.updates import Bucketing, NearestNeighbours
 from shoal.runs.build_run import feed_of
 from shoal.strategies import Extent
@@ -25,7 +25,7 @@ def needed(run: Run) -> int:
 
 def ranks_of(run: Run) -> int:
     """Processes of a worker that take batches of their own, as far as the settings say. A worker may have others, and counts its own."""
-    return 1 if run.engine.kind == "single" else reading(run, 0, (run.launch.devices_per_node or 1) * (run.launch.nodes or 1))[1]
+    return 1 if run.engine.kind == "single" else batch_share(run, 0, (run.launch.devices_per_node or 1) * (run.launch.nodes or 1))[1]
 
 
 def extent_of(run: Run, samples: data.Data, expected: int) -> Extent:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import Run, plugins
-from shoal.config.load import File, Loaded, Override, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve
 from shoal.config.problems import ConfigError
 from shoal.data import fingerprint
 from shoal.engines import Meeting, choose_device, cuda_graph
@@ -61,7 +61,7 @@ def configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:
     text = header["config"]
     if hashlib.sha256(text.encode()).hexdigest() != header["digest"]:
         raise ShoalError("the configuration was damaged on its way: try again")
-    plugins.expect(header.get("plugins", {}), "this run")
+    plugins.require_same(header.get("plugins", {}), "this run")
     for override in overrides:
         if not override.path.startswith(OWN_SETTINGS):
             raise ShoalError(f"`{override.path}` is the run's to set, not a worker's; a worker may set {', '.join(OWN_SETTINGS)}")
@@ -71,12 +71,12 @@ def configuration(header: dict[str, Any], overrides: Sequence[Override]) -> Run:
     return loaded.run
 
 
-def settings_of(header: dict[str, Any], overrides: Sequence[Override]) -> Loaded:
+def settings_of(header: dict[str, Any], overrides: Sequence[Override]) -> LoadedConfig:
     """The settings that a coordinator sent, with others on top."""
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(header["config"], encoding="utf-8")
-        return resolve([File(str(path))], list(overrides), dialect="shoal", resolved=True)
+        return resolve([ConfigFile(str(path))], list(overrides), dialect="shoal", resolved=True)
 
 
 def unpack(folder: Path, names: Sequence[str], frames: Frames) -> None:

@@ -18,7 +18,7 @@ import torch
 from shoal import data, strategies
 from shoal.config.environment import state_folder
 from shoal.config.load import Override
-from shoal.config.ranks import Place, reading
+from shoal.config.ranks import RankPlace, batch_share
 from shoal.data.images.transfer import Offer, fetched, is_without_images
 from shoal.engines import Meeting, World
 from shoal.engines.island import Follower, Island
@@ -166,7 +166,7 @@ class Joined:
         feed = strategies.of(self.run, self.welcome.header["shards"]).feed
         return min(interval_s, feed.lease_s / 3) if feed.leased else interval_s
 
-    def prepare(self, progress: Progress | None = None, here: Place | None = None, given: Given = NOTHING) -> None:
+    def prepare(self, progress: Progress | None = None, here: RankPlace | None = None, given: Given = NOTHING) -> None:
         """Put together what the work takes. `here`: as the first of several processes, which all get ready with it."""
         try:
             self._fetch_images(progress)
@@ -187,7 +187,7 @@ class Joined:
     def state(self) -> str:
         return self.worker.doing if self.worker else self.doing
 
-    def _worker(self, progress: Progress | None, here: Place | None, given: Given) -> Worker:
+    def _worker(self, progress: Progress | None, here: RankPlace | None, given: Given) -> Worker:
         meeting = self._meet(here) if here is not None else None
         share = Share.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress, given)
         engine: Any = share.parts.engine
@@ -204,13 +204,13 @@ class Joined:
             WorkerPolicies(strategy.feed, strategy.contribution, strategy.pull, strategy.rounds.window, strategy.spans(engine.layouts)),
             self.run.updates,
             accumulation=self.run.training.gradient_accumulation_steps,
-            ranks=1 if meeting is None else reading(self.run, 0, meeting.here.size)[1],
+            ranks=1 if meeting is None else batch_share(self.run, 0, meeting.here.size)[1],
             receipts=Receipts(self.way.receipts),
             keeper=keeper,
             slowdown=self.way.slowdown,
         )
 
-    def _meet(self, here: Place) -> Meeting:
+    def _meet(self, here: RankPlace) -> Meeting:
         """Tell the other processes of this worker what the coordinator said."""
         meeting = Meeting(here)
         words = [json.dumps(self.welcome.header).encode(), *(bytes(frame) for frame in self.welcome.frames)]
@@ -367,7 +367,7 @@ class Share(NamedTuple):
 def part_of(parts: Parts) -> tuple[int, int]:
     """Which part of every batch this process reads, and of how many."""
     crew = parts.engine.crew
-    return reading(parts.run, crew.rank, crew.size)
+    return batch_share(parts.run, crew.rank, crew.size)
 
 
 def pieces_of(parts: Parts, strategy: Policies) -> data.Pieces:
@@ -410,7 +410,7 @@ def _keepsakes(parts: Parts, strategy: Policies, way: Way, name: str, tell: Call
     )
 
 
-def follow(here: Place, way: Way) -> None:
+def follow(here: RankPlace, way: Way) -> None:
     """Work as one of several processes, of which the first speaks with the coordinator."""
     _follow(Meeting(here), way).close()  # when nothing of the model is left
 

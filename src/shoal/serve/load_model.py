@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal import data
-from shoal.config.load import File, Loaded, Override, resolve, resolve_data
+from shoal.config.load import ConfigFile, LoadedConfig, Override, resolve, resolve_data
 from shoal.config.problems import ConfigError
 from shoal.config.schema import Run
 from shoal.config.schema.serving import Serving
@@ -61,7 +61,7 @@ def open_served(targets: Sequence[str], overrides: list[Override], warn: Callabl
     if len(targets) == 1 and (folder / "config.json").is_file():
         run = _checked(resolve_data(_named(target), name=target, dialect="shoal", overrides=overrides))
         return _hugging_face(run, folder.resolve().name, nodes or run.serving.num_nodes or 1)
-    run = _checked(resolve([File(one) for one in targets], overrides))
+    run = _checked(resolve([ConfigFile(one) for one in targets], overrides))
     if run.model.kind != "huggingface":
         raise ShoalError(f"{target} names a model of kind {run.model.kind}, which must be trained first: serve the folder of its run")
     machines = 1 + max(len(run.cluster.workers), run.cluster.num_workers or 0)
@@ -73,7 +73,7 @@ def _named(folder: str) -> dict[str, Any]:
     return {"model": {"kind": "huggingface", "pretrained": folder}}
 
 
-def _checked(loaded: Loaded) -> Run:
+def _checked(loaded: LoadedConfig) -> Run:
     if not loaded.ok:
         raise ConfigError(loaded.problems)
     return loaded.run
@@ -84,7 +84,7 @@ def _run(target: str, overrides: list[Override], warn: Callable[[str], None], no
     model, tokenizer = trained.task.players.get("model"), trained.tokenizer
     if tokenizer is None or model is None:
         raise ShoalError(f"the run at {target} trained a model of kind {trained.run.model.kind}, which does not write text")
-    run = _checked(resolve([File(str(trained.root / "config.yaml"))], overrides, resolved=True))
+    run = _checked(resolve([ConfigFile(str(trained.root / "config.yaml"))], overrides, resolved=True))
     nodes = nodes or run.serving.num_nodes or 1
     folders = [trained.root / "tokenizer", Path(str(getattr(trained.run.model, "pretrained", trained.root)))]
     ends = _ends(model, tokenizer, folders)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 from shoal.config import Run
-from shoal.config.load import Loaded
+from shoal.config.load import LoadedConfig
 from shoal.config.machines import MachineKind
-from shoal.config.missing_packages import refusals
+from shoal.config.missing_packages import package_problems
 from shoal.config.problems import errors
 from shoal.config.ranks import STRATEGY_ALONE
 from shoal.config.rules.rule import CUT_INTO_STAGES
@@ -68,7 +68,7 @@ class StagedPlan(NamedTuple):
     """What such machines would do together."""
 
     candidate: Staged
-    loaded: Loaded
+    loaded: LoadedConfig
     stages: list[Stage]
     step: Step
     samples_per_s: float
@@ -81,7 +81,7 @@ class StagedPlan(NamedTuple):
         return max(stage.memory.gb for stage in self.stages)
 
 
-Variant = Callable[[Mapping[str, Any]], Loaded]
+Variant = Callable[[Mapping[str, Any]], LoadedConfig]
 Chosen = Sequence[tuple[str, MachineKind]]
 
 
@@ -150,7 +150,7 @@ def _settled(found: Sketch, tried: _Tried, variant: Variant) -> StagedPlan:
     candidate = Staged(names, shares, hosts, tried.engine, found.run.training.batch_size or 1)
     loaded = variant(candidate.settings())
     run = loaded.run  # raises ConfigError where the settings do not go together
-    if refused := errors(refusals(loaded, packages="warning")):
+    if refused := errors(package_problems(loaded, packages="warning")):
         raise ShoalError(refused[0].message)
     each = (run.training.batch_size or 1) * run.training.gradient_accumulation_steps
     steps = run_length.alone(run, feed_of(run, found.parts.data).batches_per_epoch, 1)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from shoal.config import Run
-from shoal.config.load import Loaded
+from shoal.config.load import LoadedConfig
 from shoal.config.machines import MachineKind
-from shoal.config.missing_packages import refusals
+from shoal.config.missing_packages import package_problems
 from shoal.config.problems import errors
 from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
@@ -38,7 +38,7 @@ _CONTRIBUTIONS = {"coarse": 120, "fine": 400}
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 
 Settings = Mapping[str, Any]
-Variant = Callable[[Settings], Loaded]
+Variant = Callable[[Settings], LoadedConfig]
 Progress = Callable[[int, int, str], None]
 
 
@@ -71,7 +71,7 @@ class Prediction(NamedTuple):
     """What a candidate would do."""
 
     candidate: Candidate | Staged
-    loaded: Loaded
+    loaded: LoadedConfig
     workers: int
     samples_per_s: float
     bytes_per_sample: float
@@ -179,7 +179,7 @@ class _Planner:
         if len(machines) != workers:
             loaded = self._variant(candidate.settings(len(machines)))
             run = loaded.run
-        if refused := errors(refusals(loaded, packages="warning")):
+        if refused := errors(package_problems(loaded, packages="warning")):
             raise ShoalError(refused[0].message)
         agreed = found.agreed(run, len(machines))
         span_s = _span_s(found, agreed, loaded, machines, contributions)
@@ -247,7 +247,7 @@ def _with_batch(found: Sketch, batch: int) -> Run:
 # --- what a simulation tells --------------------------------------------------------------------------
 
 
-def _span_s(found: Sketch, agreed: Agreed, loaded: Loaded, machines: list[Machine], contributions: int) -> float:
+def _span_s(found: Sketch, agreed: Agreed, loaded: LoadedConfig, machines: list[Machine], contributions: int) -> float:
     """Virtual seconds: some rounds of the slowest machine, fewer where the others send much meanwhile."""
     size, batches = found.parameters, agreed.length.batches_per_contribution
     bits = 8.0 * (codecs.encoded_bytes(loaded.run.updates.codec, size) + 4 * size)

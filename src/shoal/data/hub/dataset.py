@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from shoal.config.path_hints import nothing_at
+from shoal.config.path_hints import missing_path_hint
 from shoal.config.schema.data import HubDataset
 from shoal.data.hub.access import hub_answers, offline, quiet
 from shoal.data.interfaces import Progress
@@ -76,7 +76,7 @@ def open_dataset(source: HubDataset, request: Request, fields: Fields) -> TextPa
 def load_splits(request: Request, configuration: str | None) -> Mapping[str, Any]:
     """All splits of a data set, from a folder or file, else from the hub."""
     path = Path(request.name).expanduser()
-    if missing := nothing_at(request.name):
+    if missing := missing_path_hint(request.name):
         raise ShoalError(f"data.source.name: {missing}")
     try:
         with _no_bars():

@@ -27,7 +27,7 @@ from typing import Any, TextIO
 
 from shoal.config import Run
 from shoal.config.fields import as_data
-from shoal.config.load import File, Loaded, resolve
+from shoal.config.load import ConfigFile, LoadedConfig, resolve
 from shoal.config.show import show, to_yaml
 from shoal.coordinator.durable.lock import Lock, is_held_elsewhere
 from shoal.errors import ShoalError
@@ -117,9 +117,9 @@ class RunDirectory:
 
     def config(self) -> Run:
         """The settings that the run has. Raises ShoalError for those of a version that cannot be read any more."""
-        return resolve([File(str(self.path / "config.yaml"))], dialect="shoal", resolved=True).run
+        return resolve([ConfigFile(str(self.path / "config.yaml"))], dialect="shoal", resolved=True).run
 
-    def write_config(self, loaded: Loaded) -> list[Change]:
+    def write_config(self, loaded: LoadedConfig) -> list[Change]:
         """Write down the settings. Return what they change for a run that goes on, which is written down, too."""
         changed = changes(self.config(), loaded.run) if (self.path / "config.yaml").exists() else []
         if changed:
@@ -134,7 +134,7 @@ class RunDirectory:
         except OSError as error:
             raise ShoalError(f"cannot write {self.path / name}: {error.strerror or error}") from None
 
-    def _write_config(self, loaded: Loaded) -> None:
+    def _write_config(self, loaded: LoadedConfig) -> None:
         self.write("provenance.json", show(loaded, origin=True, style="json"))
         if record := plugin_record.record_of(loaded.run):
             self.write(plugin_record.FILE, record)
@@ -203,7 +203,7 @@ class RunDirectory:
 class SilentDirectory(RunDirectory):
     """The folder of a run that another process writes."""
 
-    def write_config(self, loaded: Loaded) -> list[Change]:
+    def write_config(self, loaded: LoadedConfig) -> list[Change]:
         return []
 
     def record(self, record: dict[str, Any]) -> None:

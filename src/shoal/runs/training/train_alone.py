@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.config import Run
-from shoal.config.load import Loaded
-from shoal.config.ranks import Place
+from shoal.config.load import LoadedConfig
+from shoal.config.ranks import RankPlace
 from shoal.data import kept_fingerprint
 from shoal.engines import World, choose_device, cuda_graph, enter
 from shoal.engines.pipeline.engine import PipelineEngine
@@ -36,13 +36,13 @@ from shoal.runs.training.loop import Loop
 
 
 def prepare(
-    loaded: Loaded,
+    loaded: LoadedConfig,
     *,
     run_dir: str | None,
     resume: bool,
     reporters: list[Reporter],
     progress: Progress | None = None,
-    here: Place | None = None,
+    here: RankPlace | None = None,
     given: Given = NOTHING,
 ) -> Loop:
     """A loop that is ready to train, new or continued. `here`: as one of several processes, which all must get here."""
@@ -81,7 +81,7 @@ def _tell_stages(run: Run, parts: Parts, reporters: list[Reporter]) -> None:
 
 
 def _loop(
-    loaded: Loaded,
+    loaded: LoadedConfig,
     parts: Parts,
     directory: RunDirectory,
     reporters: list[Reporter],
@@ -119,7 +119,7 @@ def _loop(
 Beginning = tuple[RunDirectory | None, Checkpoint | None, Checkpoint | None]
 
 
-def _begin_with(run: Run, run_dir: str | None, resume: bool, here: Place | None, warn: Callable[[str], None]) -> Beginning:
+def _begin_with(run: Run, run_dir: str | None, resume: bool, here: RankPlace | None, warn: Callable[[str], None]) -> Beginning:
     """The run to go on with, its checkpoint, and another run's checkpoint to start from, where there are such."""
     directory, checkpoint = None, None
     if resume or (here is not None and here.restart):

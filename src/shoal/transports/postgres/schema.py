@@ -1,6 +1,6 @@
-"""The schema and who may use it: made, checked, changed and described here.
+"""The schema and who may use it: created, checked, changed and described here.
 
-Migrations are the files of `migrations/`, in the order of their numbers; each is applied once, and never changed after a release.
+A migration is a numbered folder of `migrations/`; its files are applied once, in the order of `_FILES`, and never changed after a release.
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ _SHUT_FUNCTIONS = r"^(pg_(try_)?advisory_.*|pg_(terminate|cancel)_backend|pg_not
 _COORDINATORS_FUNCTIONS = ("pg_advisory_xact_lock(bigint)", "pg_notify(text, text)")
 READERS_TABLES = ("worker_list", "unit_counts", "progress", "metrics", "picture", "facts")
 OLDEST_SERVER = 130000
+_FILES = ("tables.sql", "limits.sql", "students.sql", "leases.sql")
+"""The files of a migration, in an order in which each uses only what was created before it."""
 
 
 class Migration(NamedTuple):
     number: int
-    name: str
     text: str
 
 
 def migrations() -> list[Migration]:
     folder = resources.files("shoal.transports.postgres") / "migrations"
-    found = [(path.name, path.read_text(encoding="utf-8")) for path in folder.iterdir() if re.fullmatch(r"\d{3}_\w+\.sql", path.name)]
-    return [Migration(int(name[:3]), name, text) for name, text in sorted(found)]
+    return [
+        Migration(int(one.name), "".join((one / name).read_text(encoding="utf-8") for name in _FILES if (one / name).is_file()))
+        for one in sorted(folder.iterdir(), key=lambda one: one.name)
+        if re.fullmatch(r"\d{3}", one.name)
+    ]
 
 
 def latest() -> int:
@@ -44,7 +48,8 @@ def latest() -> int:
 
 
 def init(connection: Connection) -> int:
-    """Create the schema, or bring it up to date, and close what is open to everybody; its version. Several may try at once."""
+    """Create the schema, or bring it up to date, and revoke what PostgreSQL grants to every role; returns its version. Safe to call at once
+    from several processes."""
     if connection.info.server_version < OLDEST_SERVER:
         raise ShoalError(f"PostgreSQL {connection.info.server_version // 10000} is too old: Shoal needs 13 or newer")
     with connection.transaction():
@@ -242,7 +247,10 @@ def _exists(connection: Connection) -> bool:
 
 
 def _newer(version: int) -> str:
-    return f"this database was prepared by a newer Shoal (schema {version}, here {latest()}): install that version"
+    return (
+        f"this database was prepared by a newer Shoal (schema {version}, here {latest()}):"
+        " install that version, or delete the run with `shoal db reset`"
+    )
 
 
 def _value(connection: Connection, query: str) -> Any:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from shoal.config.path_hints import nothing_at
+from shoal.config.path_hints import missing_path_hint
 from shoal.data.hub.access import hub_answers, quiet
 from shoal.data.packages import need
 from shoal.data.text.tokenizers.byte_level import ByteTokenizer
@@ -72,7 +72,7 @@ def _own(file: Path) -> Tokenizer:
 
 
 def _from_hub(name: str, token: str | None) -> Tokenizer:
-    if missing := nothing_at(name):
+    if missing := missing_path_hint(name):
         raise ShoalError(f"data.tokenizer: {missing}: expected a tokenizer.json, or a folder with {_FILES}")
     online = hub_answers()
     try:

@@ -1,13 +1,23 @@
--- What a run keeps. Everything is in one schema, so that a database holds one run and `DROP SCHEMA` is a clean end.
--- Tables that only hold what the coordinator can hand out again are UNLOGGED: they are empty after a crash of the server, and it fills them anew.
+-- The tables of a run, its indexes and views. A database holds one run, all of it in the schema `shoal`.
+-- UNLOGGED tables hold only what the coordinator can write again: they are empty after a crash of the server, and the coordinator fills them anew.
 
+-- --- roles and the coordinator ------------------------------------------------------------------------------
+
+-- Roles of this server that may use the run. `enrolled_at` and `enrolled_from` are null for a role that the owner granted by hand.
 CREATE TABLE shoal.roles (
     name text PRIMARY KEY,
-    kind text NOT NULL CHECK (kind IN ('student', 'reader', 'coordinator'))
+    kind text NOT NULL CHECK (kind IN ('student', 'reader', 'coordinator', 'class')),
+    enrolled_at timestamptz,
+    enrolled_from text
 );
 
--- The one who may coordinate. `id` is the key: every transaction of a coordinator holds FOR KEY SHARE on it, which signs of life
--- (alive_at) pass and a successor (a new id) waits for.
+-- The functions that a student's role may call. `shoal db init` fills the table.
+CREATE TABLE shoal.student_functions (
+    name text PRIMARY KEY
+);
+
+-- The one process that coordinates. Each of its transactions holds FOR KEY SHARE on `id`: heartbeats (alive_at, beat_at) do not wait for
+-- that lock, and a successor, which writes a new id, does.
 CREATE TABLE shoal.coordinator (
     id uuid PRIMARY KEY,
     only_one boolean NOT NULL DEFAULT true UNIQUE CHECK (only_one),
@@ -15,8 +25,11 @@ CREATE TABLE shoal.coordinator (
     pid integer NOT NULL,
     alive_at timestamptz NOT NULL,
     max_frame_bytes bigint NOT NULL,
-    max_header_bytes bigint NOT NULL
+    max_header_bytes bigint NOT NULL,
+    beat_at timestamptz NOT NULL DEFAULT clock_timestamp()
 ) WITH (fillfactor = 20);
+
+-- --- the run ------------------------------------------------------------------------------------------------
 
 CREATE TABLE shoal.run (
     only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one),
@@ -31,10 +44,17 @@ CREATE TABLE shoal.facts (
     value jsonb NOT NULL
 );
 
--- --- frames ---------------------------------------------------------------------------------------------
+-- The data set in pieces, for workers that do not have it.
+CREATE TABLE shoal.pieces (
+    number integer PRIMARY KEY,
+    data bytea NOT NULL
+);
+ALTER TABLE shoal.pieces ALTER data SET STORAGE EXTERNAL;
 
--- What workers send and what must survive. `uses` counts the rows that hold the blob; the last one to let go deletes it. A part without a
--- blob cannot be committed, so an upload that nobody owns in the end leaves nothing behind.
+-- --- frames -------------------------------------------------------------------------------------------------
+
+-- Frames that workers send, and frames that must survive. `uses` counts the rows that refer to a blob; a blob without any is deleted.
+-- A part cannot be committed without its blob, so an upload that no row refers to in the end leaves nothing behind.
 CREATE TABLE shoal.blobs (
     id uuid PRIMARY KEY,
     bytes bigint NOT NULL,
@@ -49,7 +69,16 @@ CREATE TABLE shoal.parts (
 );
 ALTER TABLE shoal.parts ALTER data SET STORAGE EXTERNAL;
 
--- What the coordinator hands out, each frame once, however many read it.
+-- Bytes that a connection has uploaded in its present transaction. Nothing else bounds a transaction that is never committed.
+CREATE UNLOGGED TABLE shoal.uploads (
+    role text NOT NULL,
+    pid integer NOT NULL,
+    transaction xid8 NOT NULL,
+    bytes bigint NOT NULL,
+    PRIMARY KEY (role, pid)
+) WITH (fillfactor = 50);
+
+-- Frames that the coordinator publishes: each is stored once, however many workers read it.
 CREATE UNLOGGED TABLE shoal.flyers (
     id uuid PRIMARY KEY,
     bytes bigint NOT NULL
@@ -63,7 +92,7 @@ CREATE UNLOGGED TABLE shoal.flyer_parts (
 );
 ALTER TABLE shoal.flyer_parts ALTER data SET STORAGE EXTERNAL;
 
--- --- questions and answers --------------------------------------------------------------------------------
+-- --- requests and replies -----------------------------------------------------------------------------------
 
 CREATE TABLE shoal.requests (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -72,8 +101,10 @@ CREATE TABLE shoal.requests (
     header bytea NOT NULL,
     frames uuid[] NOT NULL,
     too_large text,
-    at timestamptz NOT NULL DEFAULT now()
+    at timestamptz NOT NULL DEFAULT now(),
+    role text NOT NULL DEFAULT session_user
 );
+CREATE INDEX requests_role ON shoal.requests (role);
 
 CREATE UNLOGGED TABLE shoal.replies (
     peer uuid PRIMARY KEY,
@@ -83,8 +114,9 @@ CREATE UNLOGGED TABLE shoal.replies (
     at timestamptz NOT NULL DEFAULT now()
 );
 
--- --- the board of units -----------------------------------------------------------------------------------
+-- --- workers and units --------------------------------------------------------------------------------------
 
+-- `unit_s`: the usual time of the worker for one unit.
 CREATE TABLE shoal.workers (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     name text NOT NULL UNIQUE,
@@ -101,11 +133,14 @@ CREATE TABLE shoal.workers (
     failed bigint NOT NULL DEFAULT 0,
     last_unit bigint,
     last_lease uuid,
-    last_outcome text
+    last_outcome text,
+    role text NOT NULL DEFAULT session_user,
+    unit_s double precision
 ) WITH (fillfactor = 50);
+CREATE INDEX workers_role ON shoal.workers (role);
 
--- The newest row is the one that counts. Rows are added and deleted, never changed: the newest is found at once, however many dead ones
--- a long transaction keeps.
+-- The newest row is the current iteration. Rows are added and deleted, never changed, so the newest is found at once even while a long
+-- transaction keeps many dead rows.
 CREATE TABLE shoal.iterations (
     iteration bigint PRIMARY KEY,
     floor bigint NOT NULL,
@@ -116,8 +151,8 @@ CREATE TABLE shoal.iterations (
 
 CREATE SEQUENCE shoal.places;
 
--- A unit that is pending again takes a new place at the end, so what a worker has passed by does not come to life behind it, and it looks for
--- the next from where it was: the dead rows before that are never walked through.
+-- A unit that is pending again moves to the end of the queue. So a worker continues its search from its last place, and never walks
+-- through the dead rows before it.
 CREATE TABLE shoal.units (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     iteration bigint NOT NULL,
@@ -130,18 +165,21 @@ CREATE TABLE shoal.units (
     worker bigint,
     lease uuid,
     deadline timestamptz,
-    reason text
+    reason text,
+    claimed_at timestamptz
 );
 CREATE INDEX units_pending ON shoal.units (place) WHERE state = 'pending';
 CREATE INDEX units_claimed ON shoal.units (deadline) WHERE state = 'claimed';
+CREATE INDEX units_held ON shoal.units (worker) WHERE state = 'claimed';
+CREATE INDEX units_completed ON shoal.units (iteration) WHERE state = 'completed';
 
--- Units that are no longer on the board, by what became of them.
+-- How many units of past iterations ended in which state.
 CREATE TABLE shoal.tallies (
     state text PRIMARY KEY,
     units bigint NOT NULL
 );
 
--- What the coordinator has not taken into its journal yet: results, and units that failed for good.
+-- Results, and units that failed for good, which are not in the coordinator's journal yet.
 CREATE TABLE shoal.contributions (
     seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     kind text NOT NULL CHECK (kind IN ('delivered', 'failed')),
@@ -156,7 +194,6 @@ CREATE TABLE shoal.contributions (
     frames uuid[] NOT NULL DEFAULT '{}',
     at timestamptz NOT NULL DEFAULT now()
 );
-CREATE INDEX contributions_iteration ON shoal.contributions (iteration);
 
 CREATE UNLOGGED TABLE shoal.weights (
     version bigint NOT NULL,
@@ -167,31 +204,79 @@ CREATE UNLOGGED TABLE shoal.weights (
     PRIMARY KEY (version, kind)
 );
 
+-- --- how students are doing ---------------------------------------------------------------------------------
+
+-- A row comes with the first result, failure or offence of a role. `disproved`: units that failed at this role and that others completed.
+-- `ended`: connections that the watchdog ended.
+CREATE TABLE shoal.standings (
+    role text PRIMARY KEY,
+    completed bigint NOT NULL DEFAULT 0,
+    failed_in_row integer NOT NULL DEFAULT 0,
+    disproved integer NOT NULL DEFAULT 0,
+    ended integer NOT NULL DEFAULT 0,
+    paused_until timestamptz,
+    quarantined text,
+    slow_at timestamptz,
+    failed bigint NOT NULL DEFAULT 0
+);
+
+-- Which role failed which piece of the data, how often, and when first and last.
+CREATE TABLE shoal.failures (
+    epoch bigint NOT NULL,
+    start bigint NOT NULL,
+    role text NOT NULL,
+    reason text,
+    at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    times integer NOT NULL DEFAULT 1,
+    first_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (epoch, start, role)
+);
+
+-- Messages for the owner. The coordinator deletes them as it prints them.
+CREATE TABLE shoal.notes (
+    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    note text NOT NULL
+);
+
+-- For subjects that occur often: when the last note was written, and how many occurrences there were since.
+CREATE TABLE shoal.tellings (
+    subject text PRIMARY KEY,
+    told_at timestamptz NOT NULL DEFAULT '-infinity',
+    untold integer NOT NULL DEFAULT 0
+);
+
 -- --- what survives the coordinator --------------------------------------------------------------------------
 
 CREATE TABLE shoal.journals (
     number bigint PRIMARY KEY
 );
 
+-- `checksum` covers the record and its frames; `before` is the checksum of the record before it, in this journal or the one before.
 CREATE TABLE shoal.records (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     journal bigint NOT NULL REFERENCES shoal.journals,
     record bytea NOT NULL,
     frames uuid[] NOT NULL,
-    bytes bigint NOT NULL
+    bytes bigint NOT NULL,
+    checksum bigint,
+    before bigint
 );
 CREATE INDEX records_journal ON shoal.records (journal, id);
 
+-- `record` is the newest record at the time of the line, so records that are missing at the end are noticed.
 CREATE TABLE shoal.ledger (
     line bigint PRIMARY KEY,
-    entry text NOT NULL
+    entry text NOT NULL,
+    checksum bigint,
+    record bigint
 );
 
 CREATE TABLE shoal.snapshots (
     number bigint PRIMARY KEY,
     header text NOT NULL,
     frames uuid[] NOT NULL,
-    at timestamptz NOT NULL DEFAULT now()
+    at timestamptz NOT NULL DEFAULT now(),
+    checksum bigint
 );
 
 -- --- for people to look at ----------------------------------------------------------------------------------
@@ -230,7 +315,13 @@ CREATE VIEW shoal.progress AS
         (SELECT c.alive_at FROM shoal.coordinator c) AS coordinator_seen_at
     FROM shoal.run r;
 
--- --- dead rows are cleared by their number, not by their share --------------------------------------------------
+-- Roles whose workers are here and have not failed too many units in a row. `reliable`: it completed more units than it failed.
+CREATE VIEW shoal.at_work AS
+    SELECT DISTINCT w.role, coalesce(s.completed > s.failed, false) AS reliable
+    FROM shoal.worker_list l JOIN shoal.workers w USING (id) LEFT JOIN shoal.standings s ON s.role = w.role
+    WHERE l.alive AND s.quarantined IS NULL AND coalesce(s.failed_in_row, 0) < 5;
+
+-- --- autovacuum by the number of dead rows, not by their share ------------------------------------------------
 
 DO $$
 DECLARE
@@ -246,3 +337,6 @@ BEGIN
             toast.autovacuum_vacuum_cost_delay = 0)', busy);
     END LOOP;
 END $$;
+
+CREATE FUNCTION shoal.schema_version() RETURNS integer LANGUAGE sql STABLE SECURITY DEFINER SET search_path = shoal, pg_temp AS
+    'SELECT max(version) FROM migrations';
