@@ -20,7 +20,7 @@ from shoal.config import Run
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
 from shoal.coordinator.effects import Reply
-from shoal.coordinator.state import Called, Plan
+from shoal.coordinator.state import RequestReceived, RunPlan
 from shoal.protocol.messages import PROTOCOL, Contribute
 from shoal.runs.build_run import assemble, feed_of, held_out
 from shoal.runs.run_size import extent_of, needed
@@ -111,7 +111,7 @@ class Cluster:
         policies = strategies.of(run, WORKERS)
         self.parts = assemble(run, length=lambda samples: policies.length(extent_of(run, samples, WORKERS)).steps)
         length = policies.length(extent_of(run, self.parts.data, WORKERS))
-        plan = Plan(run.updates, run.seed, WORKERS, needed(run), length.steps, length.batches, length.batches_per_step, 5.0, 0.2)
+        plan = RunPlan(run.updates, run.seed, WORKERS, needed(run), length.steps, length.batches, length.batches_per_step, 5.0, 0.2)
         self.learner = policies.apply.learner(self.parts.single, ())
         self.coordinator = Coordinator(plan, policies, self.learner)
         self.feeds = [feed_of(run, self.parts.data, seat, WORKERS) for seat in range(WORKERS)]
@@ -176,7 +176,7 @@ class Cluster:
         self.clock += 0.001
         question = self.protocols[seat].question(self.clock)
         assert question is not None
-        called = Called(seat, question.asked, question.frames, f"s{seat}")
+        called = RequestReceived(seat, question.asked, question.frames, f"s{seat}")
         for effect in self.coordinator.handle(called, self.clock):
             if isinstance(effect, Reply):
                 self.protocols[effect.caller].hear(effect.header, effect.frames)

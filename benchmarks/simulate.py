@@ -31,8 +31,8 @@ from run import Row
 
 from shoal import strategies
 from shoal.config.load import ConfigFile, Override, resolve
-from shoal.coordinator.members.authentication import Shares
-from shoal.coordinator.state import Bounds, Plan
+from shoal.coordinator.members.authentication import FairTokenBucket
+from shoal.coordinator.state import MemberLimits, RunPlan
 from shoal.simulate import Machine, batched_workers, simulate
 from shoal.simulate.machines import weather_named
 from shoal.simulate.report import Report
@@ -79,8 +79,8 @@ def scenario(kind: str, codec: str, workers: int) -> Scenario:
     settings = {"strategy.kind": kind, "updates.codec.kind": codec} | STRATEGIES[kind]
     run = resolve([ConfigFile("starter")], [Override(name, value, name) for name, value in settings.items()]).run
     policies = strategies.of(run, workers)
-    bounds = Bounds(joins_per_minute=60 * workers, sessions=workers)
-    plan = Plan(run.updates, 0, workers, 1, 10**9, None, workers, 5.0, 0.2, worker_steps=10**9, bounds=bounds)
+    bounds = MemberLimits(joins_per_minute=60 * workers, sessions=workers)
+    plan = RunPlan(run.updates, 0, workers, 1, 10**9, None, workers, 5.0, 0.2, worker_steps=10**9, bounds=bounds)
     timing = Timing(policies, run.updates, SIZE, 8, 1, None)
     return Scenario(plan, policies, Drift(SIZE), timing, codec, kind)
 
@@ -89,7 +89,7 @@ def simulated(kind: str, codec: str, workers: int, seconds: float) -> Report:
     steps = STEPS if STRATEGIES[kind].get("strategy.inner_steps") else 1
     hours = (WARM_UP_S + seconds) / 3600
     made: Any = World(scenario(kind, codec, workers), weather_named("calm", workers, 60 / steps, hours, 0), hours, 0, WARM_UP_S)
-    made.coordinator.door._proofs = Shares(1e9, 1e9)  # joining is not what is measured
+    made.coordinator.door._proofs = FairTokenBucket(1e9, 1e9)  # joining is not what is measured
     report: Report = made.run()
     assert not report.violations
     return report

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.coordinator.units.cut import Cut
+from shoal.coordinator.units.cut import DataCut
 from shoal.launch import EmbeddedPostgres
 from shoal.runs.connections import BoardLine
 from shoal.runs.worker_run import Joined
@@ -117,7 +117,7 @@ def test_thirty_workers_lose_no_unit_though_plugs_are_pulled_for_five_minutes(tm
         assert versions[-1] > 3
 
 
-def judge(school: Class, cut: Cut, settled: int, server: EmbeddedPostgres) -> None:
+def judge(school: Class, cut: DataCut, settled: int, server: EmbeddedPostgres) -> None:
     assert school.unexpected() == []
     assert school.deaths > 0
     assert school.cuts > 0

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from shoal.coordinator.durable import journal as journal_module
-from shoal.coordinator.durable.journal import Journal, journals
-from shoal.coordinator.durable.ledger import Ledger
+from shoal.coordinator.durable.journal import FileJournal, journals
+from shoal.coordinator.durable.ledger import FileLedger
 from shoal.coordinator.durable.snapshots import SnapshotWriter
 from shoal.errors import ShoalError
 from shoal.runs.folder import checkpoint as checkpoint_module
@@ -74,10 +74,10 @@ class Slow:
 @pytest.fixture
 def inserted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Disk], None]]:
     """Put a disk under everything that a coordinator writes."""
-    opened, opened_ledger, rename = Journal._opened, Ledger._opened, Path.rename
+    opened, opened_ledger, rename = FileJournal._opened, FileLedger._opened, Path.rename
 
     def insert(disk: Disk) -> None:
-        def open_ledger(ledger: Ledger) -> Any:
+        def open_ledger(ledger: FileLedger) -> Any:
             ledger._file = slow = Slow(opened_ledger(ledger), disk)  # type: ignore[assignment]
             return slow
 
@@ -86,8 +86,8 @@ def inserted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Disk], None]
             return rename(path, target)
 
         monkeypatch.setattr(journal_module, "_AT_ONCE", None)
-        monkeypatch.setattr(Journal, "_opened", lambda journal, path, mode: Slow(opened(journal, path, mode), disk))
-        monkeypatch.setattr(Ledger, "_opened", open_ledger)
+        monkeypatch.setattr(FileJournal, "_opened", lambda journal, path, mode: Slow(opened(journal, path, mode), disk))
+        monkeypatch.setattr(FileLedger, "_opened", open_ledger)
         monkeypatch.setattr(Path, "rename", move)
         monkeypatch.setattr(checkpoint_module, "save_file", disk.save)
         monkeypatch.setattr(os, "fsync", lambda descriptor: disk.take(1))
@@ -248,7 +248,7 @@ def test_a_journal_that_cannot_begin_leaves_the_one_before_in_its_place(tmp_path
     store.journal.append({"kind": "accepted", "seq": 1}, (b"frame",))
     store.journal.close()
     assert journals(tmp_path) == [1]
-    assert list(Journal(tmp_path).recover(1)) == [({"kind": "accepted", "seq": 1}, (b"frame",))]
+    assert list(FileJournal(tmp_path).recover(1)) == [({"kind": "accepted", "seq": 1}, (b"frame",))]
 
 
 def test_without_any_snapshot_the_run_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from shoal.config.schema.strategy import SyncPs
 from shoal.config.schema.updates import Krum, NearestNeighbours, Updates
 from shoal.coordinator import Coordinator
 from shoal.coordinator.rounds import weights_publisher as publisher
-from shoal.coordinator.state import Above
+from shoal.coordinator.state import RelayPlace
 from shoal.errors import ShoalError
 from shoal.runs.worker_run import Joined
 from shoal.updates.experts import ExpertBlocks
@@ -82,7 +82,7 @@ REFUSALS = (
     ({"updates": Updates(memory=0.9)}, "the rule of this run compares contributions"),
     ({"updates": Updates(mixing=NearestNeighbours())}, "the rule of this run compares contributions"),
     ({"spans": ((0, 2), (2, 4))}, "this run exchanges its weights in fragments"),
-    ({"above": Above(0, 1, 10)}, "this is a relay"),
+    ({"above": RelayPlace(0, 1, 10)}, "this is a relay"),
     ({"experts": BLOCKS._replace(per_token=2)}, "each token visits 2 experts"),
 )
 

@@ -15,7 +15,7 @@ import torch
 
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import Opened
+from shoal.coordinator.state import ServingStarted
 from shoal.models.cross_attention import WithCrossAttention
 from shoal.models.generation.batch_sampling import as_drawn, sample
 from shoal.models.generation.decoding import draws_of_group
@@ -80,7 +80,7 @@ class Room(Cluster):
         super().__init__(agreed.policies, 2, learner=learner)
         self.plan = plan_of(loaded.run, agreed)._replace(intake=learner)
         self.coordinator = believing(Coordinator(self.plan, agreed.policies, learner))
-        self.carry_out(self.coordinator.handle(Opened(), self.now))
+        self.carry_out(self.coordinator.handle(ServingStarted(), self.now))
         self.old = copy.deepcopy(learner.model)
         """The policy as it was a version ago."""
 

@@ -8,8 +8,8 @@ import torch
 
 from shoal.config.schema.strategy import DiLoCo
 from shoal.config.schema.updates import NoCodec, Updates
-from shoal.coordinator.durable.replayed_state import Book
-from shoal.coordinator.state import Plan
+from shoal.coordinator.durable.replayed_state import ReplayedState
+from shoal.coordinator.state import RunPlan
 from shoal.updates import codecs
 from shoal.updates.experts import ExpertBlocks
 from tests.support.small_cluster import RATE, Numbers, strategy_of
@@ -22,8 +22,8 @@ def after_a_round(*reports: list[float] | None) -> torch.Tensor:
     """The weights after one round, taken from records as a journal has them: each worker moved all its numbers by its own number."""
     learner: Any = Numbers()
     learner.buffers = torch.zeros(2)
-    plan = Plan(Updates(), 0, 2, 1, 100, None, 16, 5.0, 0.5, experts=BLOCKS)
-    book = Book(plan, strategy_of(DiLoCo(expert_weight_cap=1.5, rounds=4), 2), learner)
+    plan = RunPlan(Updates(), 0, 2, 1, 100, None, 16, 5.0, 0.5, experts=BLOCKS)
+    book = ReplayedState(plan, strategy_of(DiLoCo(expert_weight_cap=1.5, rounds=4), 2), learner)
     for number, report in enumerate(reports):
         told = [] if report is None else [torch.tensor(report)]
         frames = [codecs.encode(NoCodec(), values, None)[0] for values in (torch.full((4,), float(number)), *told)]

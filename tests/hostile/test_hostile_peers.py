@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.coordinator.rounds.plausibility import LARGEST_FIGURE
-from shoal.coordinator.state import Bounds
+from shoal.coordinator.state import MemberLimits
 from shoal.errors import ShoalError
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join
@@ -33,7 +33,7 @@ def living(tmp_path: Path) -> Iterator[Callable[..., Live]]:
     """Makes coordinators, and ends them."""
     with contextlib.ExitStack() as ending:
 
-        def make(*bounds: Bounds, **server: Any) -> Live:
+        def make(*bounds: MemberLimits, **server: Any) -> Live:
             made = Live(tmp_path, *bounds, **server)
             ending.callback(made.end)
             return made
@@ -204,7 +204,7 @@ def test_a_person_has_a_token_of_their_own_and_no_more_workers_than_it_is_for(
     folder = tmp_path / "invited"
     folder.mkdir()
     guests = Guests(folder)
-    live = living(Bounds(guests=guests), guests=guests.all, secret_key=keys.secret if keys else None)
+    live = living(MemberLimits(guests=guests), guests=guests.all, secret_key=keys.secret if keys else None)
     door = {"server_key": keys.public if keys else None}
     guest = Guests(folder).invite("eve", 2)  # while the coordinator is running
     first, _ = (Honest(live, f"laptop-{number}", token=guest.token, **door) for number in range(2))
@@ -231,7 +231,7 @@ def test_a_key_is_kept_for_its_user_alone_and_found_again(tmp_path: Path) -> Non
 
 
 def test_a_flood_of_workers_leaves_neither_log_nor_memory_and_those_who_were_here_go_on(living: Callable[..., Live]) -> None:
-    live = living(Bounds(joins_per_minute=20), clock=lambda: 0.0)  # all within one minute, however long the joining takes
+    live = living(MemberLimits(joins_per_minute=20), clock=lambda: 0.0)  # all within one minute, however long the joining takes
     ada, enemy = Honest(live, "ada"), live.client()
     assert ada.step() == "accepted"
     reasons = set[str]()

@@ -11,7 +11,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.coordinator.audit.files import gather
 from shoal.coordinator.audit.run import audit
-from shoal.coordinator.state import Bounds
+from shoal.coordinator.state import MemberLimits
 from shoal.errors import ShoalError
 from shoal.runs.invitation import Guests, Secrets
 from shoal.worker.session import Left
@@ -22,7 +22,7 @@ from tests.support.transport_harness import KEYS, eventually
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Live]:
     guests = Guests(tmp_path)
-    made = Live(tmp_path, Bounds(guests=guests), guests=guests.all)
+    made = Live(tmp_path, MemberLimits(guests=guests), guests=guests.all)
     Secrets(TOKEN, KEYS, address=made.server.address).save(tmp_path)
     yield made
     made.end()

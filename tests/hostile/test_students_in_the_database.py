@@ -18,7 +18,7 @@ from psycopg import errors
 from rich.console import Console
 
 from shoal.cli.status import _drawn
-from shoal.coordinator.units.database_leases import Notes
+from shoal.coordinator.units.database_leases import DatabaseNotes
 from shoal.transports import Message, Refused
 from shoal.transports.database_address import Access, parse
 from shoal.transports.postgres import PostgresServer, UnitDesk, schema
@@ -681,7 +681,7 @@ def test_a_lease_is_a_secret(server: PostgresServer, mia: Access, eve: Access) -
 
 
 def test_a_student_who_comes_and_goes_all_the_time_hides_no_warning(database: Database, server: PostgresServer, eve: Access) -> None:
-    notes = Notes(server)
+    notes = DatabaseNotes(server)
     with database.connect() as owner:
         owner.execute("SELECT shoal.say('eve left: spam ' || n) FROM generate_series(1, 300) n")
         owner.execute("SELECT shoal.say('warning: something else')")
@@ -703,7 +703,7 @@ def test_what_a_student_says_of_itself_steers_no_terminal(database: Database, se
     for unit in hostile.claim(5, 0.0):
         hostile.fail(unit, "\x1b]0;owned\x07")
     hostile.close()
-    assert Notes(server).read(1.0) == ["warning: 5 units in a row failed at student-eve (?]0;owned?): it gets no more for 5 s"]
+    assert DatabaseNotes(server).read(1.0) == ["warning: 5 units in a row failed at student-eve (?]0;owned?): it gets no more for 5 s"]
     with connect(parse(database.conninfo("admin"))) as owner:
         server.open_run(Message({}), resume=False)
         view = look(owner)

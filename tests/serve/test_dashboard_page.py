@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from shoal.coordinator.durable.ledger import Ledger
+from shoal.coordinator.durable.ledger import FileLedger
 from shoal.dashboard.server import WatchServer
 from shoal.runs.folder.run_reader import RunFolder
 from shoal.runs.invitation import keep_line
@@ -79,7 +79,7 @@ def write_run(path: Path, workers: int = 3, records: int = 60) -> RunFolder:
     (path / "samples").mkdir()
     for step in (20, 40, 60):
         Image.new("L", (16, 16), step).save(path / "samples" / f"step-{step:08d}.png")
-    ledger = Ledger(path / "coordinator")
+    ledger = FileLedger(path / "coordinator")
     ledger.append(
         {"version": 1, "batches": 1, "from": [["ann", 0, 0, 1.0, 30, 0, 0, 1, 1], ["zoe", 0, 0, 1.0, 10, 1, 0, 1, 1]], "dropped": ["zoe"]}
     )

@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from shoal.cli.main import main
-from shoal.coordinator.durable.ledger import Ledger
+from shoal.coordinator.durable.ledger import FileLedger
 from shoal.dashboard.app import make_watch_app, qr_rows
 from shoal.dashboard.ledger_digest import LedgerDigest
 from shoal.dashboard.runs import Place, Watch, WatchedRun
@@ -162,7 +162,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_growing_ledger_is_checked_line_by_line(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    ledger = FileLedger(tmp_path)
     ledger.append(
         {"version": 1, "batches": 2, "from": [["ann", 0, 0, 1.0, 8, 0, 0, 1, 1], ["bo", 0, 0, 1.0, 8, 1, 0, 1, 1]], "dropped": ["bo"]}
     )

@@ -15,10 +15,10 @@ import torch
 from shoal.config.schema.strategy import Async, WorkUnits
 from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator import Coordinator
-from shoal.coordinator.driver import Captured, Driver, Surroundings
+from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import Bounds, Plan
-from shoal.coordinator.units.cut import Cut
+from shoal.coordinator.state import MemberLimits, RunPlan
+from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.identities import Identity
 from shoal.protocol.messages import PROTOCOL, Gone, Join, header_of
 from shoal.runs.folder.file_store import Files
@@ -41,7 +41,7 @@ class Live:
     def __init__(
         self,
         folder: Path,
-        bounds: Bounds = Bounds(),  # noqa: B008 - a tuple
+        bounds: MemberLimits = MemberLimits(),  # noqa: B008 - a tuple
         units: bool = False,
         clock: Callable[[], float] = time.monotonic,
         **server: Any,
@@ -52,21 +52,23 @@ class Live:
 
     def begin(self, resume: bool) -> None:
         learner, store = Numbers(2), Files(self.folder)
-        plan = Plan(Updates(), 0, 1, 1, 10**6, None, 1, 1e6, 0.5)._replace(  # nobody here gives signs of life, or is missed for it
+        plan = RunPlan(Updates(), 0, 1, 1, 10**6, None, 1, 1e6, 0.5)._replace(  # nobody here gives signs of life, or is missed for it
             samples_per_batch=SAMPLES, weight_per_sample=TOKENS, batches_per_shard=100, bounds=self.bounds
         )
         strategy = strategy_of(WorkUnits(batches_per_unit=1, units_per_update=1) if self.units else Async(max_staleness=1000))
         if self.units:
-            plan = plan._replace(cut=Cut(100, 1, 10), total_batches=1000, lease_s=1000.0, attempts=3, samples_per_epoch=400)
+            plan = plan._replace(cut=DataCut(100, 1, 10), total_batches=1000, lease_s=1000.0, attempts=3, samples_per_epoch=400)
         self.coordinator = coordinator = Coordinator(plan, strategy, learner)
         self.server = ZmqServer("127.0.0.1", 0, **{"token": TOKEN, "secret_key": None, "max_frame_bytes": LIMIT} | self.options)
 
-        def capture() -> Captured:
-            return Captured({"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length})
+        def capture() -> SnapshotContent:
+            return SnapshotContent(
+                {"vector": learner.vector.clone()}, {"coordinator": coordinator.state_dict(), "ledger": store.ledger.length}
+            )
 
         welcome = Message({"size": 2})
-        around = Surroundings(self.server, store, self, welcome, capture, self.clock, lambda: secrets.token_hex(16))
-        self.driver = Driver(coordinator, around)
+        around = DriverDeps(self.server, store, self, welcome, capture, self.clock, lambda: secrets.token_hex(16))
+        self.driver = CoordinatorDriver(coordinator, around)
         if resume:
             snapshot = store.snapshots.newest(lambda text: None)
             assert snapshot is not None

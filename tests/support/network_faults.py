@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal.coordinator import Coordinator
-from shoal.coordinator.effects import Effect, Entry, Persist, Reply
+from shoal.coordinator.effects import Effect, LedgerEntry, Persist, Reply
 from shoal.coordinator.rounds.contributions import LONGEST_WAIT_S
-from shoal.coordinator.state import Called, Concluded, Event, Opened, Plan, Tick
+from shoal.coordinator.state import Event, RequestReceived, RunConcluded, RunPlan, ServingStarted, Tick
 from shoal.protocol.messages import PROTOCOL, Asked, Leave
 from shoal.strategies import Policies
 from shoal.updates import codecs
@@ -71,7 +71,7 @@ class Disk:
 class World:
     """The coordinator, its disk, its workers, and the weather."""
 
-    def __init__(self, strategy: Policies, plan: Plan, workers: int) -> None:
+    def __init__(self, strategy: Policies, plan: RunPlan, workers: int) -> None:
         self.strategy, self.plan = strategy, plan
         self.now, self.calls = 50.0, 0
         self.disk = Disk()
@@ -87,7 +87,7 @@ class World:
         self.full_for = 0
         """Events whose records the disk will not take."""
         self.coordinator = believing(Coordinator(plan, strategy, Numbers(SIZE)))
-        self.event(Opened())
+        self.event(ServingStarted())
         self.snapshot()
 
     # --- the coordinator and its disk -----------------------------------------------------------------
@@ -106,7 +106,7 @@ class World:
     def carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Persist):
             self.disk.journal.append((copy.deepcopy(effect.record), tuple(bytes(frame) for frame in effect.frames)))
-        elif isinstance(effect, Entry):
+        elif isinstance(effect, LedgerEntry):
             self.disk.ledger.append(copy.deepcopy(effect.line))
         elif isinstance(effect, Reply):
             letter = self.callers.pop(effect.caller, None)
@@ -145,13 +145,13 @@ class World:
         self.coordinator.load_state_dict(copy.deepcopy(self.disk.snapshot))
         lines = self.disk.ledger[: self.disk.snapshot["ledger"]]
         for record, frames in copy.deepcopy(self.disk.journal):
-            lines += [effect.line for effect in self.coordinator.replay(record, frames) if isinstance(effect, Entry)]
+            lines += [effect.line for effect in self.coordinator.replay(record, frames) if isinstance(effect, LedgerEntry)]
         if whole:
             assert lines == self.disk.ledger
             self.check_same(before, self.coordinator)
         self.disk.ledger = lines
         self.callers.clear()
-        self.event(Opened())
+        self.event(ServingStarted())
 
     def check_same(self, before: Coordinator, after: Coordinator) -> None:
         assert torch.equal(before.learner.vector, after.learner.vector), "the weights are the same to the bit"
@@ -252,7 +252,7 @@ class World:
             self.letters.remove(letter)
         self.calls += 1
         self.callers[self.calls] = letter
-        self.event(Called(self.calls, letter.asked, letter.frames, f"session-{self.calls}"))
+        self.event(RequestReceived(self.calls, letter.asked, letter.frames, f"session-{self.calls}"))
 
     def die(self, worker: Traveller) -> None:
         """The process ends; one of the same name knows nothing of it."""
@@ -272,7 +272,7 @@ class World:
                 self.calls += 1
                 letter = Letter(worker, self.calls, worker.protocol.heartbeat("waiting", {}), ())
                 self.callers[self.calls] = letter
-                self.event(Called(self.calls, letter.asked, ()))
+                self.event(RequestReceived(self.calls, letter.asked, ()))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -378,7 +378,7 @@ class World:
 
     def end(self) -> None:
         if self.coordinator.finished:
-            self.event(Concluded())
+            self.event(RunConcluded())
 
     # --- what must hold -------------------------------------------------------------------------------
 

@@ -19,14 +19,14 @@ Patch = Callable[[Any], None]
 
 def _forgets_repeats(patch: Any) -> None:
     """A contribution that comes again is a new one."""
-    real = contributions.Intake.take
+    real = contributions.ContributionHandler.take
 
     def take(self: Any, event: Any, asked: Any, worker: Any) -> None:
         self.host.state.sequences.pop(worker.name, None)
         self.host.state.positions.pop(str(worker.seat), None)
         real(self, event, asked, worker)
 
-    patch.setattr(contributions.Intake, "take", take)
+    patch.setattr(contributions.ContributionHandler, "take", take)
 
 
 def _confirms_before_it_keeps(patch: Any) -> None:
@@ -65,7 +65,7 @@ def _waits_for_the_dead(patch: Any) -> None:
 
 def _never_evicts(patch: Any) -> None:
     """Whoever is silent stays, and rounds that closed without somebody wait for it again."""
-    patch.setattr(table.Membership, "silent", lambda self, now: None)
+    patch.setattr(table.MemberTable, "silent", lambda self, now: None)
     patch.setattr(open_rounds.Rounds, "miss", lambda self, number: None)
     patch.setattr(Barrier, "deadline_s", 1e9, raising=False)
     _waits_for_the_dead(patch)
@@ -73,7 +73,7 @@ def _never_evicts(patch: Any) -> None:
 
 def _holds_answers_for_ever(patch: Any) -> None:
     """Whoever waits for a round hears nothing until it closes."""
-    patch.setattr(contributions.Intake, "reassure", lambda self: None)
+    patch.setattr(contributions.ContributionHandler, "reassure", lambda self: None)
 
 
 def _drops_one_of_several(patch: Any) -> None:
@@ -110,13 +110,13 @@ def _lends_twice(patch: Any) -> None:
 
 def _counts_a_share_twice(patch: Any) -> None:
     """A late contribution is weighed twice by its lag."""
-    real = replayed_state.Book._combine
+    real = replayed_state.ReplayedState._combine
 
     def combine(self: Any, held: Any) -> Any:
         update, buffers, share = real(self, held)
         return update, buffers, share * held[0].record["share"]
 
-    patch.setattr(replayed_state.Book, "_combine", combine)
+    patch.setattr(replayed_state.ReplayedState, "_combine", combine)
 
 
 def _counts_the_head_of_a_journal_again(patch: Any) -> None:

@@ -16,8 +16,8 @@ from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.training import Training
 from shoal.config.schema.updates import NoCodec, Updates
 from shoal.coordinator import Coordinator
-from shoal.coordinator.effects import Effect, Entry, Note, Persist, Published, Reply, Stop
-from shoal.coordinator.state import Called, Plan, Tick
+from shoal.coordinator.effects import Effect, LedgerEntry, Note, Persist, Published, Reply, StopRun
+from shoal.coordinator.state import RequestReceived, RunPlan, Tick
 from shoal.protocol.messages import PROTOCOL, Asked, Contribute, Join, header_of, parse
 from shoal.strategies import Policies
 from shoal.updates import codecs
@@ -126,7 +126,7 @@ class Cluster:
         receipt_key: bytes = b"",
     ) -> None:
         self.strategy, self.learner, self.updates = strategy, learner or Numbers(), updates or Updates()
-        self.plan = Plan(self.updates, 0, expected, needed, steps, None, 8 * expected, heartbeat_s, 0.5, receipt_key=receipt_key)
+        self.plan = RunPlan(self.updates, 0, expected, needed, steps, None, 8 * expected, heartbeat_s, 0.5, receipt_key=receipt_key)
         self.coordinator = believing(Coordinator(self.plan, strategy, self.learner))
         self.now = 1000.0
         self.calls = 0
@@ -144,17 +144,17 @@ class Cluster:
                 self.answers[effect.caller], self.frames[effect.caller] = effect.header, effect.frames
             elif isinstance(effect, Persist):
                 self.records.append((effect.record, tuple(bytes(frame) for frame in effect.frames)))
-            elif isinstance(effect, Entry):
+            elif isinstance(effect, LedgerEntry):
                 self.ledger.append(effect.line)
             elif isinstance(effect, Published):
                 self.published.append(effect)
-            elif isinstance(effect, Note | Stop):
+            elif isinstance(effect, Note | StopRun):
                 self.notes.append(effect.text if isinstance(effect, Note) else effect.reason)
 
     def ask(self, asked: Asked, frames: Sequence[bytes | memoryview] = ()) -> int:
         """The number of the call: its answer may come later."""
         self.calls += 1
-        event = Called(self.calls, parse(header_of(asked)), frames, f"session-{self.calls}")
+        event = RequestReceived(self.calls, parse(header_of(asked)), frames, f"session-{self.calls}")
         self.carry_out(self.coordinator.handle(event, self.now))
         return self.calls
 

@@ -13,8 +13,8 @@ from shoal.config.schema.strategy import Strategy
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.coordinator.audit.files import Evidence
-    from shoal.coordinator.audit.run import Report
+    from shoal.coordinator.audit.files import AuditInput
+    from shoal.coordinator.audit.run import AuditReport
 
 _MOST_SHOWN = 20
 _MORE_LOOKS = 4
@@ -75,7 +75,7 @@ def _across(folder: Path, settings: Any, relay: Path) -> list[str]:
     return [*found, *missing_above(above, below)]
 
 
-def _audited(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, bool]:
+def _audited(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport, bool]:
     """What an audit finds, and whether the run goes on. Files of a run that goes on change while they are read: there only what is found
     again and again is wrong."""
     report, running = _audit(folder, settings, claims)
@@ -88,7 +88,7 @@ def _audited(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, b
     return report, running
 
 
-def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, bool]:
+def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[AuditReport, bool]:
     from shoal.coordinator.audit.run import audit
 
     violations: list[str] = []
@@ -101,7 +101,7 @@ def _audit(folder: Path, settings: Any, claims: list[Path]) -> tuple[Report, boo
     return audit(evidence, violations, first, units=_leases_units(settings), complete=complete, tasks=tasks), running
 
 
-def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[Evidence, bool]:
+def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[AuditInput, bool]:
     from shoal.coordinator.audit.files import gather
     from shoal.coordinator.durable.lock import is_held
 
@@ -112,7 +112,7 @@ def _from_files(folder: Path, settings: Any, own: list[Path], claims: list[Path]
     return gather(state, own, violations, claims), running
 
 
-def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[Evidence, bool]:
+def _from_database(folder: Path, settings: Any, own: list[Path], claims: list[Path], violations: list[str]) -> tuple[AuditInput, bool]:
     from shoal.cli.db import connected, database_location
     from shoal.cli.options import make_parser, parse
 

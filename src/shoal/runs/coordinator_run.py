@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from shoal.coordinator import Coordinator
-from shoal.coordinator.driver import Captured, Driver, Surroundings
-from shoal.coordinator.driver_interfaces import Board, Saved, Server, Store
+from shoal.coordinator.driver import CoordinatorDriver, DriverDeps, SnapshotContent
+from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase, RequestServer, SavedState
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import Above, Concluded, Exited, Interrupted
+from shoal.coordinator.state import Interrupted, RelayPlace, RunConcluded, WorkerExited
 from shoal.engines import StepResult
 from shoal.engines.learners.apply import EngineLearner
 from shoal.errors import ShoalError
@@ -63,10 +63,10 @@ class SharedData:
 class Home(NamedTuple):
     """Where a coordinator's run takes place."""
 
-    server: Server
-    store: Store
+    server: RequestServer
+    store: CoordinatorStore
     directory: RunDirectory
-    board: Board | None = None
+    board: LeaseDatabase | None = None
     """The same as the server, where a database keeps the leases of units."""
 
 
@@ -90,7 +90,7 @@ class Agreed(NamedTuple):
     """The parts of the weights that rounds take in turn; none: every round moves all of them."""
     expected: int
     """Workers that the run was begun for: the data is cut into so many shards."""
-    above: Above | None = None
+    above: RelayPlace | None = None
     """For a relay: its place at the coordinator above."""
 
     @property
@@ -156,19 +156,19 @@ class ClusterLoop:
         feed.warn = lambda text: self.message(f"warning: {text}")
         return feed.judged if feed.held_out and run.evaluation.strategy != "never" else None
 
-    def _driver(self, home: Home, welcome: Message) -> Driver:
-        around = Surroundings(
+    def _driver(self, home: Home, welcome: Message) -> CoordinatorDriver:
+        around = DriverDeps(
             server=home.server,
             store=home.store,
             watcher=self,
             welcome=welcome,
-            capture=lambda: Captured(self.engine.weights(), self.state_dict()),
+            capture=lambda: SnapshotContent(self.engine.weights(), self.state_dict()),
             clock=time.monotonic,
             new_session=lambda: secrets.token_hex(16),
             board=home.board,
             status=lambda: self.status.as_json(),
         )
-        return Driver(self.coordinator, around)
+        return CoordinatorDriver(self.coordinator, around)
 
     @property
     def step(self) -> int:
@@ -187,7 +187,7 @@ class ClusterLoop:
 
     def exited(self, name: str) -> None:
         """The launcher saw this worker's process exit."""
-        self.driver.happen(Exited(name))
+        self.driver.happen(WorkerExited(name))
 
     def _work(self) -> None:
         try:
@@ -214,7 +214,7 @@ class ClusterLoop:
         self.status.look("ending")  # workers may leave before anybody looks again
         if coordinator.stopped:
             raise ShoalError(coordinator.stopped)
-        self.driver.happen(Interrupted(recorder.stopping) if recorder.stopping else Concluded())
+        self.driver.happen(Interrupted(recorder.stopping) if recorder.stopping else RunConcluded())
         interrupted = recorder.stopping == INTERRUPTED
         self.driver.say_goodbye(time.monotonic() + (_PARTING_S if interrupted else self.goodbye_s), interrupted, self._look_around)
         self._finish_evaluation()
@@ -374,11 +374,11 @@ class ClusterLoop:
             "totals": self._totals.state_dict(),
         }
 
-    def _restore(self, saved: Saved) -> None:
+    def _restore(self, saved: SavedState) -> None:
         self.recorder.restore(saved)
         self.learner.load_state_dict(saved.state.get("learner", {}))
 
-    def recover(self, snapshot: Saved) -> None:
+    def recover(self, snapshot: SavedState) -> None:
         """Become what the coordinator was when it ended, however it ended."""
         self._restore(snapshot)
         self.driver.recover(snapshot)

@@ -16,7 +16,7 @@ from shoal.config.load import LoadedConfig
 from shoal.config.plugins import needed_by
 from shoal.config.schema.cluster import Transport
 from shoal.coordinator import Coordinator
-from shoal.coordinator.state import Above, Bounds, Plan
+from shoal.coordinator.state import MemberLimits, RelayPlace, RunPlan
 from shoal.engines import choose_device
 from shoal.engines.expert_layout import episode_rows, expert_blocks
 from shoal.engines.learners.apply import Adoption, EngineLearner
@@ -158,11 +158,11 @@ def _agree_below(run: Run, expected: int, joined: Joined, directory: RunDirector
             f"(coordinator.devices_per_worker): take fewer, or raise it there"
         )
     made = agree(run, header["shards"], directory, progress, NOTHING)
-    above = Above(header["seat"], header["shards"], made.length.batches_per_shard)
+    above = RelayPlace(header["seat"], header["shards"], made.length.batches_per_shard)
     return made._replace(policies=replace(policies, apply=Adoption()), expected=expected, above=above)
 
 
-def plan_of(run: Run, agreed: Agreed) -> Plan:
+def plan_of(run: Run, agreed: Agreed) -> RunPlan:
     """The run, as far as its coordinator must know it. A relay's ends when the coordinator above says so."""
     plan, above = _plan_of(run, agreed), agreed.above
     if above is None:
@@ -182,9 +182,9 @@ def devices_of(run: Run) -> int:
     return run.coordinator.devices_per_worker or max(_MOST_DEVICES, ranks_of(run))
 
 
-def _plan_of(run: Run, agreed: Agreed) -> Plan:
+def _plan_of(run: Run, agreed: Agreed) -> RunPlan:
     feed, length, samples, task = agreed.policies.feed, agreed.length, agreed.parts.data.train, agreed.parts.engine.task
-    return Plan(
+    return RunPlan(
         updates=run.updates,
         seed=run.seed,
         expected=agreed.expected,
@@ -207,7 +207,7 @@ def _plan_of(run: Run, agreed: Agreed) -> Plan:
         samples_per_epoch=_samples_per_epoch(length, samples),
         weight_per_sample=weight_per_sample(run, samples),
         batches_per_shard=None if feed.leased else length.batches_per_shard,
-        bounds=Bounds(
+        bounds=MemberLimits(
             joins_per_minute=run.coordinator.joins_per_minute,
             failures=run.coordinator.failures_per_worker,
             sessions=run.coordinator.workers_at_once,

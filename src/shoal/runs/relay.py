@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from shoal.coordinator.state import Adopted, Upstream
+from shoal.coordinator.state import UpstreamAnswered, UpstreamState
 from shoal.engines.learners.apply import AdoptingLearner
 from shoal.runs.coordinator_run import ClusterLoop
 from shoal.runs.worker_run import Joined
@@ -61,11 +61,11 @@ class Relay:
         if answered.status not in ("accepted", "finished"):
             self.loop.message(f"warning: the coordinator above did not take a round of this relay: {answered.status}")
         upstream = self._upstream(self.coordinator.state.upstream["begun_at"])
-        self.loop.driver.happen(Adopted(upstream, answered.status, answered.frames, self.protocol.done))
+        self.loop.driver.happen(UpstreamAnswered(upstream, answered.status, answered.frames, self.protocol.done))
 
-    def _upstream(self, begun_at: int) -> Upstream:
+    def _upstream(self, begun_at: int) -> UpstreamState:
         climber = self.climber
-        return Upstream(self.protocol.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at)
+        return UpstreamState(self.protocol.name, climber.version, climber.step, climber.inner_steps, self.protocol.seq, begun_at)
 
     def _learned(self) -> int:
         """Batches of the relay's seat that were learned from before."""

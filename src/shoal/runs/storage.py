@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shoal.config import Run
 from shoal.config.schema.cluster import Postgres, Transport
-from shoal.coordinator.driver_interfaces import Board, Store
+from shoal.coordinator.driver_interfaces import CoordinatorStore, LeaseDatabase
 from shoal.data.images.transfer import cut, images_to_serve, offered
 from shoal.errors import ShoalError
 from shoal.runs.build_run import continued
@@ -32,9 +32,9 @@ class Opened(NamedTuple):
     """A home with its door open."""
 
     server: Server
-    store: Store
+    store: CoordinatorStore
     invitation: Invitation
-    board: Board | None = None
+    board: LeaseDatabase | None = None
     """The server, where it also keeps leases of units."""
     guests: Mapping[str, int] = MappingProxyType({})
     """People with an invitation of their own, and how many workers each may have."""

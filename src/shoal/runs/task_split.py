@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shoal.config import Run
 from shoal.config.schema.cluster import ScheduledTask
-from shoal.coordinator.state import Claimed, Task, Tasks
+from shoal.coordinator.state import DataTask, DeclaredResources, TaskPlan
 from shoal.errors import ShoalError
 from shoal.scheduling import KINDS, memory_estimate
 
@@ -35,7 +35,7 @@ class Extent(NamedTuple):
 class Cut(NamedTuple):
     """The tasks of a run, and a word to people."""
 
-    tasks: Tasks
+    tasks: TaskPlan
     note: str
 
 
@@ -48,8 +48,10 @@ def tasks_of(run: Run, extent: Extent) -> Cut:
         count = _count(extent)
         wanted = [ScheduledTask(id=f"task-{number + 1}", data_share=1 / count) for number in range(count)]
     needs_gb = memory_estimate.of_training(run, extent.parameters, extent.vocabulary, extent.frozen).gb
-    claims = {name: Claimed(host.flops, host.memory_gb, host.bandwidth_mbps) for name, host in run.cluster.hosts.items()}
-    tasks = Tasks(_placed(wanted, extent, needs_gb), run.training.epochs, extent.grain, KINDS[run.scheduler.kind], claims, extent.megabits)
+    claims = {name: DeclaredResources(host.flops, host.memory_gb, host.bandwidth_mbps) for name, host in run.cluster.hosts.items()}
+    tasks = TaskPlan(
+        _placed(wanted, extent, needs_gb), run.training.epochs, extent.grain, KINDS[run.scheduler.kind], claims, extent.megabits
+    )
     return Cut(tasks, note)
 
 
@@ -85,9 +87,9 @@ def _with_rest(listed: tuple[ScheduledTask, ...], extent: Extent) -> tuple[list[
     return [*listed, *further], f"the tasks listed have {1 - rest:.0%} of the data; what they leave is cut into {names[0]}{to}"
 
 
-def _placed(wanted: list[ScheduledTask], extent: Extent, needs_gb: float) -> tuple[Task, ...]:
+def _placed(wanted: list[ScheduledTask], extent: Extent, needs_gb: float) -> tuple[DataTask, ...]:
     """Tasks at their places in an epoch, one after the other. Whole contributions only, so shares are kept as well as can be."""
-    whole, at, found = extent.batches // extent.grain, 0.0, list[Task]()
+    whole, at, found = extent.batches // extent.grain, 0.0, list[DataTask]()
     if whole < len(wanted):
         raise ShoalError(
             f"{len(wanted)} tasks are to share {whole} contribution{'s' * (whole != 1)} of an epoch: list fewer tasks, or take more data"
@@ -99,7 +101,7 @@ def _placed(wanted: list[ScheduledTask], extent: Extent, needs_gb: float) -> tup
         last = whole - (len(wanted) - number - 1)  # one contribution at least for each that follows
         end = extent.grain * min(last, max(first // extent.grain + 1, round(at * whole)))
         work = task.required_flops / (end - first) if task.required_flops else density
-        found.append(Task(task.id, first, end, work, task.model_share * needs_gb, task.priority))
+        found.append(DataTask(task.id, first, end, work, task.model_share * needs_gb, task.priority))
     return tuple(found)
 
 

@@ -11,9 +11,9 @@ from functools import partial
 from typing import NamedTuple
 
 from shoal.coordinator import Coordinator
-from shoal.coordinator.driver import TICK_S, Captured, Driver, Surroundings
+from shoal.coordinator.driver import TICK_S, CoordinatorDriver, DriverDeps, SnapshotContent
 from shoal.coordinator.effects import Published
-from shoal.coordinator.state import Called, Concluded, Learner, Plan
+from shoal.coordinator.state import Learner, RequestReceived, RunConcluded, RunPlan
 from shoal.protocol.messages import EMPTY, Asked, Contribute, Message
 from shoal.simulate.event_queue import Timeline
 from shoal.simulate.links import Cores, Link
@@ -44,7 +44,7 @@ SERVICE_BYTES_PER_S = 0.7e9
 class Scenario(NamedTuple):
     """A run, as far as a simulation must know it."""
 
-    plan: Plan
+    plan: RunPlan
     policies: Policies
     learner: Learner
     teaching: Timing | Learning
@@ -96,18 +96,18 @@ class World:
         self.each: list[tuple[float, Callable[[World], None]]] = []
         """What is to be done again and again: after how many virtual seconds, and what."""
 
-    def _driver(self) -> Driver:
-        around = Surroundings(
+    def _driver(self) -> CoordinatorDriver:
+        around = DriverDeps(
             server=Desk(),
             store=self.store,
             watcher=self,
             welcome=Message({"size": round(self.scenario.teaching.scale * self.scenario.learner.vector.numel())}),
-            capture=lambda: Captured({}, {}),
+            capture=lambda: SnapshotContent({}, {}),
             clock=lambda: self.timeline.now,
             new_session=self._new_session,
             threads=False,
         )
-        return Driver(self.coordinator, around)
+        return CoordinatorDriver(self.coordinator, around)
 
     def _quickest_s(self) -> float:
         """What a contribution takes at least, as it is computed and sent."""
@@ -167,7 +167,7 @@ class World:
         for name in list(self._since):
             self._leave(name, ended)
         if coordinator.finished:
-            self.driver.happen(Concluded())
+            self.driver.happen(RunConcluded())
         report.hours, report.finished = ended / 3600, coordinator.finished
         report.handled = self._judged() - self._handled_before
         report.versions, report.samples = coordinator.state.version, coordinator.state.samples
@@ -291,13 +291,13 @@ class World:
     def _arrive(self, worker: VirtualWorker, asked: Asked, frames: Frames, question: int) -> None:
         now = self.timeline.now
         self._busy_until = max(now, self._busy_until) + SERVICE_S + self._size(frames) / SERVICE_BYTES_PER_S
-        self._handle(Called(partial(self._reply, worker, question), asked, frames, self._new_session()))
+        self._handle(RequestReceived(partial(self._reply, worker, question), asked, frames, self._new_session()))
         if isinstance(asked, Contribute):
             member = self.coordinator.members.by_session.get(asked.session)
             if member is not None:
                 self.report.lags[member.lag] += 1
 
-    def _handle(self, called: Called, stands_for: int = 1) -> None:
+    def _handle(self, called: RequestReceived, stands_for: int = 1) -> None:
         began = time.thread_time()
         self.driver.happen(called)
         self.report.coordinator_s += stands_for * (time.thread_time() - began)
@@ -319,7 +319,7 @@ class World:
             return
         if worker.protocol.session:
             self.report.heartbeats += 1
-            called = Called(worker.hear_pulse, worker.protocol.heartbeat(worker.doing, EMPTY))
+            called = RequestReceived(worker.hear_pulse, worker.protocol.heartbeat(worker.doing, EMPTY))
             if self.report.heartbeats % _TIMED_BEATS:
                 self.driver.happen(called)
             else:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from shoal.coordinator.driver_interfaces import Saved
+from shoal.coordinator.driver_interfaces import SavedState
 from shoal.coordinator.effects import Frames
 from shoal.protocol.messages import Message, Request
 from shoal.transports import Traffic
@@ -84,7 +84,7 @@ class NoSnapshots:
     def all(self) -> list[str]:
         return [""]
 
-    def newest(self, warn: Callable[[str], None]) -> Saved | None:
+    def newest(self, warn: Callable[[str], None]) -> SavedState | None:
         return None
 
 

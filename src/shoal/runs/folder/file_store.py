@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.coordinator.durable.journal import Journal
-from shoal.coordinator.durable.ledger import Ledger
+from shoal.coordinator.durable.journal import FileJournal
+from shoal.coordinator.durable.ledger import FileLedger
 from shoal.coordinator.durable.receipt_seal import key_in
 from shoal.runs.folder.checkpoint import Checkpoints
 
@@ -21,7 +21,7 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.journal, self.ledger = Journal(folder), Ledger(folder)
+        self.journal, self.ledger = FileJournal(folder), FileLedger(folder)
         self.snapshots = Checkpoints(folder / "snapshots", 2)
 
     @property

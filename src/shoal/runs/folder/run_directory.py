@@ -29,7 +29,7 @@ from shoal.config import Run
 from shoal.config.fields import as_data
 from shoal.config.load import ConfigFile, LoadedConfig, resolve
 from shoal.config.show import show, to_yaml
-from shoal.coordinator.durable.lock import Lock, is_held_elsewhere
+from shoal.coordinator.durable.lock import FolderLock, is_held_elsewhere
 from shoal.errors import ShoalError
 from shoal.runs.folder import plugin_record
 from shoal.runs.folder.resume_rules import Change, changes
@@ -51,7 +51,7 @@ class RunDirectory:
         self.path, self.fresh = path, fresh
         self._metrics: TextIO | None = None
         self._event_bytes: int | None = None
-        self._lock = Lock(path)
+        self._lock = FolderLock(path)
 
     @classmethod
     def create(cls, run: Run, wanted: str | None = None, warn: Callable[[str], None] = lambda text: None) -> RunDirectory:
