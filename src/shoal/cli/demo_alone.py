@@ -22,9 +22,7 @@ _REWARD = '''\
 from collections.abc import Sequence
 from typing import Literal
 
-from shoal.config import Run
-from shoal.plugins import Reward, builds
-from shoal.runs.rlhf.rewards.interface import Answer, Score
+from shoal.plugins import Answer, Reward, Run, Score, builds
 
 
 class Vowels(Reward):
