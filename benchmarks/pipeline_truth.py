@@ -27,7 +27,7 @@ from shoal.models.partial_model import StagedModel, layers_in
 from shoal.models.stages import depth, stage_of
 from shoal.runs.training.train_alone import prepare
 from shoal.simulate.pipeline_simulation import pipelined
-from shoal.simulate.simulation import Asked
+from shoal.simulate.simulation import SimulationOptions
 
 STEPS, BATCH, LAYERS, LAYER_S = 3, 8, 8, 0.3
 QUIET = {"evaluation.strategy": "never", "checkpoint.strategy": "never", "training.max_steps": "100000000", "training.device": "cpu"}
@@ -98,7 +98,7 @@ def measure(way: str = "sleeping") -> Iterator[Row]:
     alone = {parts: started(common | _in_parts(parts), way, 1) for parts in {case.micro_batches for case in CASES}}
     for case in CASES:
         settings, alone_s = common | case.settings(), alone[case.micro_batches]
-        foretold = pipelined(loaded(settings).run, Asked(step_s=alone_s)).step.seconds
+        foretold = pipelined(loaded(settings).run, SimulationOptions(step_s=alone_s)).step.seconds
         real = started(settings, way, len(case.shares))
         yield Row(f"pipeline-truth, {case}", foretold, real, "s a step", foretold / real, "1 ± 0.1", f"{alone_s:.3g} s alone")
 

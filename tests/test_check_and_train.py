@@ -18,7 +18,7 @@ from shoal.config.presets import names
 from shoal.config.schema import Run
 from shoal.config.schema.engine import Engine
 from shoal.engines.build import OF_SEVERAL
-from shoal.launch.start import Asked, plan, started
+from shoal.launch.start import StartOptions, plan_start, start_run
 
 HERE = {
     "output_dir": "runs",
@@ -78,8 +78,8 @@ def start(preset: str) -> Iterator[Any]:
     def load(more: Sequence[Override]) -> LoadedConfig:
         return resolve([ConfigFile(preset)], [*(Override(path, value, f"--set {path}={value}") for path, value in own.items()), *more])
 
-    planned = plan(load, Asked(otherwise=2))
-    with started(planned, []) as made:
+    planned = plan_start(load, StartOptions(otherwise=2))
+    with start_run(planned, []) as made:
         yield made.loop
         if hasattr(made.loop, "server"):
             made.loop.server.close()

@@ -23,7 +23,7 @@ from shoal.coordinator.effects import Published
 from shoal.coordinator.state import RunPlan, WorkerExited
 from shoal.coordinator.units.cut import DataCut
 from shoal.protocol.messages import PROTOCOL, Message, Request, header_of
-from shoal.runs.folder.file_store import Files
+from shoal.runs.folder.file_store import FileStore
 from shoal.strategies import Policies
 from shoal.transports import Traffic
 from shoal.updates import codecs
@@ -79,7 +79,7 @@ class World:
 
     def begin(self, resume: bool) -> CoordinatorDriver:
         learner = Numbers(2)
-        store = Files(self.folder / "coordinator")
+        store = FileStore(self.folder / "coordinator")
         coordinator = believing(Coordinator(self.plan._replace(receipt_key=store.receipt_key), self.strategy, learner))
 
         def capture() -> SnapshotContent:

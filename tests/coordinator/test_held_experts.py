@@ -13,7 +13,7 @@ from shoal.coordinator import Coordinator
 from shoal.coordinator.rounds import weights_publisher as publisher
 from shoal.coordinator.state import RelayPlace
 from shoal.errors import ShoalError
-from shoal.runs.worker_run import Joined
+from shoal.runs.worker_run import JoinedWorker
 from shoal.updates.experts import ExpertBlocks
 from tests.support.small_cluster import Cluster, FakeWorker, encoded, strategy_of
 
@@ -109,7 +109,7 @@ def test_sets_of_experts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_through_a_database_a_worker_holds_all_experts() -> None:
-    joined: Any = object.__new__(Joined)
+    joined: Any = object.__new__(JoinedWorker)
     joined.lines = [object()]
     with pytest.raises(ShoalError, match="through a database all workers read the same weights"):
         joined._hold((0, 1))

@@ -21,8 +21,8 @@ from shoal.models.generation.batch_sampling import as_drawn, sample
 from shoal.models.generation.decoding import draws_of_group
 from shoal.protocol.frames import UpdateError
 from shoal.runs.build_run import assemble
-from shoal.runs.coordinator_setup import agree, plan_of
-from shoal.runs.live_objects import NOTHING
+from shoal.runs.coordinator_setup import agree, plan_for
+from shoal.runs.live_objects import NO_LIVE_OBJECTS
 from shoal.runs.rlhf.rewards.interface import Answer
 from shoal.runs.training.train_alone import prepare as prepare_alone
 from shoal.updates.answer_frames import InexactAnswers, digest, pack, unpack
@@ -73,12 +73,12 @@ class Room(Cluster):
 
     def __init__(self, loaded: Any) -> None:
         self.loaded = loaded
-        agreed = agree(loaded.run, 2, None, None, NOTHING)
+        agreed = agree(loaded.run, 2, None, None, NO_LIVE_OBJECTS)
         self.feed: Any = agreed.parts.feed
         self.feed.reward = ascii_share
         learner: Any = agreed.policies.apply.learner(agreed.parts.single, (), self.feed)
         super().__init__(agreed.policies, 2, learner=learner)
-        self.plan = plan_of(loaded.run, agreed)._replace(intake=learner)
+        self.plan = plan_for(loaded.run, agreed)._replace(intake=learner)
         self.coordinator = believing(Coordinator(self.plan, agreed.policies, learner))
         self.carry_out(self.coordinator.handle(ServingStarted(), self.now))
         self.old = copy.deepcopy(learner.model)

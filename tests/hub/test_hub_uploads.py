@@ -61,11 +61,11 @@ def test_a_run_is_pushed_whole(hub: FakeHub, capsys: pytest.CaptureFixture[str],
 
 def test_every_interval_is_pushed_when_the_hub_keeps_up(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.reporters.hub import HubUploads
-    from shoal.runs.training.loop import Loop
+    from shoal.runs.training.loop import TrainingLoop
 
     after = HubUploads.step
 
-    def step(self: HubUploads, loop: Loop) -> None:
+    def step(self: HubUploads, loop: TrainingLoop) -> None:
         after(self, loop)
         if loop.step % 4 == 0 and loop.step < 12:
             hub.wait_for(lambda: "me/digits" in hub.repos and len(hub.repos["me/digits"].commits) == loop.step // 4)

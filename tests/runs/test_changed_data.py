@@ -18,7 +18,7 @@ from shoal.data import Data, Info, fingerprint, kept_fingerprint
 from shoal.data.text.context_text import Origins
 from shoal.data.text.samples import PackedText
 from shoal.data.user_data import OwnSamples
-from shoal.runs.coordinator_run import SharedData
+from shoal.runs.coordinator_run import SharedDataProgress
 
 NAMELESS = Origins([], torch.zeros(0, 2).long())
 TEXT = """\
@@ -117,7 +117,7 @@ def test_a_stream_that_ends_is_read_as_often_as_the_epochs_say(tmp_path: Path, w
 
 def test_an_epoch_of_a_stream_is_over_when_every_seat_has_begun_the_next() -> None:
     places = {"0": [0, 5], "1": [0, 4]}
-    shared = SharedData(None, places.values)
+    shared = SharedDataProgress(None, places.values)
     for place, over in (([1, 1], False), ([1, 2], False)):
         places["0"] = place
         shared.look()

@@ -20,7 +20,7 @@ from shoal.data.text.tokenizers.lookup import load_tokenizer
 from shoal.engines import SingleEngine
 from shoal.errors import ShoalError
 from shoal.models.huggingface.pretrained import load as load_model
-from shoal.runs.coordinator_run import ClusterLoop
+from shoal.runs.coordinator_run import CoordinatorLoop
 from shoal.runs.folder.run_directory import RunDirectory
 
 
@@ -72,7 +72,7 @@ def test_a_run_that_people_were_invited_to_is_kept_though_it_failed_before_its_f
     def fail(*_: object) -> None:
         raise ShoalError("the disk is full")
 
-    monkeypatch.setattr(ClusterLoop, "_coordinate", fail)
+    monkeypatch.setattr(CoordinatorLoop, "_coordinate", fail)
     settings = ["--set", "strategy.kind=async", "--set", "transport.port=0", "--host", "127.0.0.1"]
     assert main(["coordinate", "starter", "--run-dir", str(tmp_path / "run"), *settings]) == 2
     assert "the disk is full" in capsys.readouterr().err
@@ -85,7 +85,7 @@ def test_a_database_of_the_runs_own_goes_with_a_run_that_failed_before_its_first
     def fail(*_: object) -> None:
         raise ShoalError("no step can be made")
 
-    monkeypatch.setattr(ClusterLoop, "_coordinate", fail)
+    monkeypatch.setattr(CoordinatorLoop, "_coordinate", fail)
     settings = ["--set", "strategy.kind=workunits", "--set", "transport.kind=postgres", "--set", "transport.host=embedded"]
     assert main(["train", "starter", "--run-dir", str(tmp_path / "run"), "--workers", "1", *settings]) == 2
     assert "no step can be made" in capsys.readouterr().err

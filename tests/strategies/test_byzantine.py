@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.config.load import resolve_data
-from shoal.runs.run_size import needed
+from shoal.runs.run_size import needed_contributions
 
 CLEAN = 0.93
 """What honest workers reach at least on the digits, in so few steps."""
@@ -51,4 +51,4 @@ def test_mixing_counts_in_how_many_contributions_a_round_needs(mixing: Any, leas
     run = resolve_data(
         {"strategy": {"kind": "syncps"}, "cluster": {"num_workers": 9}, "updates": updates}, name="n", dialect="shoal", environ={}
     )
-    assert needed(run.run) == least
+    assert needed_contributions(run.run) == least

@@ -35,8 +35,8 @@ from shoal.transports.database_address import parse as parse_address
 
 if TYPE_CHECKING:
     from shoal.config.ranks import RankPlace
-    from shoal.launch import Crew
-    from shoal.runs.worker_run import Joined, Way
+    from shoal.launch import EngineProcesses
+    from shoal.runs.worker_run import JoinedWorker, JoinOptions
     from shoal.transports.netem import Proxy
 
 EPILOG = """\
@@ -95,9 +95,9 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 
 def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Join and work, alone or as the first of several processes; where several are needed and none are there, start them."""
-    from shoal.launch import Crew, place_in
+    from shoal.launch import EngineProcesses, place_in_engine
     from shoal.launch.pipeline_rendezvous import STAGES
-    from shoal.runs.worker_run import Joined
+    from shoal.runs.worker_run import JoinedWorker
     from shoal.worker.session import Left
 
     invitation, crew = _invitation(arguments)
@@ -111,16 +111,16 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
         reached = invitation._replace(address=address)
     try:
         try:
-            joined = Joined(_way(arguments, reached), print_log)
+            joined = JoinedWorker(_way(arguments, reached), print_log)
         except Left as refusal:
             if refusal.reason != STAGES:
                 raise
             return _attend(arguments, reached, stops)
         check_trust(joined, arguments.factory)
-        here = place_in(joined.run)
+        here = place_in_engine(joined.run)
         if here is None and uses_several_processes(joined.run):
             joined.leave()
-            arguments.name, crew = joined.name, Crew.of(joined.run, "join", print_log)
+            arguments.name, crew = joined.name, EngineProcesses.of(joined.run, "join", print_log)
             assert crew is not None
             return _lead(crew, arguments, argv, invitation._replace(identity=joined.protocol.identity.secret), stops)
         stops.append(joined.stop)
@@ -137,21 +137,21 @@ def _take_part(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 def _attend(arguments: argparse.Namespace, invitation: Invitation, stops: list[Callable[[], None]]) -> int:
     """Have a stage of a model that is too large for one machine."""
-    from shoal.launch.pipeline_rendezvous import Attending
+    from shoal.launch.pipeline_rendezvous import PipelineMember
 
     overrides = [parse_override(text) for text in arguments.settings]
-    machine = Attending(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)
+    machine = PipelineMember(invitation, arguments.name or platform.node() or "machine", overrides, arguments.factory, arguments.patience)
     stops.append(machine.stop)
     return machine.work(print_log)
 
 
 def _hold_layers(arguments: argparse.Namespace) -> int:
     """Hold layers for a server until it ends, or this process is asked to leave."""
-    from shoal.serve.nodes.node import NodeProcess, Reached
+    from shoal.serve.nodes.node import NodeProcess, ServerAddress
 
     invitation, _ = _invitation(arguments)
     node = NodeProcess(
-        Reached(invitation.address, invitation.token, invitation.key),
+        ServerAddress(invitation.address, invitation.token, invitation.key),
         arguments.name,
         slowdown=arguments.slowdown,
         patience_s=arguments.patience,
@@ -162,11 +162,11 @@ def _hold_layers(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def check_trust(joined: Joined, trusted: list[str]) -> None:
+def check_trust(joined: JoinedWorker, trusted: list[str]) -> None:
     """A coordinator sends names of functions, never code; a worker calls only those that it was told to."""
-    from shoal.runs.live_objects import factories_of
+    from shoal.runs.live_objects import factory_names
 
-    unknown = [name for name in factories_of(joined.run) if name not in trusted]
+    unknown = [name for name in factory_names(joined.run) if name not in trusted]
     if unknown:
         wanted = " ".join(f"--factory {name}" for name in unknown)
         problem = ShoalError(f"this run calls functions on the worker's machine. If you know them, join with {wanted}")
@@ -174,14 +174,16 @@ def check_trust(joined: Joined, trusted: list[str]) -> None:
         raise problem
 
 
-def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]) -> int:
+def _lead(
+    crew: EngineProcesses, arguments: argparse.Namespace, argv: list[str], invitation: Invitation, stops: list[Callable[[], None]]
+) -> int:
     """Start the processes of a worker and look after them. What they keep of themselves outlives them, here or where it was told to."""
-    from shoal.runs.worker_run import say_gone
+    from shoal.runs.worker_run import report_gone
 
     with tempfile.TemporaryDirectory(prefix="shoal-island-") as folder:
         kept = [] if arguments.state else ["--state", folder]
         started = island(
-            crew, arguments.name, [*argv, *kept], invitation._asdict(), print_log, lambda: say_gone(_way(arguments, invitation))
+            crew, arguments.name, [*argv, *kept], invitation._asdict(), print_log, lambda: report_gone(_way(arguments, invitation))
         )
         stops.append(started.stop)
         return started.run()
@@ -189,17 +191,17 @@ def _lead(crew: Crew, arguments: argparse.Namespace, argv: list[str], invitation
 
 def _follow(arguments: argparse.Namespace, here: RankPlace) -> int:
     """Work as one of several processes, of which the first has joined and decides when to stop."""
-    from shoal.runs.worker_run import follow
+    from shoal.runs.worker_run import follow_first_process
 
     ignore_signals()
-    follow(here, _way(arguments, Invitation("", "", None)))
+    follow_first_process(here, _way(arguments, Invitation("", "", None)))
     return 0
 
 
-def _way(arguments: argparse.Namespace, invitation: Invitation) -> Way:
-    from shoal.runs.worker_run import Way
+def _way(arguments: argparse.Namespace, invitation: Invitation) -> JoinOptions:
+    from shoal.runs.worker_run import JoinOptions
 
-    return Way(
+    return JoinOptions(
         *invitation,
         name=arguments.name,
         overrides=[parse_override(text) for text in arguments.settings],
@@ -210,17 +212,17 @@ def _way(arguments: argparse.Namespace, invitation: Invitation) -> Way:
     )
 
 
-def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, Crew | None]:
+def _invitation(arguments: argparse.Namespace) -> tuple[Invitation, EngineProcesses | None]:
     """How to reach the coordinator; and how many processes to start, where the one who started this one knows."""
     if not arguments.stdin:
         return typed(arguments), None
     given = json.loads(sys.stdin.readline() or "{}")
     if "address" not in given:
         raise ShoalError("--stdin: no invitation came")
-    from shoal.launch import Crew
+    from shoal.launch import EngineProcesses
 
     crew = given.get("crew")
-    return Invitation(given["address"], given["token"], given["key"], given.get("identity")), Crew(*crew) if crew else None
+    return Invitation(given["address"], given["token"], given["key"], given.get("identity")), EngineProcesses(*crew) if crew else None
 
 
 def typed(arguments: argparse.Namespace) -> Invitation:

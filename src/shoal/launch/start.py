@@ -1,7 +1,7 @@
 """One way to start a run. The command line, Python and tests decide here who takes part, and begin here.
 
 `plan` reads the settings and chooses: this process alone, several processes of one engine, workers on this machine, the processes that
-torchrun started, or workers of other machines who are invited. `started` puts the chosen run together, and its `train` runs it.
+torchrun started, or workers of other machines who are invited. `start_run` puts the chosen run together, and its `train` runs it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from shoal.config.ranks import STRATEGY_FOR_ANSWERS, STRATEGY_FOR_WORKERS, RankP
 from shoal.config.schema.cluster import Postgres
 from shoal.errors import ShoalError
 from shoal.launch import forkserver
-from shoal.launch.engine_processes import Crew, facts_of, place_in
-from shoal.launch.local import LocalWorkers, fair_threads, gpus_of, names_for, trusting, wait_quietly
+from shoal.launch.engine_processes import EngineProcesses, place_in_engine, settings_from_start
+from shoal.launch.local import LocalWorkers, factory_arguments, fair_threads, gpus_for, use_passive_waiting, worker_names
 
 if TYPE_CHECKING:
     from shoal.config import Run
-    from shoal.launch.pipeline_rendezvous import Host
+    from shoal.launch.pipeline_rendezvous import PipelineHost
     from shoal.launch.ray_workers import RayWorkers
     from shoal.launch.threads import WorkerThreads
-    from shoal.launch.torchrun import Fleet
+    from shoal.launch.torchrun import TorchrunGroup
     from shoal.runs.build_run import Progress
-    from shoal.runs.coordinator_run import ClusterLoop
-    from shoal.runs.coordinator_setup import Coordinating
+    from shoal.runs.coordinator_run import CoordinatorLoop
+    from shoal.runs.coordinator_setup import ReadyCoordinator
     from shoal.runs.invitation import Invitation
-    from shoal.runs.live_objects import Given
+    from shoal.runs.live_objects import LiveObjects
     from shoal.runs.monitoring.recorder import Reporter
-    from shoal.runs.training.loop import Loop
-    from shoal.runs.worker_run import Joined
+    from shoal.runs.training.loop import TrainingLoop
+    from shoal.runs.worker_run import JoinedWorker
 
 Load = Callable[[Sequence[Override]], LoadedConfig]
 """Resolves the configuration with some more settings on top."""
@@ -46,7 +46,7 @@ Arguments = Callable[[Sequence[str]], Mapping[str, Sequence[str]]]
 """Gives each worker, by its name, further arguments of `shoal join`."""
 
 
-class Asked(NamedTuple):
+class StartOptions(NamedTuple):
     """What somebody who starts a run wants besides its settings."""
 
     run_dir: str | None = None
@@ -65,11 +65,11 @@ class Asked(NamedTuple):
     """Names of what the program brings along and workers need: only threads of this process can have it."""
     up: bool = False
     """Workers are started where launch.kind says, and others may join."""
-    above: Joined | None = None
+    above: JoinedWorker | None = None
     """For a relay: the coordinator that it has joined."""
 
 
-class Way(Enum):
+class StartMode(Enum):
     """What this process does."""
 
     ALONE = auto()
@@ -84,17 +84,17 @@ class Way(Enum):
     """torchrun started it, and another process coordinates."""
 
 
-class Plan(NamedTuple):
+class StartPlan(NamedTuple):
     """Who takes part in a run, and what this process does in it."""
 
-    way: Way
+    way: StartMode
     loaded: LoadedConfig
-    asked: Asked
+    asked: StartOptions
     here: RankPlace | None = None
     """Which of an engine's processes this one is."""
     workers: int = 0
     """Workers that are started on this machine; 0 for a run that goes on: as many as it was begun for."""
-    fleet: Fleet | None = None
+    fleet: TorchrunGroup | None = None
     note: str = ""
     """What was chosen without being asked for."""
 
@@ -103,7 +103,7 @@ class Plan(NamedTuple):
         return self.loaded.run
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """How a run ended."""
 
     summary: dict[str, Any]
@@ -111,18 +111,18 @@ class Outcome(NamedTuple):
     """Folder of the finished model, where programs other than Shoal can read it."""
 
 
-class Started(NamedTuple):
+class StartedRun(NamedTuple):
     """A run that is put together and has not moved yet."""
 
-    loop: Loop | ClusterLoop
-    train: Callable[[], Outcome]
+    loop: TrainingLoop | CoordinatorLoop
+    train: Callable[[], RunOutcome]
     invitation: Invitation | None = None
     """How workers join."""
     role: str = ""
     """In a database that others look after: the role that workers connect as."""
 
 
-def plan(load: Load, asked: Asked) -> Plan:
+def plan_start(load: Load, asked: StartOptions) -> StartPlan:
     """Choose. Raises ConfigError for settings that are not good, ShoalError where they do not fit what was asked for."""
     loaded, note = _good(load([])), ""
     more: list[Override] = []
@@ -142,13 +142,13 @@ def plan(load: Load, asked: Asked) -> Plan:
         _refuse_other_processes(loaded, asked.live)
         more.append(Override("transport.kind", "in-process", f"{asked.live[0]}=…"))
         loaded = _good(load(more))
-    wait_quietly()
+    use_passive_waiting()
     here, count = rank_place(), asked.workers or loaded.run.cluster.num_workers or _otherwise(loaded.run, asked)
-    if facts := facts_of(loaded.run, here, count):
+    if facts := settings_from_start(loaded.run, here, count):
         loaded = _good(load([*more, *facts]))
     if here is not None:
         return _in_fleet(loaded, asked, here)
-    return Plan(Way.COORDINATES, loaded, asked, workers=_number(loaded.run, asked, count), note=note)
+    return StartPlan(StartMode.COORDINATES, loaded, asked, workers=_number(loaded.run, asked, count), note=note)
 
 
 def _good(loaded: LoadedConfig) -> LoadedConfig:
@@ -172,16 +172,16 @@ def _refuse_other_processes(loaded: LoadedConfig, live: tuple[str, ...]) -> None
         )
 
 
-def _local(loaded: LoadedConfig, asked: Asked) -> Plan:
-    here = place_in(loaded.run)
+def _local(loaded: LoadedConfig, asked: StartOptions) -> StartPlan:
+    here = place_in_engine(loaded.run)
     if here is None and uses_several_processes(loaded.run):
         if asked.live:
             _refuse_other_processes(loaded, asked.live)
-        return Plan(Way.RANKS, loaded, asked)
-    return Plan(Way.ALONE, loaded, asked, here)
+        return StartPlan(StartMode.RANKS, loaded, asked)
+    return StartPlan(StartMode.ALONE, loaded, asked, here)
 
 
-def _staged(load: Load, loaded: LoadedConfig, asked: Asked) -> Plan:
+def _staged(load: Load, loaded: LoadedConfig, asked: StartOptions) -> StartPlan:
     """One model over several processes or machines. Workers are its stages; the process that is started, or the server, is the first."""
     run = loaded.run
     if not asked.invite:
@@ -193,15 +193,18 @@ def _staged(load: Load, loaded: LoadedConfig, asked: Asked) -> Plan:
         raise ShoalError(f"transport.kind: machines find their places in a pipeline over zmq, and this is {run.transport.kind}")
     if not run.cluster.num_workers and not run.placed:
         raise ShoalError("how many machines join this one? --set cluster.num_workers=2, or list them in cluster.workers")
-    return Plan(Way.GATHERS, loaded, asked)
+    return StartPlan(StartMode.GATHERS, loaded, asked)
 
 
-def places(plan: Plan, arguments: Sequence[str], tell: Callable[[str], None]) -> Host:
+def pipeline_host(plan: StartPlan, arguments: Sequence[str], tell: Callable[[str], None]) -> PipelineHost:
     """The side of the coordinator that gives out the places of a pipeline. `arguments`: those of `shoal train` for the first stage."""
-    from shoal.launch.pipeline_rendezvous import Host
+    from shoal.launch.pipeline_rendezvous import PipelineHost
 
-    return Host(
-        plan.run, plan.asked.hosts or address_of_first(plan.run, "--host", plan.loaded.settings.spelling) or ("0.0.0.0",), arguments, tell
+    return PipelineHost(
+        plan.run,
+        plan.asked.hosts or address_of_first(plan.run, "--host", plan.loaded.settings.spelling) or ("0.0.0.0",),
+        arguments,
+        tell,
     )
 
 
@@ -224,7 +227,7 @@ def address_of_first(run: Run, option: str, spelling: Callable[[str], str] = lam
     return (server.server_address,)
 
 
-def _invited(loaded: LoadedConfig, asked: Asked) -> Plan:
+def _invited(loaded: LoadedConfig, asked: StartOptions) -> StartPlan:
     run = loaded.run
     if run.alone:
         raise ShoalError("strategy.kind is local, so there is nobody to coordinate: --set strategy.kind=syncps (or edp, async)")
@@ -232,12 +235,12 @@ def _invited(loaded: LoadedConfig, asked: Asked) -> Plan:
         raise ShoalError("transport.kind: other machines do not reach workers that are threads of this process: choose zmq or postgres")
     if isinstance(run.transport, Postgres) and len(asked.hosts) > (run.transport.host == "embedded"):
         raise ShoalError("--host: a database of the run's own listens at one address, and another one listens where it does")
-    wait_quietly()
+    use_passive_waiting()
     workers = _started_by_launcher(run, asked) if asked.up else int(run.coordinator.trains) if asked.workers is None else asked.workers
-    return Plan(Way.COORDINATES, loaded, asked, workers=workers)
+    return StartPlan(StartMode.COORDINATES, loaded, asked, workers=workers)
 
 
-def _started_by_launcher(run: Run, asked: Asked) -> int:
+def _started_by_launcher(run: Run, asked: StartOptions) -> int:
     """Workers that `shoal up` starts."""
     count = asked.workers or run.cluster.num_workers or run.launch.nodes
     if not count:
@@ -245,27 +248,27 @@ def _started_by_launcher(run: Run, asked: Asked) -> int:
     return count
 
 
-def _in_fleet(loaded: LoadedConfig, asked: Asked, here: RankPlace) -> Plan:
+def _in_fleet(loaded: LoadedConfig, asked: StartOptions, here: RankPlace) -> StartPlan:
     """As one of the processes that torchrun started, each of which is a worker, or one of a worker's."""
-    from shoal.launch.torchrun import Fleet
+    from shoal.launch.torchrun import TorchrunGroup
 
-    fleet = Fleet(loaded.run, here)
+    fleet = TorchrunGroup(loaded.run, here)
     if asked.workers not in (None, fleet.workers):
         raise ShoalError(f"{asked.workers} workers are asked for, and torchrun started {fleet.workers}: leave that out")
     if not fleet.first:
-        return Plan(Way.FOLLOWS, loaded, asked, fleet=fleet)
+        return StartPlan(StartMode.FOLLOWS, loaded, asked, fleet=fleet)
     if (begun := fleet.begun()) is not None:
         asked = asked._replace(run_dir=begun, resume=True)
-    return Plan(Way.COORDINATES, loaded, asked, workers=fleet.workers, fleet=fleet)
+    return StartPlan(StartMode.COORDINATES, loaded, asked, workers=fleet.workers, fleet=fleet)
 
 
-def _otherwise(run: Run, asked: Asked) -> int:
+def _otherwise(run: Run, asked: StartOptions) -> int:
     """Workers where nobody says how many. The processes of collectives are a room of workers already; a run that goes on has as many as
     it was begun for."""
     return 0 if asked.resume else asked.otherwise or int(run.engine.kind == "collectives")
 
 
-def _number(run: Run, asked: Asked, count: int) -> int:
+def _number(run: Run, asked: StartOptions, count: int) -> int:
     """Workers to start here."""
     if not count and not asked.resume:
         raise ShoalError(f"how many workers? --workers N starts them here; `shoal coordinate` waits for others ({run.strategy.kind})")
@@ -273,20 +276,20 @@ def _number(run: Run, asked: Asked, count: int) -> int:
 
 
 @contextmanager
-def started(
-    plan: Plan,
+def start_run(
+    plan: StartPlan,
     reporters: list[Reporter],
     progress: Progress | None = None,
     arguments: Arguments = lambda names: dict.fromkeys(names, ()),
-    given: Given | None = None,
-) -> Iterator[Started]:
+    given: LiveObjects | None = None,
+) -> Iterator[StartedRun]:
     """Put a run together that this process trains or coordinates. What it needs besides, such as a database, is there until the end.
 
     `given`: live parts that the program brings along.
     """
-    from shoal.runs.live_objects import NOTHING
+    from shoal.runs.live_objects import NO_LIVE_OBJECTS
 
-    given, loop = given or NOTHING, None
+    given, loop = given or NO_LIVE_OBJECTS, None
     try:
         with _put_together(plan, reporters, progress, arguments, given) as made:
             loop = made.loop
@@ -299,25 +302,25 @@ def started(
         raise ShoalError(in_words_of((parsed.layer.dialect for parsed in plan.loaded.files), str(error))) from error
 
 
-def load_beside(plan: Plan) -> None:
+def preload_libraries(plan: StartPlan) -> None:
     """Let the process that will start workers load its libraries while this one loads its own. It may be called early, and again."""
-    if plan.way is Way.COORDINATES and (plan.workers or not plan.asked.invite) and plan.run.transport.kind != "in-process":
+    if plan.way is StartMode.COORDINATES and (plan.workers or not plan.asked.invite) and plan.run.transport.kind != "in-process":
         forkserver.prepare()
 
 
 @contextmanager
 def _put_together(
-    plan: Plan, reporters: list[Reporter], progress: Progress | None, arguments: Arguments, given: Given
-) -> Iterator[Started]:
-    if plan.way is Way.ALONE:
+    plan: StartPlan, reporters: list[Reporter], progress: Progress | None, arguments: Arguments, given: LiveObjects
+) -> Iterator[StartedRun]:
+    if plan.way is StartMode.ALONE:
         yield _alone(plan, reporters, progress, given)
         return
-    assert plan.way is Way.COORDINATES, plan.way
-    from shoal.launch.run_database import ground_for
+    assert plan.way is StartMode.COORDINATES, plan.way
+    from shoal.launch.run_database import run_location
 
-    load_beside(plan)
+    preload_libraries(plan)
     asked, hosts = plan.asked, _hosts(plan)
-    with ground_for(plan.run, asked.run_dir, asked.resume, hosts, asked.invite) as ground:
+    with run_location(plan.run, asked.run_dir, asked.resume, hosts, asked.invite) as ground:
         from shoal.runs.coordinator_setup import prepare
 
         made = prepare(
@@ -337,13 +340,13 @@ def _put_together(
             made = made._replace(invitation=ground.invitation)
         workers = arguments(_names(plan, made))
         outside = ground.outside or made.invitation
-        yield Started(made.loop, lambda: _coordinate(plan, made, workers, given, outside), outside, ground.role)
+        yield StartedRun(made.loop, lambda: _coordinate(plan, made, workers, given, outside), outside, ground.role)
 
 
-def headline(plan: Plan, loop: Loop | ClusterLoop) -> str:
+def headline(plan: StartPlan, loop: TrainingLoop | CoordinatorLoop) -> str:
     """What is about to be trained, for people."""
     rest = f"{loop.engine.size:,} parameters, in {loop.directory.path}"
-    if plan.way is Way.COORDINATES:
+    if plan.way is StartMode.COORDINATES:
         return f"{plan.run.strategy.kind}, {rest}"
     where = loop.engine.device if plan.here is None else f"{plan.here.size} × {loop.engine.device.type} ({plan.run.engine.kind})"
     own = plan.run.model.kind in USER_KINDS
@@ -351,23 +354,29 @@ def headline(plan: Plan, loop: Loop | ClusterLoop) -> str:
     return f"{what} on {where}, {rest}"
 
 
-def _alone(plan: Plan, reporters: list[Reporter], progress: Progress | None, given: Given) -> Started:
+def _alone(plan: StartPlan, reporters: list[Reporter], progress: Progress | None, given: LiveObjects) -> StartedRun:
     from shoal.runs.training.train_alone import prepare
 
     asked = plan.asked
     loop = prepare(
-        plan.loaded, run_dir=asked.run_dir, resume=asked.resume, reporters=reporters, progress=progress, here=plan.here, given=given
+        plan.loaded,
+        run_dir=asked.run_dir,
+        resume=asked.resume,
+        reporters=reporters,
+        progress=progress,
+        here=plan.here,
+        given=given,
     )
-    return Started(loop, lambda: _finished(loop, loop.train()))
+    return StartedRun(loop, lambda: _finished(loop, loop.train()))
 
 
-def _finished(loop: Loop | ClusterLoop, summary: dict[str, Any]) -> Outcome:
-    from shoal.runs.trained_model import save_final
+def _finished(loop: TrainingLoop | CoordinatorLoop, summary: dict[str, Any]) -> RunOutcome:
+    from shoal.runs.trained_model import export_final_model
 
-    return Outcome(summary, save_final(loop.run, loop.directory.path, summary) if loop.engine.world.first else None)
+    return RunOutcome(summary, export_final_model(loop.run, loop.directory.path, summary) if loop.engine.world.first else None)
 
 
-def _hosts(plan: Plan) -> tuple[str, ...]:
+def _hosts(plan: StartPlan) -> tuple[str, ...]:
     if plan.asked.invite:
         return plan.asked.hosts or _addresses_of_server(plan.run, plan.loaded.settings.spelling) or ("0.0.0.0",)
     return plan.fleet.hosts if plan.fleet is not None else ("127.0.0.1",)
@@ -393,21 +402,23 @@ def _addresses_of_server(run: Run, spelling: Callable[[str], str]) -> tuple[str,
     return tuple(address for address in reversed(found) if address is not None)
 
 
-def _expected(plan: Plan) -> int:
+def _expected(plan: StartPlan) -> int:
     """Workers that a new run is begun for."""
     cluster = plan.run.cluster
     return cluster.num_workers + plan.run.coordinator.trains if plan.asked.invite and cluster.num_workers else plan.workers
 
 
-def _names(plan: Plan, made: Coordinating) -> list[str]:
+def _names(plan: StartPlan, made: ReadyCoordinator) -> list[str]:
     """Names of the workers that are started here. A run that goes on has as many as it was begun for."""
     cluster, workers = plan.run.cluster, plan.workers
     if not plan.asked.invite and not workers:
         workers = made.loop.coordinator.plan.expected
-    return names_for(workers, (cluster.server or "here",) if plan.asked.invite and not plan.asked.up else cluster.workers)
+    return worker_names(workers, (cluster.server or "here",) if plan.asked.invite and not plan.asked.up else cluster.workers)
 
 
-def _coordinate(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given, outside: Invitation) -> Outcome:
+def _coordinate(
+    plan: StartPlan, made: ReadyCoordinator, workers: Mapping[str, Sequence[str]], given: LiveObjects, outside: Invitation
+) -> RunOutcome:
     """Coordinate, with workers that are started here, or by each of the processes that torchrun started."""
     threads = fair_threads(len(workers)) if plan.run.transport.kind == "in-process" else 1
     with closing(made.loop.server), _computing_with(threads if workers else None):
@@ -430,7 +441,9 @@ def _computing_with(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _train_with(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given, outside: Invitation) -> dict[str, Any]:
+def _train_with(
+    plan: StartPlan, made: ReadyCoordinator, workers: Mapping[str, Sequence[str]], given: LiveObjects, outside: Invitation
+) -> dict[str, Any]:
     loop = made.loop
     staff = _staff(plan, made, workers, given, outside)
     if plan.fleet is not None:
@@ -442,7 +455,7 @@ def _train_with(plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[s
 
 
 def _staff(
-    plan: Plan, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given, outside: Invitation
+    plan: StartPlan, made: ReadyCoordinator, workers: Mapping[str, Sequence[str]], given: LiveObjects, outside: Invitation
 ) -> LocalWorkers | WorkerThreads | RayWorkers:
     """The workers that this process starts, not started yet. `outside`: how those on other machines join."""
     loop, folder = made.loop, made.loop.directory.path / "workers"
@@ -450,18 +463,18 @@ def _staff(
         return plan.fleet.announce(made.invitation, loop.directory.path)
     if plan.run.transport.kind == "in-process":
         return _threads(plan.run, made, workers, given)
-    crew = Crew.of(loop.run, "join", loop.message, max(1, len(workers)))
+    crew = EngineProcesses.of(loop.run, "join", loop.message, max(1, len(workers)))
     invitation = made.invitation._asdict() | ({"crew": crew} if crew is not None else {})
-    trusted, environ = trusting(loop.run)
+    trusted, environ = factory_arguments(loop.run)
     every = {name: [*arguments, *trusted] for name, arguments in workers.items()}
     if plan.asked.up and plan.run.launch.elsewhere:
         from shoal.launch.remote import launcher
 
         return launcher(loop.run, folder, outside or made.invitation, every, loop.message)
-    return LocalWorkers(folder, invitation, every, gpus_of(loop.run), environ=environ)
+    return LocalWorkers(folder, invitation, every, gpus_for(loop.run), environ=environ)
 
 
-def _threads(run: Run, made: Coordinating, workers: Mapping[str, Sequence[str]], given: Given) -> WorkerThreads:
+def _threads(run: Run, made: ReadyCoordinator, workers: Mapping[str, Sequence[str]], given: LiveObjects) -> WorkerThreads:
     from shoal.launch.threads import WorkerThreads
 
     if uses_several_processes(run):

@@ -23,7 +23,7 @@ from shoal.models.huggingface.model import HuggingFace
 from shoal.tasks.user_task import Custom, LossFunction, Measured, Metric, named
 
 
-class Given(NamedTuple):
+class LiveObjects(NamedTuple):
     """What a program has: live objects of this process, which its threads may share. Nothing of it goes to other processes."""
 
     model: nn.Module | None = None
@@ -33,36 +33,36 @@ class Given(NamedTuple):
     loss: LossFunction | None = None
     metrics: Mapping[str, Metric] | None = None
 
-    def copied(self) -> Given:
+    def copied(self) -> LiveObjects:
         """The same with a model of its own, for a worker."""
         return self._replace(model=copy.deepcopy(self.model))
 
 
-NOTHING = Given()
+NO_LIVE_OBJECTS = LiveObjects()
 
 
-def samples_of(run: Run, given: Given, load: Callable[[], data.Data]) -> data.Data:
+def data_for(run: Run, given: LiveObjects, load: Callable[[], data.Data]) -> data.Data:
     """The data of a run: what the program gave, what a factory of the settings makes, or what the settings describe."""
     source, train, held_out, collate = run.data.source, given.train, given.eval, given.collate
     if isinstance(source, FactoryData):
-        train = called(source.function) if train is None else train
-        held_out = called(source.eval_function) if held_out is None and source.eval_function else held_out
-        collate = called_for(source.collate) if collate is None and source.collate else collate
+        train = call_factory(source.function) if train is None else train
+        held_out = call_factory(source.eval_function) if held_out is None and source.eval_function else held_out
+        collate = import_function(source.collate) if collate is None and source.collate else collate
     if train is None:
         loaded = load()
         return loaded if held_out is None else loaded._replace(eval=_with_numbers(held_out, collate))
     name = source.function if isinstance(source, FactoryData) else type(train).__name__
-    found = _with_numbers(train, collate) if has_numbers(train) else OwnStream(train, _batcher(collate))
+    found = _with_numbers(train, collate) if is_indexable(train) else OwnStream(train, _batcher(collate))
     return data.Data(found, None if held_out is None else _with_numbers(held_out, collate), data.Info("own", name))
 
 
-def has_numbers(samples: Any) -> bool:
+def is_indexable(samples: Any) -> bool:
     """Whether samples can be asked for by number."""
     return hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
 
 
 def _with_numbers(samples: Any, collate: Collate | None) -> OwnSamples:
-    return OwnSamples(samples if has_numbers(samples) else list(samples), _batcher(collate))
+    return OwnSamples(samples if is_indexable(samples) else list(samples), _batcher(collate))
 
 
 def _batcher(collate: Collate | None) -> Callable[[Sequence[Any]], data.Batch]:
@@ -74,13 +74,13 @@ def _batch(collate: Collate, samples: Sequence[Any]) -> data.Batch:
     return named(collate(list(samples)))
 
 
-def players_of(run: Run, given: Given, info: data.Info) -> dict[str, nn.Module]:
+def players_for(run: Run, given: LiveObjects, info: data.Info) -> dict[str, nn.Module]:
     """The networks of a run, likewise."""
     model = given.model
     if model is None and isinstance(run.model, FactoryModel):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(run.seed)
-            model = called(run.model.function)
+            model = call_factory(run.model.function)
         if not isinstance(model, nn.Module):
             raise ShoalError(f"model.function: {run.model.function} made {type(model).__name__}, which is no torch.nn.Module")
     if model is None:
@@ -91,11 +91,11 @@ def players_of(run: Run, given: Given, info: data.Info) -> dict[str, nn.Module]:
     return {"model": HuggingFace(model) if in_transformers else model}
 
 
-def task_of(run: Run, given: Given, players: dict[str, nn.Module], info: data.Info) -> tasks.Task:
+def task_for(run: Run, given: LiveObjects, players: dict[str, nn.Module], info: data.Info) -> tasks.Task:
     """What is learned: a loss of the program's own, or the task of the settings."""
     loss = given.loss
     if loss is None and isinstance(run.model, FactoryModel) and run.model.loss:
-        loss = called_for(run.model.loss)
+        loss = import_function(run.model.loss)
     if (loss is not None or given.metrics) and set(players) != {"model"}:
         raise ShoalError(f"loss= and metrics= are for one network, and a model of kind {run.model.kind} is {len(players)}")
     task: tasks.Task = Custom(players, loss) if loss is not None else tasks.build(run, players, info)
@@ -105,7 +105,7 @@ def task_of(run: Run, given: Given, players: dict[str, nn.Module], info: data.In
 # --- functions that settings name --------------------------------------------------------------------
 
 
-def factories_of(run: Run) -> list[str]:
+def factory_names(run: Run) -> list[str]:
     """The functions of other people's code that a run names, as `module:function`."""
     source, named_ones = run.data.source, list[str | None]()
     if isinstance(run.model, FactoryModel):
@@ -115,12 +115,12 @@ def factories_of(run: Run) -> list[str]:
     return [name for name in named_ones if name]
 
 
-def called(name: str) -> Any:
+def call_factory(name: str) -> Any:
     """What a function named `module:function` gives."""
-    return called_for(name)()
+    return import_function(name)()
 
 
-def called_for(name: str) -> Any:
+def import_function(name: str) -> Any:
     """The function itself. A module in the folder where the program was started is found, too."""
     module, _, function = name.partition(":")
     here = str(Path.cwd())

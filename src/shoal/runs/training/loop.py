@@ -17,7 +17,7 @@ class _Interrupted(Exception):
     """The run is to end, and an evaluation with it."""
 
 
-class Loop:
+class TrainingLoop:
     """One worker's training, without others."""
 
     def __init__(
