@@ -34,6 +34,7 @@ from shoal.config.parts import builds
 from shoal.config.plugins import Plugin, load
 from shoal.config.schema.cluster import Transport, Zmq
 from shoal.config.schema.data import DataSource
+from shoal.config.schema.engine import Engine
 from shoal.config.schema.model import Model
 from shoal.config.schema.output import Sink
 from shoal.config.schema.rlhf import Reward
@@ -57,6 +58,10 @@ if TYPE_CHECKING:
     from shoal.data.text.documents import Document as Document
     from shoal.data.text.documents import TextPart as TextPart
     from shoal.data.text.documents import Texts as Documents
+    from shoal.engines.base import Engine as DistributedEngine
+    from shoal.engines.base import StepResult as StepResult
+    from shoal.engines.single import SingleEngine as SingleEngine
+    from shoal.engines.world import World as World
     from shoal.models.data_shapes import Shapes as DataShapes
     from shoal.protocol.frames import Frame as Frame
     from shoal.protocol.frames import Frames as Frames
@@ -73,6 +78,7 @@ if TYPE_CHECKING:
     from shoal.strategies.run_length import in_updates as in_updates
     from shoal.tasks.base import Batch as Batch
     from shoal.tasks.base import Loss as Loss
+    from shoal.tasks.base import Task as TrainingTask
     from shoal.tasks.base import TaskInfo as TaskInfo
     from shoal.tasks.classification import Classification as ClassificationTask
     from shoal.tasks.language import LanguageModelling as LanguageModellingTask
@@ -103,8 +109,10 @@ __all__ = [
     "DataSource",
     "Decay",
     "Discounted",
+    "DistributedEngine",
     "Document",
     "Documents",
+    "Engine",
     "Every",
     "Everything",
     "Floats",
@@ -133,12 +141,16 @@ __all__ = [
     "Server",
     "Share",
     "ShoalError",
+    "SingleEngine",
     "Sink",
+    "StepResult",
     "Strategy",
     "Task",
     "TaskInfo",
     "TextPart",
+    "TrainingTask",
     "Transport",
+    "World",
     "Zmq",
     "builds",
     "expect_frames",
@@ -165,6 +177,7 @@ _IMPORTED_ON_USE = {
     "DataRequest": "shoal.data.hub.dataset.Request",
     "DataShapes": "shoal.models.data_shapes.Shapes",
     "Discounted": "shoal.coordinator.policies.Discounted",
+    "DistributedEngine": "shoal.engines.base.Engine",
     "Document": "shoal.data.text.documents.Document",
     "Documents": "shoal.data.text.documents.Texts",
     "Every": "shoal.coordinator.policies.Every",
@@ -182,8 +195,12 @@ _IMPORTED_ON_USE = {
     "Request": "shoal.protocol.messages.Request",
     "Score": "shoal.runs.rlhf.rewards.interface.Score",
     "Server": "shoal.transports.interface.Server",
+    "SingleEngine": "shoal.engines.single.SingleEngine",
+    "StepResult": "shoal.engines.base.StepResult",
     "TaskInfo": "shoal.tasks.base.TaskInfo",
     "TextPart": "shoal.data.text.documents.TextPart",
+    "TrainingTask": "shoal.tasks.base.Task",
+    "World": "shoal.engines.world.World",
     "expect_frames": "shoal.protocol.frames.expect_frames",
     "frame_of": "shoal.protocol.frames.frame_of",
     "from_pixels": "shoal.data.images.samples.from_pixels",

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.schema.data import Loader
-from shoal.data import Feed, Stream, load_tokenizer
+from shoal.data import ShardFeed, Stream, load_tokenizer
 from shoal.data.streams.mixed import MixedStream
 from shoal.data.streams.text import HeldOut, TextStream
 from shoal.data.text.documents import Chained, Document, Documents, Texts
@@ -131,9 +131,9 @@ def test_a_mixture_draws_by_weight_until_all_parts_were_read() -> None:
     assert sorted(other[:100]) == sorted(other[100:200])
 
 
-def feed_of(stream: Stream, workers: int = 0, persistent: bool = True, shard: tuple[int, int] = (0, 1), drop: bool = True) -> Feed:
+def feed_of(stream: Stream, workers: int = 0, persistent: bool = True, shard: tuple[int, int] = (0, 1), drop: bool = True) -> ShardFeed:
     loader = Loader(num_workers=workers, persistent_workers=persistent)
-    return Feed(stream, batch_size=3, seed=1, shard=shard, drop_last=drop, loader=loader)
+    return ShardFeed(stream, batch_size=3, seed=1, shard=shard, drop_last=drop, loader=loader)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shoal.cli.main import main
-from shoal.data import Feed, fingerprint, load, load_tokenizer
+from shoal.data import ShardFeed, fingerprint, load, load_tokenizer
 from shoal.data.packages import need
 from shoal.data.retrieval import encoders
 from shoal.data.retrieval.finder import Finder, Reading
@@ -140,7 +140,7 @@ def test_batches_carry_passages_of_other_documents(make_run: Make, tmp_path: Pat
     data = load(retrieving(make_run, tmp_path, data__streaming=streaming, data__max_eval_samples=4))
     assert data.info.finder is not None
     texts = data.info.finder.index.passages.texts
-    for batch, _ in zip(Feed(data.train, batch_size=3, seed=1), range(5), strict=False):
+    for batch, _ in zip(ShardFeed(data.train, batch_size=3, seed=1), range(5), strict=False):
         assert batch["passage_ids"].shape == (3, 4, 24)
         assert batch["passage_from"].tolist() == [[16, 16, 32, 32]] * 3
         for ids, passages in zip(batch["input_ids"], batch["passage_ids"], strict=True):

@@ -366,8 +366,8 @@ def policy_after(world: World | None, engine: str, rlhf: dict[str, Any]) -> dict
     """A policy that has learned from two rollouts, what it found out about them, and its answers to held-out prompts."""
     made, feed = policy_feed(world, json.loads(engine), rlhf)
     while feed.epoch + feed.at_epoch_end < 2:
-        made.step([next(feed) for _ in range(feed.pieces)])
-    judged = made.evaluate(feed.judged())
+        made.step([next(feed) for _ in range(feed.batches_per_step)])
+    judged = made.evaluate(feed.answers_to_held_out())
     return {"vector": made.vector.tolist(), "figures": feed.figures, "judged": judged, "position": feed.position}
 
 

@@ -16,11 +16,11 @@ from serving import running, small_served
 from commands import HANG_S
 from shoal.serve.nodes import placement as fleet
 from shoal.serve.nodes import server as hub
-from shoal.serve.server import Service
+from shoal.serve.server import ModelServer
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
+def service() -> Iterator[ModelServer]:
     with running(small_served(), ports=2) as one:
         yield one
 

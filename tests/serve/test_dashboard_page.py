@@ -16,7 +16,7 @@ from PIL import Image
 
 from commands import HANG_S
 from shoal.coordinator.durable.ledger import FileLedger
-from shoal.dashboard.server import WatchServer
+from shoal.dashboard.server import DashboardServer
 from shoal.runs.folder.run_reader import RunFolder
 from shoal.runs.invitation import write_join_command
 
@@ -91,7 +91,7 @@ def write_run(path: Path, workers: int = 3, records: int = 60) -> RunFolder:
 @contextmanager
 def shown(folder: RunFolder, token: str | None = None, public: bool = False, word: str | None = None) -> Iterator[str]:
     """The page's address. `word`: the owner's, where it is given; else nobody has it."""
-    server = WatchServer([folder], "127.0.0.1", [0], token, public)
+    server = DashboardServer([folder], "127.0.0.1", [0], token, public)
     if word is not None:
         word = server.word
     thread = threading.Thread(target=server.run)

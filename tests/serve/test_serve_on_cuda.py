@@ -15,7 +15,7 @@ from commands import processes_in, wait_for
 from shoal.models.huggingface.as_gpt import adopted
 from shoal.runs.trained_model import generate_text, open_run
 from shoal.serve.load_model import open_served
-from shoal.serve.nodes.weights import Tensors
+from shoal.serve.nodes.weights import WeightStore
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SHORT = ["training.max_steps=3", "training.batch_size=2", "training.device=cuda"]
@@ -47,7 +47,7 @@ def test_our_own_layers_compute_a_model_of_hugging_face_on_a_gpu(kind: str) -> N
             parameter.mul_(3.0)
     own = adopted(model)
     assert own is not None
-    made = own.whole(Tensors(model.state_dict()).get).cuda()
+    made = own.whole(WeightStore(model.state_dict()).get).cuda()
     assert written(made.double()) == written(model.double())
 
 

@@ -147,11 +147,11 @@ def _attend(arguments: argparse.Namespace, invitation: Invitation, stops: list[C
 
 def _hold_layers(arguments: argparse.Namespace) -> int:
     """Hold layers for a server until it ends, or this process is asked to leave."""
-    from shoal.serve.nodes.node import NodeProcess, Reached
+    from shoal.serve.nodes.node import NodeProcess, ServerAddress
 
     invitation, _ = _invitation(arguments)
     node = NodeProcess(
-        Reached(invitation.address, invitation.token, invitation.key),
+        ServerAddress(invitation.address, invitation.token, invitation.key),
         arguments.name,
         slowdown=arguments.slowdown,
         patience_s=arguments.patience,

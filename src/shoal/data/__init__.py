@@ -1,9 +1,9 @@
 """What a run learns from: images, text, streams and mixtures, as batches that can be taken up again at any point."""
 
 from shoal.data.fake_data import is_here, suppose
-from shoal.data.feed import Feed
+from shoal.data.feed import ShardFeed
 from shoal.data.fingerprint import fingerprint, kept_fingerprint
-from shoal.data.interfaces import IGNORED, Batch, Data, Info, PassageFinder, Progress, Samples, State, Stream
+from shoal.data.interfaces import IGNORED, Batch, Data, Feed, Info, PassageFinder, Progress, Samples, State, Stream
 from shoal.data.load_data import load
 from shoal.data.retrieval.augmented_samples import ReadingSamples
 from shoal.data.retrieval.load_index import open_finder, retrieval_of
@@ -26,6 +26,7 @@ __all__ = [
     "Prompt",
     "ReadingSamples",
     "Samples",
+    "ShardFeed",
     "State",
     "Stream",
     "StreamedText",

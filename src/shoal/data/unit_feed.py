@@ -9,7 +9,7 @@ import torch
 
 from shoal.config.schema.data import Loader
 from shoal.data.batch_source import emptied, part_of, shuffled
-from shoal.data.interfaces import Batch, Samples, State
+from shoal.data.interfaces import Batch, Feed, Samples, State
 from shoal.data.loader_processes import WorkerOptions
 
 
@@ -55,11 +55,8 @@ class Pieces:
         return min(per_epoch, (start // self.batches_per_piece + 1) * self.batches_per_piece)
 
 
-class PieceFeed:
+class PieceFeed(Feed):
     """One piece, batch by batch."""
-
-    batches_per_epoch: int | None = None
-    at_epoch_end = False
 
     def __init__(self, pieces: Pieces, epoch: int, start: int) -> None:
         self._pieces, self._epoch, self._next, self._end = pieces, epoch, start, pieces.end(start)

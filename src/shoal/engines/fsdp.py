@@ -191,7 +191,7 @@ def _check(run: Run, task: Task, optimizer: str, device: torch.device) -> None:
     refuse_several(run, task)
     if optimizer in optimizers.SHAPED:
         raise ShoalError(f"training.optimizer.name: {optimizer} looks at whole matrices, and fsdp cuts them: take AdamW, or the engine ddp")
-    if run.engine.kind == "fsdp" and run.engine.cpu_offload and device.type != "cuda":
+    if isinstance(run.engine, Fsdp) and run.engine.cpu_offload and device.type != "cuda":
         raise ShoalError(f"engine.cpu_offload: on {device.type} parameters are in main memory already")
 
 

@@ -259,6 +259,11 @@ class SingleEngine(Engine):
         named_state.load_flat(self.optimizers[player], self.networks[player], state)
 
 
+def build(run: Run, task: Task, device: torch.device, total_steps: int, world: World) -> SingleEngine:
+    """The engine of a worker that is one process."""
+    return SingleEngine(run, task, device, total_steps, learns=not task.learns_from_answers)
+
+
 def statistics(module: nn.Module) -> Iterator[Tensor]:
     """The buffers whose mean over processes and workers is taken."""
     persistent, others = set(module.state_dict()), {id(value) for one in kept(module) for value in (*one.state(), *one.buffers(False))}

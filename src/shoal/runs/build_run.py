@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -26,12 +26,10 @@ from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.rlhf.rollouts import RolloutFeed, prompts_of
 from shoal.runs.training.initial_weights import load_policy_weights, passage_index_of, run_folder_of
 from shoal.strategies import run_length
-from shoal.tasks import Draws
+from shoal.tasks import Task
 from shoal.tasks.answer_logprobs import Reference
-from shoal.tasks.dpo import Dpo
 from shoal.tasks.images import grid, save_png
 from shoal.tasks.policy_gradient import PolicyGradient
-from shoal.worker.interfaces import Feed
 
 Progress = Callable[[str, int, int | None], None]
 CountSteps = Callable[[data.Data], int]
@@ -43,7 +41,7 @@ class RunParts(NamedTuple):
     run: Run
     data: data.Data
     engine: Engine
-    feed: Feed
+    feed: data.Feed
 
     @property
     def single(self) -> SingleEngine:
@@ -87,17 +85,23 @@ def assemble(
     rank, ranks = (world.rank, world.size) if world else (0, 1)
     torch.manual_seed(run.seed + 1_000_003 * rank)
     device = choose_device(run.training.device, here.local_rank if here else 0)
-    if isinstance(task, PolicyGradient) and not answers:
+    if answers:
+        task.answer_only(samples.info.finder)
+    if task.learns_from_answers:
         return _with_rollouts(run, samples, task, device, length, world)
-    if isinstance(task, PolicyGradient):
-        task.finder = samples.info.finder
     part = batch_share(run, rank, ranks)
     feed = feed_for_seat(run, samples, part=part)
     steps = run_length.alone(run, feed.batches_per_epoch, part[1]) if length is None else length(samples)
-    engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps, learns=True)
-    if isinstance(task, Dpo):
-        task.reference = task.reference.held(engine.hold, task.players["model"])
+    engine = _engine(run, task, device, steps, world)
+    task.place_frozen(engine.hold)
     return RunParts(run, samples, engine, feed)
+
+
+def _engine(run: Run, task: Task, device: torch.device, steps: int, world: World | None) -> Engine:
+    """The engine of a worker; without `world` one process computes, even where the workers of the run are several."""
+    if world is not None or not run.engine.several_processes:
+        return build_engine(run, task, device, steps, world or World())
+    return SingleEngine(run, task, device, steps, learns=not task.learns_from_answers)
 
 
 def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
@@ -118,7 +122,7 @@ def _with_parts_of_policy(run: Run, own_folder: Path | None) -> Run:
 
 
 def _with_rollouts(
-    run: Run, samples: data.Data, task: PolicyGradient, device: torch.device, length: CountSteps | None, world: World | None
+    run: Run, samples: data.Data, task: Task, device: torch.device, length: CountSteps | None, world: World | None
 ) -> RunParts:
     """A run whose feed makes its batches with the model itself."""
     assert run.rlhf is not None
@@ -126,13 +130,14 @@ def _with_rollouts(
     ppo = run.rlhf.ppo
     steps = ppo.steps * ppo.epochs * ppo.rollout_size // ppo.mini_batch_size if length is None else length(samples)
     reference = Reference(task.players["model"])  # before an engine cuts the networks into parts
-    engine = build_engine(run, task, device, steps, world) if world else SingleEngine(run, task, device, steps)
+    engine = _engine(run, task, device, steps, world)
     reward = run.rlhf.reward.builder()(run.rlhf.reward, run)
-    feed = RolloutFeed(run, task, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference, samples.info.finder)
+    policy = cast("PolicyGradient", task)  # the only task that learns from answers
+    feed = RolloutFeed(run, policy, samples.info.tokenizer, *prompts_of(run, samples), reward, engine, reference, samples.info.finder)
     return RunParts(run, samples, engine, feed)
 
 
-def feed_for_seat(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: tuple[int, int] = (0, 1)) -> data.Feed:
+def feed_for_seat(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, part: tuple[int, int] = (0, 1)) -> data.ShardFeed:
     """The batches of a seat. Seats beyond the number of shards go through a shard that another has, too, in an order of their own.
 
     `part`: which of the seat's processes this is, and of how many; together they take `batch_size` samples each.
@@ -142,7 +147,7 @@ def feed_for_seat(run: Run, samples: data.Data, seat: int = 0, shards: int = 1, 
     batch_size, seed = run.training.batch_size, run.data.shuffle_seed
     assert batch_size is not None  # derived with the configuration, like the seed
     assert seed is not None
-    return data.Feed(
+    return data.ShardFeed(
         samples.train,
         batch_size=batch_size * part[1],
         seed=seed + 1_000_003 * (seat // shards),
@@ -276,7 +281,6 @@ def sample_writer(parts: RunParts, directory: RunDirectory) -> Callable[[int], N
 
     def images(step: int) -> None:
         if first:
-            assert isinstance(task, Draws)
             save_png(grid(task.images()), folder / f"step-{step:08d}.png")
 
     def text(step: int) -> None:
@@ -291,7 +295,6 @@ def sample_writer(parts: RunParts, directory: RunDirectory) -> Callable[[int], N
             folder.mkdir(exist_ok=True)
             (folder / f"step-{step:08d}.txt").write_text(written, encoding="utf-8")
 
-    if isinstance(parts.feed, RolloutFeed):
-        answers = parts.feed
-        return lambda step: answers.write_shown(folder / f"step-{step:08d}.txt") if first else None
+    if (write := parts.feed.sample_writer()) is not None:
+        return lambda step: write(folder / f"step-{step:08d}.txt") if first else None
     return {"images": images, "text": text, "": lambda step: None}[run.chosen_task.shows]

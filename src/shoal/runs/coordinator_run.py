@@ -28,11 +28,9 @@ from shoal.runs.monitoring.prometheus import shown_to_prometheus
 from shoal.runs.monitoring.recorder import INTERRUPTED, Members, Recorder, Reporter
 from shoal.runs.monitoring.status import StatusWriter
 from shoal.runs.monitoring.traffic_totals import TrafficTotals
-from shoal.runs.rlhf.rollouts import RolloutFeed
 from shoal.runs.storage import OpenedStorage
 from shoal.runs.training.background_eval import BackgroundEvaluator
 from shoal.strategies import Length, Policies
-from shoal.tasks import Draws
 from shoal.updates import privacy
 from shoal.updates.fragments import Span
 
@@ -134,13 +132,9 @@ class CoordinatorLoop:
 
     def _judged_by(self, parts: RunParts) -> Callable[[], Any] | None:
         """What the weights are judged by: held-out data, or answers to held-out prompts. None: nothing."""
-        run, feed = parts.run, parts.feed
-        if run.evaluation.batches == 0:
+        if parts.run.evaluation.batches == 0:
             return None
-        if not isinstance(feed, RolloutFeed):
-            return held_out_batches(run, parts.data.eval)
-        feed.warn = lambda text: self.message(f"warning: {text}")
-        return feed.judged if feed.held_out and run.evaluation.strategy != "never" else None
+        return parts.feed.evaluation_batches(held_out_batches(parts.run, parts.data.eval))
 
     def _driver(self, storage: OpenedStorage, welcome: Message) -> CoordinatorDriver:
         around = DriverDeps(
@@ -266,7 +260,7 @@ class CoordinatorLoop:
 
     def _draw_untrained(self) -> None:
         """A class sees pictures from the beginning."""
-        if self.judge is not None and self.board is not None and self.step == 0 and isinstance(self.engine.task, Draws):
+        if self.judge is not None and self.board is not None and self.step == 0 and self.engine.task.draws_images:
             weights = {name: value.detach().clone() for name, value in self.engine.weights().items()}
             self.judge.begin(0, weights, only_draw=True)
 

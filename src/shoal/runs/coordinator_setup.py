@@ -31,7 +31,6 @@ from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import Reporter
 from shoal.runs.owner import write_owner_file
 from shoal.runs.relay import Relay
-from shoal.runs.rlhf.rollouts import RolloutFeed
 from shoal.runs.run_size import data_extent, needed_contributions, ranks_per_worker, weight_per_sample
 from shoal.runs.storage import RunStorage, storage_for
 from shoal.runs.task_split import SplitInput, TaskSplit, listed_workers, split_into_tasks
@@ -114,9 +113,7 @@ def _coordinating(
     plan = plan._replace(leased_elsewhere=board is not None, receipt_key=opened.store.receipt_key, bounds=bounds, owner_key=owner)
     coordinator = Coordinator(plan, agreed.policies, learner)
     loop = CoordinatorLoop(agreed, coordinator, learner, directory, opened._replace(board=board), reporters, welcome, _judging(run, warn))
-    feed = agreed.parts.feed
-    if isinstance(feed, RolloutFeed) and feed.starts_at_random and not resume:
-        warn("rlhf.policy is not given: the policy starts from random weights")
+    agreed.parts.feed.start(lambda text: loop.message(f"warning: {text}"), new=not resume)
     try:
         _go_on(loop, run, resume, warn)
     except BaseException:

@@ -20,7 +20,7 @@ from shoal.config.schema.model import FactoryModel
 from shoal.data.user_data import Collate, OwnSamples, OwnStream, stacked
 from shoal.errors import ShoalError
 from shoal.models.huggingface.model import HuggingFace
-from shoal.tasks.user_task import Custom, LossFunction, Measured, Metric, named
+from shoal.tasks.user_task import Custom, LossFunction, Metric, WithMetrics, named
 
 
 class LiveObjects(NamedTuple):
@@ -99,7 +99,7 @@ def task_for(run: Run, live: LiveObjects, players: dict[str, nn.Module], info: d
     if (loss is not None or live.metrics) and set(players) != {"model"}:
         raise ShoalError(f"loss= and metrics= are for one network, and a model of kind {run.model.kind} is {len(players)}")
     task: tasks.Task = Custom(players, loss) if loss is not None else tasks.build(run, players, info)
-    return Measured(task, live.metrics) if live.metrics else task
+    return WithMetrics(task, live.metrics) if live.metrics else task
 
 
 # --- functions that settings name --------------------------------------------------------------------

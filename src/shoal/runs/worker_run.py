@@ -35,7 +35,6 @@ from shoal.runs.monitoring.recorder import peak_memory
 from shoal.runs.welcome import configuration, parts_for
 from shoal.runs.worker_key import WorkerKeyFile
 from shoal.strategies import Policies
-from shoal.worker.interfaces import Feed
 from shoal.worker.receipts import Receipts
 from shoal.worker.sender import Courier, Lost, Pulse
 from shoal.worker.session import Frames, Left, Protocol
@@ -352,7 +351,7 @@ class WorkerParts(NamedTuple):
         pieces = unit_pieces(parts, strategy) if strategy.feed.leased and not strategy.feed.given else None
         return cls(parts, strategy, header["shards"], keepsakes, pieces)
 
-    def feed_for(self, seat: int, epoch: int, position: int) -> data.PieceFeed | Feed:
+    def feed_for(self, seat: int, epoch: int, position: int) -> data.Feed:
         """The batches of a seat, from a position that counts batches of one process; or those of a leased unit."""
         part = batch_part(self.parts)
         if self.pieces is not None:
@@ -443,7 +442,7 @@ def describe_machine() -> dict[str, str]:
     return {"host": platform.node()[:100] or "?", "system": platform.system() or "?", "python": platform.python_version()}
 
 
-def _go_to(feed: data.Feed, epoch: int, position: int) -> None:
+def _go_to(feed: data.ShardFeed, epoch: int, position: int) -> None:
     """Take up a shard where it was left. A stream has to be read up to there."""
     if feed.batches_per_epoch is not None:
         feed.load_state_dict(feed.state_dict() | {"epoch": epoch, "position": position})

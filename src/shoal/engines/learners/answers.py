@@ -13,15 +13,17 @@ Shapes: B answers, P tokens of the longest prompt, T tokens of the longest answe
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from shoal.data import Feed, PassageFinder
 from shoal.engines.learners.apply import EngineLearner
 from shoal.engines.single import SingleEngine
 from shoal.errors import ShoalError
@@ -29,7 +31,6 @@ from shoal.models.generation.batch_sampling import Sampled, answered, as_drawn, 
 from shoal.models.generation.decoding import Warp, draws_of_group, gap
 from shoal.models.generation.side_texts import ReadBeside, columns_beside, read_beside
 from shoal.protocol.frames import Frame, UpdateError
-from shoal.tasks import Batch
 from shoal.tasks.answer_logprobs import as_text, as_used, chosen, log_softmax
 from shoal.updates.answer_frames import InexactAnswers, unpack
 
@@ -47,51 +48,43 @@ _MOST_WEIGHT = 2.0
 _NEAR = 1e-9
 
 
-class AnswerFeed(Protocol):
-    """Prompts, and batches of what was answered to them."""
+class AnswerFeed(Feed):
+    """Prompts by their number, and mini-batches of the answers that were given to them."""
 
     group: int
-    finder: Any
-    """What finds the passages that answers read; null: they read none."""
-    position: int
+    """Answers to each prompt."""
+    finder: PassageFinder | None
+    """Finds the passages that answers read; None: they read none."""
     figures: dict[str, float]
+    batches_per_step: int
+    position: int
+    eos_id: int | None
+    pad_id: int
 
     @property
-    def eos_id(self) -> int | None: ...
-    @property
-    def pad_id(self) -> int: ...
-    @property
-    def most_batches(self) -> int: ...
-    @property
-    def pieces(self) -> int:
-        """Batches of a step."""
-        ...
+    @abstractmethod
+    def most_batches(self) -> int:
+        """Batches that a rollout gives, unless it ends early because the policy has moved too far."""
 
+    @abstractmethod
     def ids_of(self, number: int) -> list[int]:
-        """The prompt of a number."""
-        ...
+        """The tokens of a prompt."""
 
+    @abstractmethod
     def contexts_of(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What is read beside the prompts of these numbers; none at all, where no prompt has any."""
-        ...
+        """The tokens that are read beside these prompts; empty where no prompt of the run has any."""
 
+    @abstractmethod
     def documents_of(self, numbers: Sequence[int]) -> list[list[str]]:
-        """The documents that the prompts are of, where passages are read."""
-        ...
+        """The documents that the prompts are of; empty where no passages are read."""
 
+    @abstractmethod
     def fill(self, version: int, numbers: Sequence[int], drawn: Sampled) -> None:
-        """Learn from these answers next: `group` to the prompt of each number."""
-        ...
+        """Make the next mini-batches of these answers: `group` to the prompt of each number."""
 
+    @abstractmethod
     def empty(self) -> None:
-        """They were learned from."""
-        ...
-
-    @property
-    def at_epoch_end(self) -> bool: ...
-    def __next__(self) -> Batch: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+        """Drop the answers, which were learned from."""
 
 
 class Given(NamedTuple):
@@ -114,7 +107,8 @@ class FromAnswers:
     """Share of a worker's tokens that may be other ones than the draws give."""
     computes: bool = True
 
-    def learner(self, engine: SingleEngine, spans: object, feed: Any = None) -> AnswerLearner:
+    def learner(self, engine: SingleEngine, spans: object, feed: Feed | None = None) -> AnswerLearner:
+        assert isinstance(feed, AnswerFeed)
         return AnswerLearner(engine, self, feed)
 
 
@@ -266,9 +260,9 @@ class AnswerLearner(EngineLearner):
         engine, feed, sums = self.engine, self.feed, dict[str, float]()
         taken = 0
         while not feed.at_epoch_end:
-            result = engine.gradients([next(feed) for _ in range(feed.pieces)])
+            result = engine.gradients([next(feed) for _ in range(feed.batches_per_step)])
             engine.unscale()
-            metrics = result.metrics | engine.apply_own(version + taken * feed.pieces / feed.most_batches)
+            metrics = result.metrics | engine.apply_own(version + taken * feed.batches_per_step / feed.most_batches)
             engine.step_count, taken = version, taken + 1
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)

@@ -30,7 +30,6 @@ from shoal.runs.folder.checkpoint import Checkpoint, copy_to_all, find_checkpoin
 from shoal.runs.folder.run_directory import ReadOnlyDirectory, RunDirectory
 from shoal.runs.live_objects import NO_LIVE_OBJECTS, LiveObjects
 from shoal.runs.monitoring.recorder import Recorder, Reporter
-from shoal.runs.rlhf.rollouts import RolloutFeed
 from shoal.runs.training.initial_weights import save_initial_weights
 from shoal.runs.training.loop import TrainingLoop
 
@@ -102,13 +101,9 @@ def _loop(
         write_data_info(directory, parts.data)
         save_initial_weights(run, parts.engine.task.players, directory.path)
     recorder = Recorder(run, parts.engine, parts.feed, directory, reporters)
-    judged = held_out_batches(run, parts.data.eval)
+    judged = parts.feed.evaluation_batches(held_out_batches(run, parts.data.eval))
     loop = TrainingLoop(recorder, parts.engine, parts.feed, judged, sample_writer(parts, directory))
-    if isinstance(parts.feed, RolloutFeed):
-        parts.feed.warn = warn_reporters(reporters)
-        if checkpoint is None and parts.feed.starts_at_random:
-            parts.feed.warn("rlhf.policy is not given: the policy starts from random weights")
-        loop.held_out = parts.feed.judged if parts.feed.held_out and run.evaluation.strategy != "never" else None
+    parts.feed.start(warn_reporters(reporters), new=checkpoint is None)
     if checkpoint is not None:
         loop.resume(checkpoint, same_run=True)
     elif start is not None:

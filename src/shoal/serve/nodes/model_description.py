@@ -18,7 +18,7 @@ from shoal.models.huggingface.model import HuggingFace
 from shoal.models.stages import skeleton
 
 
-class Shapes(NamedTuple):
+class DataShape(NamedTuple):
     """What a model must know of the data."""
 
     vocab_size: int
@@ -30,7 +30,7 @@ Get = Callable[[str], Tensor]
 """Gives a tensor by its name."""
 
 
-def skeleton_of(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], Get]:
+def model_maker(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], Get]:
     """What makes the model that the server describes, without numbers; and what gives its tensors, where `get` gives the server's."""
     if model.get("config") is not None:
         return _computed(_hugging_face(model["config"]), get)
@@ -41,7 +41,7 @@ def skeleton_of(model: Mapping[str, Any], get: Get) -> tuple[Callable[[], Any], 
 
     def make() -> Any:
         with skeleton():
-            return run.model.builder()(run.model, run, Shapes(vocab_size))["model"]
+            return run.model.builder()(run.model, run, DataShape(vocab_size))["model"]
 
     return make, get
 
@@ -63,16 +63,16 @@ def _hugging_face(config: str) -> HuggingFace:
     return HuggingFace(inner)
 
 
-def described_own(settings: Any, model: Any) -> dict[str, Any]:
-    """What `skeleton_of` needs for a model of Shoal's own."""
+def describe_own_model(settings: Any, model: Any) -> dict[str, Any]:
+    """What `model_maker` needs for a model of Shoal's own."""
     return {"settings": as_data(settings), "vocab_size": getattr(model, "vocab_size", 0)}
 
 
-def described_hugging_face(model: HuggingFace) -> dict[str, Any]:
+def describe_huggingface_model(model: HuggingFace) -> dict[str, Any]:
     return {"config": json.dumps(model.inner.config.to_dict(), default=str)}
 
 
-def bones(folder: Path) -> HuggingFace:
+def meta_model(folder: Path) -> HuggingFace:
     """The model of a folder of Hugging Face without its numbers. Raises ShoalError."""
     import transformers
 
