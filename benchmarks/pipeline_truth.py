@@ -16,13 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from engines import loaded
 from run import Row
 
-from engines import loaded
 from shoal.config.ranks import RankPlace, rank_environment, rank_place
 from shoal.models.partial_model import StagedModel, layers_in
 from shoal.models.stages import depth, stage_of
@@ -110,5 +109,4 @@ def _in_parts(parts: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     print(step_s(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], rank_place()), flush=True)

@@ -105,7 +105,6 @@ def ours(given: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    sys.path.insert(0, str(ROOT / "tests" / "models"))
     from story_models import load_story_model
 
     torch.manual_seed(given["seed"])

@@ -18,7 +18,6 @@ import gzip
 import json
 import random
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import chdir
@@ -37,7 +36,6 @@ from shoal.tasks.policy_gradient import PolicyGradient
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
-sys.path.insert(0, str(ROOT / "tests" / "models"))
 SEEDS = (0, 1)
 UPDATES, LAST = 30, 5
 ABOUT = ("boy", "girl", "dog", "cat", "bird", "bear", "king", "queen", "baby", "rabbit", "frog", "duck", "tree", "fish", "mouse", "man")

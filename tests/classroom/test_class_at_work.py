@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from school import DIGITS, School, all_there
 
-from commands import HANG_S
 from shoal.cli.main import main
 from shoal.config.load import resolve_data
 from shoal.coordinator.audit.files import gather_from, gather_receipts
@@ -28,6 +26,8 @@ from shoal.runs.worker_run import JoinedWorker
 from shoal.transports.postgres.access import connect
 from shoal.transports.postgres.queries import look, trail
 from shoal.updates.privacy import Accountant, sample_level_multiplier
+from tests.support.classroom import DIGITS, School, all_there
+from tests.support.processes import HANG_S
 
 
 def train(coordinating: ReadyCoordinator) -> dict[str, Any]:

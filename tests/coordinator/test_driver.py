@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Numbers, believing, contribution, nameplate, strategy_of
 
 from shoal.config.schema.strategy import Async, DiLoCo, Edp, SyncPs, WorkUnits
 from shoal.config.schema.updates import NoCodec, Updates
@@ -30,6 +29,7 @@ from shoal.transports import Traffic
 from shoal.updates import codecs
 from shoal.worker.receipts import Receipts
 from shoal.worker.session import Protocol, Receipt, Seated, Unit
+from tests.support.small_cluster import Numbers, believing, contribution, nameplate, strategy_of
 
 STRATEGIES = {
     "syncps": strategy_of(SyncPs(round_timeout_s=5.0)),

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_driver import STRATEGIES, Walker, Wire, World, violations
-from tiny_cluster import RATE, Numbers, believing, contribution, nameplate
 from torch import Tensor
 
 from shoal.config.schema.updates import Codec, Int4Codec, NoCodec, Updates
@@ -28,6 +26,8 @@ from shoal.updates import codecs
 from shoal.worker.receipts import Receipts
 from shoal.worker.relay import Climber
 from shoal.worker.session import Protocol
+from tests.coordinator.test_driver import STRATEGIES, Walker, Wire, World, violations
+from tests.support.small_cluster import RATE, Numbers, believing, contribution, nameplate
 
 ROUNDS = 16
 

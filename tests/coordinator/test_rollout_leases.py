@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import Cluster, FakeWorker, believing, contribution
 
 from shoal.config.load import resolve_data
 from shoal.coordinator import Coordinator
@@ -29,6 +28,7 @@ from shoal.runs.training.train_alone import prepare as prepare_alone
 from shoal.updates.answer_frames import InexactAnswers, digest, pack, unpack
 from shoal.worker.producers import AnswersProducer
 from shoal.worker.session import Unit
+from tests.support.small_cluster import Cluster, FakeWorker, believing, contribution
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32}
 LENGTH = 12

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands import HANG_S
 from shoal.config.schema.data import Loader
 from shoal.data import Batch, ShardFeed
 from shoal.data.interfaces import Indices
 from shoal.errors import ShoalError
 from shoal.python.train import train
+from tests.support.processes import HANG_S
 
 PROGRAM = """
 import torch

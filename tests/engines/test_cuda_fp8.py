@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda_step import batches, engine
 from torch import Tensor
 
 from shoal.config.schema.training import Fp8
@@ -14,6 +13,7 @@ from shoal.engines.precision import emulation, fp8
 from shoal.engines.precision.fp8 import LARGEST, Rows, codes_of
 from shoal.errors import ShoalError
 from shoal.models.expert_layer import Visits
+from tests.engines.test_cuda_step import batches, engine
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not fp8.is_real(torch.device("cuda")), reason="needs a GPU of the Hopper generation"

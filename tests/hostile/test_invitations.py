@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_coordinator import TOKEN, Honest, Live
-from transport_harness import KEYS, eventually
 
 from shoal.cli.main import main
 from shoal.coordinator.audit.files import gather
@@ -17,6 +15,8 @@ from shoal.coordinator.state import MemberLimits
 from shoal.errors import ShoalError
 from shoal.runs.invitation import CoordinatorSecrets, GuestList
 from shoal.worker.session import Left
+from tests.support.live_coordinator import TOKEN, Honest, Live
+from tests.support.transport_harness import KEYS, eventually
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from live_coordinator import TOKEN, Honest, Live
-from transport_harness import KEYS, eventually
 
 from shoal.cli.main import main
 from shoal.config.schema.cluster import Coordinator as CoordinatorSettings
@@ -23,6 +21,8 @@ from shoal.runs.invitation import Invitation
 from shoal.runs.monitoring.prometheus import shown_to_prometheus
 from shoal.runs.owner import write_owner_file
 from shoal.worker.session import Left
+from tests.support.live_coordinator import TOKEN, Honest, Live
+from tests.support.transport_harness import KEYS, eventually
 
 STATUS = {"run": "mine", "strategy": "async", "members": [], "state": "running"}
 

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from serving import small_served
 
-from commands import HANG_S
 from shoal.config.schema import model as schema
 from shoal.config.schema.cluster import Zmq
 from shoal.models.generation.decoding import Draws, Warp
@@ -32,6 +30,8 @@ from shoal.transports.connect import serve
 from shoal.transports.in_process import InProcessServer
 from shoal.transports.interface import Unreachable
 from shoal.transports.keys import Keys, new_keys, new_token
+from tests.support.processes import HANG_S
+from tests.support.small_service import small_served
 
 VOCABULARY = 40
 SIZES = {"hidden_size": 24, "num_layers": 6, "num_heads": 4, "max_seq_len": 96}

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from layered import loaded, merged
-from test_mixtures_over_workers import MOE, REMEMBERED, STRATEGIES
 
 from shoal.engines import SingleEngine
 from shoal.runs.build_run import assemble
@@ -16,6 +14,8 @@ from shoal.runs.folder.worker_checkpoint import SaveSchedule, WorkerCheckpoints
 from shoal.updates.state_packing import packed
 from shoal.worker.session import Seated
 from shoal.worker.worker_state import Beginning, HalfRound
+from tests.strategies.test_mixtures_over_workers import MOE, REMEMBERED, STRATEGIES
+from tests.support.layered_settings import loaded, merged
 
 BEGAN = Beginning(2, 17, Seated(1, 0, 12))
 HALF = HalfRound(BEGAN, Seated(1, 0, 15), 3, 4, 48, 700, {"loss": 2.5})

@@ -1,6 +1,6 @@
 """Functions of tests that run in several processes at once, each of which is one rank. `together(name, count)` returns what each found.
 
-This file is also what the processes run: `python ranks.py RESULT NAME …`, with the place in the environment.
+This file is also what the processes run: `python rank_processes.py RESULT NAME …`, with the place in the environment.
 """
 
 from __future__ import annotations
@@ -515,5 +515,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

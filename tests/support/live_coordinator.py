@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_cluster import Numbers, contribution, strategy_of
 
 from shoal.config.schema.strategy import Async, WorkUnits
 from shoal.config.schema.updates import NoCodec, Updates
@@ -27,6 +26,7 @@ from shoal.transports import Message, new_token
 from shoal.transports.zeromq import ZmqClient, ZmqServer
 from shoal.updates import codecs
 from shoal.worker.session import Protocol, Receipt, Seated, Unit
+from tests.support.small_cluster import Numbers, contribution, strategy_of
 
 TOKEN = new_token()
 LIMIT = 1_000_000

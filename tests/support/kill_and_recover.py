@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from commands import run_python
 from shoal.launch import forkserver
 from shoal.runs.worker_run import TransportConnection
 from shoal.transports.keys import key_from_text
 from shoal.worker.sender import Lost
+from tests.support.processes import run_python
 
 CONFIG = """\
 dialect: shoal
