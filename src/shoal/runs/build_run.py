@@ -63,25 +63,25 @@ def assemble(
     length: CountSteps | None = None,
     here: RankPlace | None = None,
     world: World | None = None,
-    given: LiveObjects = NO_LIVE_OBJECTS,
+    live: LiveObjects = NO_LIVE_OBJECTS,
     joins: bool = False,
     known: data.Data | None = None,
 ) -> RunParts:
     """Data, networks, task, engine: the same for the same run, every time. A run that goes on keeps the tokenizer in its folder.
 
     `length` tells how many steps the run has; None: as many as one worker alone takes. `here` and `world` are for a process that
-    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `given` are live parts
+    trains with the engine that the run asks for; without them one process computes by itself, whatever the engine. `live` are live parts
     that a program has brought along. `joins`: for a worker, which gets its weights from a coordinator. `known`: the data, if loaded.
     """
     source = _with_parts_of_policy(run, tokenizer_of)
-    samples = known or data_for(run, given, lambda: data.load(source, progress=progress))
-    players = players_for(run, given, samples.info)
+    samples = known or data_for(run, live, lambda: data.load(source, progress=progress))
+    players = players_for(run, live, samples.info)
     answers = run.strategy.gives_answers and joins
     if answers:  # what scores, and what predicts scores, is the coordinator's
         players = {"model": players["model"]}
     else:
         load_policy_weights(run, players, tokenizer_of)
-    task = task_for(run, given, players, samples.info)
+    task = task_for(run, live, players, samples.info)
     rank, ranks = (world.rank, world.size) if world else (0, 1)
     torch.manual_seed(run.seed + 1_000_003 * rank)
     device = choose_device(run.training.device, here.local_rank if here else 0)

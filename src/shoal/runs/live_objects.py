@@ -41,9 +41,9 @@ class LiveObjects(NamedTuple):
 NO_LIVE_OBJECTS = LiveObjects()
 
 
-def data_for(run: Run, given: LiveObjects, load: Callable[[], data.Data]) -> data.Data:
+def data_for(run: Run, live: LiveObjects, load: Callable[[], data.Data]) -> data.Data:
     """The data of a run: what the program gave, what a factory of the settings makes, or what the settings describe."""
-    source, train, held_out, collate = run.data.source, given.train, given.eval, given.collate
+    source, train, held_out, collate = run.data.source, live.train, live.eval, live.collate
     if isinstance(source, FactoryData):
         train = call_factory(source.function) if train is None else train
         held_out = call_factory(source.eval_function) if held_out is None and source.eval_function else held_out
@@ -74,9 +74,9 @@ def _batch(collate: Collate, samples: Sequence[Any]) -> data.Batch:
     return named(collate(list(samples)))
 
 
-def players_for(run: Run, given: LiveObjects, info: data.Info) -> dict[str, nn.Module]:
+def players_for(run: Run, live: LiveObjects, info: data.Info) -> dict[str, nn.Module]:
     """The networks of a run, likewise."""
-    model = given.model
+    model = live.model
     if model is None and isinstance(run.model, FactoryModel):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(run.seed)
@@ -91,15 +91,15 @@ def players_for(run: Run, given: LiveObjects, info: data.Info) -> dict[str, nn.M
     return {"model": HuggingFace(model) if in_transformers else model}
 
 
-def task_for(run: Run, given: LiveObjects, players: dict[str, nn.Module], info: data.Info) -> tasks.Task:
+def task_for(run: Run, live: LiveObjects, players: dict[str, nn.Module], info: data.Info) -> tasks.Task:
     """What is learned: a loss of the program's own, or the task of the settings."""
-    loss = given.loss
+    loss = live.loss
     if loss is None and isinstance(run.model, FactoryModel) and run.model.loss:
         loss = import_function(run.model.loss)
-    if (loss is not None or given.metrics) and set(players) != {"model"}:
+    if (loss is not None or live.metrics) and set(players) != {"model"}:
         raise ShoalError(f"loss= and metrics= are for one network, and a model of kind {run.model.kind} is {len(players)}")
     task: tasks.Task = Custom(players, loss) if loss is not None else tasks.build(run, players, info)
-    return WithMetrics(task, given.metrics) if given.metrics else task
+    return WithMetrics(task, live.metrics) if live.metrics else task
 
 
 # --- functions that settings name --------------------------------------------------------------------

@@ -165,11 +165,11 @@ class JoinedWorker:
         feed = strategies.of(self.run, self.welcome.header["shards"]).feed
         return min(interval_s, feed.lease_s / 3) if feed.leased else interval_s
 
-    def prepare(self, progress: Progress | None = None, here: RankPlace | None = None, given: LiveObjects = NO_LIVE_OBJECTS) -> None:
+    def prepare(self, progress: Progress | None = None, here: RankPlace | None = None, live: LiveObjects = NO_LIVE_OBJECTS) -> None:
         """Put together what the work takes. `here`: as the first of several processes, which all get ready with it."""
         try:
             self._fetch_images(progress)
-            self.worker = self._worker(progress, here, given)
+            self.worker = self._worker(progress, here, live)
         except BaseException as problem:
             self.refuse(problem)
             raise
@@ -186,9 +186,9 @@ class JoinedWorker:
     def state(self) -> str:
         return self.worker.doing if self.worker else self.doing
 
-    def _worker(self, progress: Progress | None, here: RankPlace | None, given: LiveObjects) -> Worker:
+    def _worker(self, progress: Progress | None, here: RankPlace | None, live: LiveObjects) -> Worker:
         meeting = self._meet(here) if here is not None else None
-        share = WorkerParts.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress, given)
+        share = WorkerParts.of(self.welcome.header, self.welcome.frames, self.way, meeting, self.courier.tell, progress, live)
         engine: Any = share.parts.engine
         feed_for: Callable[[int, int, int], Any] = share.feed_for
         keeper: Any = share.keepsakes
@@ -339,9 +339,9 @@ class WorkerParts(NamedTuple):
         meeting: Meeting | None,
         tell: Callable[[str], None],
         progress: Progress | None = None,
-        given: LiveObjects = NO_LIVE_OBJECTS,
+        live: LiveObjects = NO_LIVE_OBJECTS,
     ) -> WorkerParts:
-        parts = parts_for(header, frames, way.overrides, progress, meeting, given)
+        parts = parts_for(header, frames, way.overrides, progress, meeting, live)
         strategy = strategies.of(parts.run, header["shards"])
         if strategy.feed.leased:
             torch.seed()  # every worker draws noise of its own

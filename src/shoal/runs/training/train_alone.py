@@ -42,7 +42,7 @@ def prepare(
     reporters: list[Reporter],
     progress: Progress | None = None,
     here: RankPlace | None = None,
-    given: LiveObjects = NO_LIVE_OBJECTS,
+    live: LiveObjects = NO_LIVE_OBJECTS,
 ) -> TrainingLoop:
     """A loop that is ready to train, new or continued. `here`: as one of several processes, which all must get here."""
     run = loaded.run
@@ -53,7 +53,7 @@ def prepare(
     world = enter(here, device) if here else None
     own = Path(run_dir or run.output_dir)
     directory, checkpoint, start = _first_decides(world, lambda: _begin_with(run, run_dir, resume, here, warn), own)
-    parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, given=given)
+    parts = assemble(run, progress, directory.path if directory else None, here=here, world=world, live=live)
     if directory is not None and checkpoint is not None and parts.engine.world.first:
         expect_same_data(directory, parts.data)
     if directory is None:
